@@ -1,0 +1,1 @@
+"""The application: the `swarmnet` command and what it composes."""

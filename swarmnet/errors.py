@@ -1,0 +1,158 @@
+"""Every error that swarmnet raises on purpose.
+
+    SwarmnetError
+    ├── UserError              a person can mend it; its text is one line that says how
+    │   ├── SpecError          run.toml is wrong
+    │   ├── DataError          the training data cannot be read
+    │   └── AddressError       an address is malformed, taken, or nobody answers on it
+    ├── TransportError         the link, not what was said over it
+    │   ├── Unreachable        no address of the peer answers
+    │   ├── ChannelClosed      the channel broke while a call was open
+    │   └── DeadlineExceeded   the peer did not answer in time
+    ├── ProtocolViolation      theirs: what arrived breaks the protocol
+    └── RemoteError            theirs: the peer answered, and the answer is no
+        ├── Busy               its queue is full; try another replica
+        ├── Stale              the call is about a round that is over there
+        ├── NotReady           it cannot serve this yet (joining, moving)
+        ├── Redirect           another peer is responsible
+        ├── NoRoute            it found no replica of the next stage
+        ├── WrongRun           it trains another run
+        ├── WrongVersion       it speaks another version of the protocol
+        └── Refused            it found the request itself wrong
+
+A `RemoteError` travels: its `code` and `details` are put on the wire by the callee and the
+same class is raised at the caller.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SwarmnetError(Exception):
+    """The root of the tree."""
+
+
+class UserError(SwarmnetError):
+    """Something that the person at the keyboard can mend."""
+
+
+class SpecError(UserError):
+    """The run's spec is wrong."""
+
+
+class DataError(UserError):
+    """The training data cannot be read."""
+
+
+class AddressError(UserError):
+    """An address is malformed, taken, or nobody answers on it."""
+
+
+class TransportError(SwarmnetError):
+    """The link to a peer failed."""
+
+
+class Unreachable(TransportError):
+    """No address of the peer answers."""
+
+
+class ChannelClosed(TransportError):
+    """The channel broke while a call was open."""
+
+
+class DeadlineExceeded(TransportError):
+    """The peer did not answer in time."""
+
+
+class ProtocolViolation(SwarmnetError):
+    """What arrived from a peer breaks the protocol."""
+
+
+class RemoteError(SwarmnetError):
+    """The peer's answer is no. Raised by its handler, sent, and raised again at the caller."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, text: str = "", **details: Any) -> None:
+        super().__init__(text or self.code)
+        self.details = details
+
+
+class Busy(RemoteError):
+    """The peer's queue is full. `details["backlog_s"]`: seconds of work that it has."""
+
+    code = "busy"
+
+    @property
+    def backlog_s(self) -> float:
+        return _finite(self.details.get("backlog_s"))
+
+
+class Stale(RemoteError):
+    """The round is over at the peer. `details["round"]`: the round that it is in."""
+
+    code = "stale"
+
+
+class NotReady(RemoteError):
+    """The peer cannot serve this yet."""
+
+    code = "not_ready"
+
+
+class Redirect(RemoteError):
+    """Another peer is responsible. `details["peer_id"]` names it."""
+
+    code = "redirect"
+
+
+class NoRoute(RemoteError):
+    """The peer found no replica of the next stage in time."""
+
+    code = "no_route"
+
+
+class WrongRun(RemoteError):
+    """The peer trains another run."""
+
+    code = "wrong_run"
+
+
+class WrongVersion(RemoteError):
+    """The peer speaks another version of the protocol."""
+
+    code = "wrong_version"
+
+
+class Refused(RemoteError):
+    """The peer found the request itself wrong (schema, shape, dtype, not finite)."""
+
+    code = "refused"
+
+
+REMOTE_ERRORS: dict[str, type[RemoteError]] = {
+    cls.code: cls
+    for cls in (
+        RemoteError,
+        Busy,
+        Stale,
+        NotReady,
+        Redirect,
+        NoRoute,
+        WrongRun,
+        WrongVersion,
+        Refused,
+    )
+}
+
+
+def remote_error(code: str, text: str, details: dict[str, Any]) -> RemoteError:
+    """The exception for an error that arrived; an unknown code becomes a plain `RemoteError`."""
+    return REMOTE_ERRORS.get(code, RemoteError)(text, **details)
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, (int, float)) and 0 <= value < 3600:
+        return float(value)
+    return 0.0

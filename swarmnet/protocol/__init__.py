@@ -1,0 +1,1 @@
+"""Decisions: pure functions and small tables. `now` and `rng` are arguments."""

@@ -1,0 +1,162 @@
+"""What a peer says of itself.
+
+A record is small, versioned and signed (the signature is kept beside it, see
+`swarm.gossip`). Of two records of one peer the one with the higher (incarnation, version)
+holds. Counters of a round only grow, so that records may arrive in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+OBSERVER_STAGE = -1
+KEPT_ROUNDS = 4
+"""Rounds whose counters a feeder's record carries."""
+DIGEST_BYTES = 8
+MAX_ADDRESSES = 16
+MAX_TEXT = 256
+MAX_SHARDS = 65_536
+
+JOINING = "joining"
+ACTIVE = "active"
+LEAVING = "leaving"
+LEFT = "left"
+OBSERVING = "observing"
+STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCount:
+    """A feeder's counters for one round, in samples; they only grow."""
+
+    round: int
+    launched: int = 0
+    committed: int = 0
+    sealed: bool = False
+    """No flight of this feeder is in the air and it will launch no more in this round."""
+    tokens: int = 0
+    loss_sum: float = 0.0
+    """Sum over the committed tokens of the loss, in nats."""
+
+    def __post_init__(self) -> None:
+        counts = (self.round, self.launched, self.committed, self.tokens)
+        if any(not 0 <= n < 2**62 for n in counts) or not math.isfinite(self.loss_sum):
+            raise ValueError("a round's counter is out of range")
+        if self.committed > self.launched:
+            raise ValueError("more samples committed than launched")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A feeder's newest measurement on held-out data."""
+
+    round: int
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    """NaN-free; 0 where the model is not of text."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.loss) and math.isfinite(self.bits_per_byte)) or self.round < 0:
+            raise ValueError("a held-out loss is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a peer says of itself."""
+
+    peer_id: str
+    run_id: str
+    incarnation: int
+    """Unix milliseconds at which the process started: a restarted peer overrules its past."""
+    version: int
+    """Grows with every change while the process lives."""
+    state: str = JOINING
+    stage: int = OBSERVER_STAGE
+    round: int = 0
+    addresses: tuple[str, ...] = ()
+    active_from: int = 0
+    """First round for which this replica counts as a possible owner of shards."""
+    has_data: bool = False
+    counts: tuple[RoundCount, ...] = ()
+    """Of the newest `KEPT_ROUNDS` rounds that it fed, oldest first."""
+    samples_per_s: float = 0.0
+    """What its device could do of this stage, forward and backward, were it never idle."""
+    queue_length: int = 0
+    upload_bytes_per_s: float = 0.0
+    """Measured; 0 while unknown."""
+    digests: bytes = b""
+    """`DIGEST_BYTES` a shard: of the parameters with which `round` began."""
+    holds: bytes = b""
+    """Bit j % 8 of byte j // 8: holds the optimizer state of shard j as of the beginning of `round`."""
+    held_out: HeldOut | None = None
+    totals: dict[str, int] = field(default_factory=dict)
+    """Counters since its start, such as `rerouted` or `sent_bytes`."""
+    agent: str = ""
+    started_unix_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
+            raise ValueError("a peer id or run id is too long")
+        if self.state not in STATES:
+            raise ValueError(f"unknown state {self.state[:32]!r}")
+        if not OBSERVER_STAGE <= self.stage < MAX_SHARDS:
+            raise ValueError("a stage index is out of range")
+        numbers = (self.incarnation, self.version, self.round, self.active_from, self.queue_length)
+        if any(not 0 <= n < 2**62 for n in numbers):
+            raise ValueError("a number of a record is out of range")
+        rates = (self.samples_per_s, self.upload_bytes_per_s, self.started_unix_s)
+        if any(not (math.isfinite(x) and x >= 0) for x in rates):
+            raise ValueError("a rate of a record is out of range")
+        if len(self.addresses) > MAX_ADDRESSES or any(len(a) > MAX_TEXT * 2 for a in self.addresses):
+            raise ValueError("too many or too long addresses")
+        if len(self.digests) > MAX_SHARDS * DIGEST_BYTES or len(self.digests) % DIGEST_BYTES:
+            raise ValueError("digests of an impossible length")
+        if len(self.holds) > MAX_SHARDS // 8 or len(self.counts) > KEPT_ROUNDS:
+            raise ValueError("a field of a record is too long")
+        if len(self.totals) > 64 or any(
+            len(k) > 64 or not 0 <= v < 2**62 for k, v in self.totals.items()
+        ):
+            raise ValueError("the totals of a record are out of range")
+        if len(self.agent) > MAX_TEXT:
+            raise ValueError("the agent of a record is too long")
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Of two records of one peer, the one with the higher stamp holds."""
+        return (self.incarnation, self.version)
+
+    @property
+    def is_replica(self) -> bool:
+        """Serves microbatches of its stage now."""
+        return self.stage >= 0 and self.state == ACTIVE
+
+    def count(self, round_index: int) -> RoundCount:
+        """Its counters for a round; zeros where it has none."""
+        for c in self.counts:
+            if c.round == round_index:
+                return c
+        return RoundCount(round_index)
+
+    def digest(self, shard_index: int) -> bytes:
+        return self.digests[shard_index * DIGEST_BYTES : (shard_index + 1) * DIGEST_BYTES]
+
+    def holds_shard(self, shard_index: int) -> bool:
+        byte = shard_index // 8
+        return byte < len(self.holds) and bool(self.holds[byte] >> (shard_index % 8) & 1)
+
+    def with_count(self, count: RoundCount) -> Record:
+        """This record with the counters of one round replaced; old rounds fall off."""
+        counts = {c.round: c for c in self.counts}
+        counts[count.round] = count
+        kept = sorted(counts.values(), key=lambda c: c.round)[-KEPT_ROUNDS:]
+        return replace(self, counts=tuple(kept))
+
+
+def bitmap(indices: list[int], num_shards: int) -> bytes:
+    """Shard indices as `Record.holds`."""
+    out = bytearray((num_shards + 7) // 8)
+    for j in indices:
+        out[j // 8] |= 1 << (j % 8)
+    return bytes(out)

@@ -1,0 +1,1 @@
+"""Virtual time, a seeded network and synthetic devices for the production code."""

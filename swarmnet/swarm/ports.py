@@ -1,0 +1,165 @@
+"""What the swarm code needs of a machine: small interfaces, no torch.
+
+`training` implements them with real mathematics, `simulation` with synthetic costs. Methods
+marked *device* run on the device thread (through `Device.run`), methods marked *averaging* on
+the averaging thread (through `Worker.run`), the rest anywhere and at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from swarmnet.wire import Array
+
+T = TypeVar("T")
+
+StepKey = tuple[int, int]
+"""(round, microbatch id): what a stage keeps the graph, input and gradients of a microbatch under."""
+
+BACKWARD, FORWARD, OTHER = "backward", "forward", "other"
+"""Kinds of device work, in order of urgency: backward first, for it frees memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """What the last stage makes of a microbatch."""
+
+    loss_sum: float
+    """Nats, summed over tokens."""
+    num_tokens: int
+    grad_inputs: Array | None = None
+
+
+class Device(Protocol):
+    """A bounded queue before one device. One thing runs at a time: backward work first, then
+    forward, then other, the oldest first within a kind."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Work queued or running."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the device has worked since its start."""
+
+    async def run(self, kind: str, work: Callable[[], T]) -> T:
+        """Queues `work` and returns what it returns. Cancelling the waiter of work that has not
+        started removes it; work that has started finishes."""
+
+    async def close(self) -> None: ...
+
+
+class Worker(Protocol):
+    """A thread for work that must neither hold the event loop nor the device."""
+
+    async def run(self, work: Callable[[], T]) -> T: ...
+
+    async def close(self) -> None: ...
+
+
+class Stage(Protocol):
+    """One replica's copy of a stage, its gradient buffer and the shards of both.
+
+    The stage's parameters are one flat fp32 vector, cut into shards of fixed size (the last one
+    may be shorter), the same at every replica. Gradients are sums over tokens and accumulate
+    in one flat fp32 buffer until `finish_round`.
+    """
+
+    stage_index: int
+    num_stages: int
+    shard_sizes: tuple[int, ...]
+    """Elements of each shard."""
+
+    def check(self, inputs: Array, targets: Array) -> None:
+        """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap."""
+
+    def forward(self, key: StepKey, inputs: Array) -> Array:
+        """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
+        Raises `ProtocolViolation` where inputs or outputs are not finite."""
+
+    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+        """*device* Adds the microbatch's gradient to the buffer; returns the gradient of the
+        input (None at stage 0). Keeps what `retract` needs. Raises `ProtocolViolation` where
+        `grad_outputs` has the wrong shape or is not finite; then nothing was added."""
+
+    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+        """*device* The last stage's whole work: forward, loss, backward."""
+
+    def retract(self, key: StepKey) -> None:
+        """*device* Takes the contribution of a microbatch out of the buffer again: the same
+        backward with the negated output gradient. Unknown keys are ignored."""
+
+    def forget(self, key: StepKey) -> None:
+        """Drops all that is kept under `key`: after a commit, or for work given up."""
+
+    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+        """*device* Forward without gradient. A stage before the last returns its activation; the last
+        returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
+
+    def gradient_shard(self, shard_index: int) -> Array:
+        """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""
+
+    def parameter_shard(self, shard_index: int) -> Array:
+        """A view of the parameters of the current round, fp32."""
+
+    def digest(self, shard_index: int) -> bytes:
+        """*averaging* 8 bytes: xxh3-64 (big endian) of the shard's fp32 little-endian bytes."""
+
+    def stage_parameters(self, shard_index: int, values: Array) -> None:
+        """*averaging* Puts a shard of the coming round's parameters beside the present ones. Raises
+        `ProtocolViolation` where dtype or length is wrong or a value is not finite."""
+
+    def finish_round(self) -> None:
+        """*device* Makes the shards that were put aside by `stage_parameters` the parameters (the
+        others stay as they are), zeroes the gradient buffer and forgets every key."""
+
+
+class Optimizer(Protocol):
+    """The optimizer state (moments) of the shards that this replica owns. All *averaging*."""
+
+    def owned(self) -> list[int]:
+        """Shards whose state is held, ascending."""
+
+    def steps(self, shard_index: int) -> int:
+        """Steps that the shard's state has seen; -1 where it is not held."""
+
+    def create(self, shard_index: int) -> None:
+        """Fresh (zero) state, step 0."""
+
+    def drop(self, shard_index: int) -> None: ...
+
+    def sum(self, contributions: Sequence[Array]) -> Array:
+        """Elementwise fp32 sum, in the order given."""
+
+    def sum_of_squares(self, values: Array) -> float:
+        """In fp64."""
+
+    def step(
+        self, shard_index: int, parameters: Array, gradient_sum: Array, scale: float, round_index: int
+    ) -> Array:
+        """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
+        `round_index`. `parameters` is not changed; the new ones are returned."""
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        """The reverse of `export`; raises `ProtocolViolation` where it does not fit."""
+
+
+class Data(Protocol):
+    """Microbatches. Pure: the same id gives the same samples on every machine."""
+
+    samples_per_microbatch: int
+    bytes_per_token: float
+    """Average bytes of text behind one target token; 0 where the data is not text."""
+    num_held_out: int
+    """Microbatches of held-out data."""
+
+    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
+        """Inputs and targets of a training microbatch."""
+
+    def held_out(self, index: int) -> tuple[Array, Array]:
+        """Inputs and targets of a held-out microbatch."""

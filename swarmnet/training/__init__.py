@@ -1,0 +1,1 @@
+"""What runs on the device: models, stages, shards, data. No network."""

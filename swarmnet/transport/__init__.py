@@ -1,0 +1,1 @@
+"""Calls between peers: the port (`base`) and its implementations."""

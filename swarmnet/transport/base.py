@@ -1,0 +1,133 @@
+"""The transport port: calls between peers, whatever carries them.
+
+`Transport` is what the swarm code sees. `Carrier` is what a network must offer for
+`transport.channel.ChannelTransport` to make a `Transport` of it: duplex byte streams to
+authenticated peers. So hivemind's p2pd, py-libp2p and direct TLS share one protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from swarmnet.wire import Message
+
+PROTOCOL_VERSION = 1
+PROTOCOL_NAME = f"/swarmnet/{PROTOCOL_VERSION}"
+
+
+@dataclass(slots=True)
+class Request:
+    """A call as its handler sees it."""
+
+    remote: str
+    """Peer id of the caller, authenticated by the carrier."""
+    run_id: str
+    """The run that the caller says it belongs to; empty before it knows one."""
+    method: str
+    message: Message
+    progress: Callable[[Message], None]
+    """Sends a progress message to the caller while the call is open. Never blocks or raises."""
+
+
+Handler = Callable[[Request], Awaitable[Message]]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes on the wire, frame headers included, by method."""
+
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    received_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add_sent(self, method: str, num_bytes: int) -> None:
+        self.sent_bytes[method] = self.sent_bytes.get(method, 0) + num_bytes
+
+    def add_received(self, method: str, num_bytes: int) -> None:
+        self.received_bytes[method] = self.received_bytes.get(method, 0) + num_bytes
+
+
+class Transport(Protocol):
+    """Calls to and from other peers."""
+
+    peer_id: str
+    traffic: Traffic
+
+    def addresses(self) -> list[str]:
+        """Multiaddrs (with `/p2p/<peer id>`) that others can dial."""
+
+    def set_run(self, run_id: str) -> None:
+        """Says to every present and future channel which run this peer belongs to."""
+
+    def handle(self, method: str, handler: Handler) -> None:
+        """Serves `method`. An exception that is a `RemoteError` goes to the caller as it is, a
+        `ProtocolViolation` as `Refused`, any other is logged here and goes as a `RemoteError`."""
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Remembers where a peer can be dialled."""
+
+    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+        """Opens a channel to an address (`.../p2p/<peer id>`); returns the peer id. Raises
+        `AddressError`, `Unreachable`, `DeadlineExceeded` or `WrongVersion`."""
+
+    async def call(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message], None] | None = None,
+    ) -> Message:
+        """Calls a peer over the persistent channel to it, opened when there is none. Raises
+        `TransportError`, `RemoteError` or `ProtocolViolation`. A cancelled call is cancelled at the callee
+        only as far as its channel is concerned: the handler runs on, its reply is dropped."""
+
+    def notify(self, peer_id: str, method: str, message: Message) -> None:
+        """One-way and best effort: never blocks, never raises."""
+
+    def connected(self) -> list[str]:
+        """Peers with an open channel now."""
+
+    def on_connected(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` when the first channel to a peer opened."""
+
+    def on_disconnected(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` at once when the last channel to a peer closed."""
+
+    async def close(self) -> None:
+        """Closes every channel and the carrier. Idempotent."""
+
+
+@dataclass(slots=True)
+class ByteStream:
+    """A duplex byte stream to an authenticated peer: a connected asyncio transport, reading
+    paused, whose protocol `Channel` will replace; `leftover` was read already."""
+
+    remote: str
+    transport: asyncio.Transport
+    leftover: bytes = b""
+
+
+class Carrier(Protocol):
+    """Byte streams between authenticated peers."""
+
+    peer_id: str
+
+    async def start(self, accept: Callable[[ByteStream], None]) -> None:
+        """Starts; from now on every incoming stream is handed to `accept`. Raises `AddressError`
+        (port taken, address malformed) or `TransportError`."""
+
+    def addresses(self) -> list[str]: ...
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None: ...
+
+    async def connect(self, address: str) -> str:
+        """Connects to an address; returns the peer id. Raises `AddressError` or `Unreachable`."""
+
+    async def open(self, peer_id: str) -> ByteStream:
+        """Opens a stream to a peer with `PROTOCOL_NAME`. Raises `Unreachable`."""
+
+    async def close(self) -> None: ...

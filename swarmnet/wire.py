@@ -1,0 +1,100 @@
+"""What travels: a msgpack body, typed and bounded, and arrays as raw bytes beside it.
+
+Bodies are frozen dataclasses. `pack` turns one into msgpack, `unpack` checks everything that
+arrives against the dataclass (types, lengths, unknown values) and raises `ProtocolViolation`.
+Never pickle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+from swarmnet.errors import ProtocolViolation
+
+MAX_BODY_BYTES = 4 << 20
+MAX_ARRAYS = 64
+MAX_DIMENSIONS = 8
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "uint16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An n-dimensional array as it travels: C order, little endian.
+
+    `data` is any C-contiguous buffer of exactly `num_bytes` bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return array_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`body`: a dataclass or plain msgpack values. `arrays`: travel as raw bytes."""
+
+    body: Any = None
+    arrays: tuple[Array, ...] = ()
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array; raises `ProtocolViolation` for a dtype or shape that cannot be."""
+    if dtype not in ITEM_BYTES:
+        raise ProtocolViolation(f"unknown dtype {str(dtype)[:32]!r}")
+    if len(shape) > MAX_DIMENSIONS or any(
+        not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape
+    ):
+        raise ProtocolViolation(f"impossible shape {str(shape)[:64]}")
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def pack(body: Any) -> bytes:
+    """msgpack of a dataclass or of plain values."""
+    return msgpack.packb(
+        msgspec.to_builtins(body, builtin_types=(bytes, bytearray)), use_bin_type=True
+    )
+
+
+def unpack_plain(data: Any) -> Any:
+    """msgpack to plain values, bounded."""
+    if len(data) > MAX_BODY_BYTES:
+        raise ProtocolViolation(f"a body of {len(data)} bytes; at most {MAX_BODY_BYTES}")
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as e:
+        raise ProtocolViolation(f"not msgpack: {str(e)[:100]}") from None
+
+
+def convert(value: Any, cls: type[T]) -> T:
+    """Plain values to `cls`, everything checked."""
+    try:
+        return msgspec.convert(value, cls, builtin_types=(bytes, bytearray))
+    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as e:
+        raise ProtocolViolation(f"not a {cls.__name__}: {str(e)[:200]}") from None
+
+
+def unpack(data: Any, cls: type[T]) -> T:
+    """msgpack to `cls`, everything checked."""
+    return convert(unpack_plain(data), cls)
