@@ -88,7 +88,9 @@ def unpack_plain(data: Any) -> Any:
 
 
 def convert(value: Any, cls: type[T]) -> T:
-    """Plain values to `cls`, everything checked."""
+    """Plain values to `cls`, everything checked. A `cls` (of a local call) passes as it is."""
+    if type(value) is cls:
+        return value
     try:
         return msgspec.convert(value, cls, builtin_types=(bytes, bytearray))
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as e:

@@ -1,1 +1,1 @@
-"""Models that can be cut into stages."""
+"""Models as lists of layers: the protocol for any model, and Llama."""

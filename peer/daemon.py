@@ -1,0 +1,401 @@
+"""The composition root: a peer made of real parts, and the observer that looks at a run.
+
+Nothing else in the project knows which transport, device or data a peer has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarmnet import __version__
+from swarmnet.errors import (
+    AddressError,
+    DataError,
+    SwarmnetError,
+    UserError,
+    WrongVersion,
+)
+from swarmnet.identity import Identity as Key
+from swarmnet.identity import verify
+from swarmnet.protocol.records import OBSERVING, Record
+from swarmnet.protocol.view import View
+from swarmnet.spec import RunSpec, load_spec
+from swarmnet.swarm.discovery import Directory
+from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.messages import LOGITS, InferRequest
+from swarmnet.swarm.peer import Identity, Machine, Peer, fetch_spec
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.step import infer_through
+from swarmnet.swarm.wiring import Wiring
+from swarmnet.transport.base import Transport
+from swarmnet.transport.channel import ChannelTransport
+from swarmnet.wire import Array
+
+from peer.options import PeerOptions, TransportName, with_overrides
+from peer.ready import write_ready_file
+
+log = logging.getLogger("swarmnet.peer")
+
+AGENT = f"swarmnet/{__version__}"
+DIAL_TIMEOUT_S = 10.0
+JOIN_ATTEMPTS_S = 30.0
+FINISH_WAIT_S = 60.0
+"""How long after its last round a run may take for the last measurement on held-out data."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySigner:
+    """Signs with this peer's key, and checks anybody's signature by peer id."""
+
+    key: Key
+
+    def sign(self, data: bytes) -> bytes:
+        return self.key.sign(data)
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        return verify(peer_id, data, signature)
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """A transport, and what the directory needs of its carrier."""
+
+    transport: Transport
+    p2p: Callable[[], Any] | None
+    on_restart: Callable[[Callable[[], None]], None] | None
+
+
+async def open_net(
+    name: TransportName,
+    key: Key,
+    *,
+    host: str,
+    port: int,
+    announce: Sequence[str],
+    run_id: str = "",
+) -> Net:
+    """A started transport of the wanted kind. Raises `AddressError` where the port is taken."""
+    if name == "p2pd":
+        from swarmnet.transport.p2pd import P2pdCarrier
+
+        carrier = P2pdCarrier(key, host=host, port=port, announce=announce)
+        transport = ChannelTransport(carrier, agent=AGENT)
+        await transport.start()
+        return Net(transport, lambda: carrier.p2p, carrier.on_restart)
+    from swarmnet.transport.py_libp2p import PyLibp2pCarrier
+
+    other = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
+    transport = ChannelTransport(other, agent=AGENT)
+    await transport.start()
+    return Net(transport, None, None)
+
+
+async def dial_any(transport: Transport, addresses: Sequence[str]) -> str:
+    """The peer id behind the first address that answers. Raises `AddressError` with the reason of each."""
+    reasons = []
+    for address in addresses:
+        try:
+            return await transport.dial(address, timeout_s=DIAL_TIMEOUT_S)
+        except WrongVersion as e:
+            raise UserError(f"{address}: {e}; update swarmnet on the older side") from None
+        except SwarmnetError as e:
+            reasons.append(f"{address}: {e}")
+    raise AddressError("; ".join(reasons) or "no address was given")
+
+
+async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
+    """The spec of the run that a peer belongs to, its hash checked."""
+    try:
+        reply = await fetch_spec(transport, peer_id)
+    except WrongVersion as e:
+        raise UserError(f"{e}; update swarmnet on the older side") from None
+    except SwarmnetError as e:
+        raise AddressError(f"peer {peer_id[-8:]} does not tell its run: {e}") from None
+    spec = RunSpec.from_canonical(reply.spec)
+    if spec.run_id != reply.run_id:
+        raise UserError(f"peer {peer_id[-8:]} gave a spec that does not match its hash; join another")
+    return spec
+
+
+def run_settings(spec: RunSpec) -> RunSettings:
+    """What the swarm code needs of a spec."""
+    return RunSettings(
+        run_id=spec.run_id,
+        num_stages=spec.pipeline.num_stages,
+        global_batch=spec.pipeline.global_batch,
+        samples_per_microbatch=spec.pipeline.microbatch,
+        rounds=spec.optimizer.rounds,
+        grad_clip_norm=spec.optimizer.grad_clip_norm,
+        replication=spec.sync.replication,
+        evaluate_every=spec.pipeline.evaluate_every,
+        max_in_flight=spec.pipeline.max_in_flight,
+    )
+
+
+def build_machine(spec: RunSpec, options: PeerOptions) -> Machine:
+    """The device of this machine. Raises `DataError`, `SpecError` or `UserError`."""
+    from swarmnet.training.data import open_data
+    from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
+    from swarmnet.training.shards import build_optimizer
+    from swarmnet.training.stage import build_stage
+
+    if options.threads:
+        set_num_threads(options.threads)
+    spec = spec.with_builder(options.model_builder(spec))
+
+    def build(stage_index: int) -> tuple[Any, Any]:
+        stage = build_stage(spec, stage_index)
+        return stage, build_optimizer(spec, stage)
+
+    data = None
+    paths = options.data_paths(spec)
+    if options.feed and (paths or spec.model.kind == "custom"):
+        try:
+            data = open_data(spec, override_paths=list(paths) or None)
+        except DataError as e:
+            if options.starts_run or options.data:
+                raise
+            log.warning("%s; this peer serves but does not feed", e)
+    elif options.feed:
+        log.warning("this machine's data was not named (--data): it serves but does not feed")
+    return Machine(build, DeviceThread(), WorkerThread(), data)
+
+
+@dataclass
+class RunningPeer:
+    """A peer at work, as the screen and the metrics see it."""
+
+    spec: RunSpec
+    peer: Peer
+    address: str
+
+    @property
+    def view(self) -> View:
+        return self.peer.view
+
+
+async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | None = None) -> None:
+    """The life of `swarmnet peer`: returns when it has left the swarm.
+
+    `show(running)` may return a coroutine that runs beside the peer (a screen, metrics).
+    """
+    async with AsyncExitStack() as stack:
+        key = Key.load_or_create(options.state_dir / "identity.key")
+        spec = None
+        if options.spec is not None:
+            spec = with_overrides(
+                load_spec(options.spec), rounds=options.rounds, seed=options.seed
+            )
+        net = await open_net(
+            options.transport, key, host=options.host, port=options.port, announce=options.announce
+        )
+        stack.push_async_callback(net.transport.close)
+        neighbours = []
+        if spec is None:
+            neighbours = [await dial_any(net.transport, options.join)]
+            spec = await fetch_run(net.transport, neighbours[0])
+        machine = await asyncio.to_thread(build_machine, spec, options)
+        stack.push_async_callback(machine.device.close)
+        stack.push_async_callback(machine.worker.close)
+        peer = compose(spec, options, net.transport, key, machine)
+        tasks = Tasks("peer")
+        stack.push_async_callback(tasks.close)
+        if net.p2p is not None and net.on_restart is not None:
+            directory = Directory(peer.gossip, spec.pipeline.num_stages, net.p2p, peer.rng)
+            net.on_restart(directory.daemon_restarted)
+            await directory.start(options.join)
+            tasks.start(directory.run())
+        address = best_address(net.transport.addresses())
+        if options.ready_file is not None:
+            write_ready_file(options.ready_file, address, net.transport.peer_id)
+        if show is not None:
+            tasks.start(show(RunningPeer(spec, peer, address)))
+        if options.exit_when_done:
+            tasks.start(_stop_when_done(peer, spec.optimizer.rounds))
+        life = asyncio.get_running_loop().create_task(peer.run(neighbours))
+        try:
+            await asyncio.shield(life)
+        except asyncio.CancelledError:
+            peer.stop()
+            try:
+                await life
+            except asyncio.CancelledError:
+                life.cancel()
+                await asyncio.gather(life, return_exceptions=True)
+                raise
+
+
+def compose(
+    spec: RunSpec, options: PeerOptions, transport: Transport, key: Key, machine: Machine
+) -> Peer:
+    """A `Peer` of real parts."""
+    if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
+        raise UserError(f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}")
+    now_unix_s = time.time()
+    return Peer(
+        transport=transport,
+        signer=KeySigner(key),
+        identity=Identity(
+            run_id=spec.run_id,
+            spec=spec.canonical(),
+            incarnation=int(now_unix_s * 1000),
+            started_unix_s=now_unix_s,
+            agent=AGENT,
+        ),
+        settings=run_settings(spec),
+        machine=machine,
+        rng=random.Random(f"{key.peer_id}|{now_unix_s}"),
+        limits=Limits(),
+        wanted_stage=options.stage,
+        feeds=options.feed,
+        on_round=CountedMicrobatches(options.state_dir / "microbatches.jsonl", spec.run_id),
+    )
+
+
+class CountedMicrobatches:
+    """Keeps which microbatches each round counted, so that a plain loop can replay exactly them."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        self._path = path
+        self._run_id = run_id
+
+    def __call__(self, round_index: int, ids: list[int]) -> None:
+        import json
+
+        line = json.dumps({"run_id": self._run_id, "round": round_index, "ids": ids})
+        try:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as e:
+            log.warning("%s: %s; the microbatches of round %d are not on record",
+                        self._path, e.strerror, round_index)
+
+
+def best_address(addresses: Sequence[str]) -> str:
+    """The address that others are told first: not of loopback, where there is another."""
+    outside = [a for a in addresses if "/127." not in a and "/::1/" not in a]
+    return (outside or list(addresses) or [""])[0]
+
+
+async def _stop_when_done(peer: Peer, rounds: int) -> None:
+    """Stops the peer when the run has done its rounds and measured the result."""
+    loop = asyncio.get_running_loop()
+    done_at: float | None = None
+    while True:
+        await peer.gossip.news.wait(1.0)
+        records = peer.view.live(loop.time())
+        replicas = [r for r in records if r.is_replica]
+        if replicas and all(r.round >= rounds for r in replicas):
+            done_at = done_at or loop.time()
+            measured = any(r.held_out and r.held_out.round >= rounds for r in records)
+            if measured or loop.time() - done_at > FINISH_WAIT_S:
+                peer.stop()
+                return
+
+
+class Observer:
+    """Looks at a run without taking part in it: no record of its own, no stage."""
+
+    def __init__(self, spec: RunSpec, gossip: Gossip, transport: Transport) -> None:
+        self.spec = spec
+        self.gossip = gossip
+        self.view = gossip.view
+        self._transport = transport
+        self._tasks = Tasks("observer")
+        self._wiring = Wiring(
+            transport, gossip, Limits(), spec.pipeline.num_stages,
+            spec.pipeline.microbatch, gossip.rng,
+        )
+        self._tasks.start(gossip.run())
+
+    @classmethod
+    async def join(
+        cls,
+        addresses: Sequence[str],
+        *,
+        transport: TransportName = "p2pd",
+        host: str = "127.0.0.1",
+        timeout_s: float = JOIN_ATTEMPTS_S,
+    ) -> Observer:
+        """Finds a run through any of the addresses. Raises `AddressError` or `UserError`."""
+        key = Key.generate()
+        net = await open_net(transport, key, host=host, port=0, announce=())
+        try:
+            async with asyncio.timeout(timeout_s):
+                neighbour = await dial_any(net.transport, addresses)
+                spec = await fetch_run(net.transport, neighbour)
+                net.transport.set_run(spec.run_id)
+                own = Record(
+                    key.peer_id, spec.run_id, int(time.time() * 1000), 0, state=OBSERVING
+                )
+                gossip = Gossip(
+                    net.transport, View(key.peer_id), KeySigner(key), own,
+                    random.Random(key.peer_id), quiet=True,
+                )
+                await gossip.exchange(neighbour)
+                return cls(spec, gossip, net.transport)
+        except TimeoutError:
+            await net.transport.close()
+            raise AddressError(f"no answer within {timeout_s:.0f} s") from None
+        except BaseException:
+            await net.transport.close()
+            raise
+
+    async def wait_news(self, timeout_s: float) -> None:
+        """Returns when something changed, or after `timeout_s`."""
+        await self.gossip.news.wait(timeout_s)
+
+    async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
+        """Continues a prompt, token by token (bytes), through the swarm's own stages."""
+        seq = self.spec.model.max_position_embeddings
+        tokens = list(prompt)
+        rng = random.Random(0)
+        for _ in range(num_tokens):
+            window = tokens[-seq:]
+            inputs = Array("int32", (1, len(window)), _int32(window))
+            reply = await infer_through(
+                self._wiring, InferRequest(stage=0, mode=LOGITS), (inputs,)
+            )
+            tokens.append(_sample(reply.arrays[0], rng))
+        return bytes(tokens[len(prompt) :])
+
+    async def close(self) -> None:
+        """Leaves; nobody notices."""
+        await self._tasks.close()
+        await self._transport.close()
+
+    async def __aenter__(self) -> Observer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+TEMPERATURE = 0.7
+
+
+def _int32(tokens: list[int]) -> bytes:
+    return b"".join(t.to_bytes(4, "little") for t in tokens)
+
+
+def _sample(logits: Array, rng: random.Random) -> int:
+    """A token from the last position's logits (float32 [1, S, V])."""
+    import math
+    import struct
+
+    vocab = logits.shape[-1]
+    row = struct.unpack(f"<{vocab}f", bytes(memoryview(logits.data).cast("B"))[-4 * vocab :])
+    top = max(row)
+    weights = [math.exp((x - top) / TEMPERATURE) for x in row]
+    return rng.choices(range(vocab), weights)[0]
+
+
+__all__ = ["Observer", "RunningPeer", "run_peer"]

@@ -1,0 +1,142 @@
+"""What happens in a run, as an onlooker sees it. `to_json` gives the lines of `--metrics`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at `time_unix_s`, seconds since 1970, by the onlooker's clock."""
+
+    time_unix_s: float
+
+    @property
+    def name(self) -> str:
+        """The event's name in `--metrics`: the class's, in snake case."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of `--metrics`."""
+        values = asdict(self)
+        time_unix_s = values.pop("time_unix_s")
+        return {"event": self.name, **values, "time_unix_s": time_unix_s}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFinished(Event):
+    """An update was made."""
+
+    round: int
+    loss: float
+    """Nats per token, mean over the round's tokens."""
+    samples: int
+    tokens: int
+    seconds: float
+    """Since the round before; 0 where the onlooker did not see that one end."""
+    tokens_per_s: float
+    """0 where `seconds` is."""
+    peers: int
+    """Live peers that serve or are about to serve a stage."""
+
+    @property
+    def name(self) -> str:
+        return "round"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut(Event):
+    """A new measurement on held-out data."""
+
+    round: int
+    loss: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined(Event):
+    """A peer was seen for the first time, or again."""
+
+    peer_id: str
+    stage: int
+    """-1 while it has chosen none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost(Event):
+    """A peer is no longer live."""
+
+    peer_id: str
+    stage: int
+    clean: bool
+    """It said goodbye."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated(Event):
+    """A peer serves another stage than before."""
+
+    peer_id: str
+    from_stage: int
+    to_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted(Event):
+    """A peer sent microbatches another way because a peer failed them."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retracted(Event):
+    """A peer took the contributions of orphaned microbatches out again."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesLost(Event):
+    """Samples that were counted and yet are in no update."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReset(Event):
+    """All holders of a shard's optimizer state were lost; it began again from zero."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPromoted(Event):
+    """A peer became the primary of shards whose primary was lost."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """A peer wrote checkpoints."""
+
+    peer_id: str
+    count: int
+
+
+COUNTED: dict[str, type[Any]] = {
+    "rerouted": Rerouted,
+    "retracted": Retracted,
+    "samples_lost": SamplesLost,
+    "shard_reset": ShardReset,
+    "shard_promoted": ShardPromoted,
+    "checkpoints": CheckpointSaved,
+}
+"""Keys of `Record.totals` whose growth is an event."""

@@ -1,0 +1,41 @@
+"""The observer as the commands see it: a peer that serves no stage and watches.
+
+`peer.daemon.Observer` is the real one; tests pass their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from swarmnet.protocol.view import View
+from swarmnet.spec import RunSpec
+
+
+class RunObserver(Protocol):
+    """A joined observer."""
+
+    @property
+    def spec(self) -> RunSpec: ...
+
+    @property
+    def view(self) -> View: ...
+
+    async def wait_news(self, timeout_s: float) -> None:
+        """Returns when the view has changed, or after `timeout_s`."""
+
+    async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
+        """Continues `prompt` through the swarm's stages. Raises `SwarmnetError`."""
+
+    async def close(self) -> None: ...
+
+
+JoinRun = Callable[[Sequence[str], str], Awaitable[RunObserver]]
+"""(addresses, transport) -> an observer. Raises `AddressError` or another `SwarmnetError`."""
+
+
+async def join_run(addresses: Sequence[str], transport: str) -> RunObserver:
+    """Joins as an observer over the real network."""
+    from peer.daemon import Observer
+
+    return await Observer.join(addresses, transport=transport)

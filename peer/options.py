@@ -1,0 +1,97 @@
+"""What a person says about one machine's part in a run, as opposed to `swarmnet.spec`, which
+is the same on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from swarmnet.errors import UserError
+from swarmnet.spec import PYTHON_STDLIB, RunSpec
+
+TransportName = Literal["p2pd", "py-libp2p"]
+ScreenName = Literal["auto", "plain", "quiet"]
+
+LOOPBACK = "127.0.0.1"
+ANY_INTERFACE = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """Options of one peer. Exactly one of `spec` and `join` is given."""
+
+    state_dir: Path
+    """Where this peer keeps its identity; nobody else uses it (see `peer.state_dir`)."""
+    spec: Path | None = None
+    """Start a new run from this file."""
+    join: tuple[str, ...] = ()
+    """Join the run that these addresses belong to; the first that answers is enough."""
+    rounds: int | None = None
+    """With `spec`: another length of the run."""
+    seed: int | None = None
+    """With `spec`: another seed."""
+    stage: int | None = None
+    """Serve this stage; None = the one that needs this peer most."""
+    host: str = ANY_INTERFACE
+    """Address of the interface to listen on."""
+    port: int = 0
+    """0 = any that is free."""
+    announce: tuple[str, ...] = ()
+    """Addresses to tell others besides those of the interfaces (behind NAT, for example)."""
+    transport: TransportName = "p2pd"
+    data: tuple[str, ...] = ()
+    """Where this machine has the data, in place of the spec's `paths`."""
+    builder: str = ""
+    """Where this machine has a custom model's code, in place of the spec's `builder`."""
+    feed: bool = True
+    """Read data and start microbatches, where there is data."""
+    threads: int = 0
+    """Threads of torch; 0 = torch's choice."""
+    metrics: Path | None = None
+    """Append events to this file, one JSON object a line."""
+    exit_when_done: bool = False
+    """End when the run has done its rounds, instead of staying to serve the model."""
+    ready_file: Path | None = None
+    """Written when this peer listens; see `peer.ready`."""
+    screen: ScreenName = "auto"
+    """`auto`: live where there is a terminal, else plain lines. `quiet`: the address only."""
+
+    @property
+    def starts_run(self) -> bool:
+        return self.spec is not None
+
+    def data_paths(self, spec: RunSpec) -> tuple[str, ...]:
+        """The data that this peer may read; empty = it does not feed.
+
+        A spec that came over the network never chooses files of this machine: whatever is fed
+        is seen by the swarm. Only the standard library is taken from it unasked."""
+        if self.data or not self.feed:
+            return self.data if self.feed else ()
+        if self.starts_run or all(path == PYTHON_STDLIB for path in spec.data.paths):
+            return spec.data.paths
+        return ()
+
+    def model_builder(self, spec: RunSpec) -> str:
+        """`path/file.py:function` of a custom model. Raises `UserError` where the code would be
+        chosen by the network: it runs with the rights of whoever started this peer."""
+        if self.builder or self.starts_run or spec.model.kind != "custom":
+            return self.builder or spec.model.builder
+        raise UserError(
+            f"this run's model is code on your machine ({spec.model.builder}); read it, then "
+            f"add --builder {spec.model.builder}"
+        )
+
+
+def with_overrides(spec: RunSpec, *, rounds: int | None, seed: int | None) -> RunSpec:
+    """The spec of a new run after `--rounds` and `--seed`. Raises `SpecError`."""
+    if rounds is not None:
+        spec = spec.with_rounds(rounds)
+    if seed is not None:
+        spec = spec.with_seed(seed)
+    return spec
+
+
+def default_spec_path() -> Path:
+    """The embedded spec of `swarmnet local`."""
+    return Path(__file__).with_name("default.toml")

@@ -1,0 +1,148 @@
+"""What a person sees: a live screen where there is a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from peer.events import Event, RoundFinished
+from peer.options import ScreenName
+from peer.text import coverage, number, sentence, short_id, size
+from peer.view_model import PeerRow, StageRow, ViewModel
+from swarmnet.spec import RunSpec
+
+REFRESH_PER_S = 4
+MAX_STAGES_SHOWN = 32
+MAX_PEERS_SHOWN = 40
+BAR_WIDTH = 40
+STATE_STYLES = {"active": "green", "joining": "yellow", "leaving": "yellow", "lost": "red"}
+
+
+class Screen:
+    """Shows a run. Use as a context manager; `show` redraws, `say` adds a line that stays.
+
+    Args:
+        mode: `auto` is live where the console is a terminal, else plain; `quiet` shows nothing
+            but what is passed to `say`.
+    """
+
+    def __init__(self, console: Console, mode: ScreenName = "auto") -> None:
+        self.console = console
+        self.is_live = mode == "auto" and console.is_terminal
+        self.is_quiet = mode == "quiet"
+        self._live: Live | None = None
+        self._coverage = ""
+
+    def __enter__(self) -> Screen:
+        if self.is_live:
+            # transient: what stays on the terminal is the lines and the summary
+            self._live = Live(
+                console=self.console, refresh_per_second=REFRESH_PER_S, transient=True
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the terminal back. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        """A line of text, as it is (no markup), never wrapped: it may be there to be copied."""
+        self.console.print(Text(line), soft_wrap=True)
+
+    def draw(self, renderable: RenderableType) -> None:
+        """Something that stays, such as the summary."""
+        self.console.print(renderable)
+
+    def show(self, spec: RunSpec, model: ViewModel, events: Sequence[Event]) -> None:
+        """Redraws, and adds lines for the events."""
+        if self.is_quiet:
+            return
+        for event in events:
+            if not (self.is_live and isinstance(event, RoundFinished)):
+                self.say(sentence(event, model.rounds))
+        if self._live is not None:
+            self._live.update(dashboard(spec, model))
+        elif coverage(model) != self._coverage and not model.done:
+            self._coverage = coverage(model)
+            self.say(self._coverage)
+
+
+def dashboard(spec: RunSpec, model: ViewModel) -> RenderableType:
+    """The live screen."""
+    parts: list[RenderableType] = [_numbers(model), Text(), _stages(model.stages)]
+    if model.peers:
+        parts += [Text(), peers_table(model.peers)]
+    return Panel(Group(*parts), title=Text(spec.name), title_align="left", border_style="cyan")
+
+
+def _numbers(model: ViewModel) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_column()
+    shown = min(model.round + 1, model.rounds)
+    run = ProgressBar(total=max(model.rounds, 1), completed=model.round, width=BAR_WIDTH)
+    table.add_row("round", run, f"{shown} of {model.rounds}" + (", done" if model.done else ""))
+    committed = min(model.committed, model.global_batch)
+    batch = ProgressBar(total=model.global_batch, completed=committed, width=BAR_WIDTH)
+    table.add_row(
+        "global batch", batch, f"{model.committed} of {model.global_batch} samples committed"
+    )
+    held_out = "-"
+    if model.held_out_loss is not None:
+        bits = model.held_out_bits_per_byte
+        held_out = f"{model.held_out_loss:.3f}" + (f" ({bits:.3f} bits per byte)" if bits else "")
+    table.add_row("loss", f"{number(model.loss, 3)}   held out {held_out}", "")
+    table.add_row("speed", f"{number(model.tokens_per_s)} tokens/s", f"{model.num_live} peers")
+    return table
+
+
+def _stages(stages: Sequence[StageRow]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for row in stages[:MAX_STAGES_SHOWN]:
+        blocks = Text("■" * row.num_replicas, "green")
+        blocks.append("□" * row.num_joining, "yellow")
+        if row.num_replicas == 0:
+            blocks.append(" nobody serves it", "red")
+        rate = f"{number(row.samples_per_s, 1)} samples/s" if row.samples_per_s else ""
+        table.add_row(Text(f"stage {row.stage}", "dim"), blocks, rate)
+    if len(stages) > MAX_STAGES_SHOWN:
+        table.add_row("", f"and {len(stages) - MAX_STAGES_SHOWN} more", "")
+    return table
+
+
+def peers_table(peers: Sequence[PeerRow]) -> Table:
+    """One row a peer."""
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table.add_column("peer")
+    table.add_column("stage", justify="right")
+    table.add_column("state")
+    for title in ("round", "samples/s", "queue", "sent", "received", "re-routes"):
+        table.add_column(title, justify="right")
+    for row in peers[:MAX_PEERS_SHOWN]:
+        table.add_row(
+            Text(short_id(row.peer_id)),
+            str(row.stage) if row.stage >= 0 else "-",
+            Text(row.state, STATE_STYLES.get(row.state, "dim")),
+            str(row.round),
+            number(row.samples_per_s, 1) if row.samples_per_s else "-",
+            str(row.queue_length),
+            size(row.sent_bytes),
+            size(row.received_bytes),
+            str(row.rerouted),
+        )
+    if len(peers) > MAX_PEERS_SHOWN:
+        table.add_row(f"and {len(peers) - MAX_PEERS_SHOWN} more")
+    return table

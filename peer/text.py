@@ -1,0 +1,86 @@
+"""Numbers and names as people read them."""
+
+from __future__ import annotations
+
+from peer.events import (
+    CheckpointSaved,
+    Event,
+    HeldOut,
+    Migrated,
+    PeerJoined,
+    PeerLost,
+    Rerouted,
+    Retracted,
+    RoundFinished,
+    SamplesLost,
+    ShardPromoted,
+    ShardReset,
+)
+from peer.view_model import ViewModel
+
+ID_CHARACTERS = 8
+"""The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""
+
+
+def short_id(peer_id: str) -> str:
+    """The part of a peer id that people compare."""
+    return peer_id[-ID_CHARACTERS:]
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """With thousands separated; a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes, with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} PB"
+
+
+def stage_name(stage: int) -> str:
+    return f"stage {stage}" if stage >= 0 else "no stage yet"
+
+
+def sentence(event: Event, rounds: int) -> str:
+    """An event in one line. `rounds`: length of the run."""
+    match event:
+        case RoundFinished():
+            speed = f"  {number(event.tokens_per_s)} tokens/s" if event.tokens_per_s else ""
+            return (
+                f"round {event.round + 1}/{rounds}  loss {event.loss:.3f}"
+                f"{speed}  {event.peers} peers"
+            )
+        case HeldOut():
+            bits = f", {event.bits_per_byte:.3f} bits per byte" if event.bits_per_byte else ""
+            return f"held-out loss after {event.round} rounds: {event.loss:.3f}{bits}"
+        case PeerJoined():
+            return f"peer {short_id(event.peer_id)} joined ({stage_name(event.stage)})"
+        case PeerLost():
+            how = "left" if event.clean else "was lost"
+            return f"peer {short_id(event.peer_id)} {how} ({stage_name(event.stage)})"
+        case Migrated():
+            moved = f"from stage {event.from_stage} to stage {event.to_stage}"
+            return f"peer {short_id(event.peer_id)} moved {moved}"
+        case Rerouted():
+            return f"peer {short_id(event.peer_id)} sent {event.count} microbatches another way"
+        case Retracted():
+            return f"peer {short_id(event.peer_id)} took {event.count} orphans out again"
+        case SamplesLost():
+            return f"peer {short_id(event.peer_id)} lost {event.count} samples"
+        case ShardReset():
+            return f"optimizer state of {event.count} shards was lost with all its holders"
+        case ShardPromoted():
+            return f"peer {short_id(event.peer_id)} took over {event.count} shards"
+        case CheckpointSaved():
+            return f"peer {short_id(event.peer_id)} saved a checkpoint"
+    return event.name
+
+
+def coverage(model: ViewModel) -> str:
+    """How many replicas each stage has, in one line."""
+    rows = [f"{r.num_replicas}" + (f"+{r.num_joining}" * (r.num_joining > 0)) for r in model.stages]
+    return "replicas by stage: " + " ".join(rows)

@@ -1,0 +1,100 @@
+"""What a screen shows of a run: plain values, drawn by terminal, `status --json` and web page
+alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One peer."""
+
+    peer_id: str
+    stage: int
+    """-1: none yet."""
+    state: str
+    live: bool
+    round: int
+    samples_per_s: float
+    """What its device could do of its stage; 0 while not measured."""
+    queue_length: int
+    sent_bytes: int
+    received_bytes: int
+    rerouted: int
+    agent: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage's coverage."""
+
+    stage: int
+    num_replicas: int
+    num_joining: int
+    samples_per_s: float
+    """Of its replicas together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewModel:
+    """A run at one moment."""
+
+    round: int
+    """The round being made, from 0; `rounds` when the run has done them all."""
+    rounds: int
+    launched: int
+    """Samples of this round."""
+    committed: int
+    """Samples of this round."""
+    global_batch: int
+    done: bool
+    """Every stage has made the last update."""
+    loss: float | None
+    """Of the last finished round, nats per token."""
+    tokens_per_s: float | None
+    """Over the last finished rounds."""
+    held_out_round: int | None
+    held_out_loss: float | None
+    held_out_bits_per_byte: float | None
+    stages: tuple[StageRow, ...]
+    peers: tuple[PeerRow, ...]
+    totals: dict[str, int]
+    """Sums over peers of what their records count, since they started."""
+
+    @property
+    def num_live(self) -> int:
+        """Live peers."""
+        return sum(peer.live for peer in self.peers)
+
+    @property
+    def uncovered(self) -> tuple[int, ...]:
+        """Stages that nobody serves."""
+        return tuple(row.stage for row in self.stages if row.num_replicas == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `swarmnet status --json`."""
+        return {**asdict(self), "num_live": self.num_live, "uncovered": list(self.uncovered)}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run, looked back upon by an onlooker who saw it from its first round."""
+
+    rounds: int
+    """Finished."""
+    samples: int
+    tokens: int
+    seconds: float
+    """Of the rounds whose beginning and end were seen."""
+    tokens_per_s: float
+    held_out_first: float | None
+    """Bits per byte."""
+    held_out_last: float | None
+    """Bits per byte."""
+    rerouted: int
+    retracted: int
+    samples_lost: int
+    bytes_per_token: float
+    """Sent, all peers together, over a token trained."""

@@ -1,0 +1,205 @@
+"""Which layers make a stage, who serves which stage, and who feeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+
+from swarmnet.protocol.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.view import View
+
+DEFAULT_DEVICE_SPEED = 1.0
+"""Cost units a second, of a device that nobody has measured while no other is known either."""
+
+
+def split_layers(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Cuts layers into contiguous, non-empty stages so that the dearest stage is as cheap as can
+    be; among such cuts, the most even one (least sum of squares).
+
+    Dynamic programming in O(stages x layers^2). Raises `ValueError` where there are fewer layers
+    than stages."""
+    num_layers = len(costs)
+    if num_stages < 1 or num_layers < num_stages:
+        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages")
+    if any(not 0 <= c < float("inf") for c in costs):
+        raise ValueError("the cost of a layer must be finite and not negative")
+    sums = list(accumulate(costs, initial=0.0))
+
+    def cost(first: int, end: int) -> float:
+        return sums[end] - sums[first]
+
+    bottleneck = [cost(0, end) for end in range(num_layers + 1)]
+    for k in range(2, num_stages + 1):
+        bottleneck = [float("inf")] * k + [
+            min(max(bottleneck[cut], cost(cut, end)) for cut in range(k - 1, end))
+            for end in range(k, num_layers + 1)
+        ]
+    limit = bottleneck[num_layers] * (1 + 1e-9)
+    return _most_even(sums, num_stages, limit)
+
+
+def _most_even(sums: list[float], num_stages: int, limit: float) -> list[range]:
+    """The cut with the least sum of squares among those with no stage above `limit`."""
+    num_layers = len(sums) - 1
+    infinity = float("inf")
+    best: list[list[tuple[float, int]]] = [[(infinity, 0)] * (num_layers + 1)]
+    best[0][0] = (0.0, 0)
+    for k in range(1, num_stages + 1):
+        row = [(infinity, 0)] * (num_layers + 1)
+        for end in range(k, num_layers + 1):
+            row[end] = min(
+                (best[k - 1][cut][0] + (sums[end] - sums[cut]) ** 2, cut)
+                if sums[end] - sums[cut] <= limit
+                else (infinity, cut)
+                for cut in range(k - 1, end)
+            )
+        best.append(row)
+    stages, end = [], num_layers
+    for k in range(num_stages, 0, -1):
+        cut = best[k][end][1]
+        stages.append(range(cut, end))
+        end = cut
+    return stages[::-1]
+
+
+def choose_stage(
+    view: View,
+    num_stages: int,
+    now: float,
+    rng: random.Random,
+    *,
+    costs: Sequence[float] | None = None,
+) -> int:
+    """The stage that a newcomer should serve: one without a replica first, else the one with the
+    least throughput. Those already on their way to a stage count, those that leave do not, the
+    own record neither. Ties are broken by `rng`, so that newcomers who know as little as each
+    other spread. `costs`: of each stage, in any unit; equal when not given."""
+    costs = _checked_costs(costs, num_stages)
+    staff = _staff(view, num_stages, now, without=view.own_peer_id)
+    empty = [k for k in range(num_stages) if not staff[k]]
+    if empty:
+        return rng.choice(empty)
+    default_speed = _typical_device_speed(staff, costs)
+    rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
+    least = min(rates)
+    return rng.choice([k for k, rate in enumerate(rates) if rate <= least])
+
+
+def feeders(view: View, now: float) -> list[str]:
+    """Peer ids of those that start microbatches, sorted: the active replicas of stage 0 that have
+    data. Where none of them has data, one active peer that has it, with the lowest id."""
+    first = [r.peer_id for r in view.replicas(0, now) if r.has_data]
+    if first:
+        return first
+    others = [r.peer_id for r in view.live(now) if r.has_data and r.state == ACTIVE]
+    return others[:1]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One replica should change its stage."""
+
+    peer_id: str
+    source: int
+    target: int
+    gain: float
+    """By how much the poorer of the two stages becomes faster: 0.5 is one and a half times as fast;
+    infinite when `target` had no throughput at all."""
+
+
+def propose_move(
+    view: View,
+    num_stages: int,
+    now: float,
+    *,
+    margin: float,
+    min_rounds: int = 0,
+    costs: Sequence[float] | None = None,
+) -> Move | None:
+    """The best move of one active replica to the poorest stage, or None.
+
+    A move is worth it when the poorer of its two stages is afterwards faster than the poorest
+    stage is now by the fraction `margin`. (Comparing those two rather than the whole swarm lets two
+    equally poor stages be helped one after the other; every move raises the sorted list of
+    throughputs, so that moves come to an end.) The source keeps an active replica, always.
+
+    Hysteresis: `margin`, and `min_rounds`, which a replica must have served its stage before it
+    may move again (from `active_from`; not asked where the target has nobody). Only records
+    decide, so peers with equal views name the same candidate."""
+    costs = _checked_costs(costs, num_stages)
+    staff = _staff(view, num_stages, now)
+    default_speed = _typical_device_speed(staff, costs)
+    rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
+    target = min(range(num_stages), key=lambda k: (rates[k], k))
+    best, best_after = None, rates[target]
+    for source in range(num_stages):
+        active = [r for r in staff[source] if r.state == ACTIVE]
+        if source == target or len(active) < 2:
+            continue
+        for record in active:
+            if staff[target] and record.round - record.active_from < min_rounds:
+                continue
+            rate = _rate(record, costs[source], default_speed)
+            after = min(rates[source] - rate, rates[target] + rate * costs[source] / costs[target])
+            gain = after / rates[target] - 1 if rates[target] > 0 else float("inf")
+            if gain >= margin and after > best_after:
+                best, best_after = Move(record.peer_id, source, target, gain), after
+    return best
+
+
+class MoveGate:
+    """Hysteresis in time: lets a peer move only when the same move of its own was proposed
+    `times` times running, and not within `cooldown_s` of its last one."""
+
+    def __init__(self, own_peer_id: str, *, times: int = 2, cooldown_s: float = 60.0) -> None:
+        self._own_peer_id = own_peer_id
+        self._times = times
+        self._cooldown_s = cooldown_s
+        self._last: tuple[int, int] | None = None
+        self._count = 0
+        self._moved_at = float("-inf")
+
+    def decide(self, move: Move | None, now: float) -> bool:
+        """To be told every proposal; True when the peer should move now."""
+        if move is None or move.peer_id != self._own_peer_id:
+            self._last, self._count = None, 0
+            return False
+        path = (move.source, move.target)
+        self._count = self._count + 1 if path == self._last else 1
+        self._last = path
+        if self._count < self._times or now - self._moved_at < self._cooldown_s:
+            return False
+        self._last, self._count, self._moved_at = None, 0, now
+        return True
+
+
+def _checked_costs(costs: Sequence[float] | None, num_stages: int) -> Sequence[float]:
+    if costs is None:
+        return [1.0] * num_stages
+    if len(costs) != num_stages or any(not 0 < c < float("inf") for c in costs):
+        raise ValueError("one positive cost a stage is needed")
+    return costs
+
+
+def _staff(
+    view: View, num_stages: int, now: float, *, without: str | None = None
+) -> list[list[Record]]:
+    """Per stage, who serves it or is on the way to it."""
+    return [
+        [r for r in view.members(k, now) if r.state != LEAVING and r.peer_id != without]
+        for k in range(num_stages)
+    ]
+
+
+def _typical_device_speed(staff: list[list[Record]], costs: Sequence[float]) -> float:
+    """Median cost units a second of the devices that have been measured."""
+    known = [r.samples_per_s * costs[k] for k, rs in enumerate(staff) for r in rs]
+    return median([x for x in known if x > 0] or [DEFAULT_DEVICE_SPEED])
+
+
+def _rate(record: Record, cost: float, default_speed: float) -> float:
+    """Samples a second of a replica of a stage with this cost."""
+    return record.samples_per_s or default_speed / cost

@@ -1,0 +1,147 @@
+"""The microbatches that a replica has in its gradient buffer, or is about to.
+
+An entry's life::
+
+    begin -> RUNNING -- done --> PENDING -- commit --> COMMITTED -- finish_round --> gone
+                |                   |                      |
+                +-- failed          +------ retracted -----+
+                    (gone)                  (gone)
+
+A commit may overtake the end of the work that it is about (the caller has its gradient before
+the callee's own bookkeeping ran): it is remembered, and `done` then leads straight to COMMITTED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarmnet.errors import Busy
+
+StepKey = tuple[int, int]
+"""(round, microbatch id)"""
+
+RUNNING = "running"
+PENDING = "pending"
+COMMITTED = "committed"
+
+MAX_ENTRIES = 65_536
+"""Entries of all rounds together; `begin` raises `Busy` beyond."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One microbatch at one replica of one stage."""
+
+    key: StepKey
+    feeder: str
+    num_samples: int
+    callers: list[str] = field(default_factory=list)
+    """Who asked for it, in order of asking."""
+    state: str = RUNNING
+    num_tokens: int = 0
+    next_peer: str | None = None
+    """Where it went downstream; None at the last stage, and while that is open."""
+    commit_seen: bool = False
+
+    @property
+    def caller(self) -> str:
+        """Who asked for it last."""
+        return self.callers[-1]
+
+    def add_caller(self, peer_id: str) -> None:
+        """Somebody (else) asked for it."""
+        if peer_id in self.callers:
+            self.callers.remove(peer_id)
+        self.callers.append(peer_id)
+
+
+class Ledger:
+    """The entries of one served stage, by round and microbatch id."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, dict[int, Entry]] = {}
+        self._num_entries = 0
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def begin(self, key: StepKey, *, caller: str, feeder: str, num_samples: int) -> Entry:
+        """Work on a microbatch that is not here yet begins. Raises `Busy` when full."""
+        entries = self._rounds.setdefault(key[0], {})
+        assert key[1] not in entries, f"microbatch {key} began twice"
+        if self._num_entries >= MAX_ENTRIES:
+            raise Busy("the ledger is full")
+        entry = Entry(key, feeder, num_samples, [caller])
+        entries[key[1]] = entry
+        self._num_entries += 1
+        return entry
+
+    def get(self, key: StepKey) -> Entry | None:
+        return self._rounds.get(key[0], {}).get(key[1])
+
+    def done(self, key: StepKey, *, num_tokens: int, next_peer: str | None) -> None:
+        """Its gradient is in the buffer. Ignored where the entry is gone (the round is over)."""
+        entry = self.get(key)
+        if entry is None:
+            return
+        assert entry.state == RUNNING, f"microbatch {key} ended twice"
+        entry.num_tokens = num_tokens
+        entry.next_peer = next_peer
+        entry.state = COMMITTED if entry.commit_seen else PENDING
+
+    def failed(self, key: StepKey) -> None:
+        """Nothing of it came into the buffer."""
+        entry = self.get(key)
+        assert entry is None or entry.state == RUNNING, f"microbatch {key} failed after its end"
+        self._remove(key)
+
+    def commit(self, key: StepKey) -> Entry | None:
+        """The feeder counts it. Idempotent; None where it is unknown here."""
+        entry = self.get(key)
+        if entry is None:
+            return None
+        entry.commit_seen = True
+        if entry.state == PENDING:
+            entry.state = COMMITTED
+        return entry
+
+    def retracted(self, key: StepKey) -> None:
+        """Its gradient was taken out of the buffer again; it may begin anew."""
+        entry = self.get(key)
+        assert entry is None or entry.state != RUNNING, f"microbatch {key} retracted while running"
+        self._remove(key)
+
+    def running(self, round_index: int) -> list[Entry]:
+        """Begun and not done, oldest first."""
+        return self._in_state(round_index, RUNNING)
+
+    def pending(self, round_index: int) -> list[Entry]:
+        """Done and not committed, oldest first."""
+        return self._in_state(round_index, PENDING)
+
+    def committed(self, round_index: int) -> list[Entry]:
+        """Done and committed, oldest first."""
+        return self._in_state(round_index, COMMITTED)
+
+    def num_tokens(self, round_index: int) -> int:
+        """Tokens whose gradient is in the buffer now."""
+        return sum(e.num_tokens for e in self._buffered(round_index))
+
+    def num_samples(self, round_index: int) -> int:
+        """Samples whose gradient is in the buffer now."""
+        return sum(e.num_samples for e in self._buffered(round_index))
+
+    def finish_round(self, round_index: int) -> None:
+        """Drops all entries of this round and of those before it."""
+        for index in [r for r in self._rounds if r <= round_index]:
+            self._num_entries -= len(self._rounds.pop(index))
+
+    def _in_state(self, round_index: int, state: str) -> list[Entry]:
+        return [e for e in self._rounds.get(round_index, {}).values() if e.state == state]
+
+    def _buffered(self, round_index: int) -> list[Entry]:
+        return [e for e in self._rounds.get(round_index, {}).values() if e.state != RUNNING]
+
+    def _remove(self, key: StepKey) -> None:
+        if self._rounds.get(key[0], {}).pop(key[1], None) is not None:
+            self._num_entries -= 1

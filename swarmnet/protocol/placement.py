@@ -1,0 +1,80 @@
+"""Which replica owns which shard: weighted rendezvous hashing.
+
+Every peer computes, from names and weights alone, the same ordered list of owners of each
+shard. Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); with the
+score -weight / ln(h), h uniform in (0, 1), a peer comes first with probability proportional to
+its weight, and whether a peer beats another does not depend on a third: a peer that joins or
+leaves moves only the shards that it gains or loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from statistics import median_low
+
+from swarmnet.protocol.records import Record
+
+HASH_BITS = 52
+"""Of the hash that are used: (x + 1/2) / 2^52 is exact in a double and never 0 or 1."""
+
+
+def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[str]:
+    """All peers of `weights`, the best owner of the shard first. Weights must be positive."""
+    return sorted(weights, key=lambda p: (-_score(stage, shard_index, p, weights[p]), p))
+
+
+def _score(stage: int, shard_index: int, peer_id: str, weight: float) -> float:
+    if not 0 < weight < math.inf:
+        raise ValueError(f"the weight of a peer must be positive and finite, not {weight}")
+    name = f"{stage}|{shard_index}|{peer_id}".encode()
+    x = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> (64 - HASH_BITS)
+    return -weight / math.log((x + 0.5) / 2**HASH_BITS)
+
+
+class Placement:
+    """The owners of every shard of one stage under one membership."""
+
+    def __init__(
+        self, stage: int, num_shards: int, weights: Mapping[str, float], replication: int
+    ) -> None:
+        """`replication`: owners a shard (fewer where there are fewer peers)."""
+        if replication < 1:
+            raise ValueError("a shard needs at least one owner")
+        self.stage = stage
+        self.num_shards = num_shards
+        self.replication = replication
+        self.weights = dict(weights)
+        self._orders = [tuple(owners(stage, j, self.weights)) for j in range(num_shards)]
+        self._owned: dict[str, list[int]] = {p: [] for p in self.weights}
+        for j in range(num_shards):
+            for peer_id in self.owners(j):
+                self._owned[peer_id].append(j)
+
+    def order(self, shard_index: int) -> tuple[str, ...]:
+        """All peers, best owner first."""
+        return self._orders[shard_index]
+
+    def owners(self, shard_index: int) -> tuple[str, ...]:
+        """The first `replication` of the order."""
+        return self._orders[shard_index][: self.replication]
+
+    def primary(self, shard_index: int) -> str | None:
+        """The first owner; None where there are no peers."""
+        order = self._orders[shard_index]
+        return order[0] if order else None
+
+    def owned_by(self, peer_id: str) -> list[int]:
+        """Shards of which the peer is an owner, ascending."""
+        return list(self._owned.get(peer_id, ()))
+
+
+def weights_from(records: Iterable[Record]) -> dict[str, float]:
+    """Weights of replicas: their upload bandwidth (bytes/s), rounded to a power of two so that
+    the noise of measuring does not move shards. A peer whose bandwidth is unknown gets the median
+    of the known ones, or 1 where none is known."""
+    rates = {r.peer_id: r.upload_bytes_per_s for r in records}
+    rounded = {p: 2.0 ** round(math.log2(x)) for p, x in rates.items() if x > 0}
+    default = median_low(rounded.values()) if rounded else 1.0
+    return {p: rounded.get(p, default) for p in rates}

@@ -1,0 +1,130 @@
+"""Devices and threads of virtual time: the work is real, how long it takes is made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from swarmnet.errors import Busy
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+
+T = TypeVar("T")
+
+KINDS = (BACKWARD, FORWARD, OTHER)
+"""In order of urgency."""
+MAX_WAITING = 1024
+"""Pieces of work queued at most."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    kind: str
+    work: Callable[[], Any]
+    result: asyncio.Future[Any]
+
+
+class SyntheticDevice:
+    """`ports.Device` on which a piece of work of some kind takes `seconds(kind)` of loop time.
+
+    The work function itself runs at the end of that time, on the event loop. One thing runs at a
+    time: backward work first, then forward, then other, the oldest first within a kind."""
+
+    def __init__(self, seconds: Callable[[str], float], *, max_waiting: int = MAX_WAITING) -> None:
+        self._seconds = seconds
+        self._max_waiting = max_waiting
+        self._queues: dict[str, deque[_Job]] = {kind: deque() for kind in KINDS}
+        self._running: _Job | None = None
+        self._busy_s = 0.0
+        self._started_at = 0.0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(q) for q in self._queues.values()) + (self._running is not None)
+
+    @property
+    def busy_s(self) -> float:
+        if self._running is None:
+            return self._busy_s
+        return self._busy_s + asyncio.get_running_loop().time() - self._started_at
+
+    async def run(self, kind: str, work: Callable[[], T]) -> T:
+        """Raises `Busy` when the queue is full and `RuntimeError` when closed, else what `work`
+        raises."""
+        if self._closed:
+            raise RuntimeError("the device is closed")
+        if self.num_waiting >= self._max_waiting:
+            raise Busy(
+                "the device's queue is full", backlog_s=self.num_waiting * self._seconds(kind)
+            )
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(kind, work, result)
+        self._queues[kind].append(job)
+        if self._running is None:
+            self._start_next()
+        try:
+            return await result
+        except asyncio.CancelledError:
+            if job in self._queues[kind]:
+                self._queues[kind].remove(job)
+            raise
+
+    async def close(self) -> None:
+        """Cancels what has not started and waits for what has. Idempotent."""
+        self._closed = True
+        for queue in self._queues.values():
+            while queue:
+                queue.popleft().result.cancel()
+        await self._idle.wait()
+
+    def _start_next(self) -> None:
+        job = next((q.popleft() for q in self._queues.values() if q), None)
+        self._running = job
+        if job is None:
+            self._idle.set()
+            return
+        self._idle.clear()
+        loop = asyncio.get_running_loop()
+        self._started_at = loop.time()
+        loop.call_later(max(0.0, self._seconds(job.kind)), self._finish, job)
+
+    def _finish(self, job: _Job) -> None:
+        self._busy_s += asyncio.get_running_loop().time() - self._started_at
+        try:
+            value = job.work()
+        except Exception as error:
+            if not job.result.done():
+                job.result.set_exception(error)
+        else:
+            if not job.result.done():
+                job.result.set_result(value)
+        self._start_next()
+
+
+class InlineWorker:
+    """`ports.Worker` without a thread: one piece of work at a time, in order, on the event loop,
+    each after `seconds` of loop time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Raises `RuntimeError` when closed, else what `work` raises."""
+        if self._closed:
+            raise RuntimeError("the worker is closed")
+        async with self._turn:
+            await asyncio.sleep(self._seconds)
+            return work()
+
+    async def close(self) -> None:
+        """Waits for what was begun. Idempotent."""
+        self._closed = True
+        async with self._turn:
+            pass

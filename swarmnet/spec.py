@@ -1,0 +1,514 @@
+"""The run's spec: everything that every peer of a run must agree on.
+
+A person writes it as `run.toml`. Its canonical form (sorted JSON) is what travels from peer to
+peer, and the hash of that is the run's name among machines, `run_id`: peers whose specs differ
+in one digit are in different runs. What may differ from machine to machine (addresses, threads,
+where the data lies) is no part of it; see `peer.options`.
+
+Every failure is a `SpecError` of one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from swarmnet.errors import SpecError
+
+MAX_SPEC_BYTES = 1 << 16
+"""A spec that is longer is refused, whether it is a file or comes from a peer."""
+MAX_TEXT = 1024
+"""Characters of one text in a spec."""
+MAX_LIST = 1024
+"""Entries of one list in a spec."""
+RUN_ID_BYTES = 16
+NUM_BYTE_TOKENS = 256
+PYTHON_STDLIB = "python-stdlib"
+"""As an entry of `[data] paths`: the sources of the standard library of the Python that runs."""
+BYTES_TOKENIZER = "bytes"
+
+LLAMA_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+BUILDER_PATTERN = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has control characters; write plain text on one line")
+    return text
+
+
+Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
+NonEmptyText = Annotated[Text, Field(min_length=1)]
+Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
+
+
+class _Table(BaseModel):
+    """Frozen, strict about types (no "3" for 3), closed to unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+
+class ModelSpec(_Table):
+    """`[model]`: what is trained. Names and conventions are those of Hugging Face
+    `LlamaConfig`, so that a checkpoint's config.json can be copied line by line."""
+
+    kind: Literal["llama", "custom"] = "llama"
+    """`llama`: the built-in language model. `custom`: your own, from `builder`."""
+
+    hidden_size: int = Field(default=0, ge=0, le=1 << 17)
+    """Width of the residual stream."""
+
+    num_hidden_layers: int = Field(default=0, ge=0, le=1 << 14)
+    """Decoder layers, over all stages."""
+
+    num_attention_heads: int = Field(default=0, ge=0, le=1 << 12)
+    """Query heads of a layer; divides `hidden_size`."""
+
+    num_key_value_heads: int = Field(default=0, ge=0, le=1 << 12)
+    """Key and value heads of a layer; divides `num_attention_heads`. Where it is left out it
+    is `num_attention_heads` (no grouping)."""
+
+    intermediate_size: int = Field(default=0, ge=0, le=1 << 19)
+    """Width of the SwiGLU feed-forward layer."""
+
+    vocab_size: int = Field(default=0, ge=0, le=1 << 22)
+    """Tokens that the model knows; 256 is enough for the tokenizer `bytes`."""
+
+    max_position_embeddings: int = Field(default=0, ge=0, le=1 << 22)
+    """Tokens of a training sequence; one sequence is one sample."""
+
+    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=1)
+    """Added to the mean square before its root."""
+
+    rope_theta: float = Field(default=10000.0, ge=1)
+    """Base of the rotary position encoding's wavelengths."""
+
+    initializer_range: float = Field(default=0.02, gt=0, le=1)
+    """Standard deviation of the normal distribution that weights start from."""
+
+    builder: Text = ""
+    """For `custom`: `path/file.py:function`, which returns the model's stages and its loss."""
+
+    options: dict[NonEmptyText, Any] = Field(default_factory=dict, max_length=MAX_LIST)
+    """For `custom`: passed to the builder as keyword arguments. Plain values only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ungrouped_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind", "llama") == "llama":
+            heads = values.get("num_attention_heads", 0)
+            return {"num_key_value_heads": heads, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        if self.kind == "custom":
+            self._check_custom()
+        else:
+            self._check_llama()
+        return self
+
+    def _check_llama(self) -> None:
+        for name in LLAMA_SIZES:
+            if getattr(self, name) == 0:
+                raise ValueError(f'{name} is missing; kind "llama" needs it')
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.hidden_size % heads:
+            raise ValueError(
+                f"num_attention_heads ({heads}) must divide hidden_size ({self.hidden_size})"
+            )
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"hidden_size / num_attention_heads ({self.head_size}) must be even: "
+                "the rotary encoding turns pairs"
+            )
+        if self.builder or self.options:
+            raise ValueError('builder and options are for kind = "custom" only; remove them')
+
+    def _check_custom(self) -> None:
+        for name in LLAMA_SIZES:
+            if getattr(self, name) != 0:
+                raise ValueError(
+                    f'{name} is for kind "llama" only; pass it to your builder in [model.options]'
+                )
+        if not BUILDER_PATTERN.fullmatch(self.builder):
+            raise ValueError('builder must be "path/file.py:function" for kind = "custom"')
+        try:
+            json.dumps(self.options, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(
+                "options may hold finite numbers, texts, booleans, lists and tables only"
+            ) from None
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // max(self.num_attention_heads, 1)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the Llama (embeddings not tied); 0 for a custom model."""
+        if self.kind != "llama":
+            return 0
+        width, kv_width = self.hidden_size, self.num_key_value_heads * self.head_size
+        attention = 2 * width * width + 2 * width * kv_width
+        layer = attention + 3 * width * self.intermediate_size + 2 * width
+        return 2 * self.vocab_size * width + self.num_hidden_layers * layer + width
+
+
+class DataSpec(_Table):
+    """`[data]`: what is learned from. A custom model may do without."""
+
+    paths: Texts = ()
+    """Text files or folders, or the word `python-stdlib`. The same content on every machine;
+    a peer that keeps it elsewhere says so with `--data`."""
+
+    include: Texts = ("*.txt", "*.md", "*.rst", "*.py")
+    """Which files of a folder are read, at any depth: globs on the file's name."""
+
+    tokenizer: NonEmptyText = BYTES_TOKENIZER
+    """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`."""
+
+    held_out_fraction: float = Field(default=0.02, ge=0, le=0.5)
+    """Part of the text that is never trained on; 0 = measure nothing."""
+
+    held_out_microbatches: int = Field(default=8, ge=0, le=1 << 16)
+    """Microbatches of a held-out measurement."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSpec:
+        for glob in self.include:
+            if "/" in glob or "\\" in glob:
+                raise ValueError(f"include {glob!r} must be a file name's glob, without folders")
+        if not self.include:
+            raise ValueError('include must not be empty; "*" takes every file')
+        return self
+
+
+class OptimizerSpec(_Table):
+    """`[optimizer]`: AdamW (Loshchilov and Hutter, 2019) with linear warm-up and cosine decay."""
+
+    kind: Literal["adamw"] = "adamw"
+    """Decay is decoupled, and applied to matrices only."""
+
+    learning_rate: float = Field(gt=0, le=10)
+    """The highest, reached at the end of the warm-up."""
+
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end of the run, as a part of `learning_rate`."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
+
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
+
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the root of the second moment."""
+
+    weight_decay: float = Field(default=0.1, ge=0, le=10)
+    """Per unit of learning rate."""
+
+    warmup_rounds: int = Field(default=0, ge=0, le=1 << 40)
+    """Rounds in which the learning rate grows linearly from near 0."""
+
+    rounds: int = Field(ge=1, le=1 << 40)
+    """Length of the run, in updates."""
+
+    grad_clip_norm: float = Field(default=1.0, ge=0)
+    """The gradient, of all stages together, is scaled down to this norm; 0 = off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerSpec:
+        if self.warmup_rounds >= self.rounds:
+            raise ValueError(
+                f"warmup_rounds ({self.warmup_rounds}) must be less than rounds ({self.rounds})"
+            )
+        return self
+
+
+class PipelineSpec(_Table):
+    """`[pipeline]`: how the model and the batch are cut."""
+
+    num_stages: int = Field(ge=1, le=4096)
+    """Contiguous slices of the model; a peer holds one. At most one a layer."""
+
+    global_batch: int = Field(ge=1, le=1 << 32)
+    """Samples behind one update, counted over the whole swarm."""
+
+    microbatch: int = Field(ge=1, le=1 << 20)
+    """Samples that travel together; divides `global_batch`."""
+
+    activations: Literal["keep", "recompute"] = "keep"
+    """Between forward and backward: `keep` the graph, or keep the input only and `recompute`."""
+
+    max_in_flight: int = Field(default=0, ge=0, le=1 << 16)
+    """Microbatches that a feeder has under way at a time; 0 = automatic."""
+
+    evaluate_every: int = Field(default=10, ge=0, le=1 << 40)
+    """Rounds between held-out measurements; 0 = only at the end."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PipelineSpec:
+        if self.global_batch % self.microbatch:
+            raise ValueError(
+                f"global_batch ({self.global_batch}) must be a multiple of "
+                f"microbatch ({self.microbatch})"
+            )
+        return self
+
+
+class SyncSpec(_Table):
+    """`[sync]`: how the replicas of a stage stay one."""
+
+    mode: Literal["zero"] = "zero"
+    """`zero`: sharded optimizer state, one exact update a round."""
+
+    shard_parameters: int = Field(default=0, ge=0, le=1 << 32)
+    """Parameters of a shard, the unit of ZeRO; 0 = automatic."""
+
+    replication: int = Field(default=2, ge=1, le=64)
+    """Replicas that hold each shard's optimizer state."""
+
+
+class SecuritySpec(_Table):
+    """`[security]`: who may take part."""
+
+    admission: Literal["open"] = "open"
+    """`open`: anyone who knows an address."""
+
+
+class RunSpec(_Table):
+    """A run, whole."""
+
+    name: NonEmptyText = "swarmnet run"
+    """For people; shown on screens."""
+
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Of the initial weights and of the order of the data."""
+
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    optimizer: OptimizerSpec
+    pipeline: PipelineSpec
+    sync: SyncSpec = SyncSpec()
+    security: SecuritySpec = SecuritySpec()
+
+    @model_validator(mode="after")
+    def _check(self) -> RunSpec:
+        model, data, pipeline = self.model, self.data, self.pipeline
+        if model.kind != "llama":
+            return self
+        if pipeline.num_stages > model.num_hidden_layers:
+            raise ValueError(
+                f"[pipeline] num_stages ({pipeline.num_stages}) must not be more than "
+                f"[model] num_hidden_layers ({model.num_hidden_layers})"
+            )
+        if not data.paths:
+            raise ValueError(
+                f'[data] paths is missing; name text files or folders, or "{PYTHON_STDLIB}"'
+            )
+        if data.tokenizer == BYTES_TOKENIZER and model.vocab_size < NUM_BYTE_TOKENS:
+            raise ValueError(
+                f"[model] vocab_size ({model.vocab_size}) must be at least {NUM_BYTE_TOKENS} "
+                'for tokenizer = "bytes"'
+            )
+        return self
+
+    def canonical(self) -> bytes:
+        """The one byte string of this spec: JSON with sorted keys and every default written out."""
+        values = self.model_dump(mode="json")
+        text = json.dumps(
+            values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+        return text.encode()
+
+    @property
+    def run_id(self) -> str:
+        """32 hex digits: blake2b of `canonical()`."""
+        return hashlib.blake2b(self.canonical(), digest_size=RUN_ID_BYTES).hexdigest()
+
+    @classmethod
+    def from_canonical(cls, data: bytes) -> RunSpec:
+        """The spec that a peer sent. Checked as a file is; the caller compares `run_id`.
+
+        Raises:
+            SpecError: it is too long, no JSON, not valid, or not in canonical form.
+        """
+        source = "the swarm's spec"
+        if len(data) > MAX_SPEC_BYTES:
+            raise SpecError(f"{source}: longer than {MAX_SPEC_BYTES} bytes; it is refused")
+        try:
+            values = json.loads(data)
+        except (ValueError, RecursionError):
+            raise SpecError(f"{source}: not valid JSON; the peer that sent it is faulty") from None
+        spec = _validate(values, source)
+        if spec.canonical() != data:
+            raise SpecError(f"{source}: not in canonical form; the peer that sent it is faulty")
+        return spec
+
+    def with_rounds(self, rounds: int) -> RunSpec:
+        """This run with another length; a warm-up that no longer fits shrinks in proportion."""
+        old = self.optimizer
+        warmup = old.warmup_rounds
+        if warmup >= rounds:
+            warmup = warmup * max(rounds, 0) // old.rounds
+        values = self.model_dump()
+        values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
+        return _validate(values, "--rounds")
+
+    def with_seed(self, seed: int) -> RunSpec:
+        """This run with another seed."""
+        return _validate(self.model_dump() | {"seed": seed}, "--seed")
+
+
+TABLES: dict[str, type[_Table]] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "optimizer": OptimizerSpec,
+    "pipeline": PipelineSpec,
+    "sync": SyncSpec,
+    "security": SecuritySpec,
+}
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Reads a `run.toml`. Raises `SpecError`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_SPEC_BYTES + 1)
+        text = raw.decode()
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path}: not UTF-8 text; a spec is a TOML file") from None
+    return parse_spec(text, source=path.name)
+
+
+def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
+    """The spec that a TOML text describes. Raises `SpecError`; `source` begins its line."""
+    if len(text.encode()) > MAX_SPEC_BYTES:
+        raise SpecError(f"{source}: longer than {MAX_SPEC_BYTES} bytes; a spec is a short file")
+    try:
+        values = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SpecError(f"{source}: not valid TOML: {_one_line(str(error))}") from None
+    return _validate(values, source)
+
+
+def describe(spec: RunSpec) -> str:
+    """The run in one line, for people."""
+    model, pipeline = spec.model, spec.pipeline
+    what = model.builder
+    if model.kind == "llama":
+        what = (
+            f"llama of {model.num_parameters / 1e6:.2f} M parameters "
+            f"({model.num_hidden_layers} layers, width {model.hidden_size}, "
+            f"sequences of {model.max_position_embeddings})"
+        )
+    stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)
+    return (
+        f"{spec.name}: {what}, {stages}, global batch {pipeline.global_batch} "
+        f"in microbatches of {pipeline.microbatch}, {spec.optimizer.rounds} rounds"
+    )
+
+
+def _validate(values: Any, source: str) -> RunSpec:
+    if not isinstance(values, dict):
+        raise SpecError(f"{source}: a spec is a table")
+    try:
+        return RunSpec.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(f"{source}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """One line for the failure that is most likely the cause of the others: a misspelt key is
+    also a missing one."""
+    errors = error.errors(include_url=False, include_context=False)
+    unknown = [e for e in errors if e["type"] == "extra_forbidden"]
+    first: Any = (unknown or errors)[0]
+    kind, loc = first["type"], tuple(str(part) for part in first["loc"])
+    if kind == "extra_forbidden":
+        return _explain_unknown(loc)
+    name = _name(loc)
+    message = _one_line(first["msg"].removeprefix("Value error, "))
+    if kind == "missing":
+        return f"{name} is missing; add it"
+    if kind == "value_error":
+        return f"{name} {message}" if name else message
+    given = _one_line(repr(first["input"]))
+    message = message[:1].lower() + message[1:]
+    return f"{name} = {given[:80]}: {message}"
+
+
+def _explain_unknown(loc: tuple[str, ...]) -> str:
+    key = loc[-1][:80] if loc[-1].isprintable() else repr(loc[-1])[:80]
+    if len(loc) == 1:
+        near = _nearest(key, RunSpec.model_fields)
+        as_table = [table for table, cls in TABLES.items() if key in cls.model_fields]
+        if as_table:
+            return f"{key} is unknown outside a table; it belongs to [{as_table[0]}]"
+        if near in TABLES:
+            return f"[{key}] is unknown; did you mean [{near}]?"
+        known = ", ".join(RunSpec.model_fields)
+        return f"{key} is unknown; " + (f"did you mean {near}?" if near else f"known are {known}")
+    table = loc[0]
+    fields = TABLES[table].model_fields
+    near = _nearest(key, fields)
+    elsewhere = [t for t, cls in TABLES.items() if key in cls.model_fields]
+    if elsewhere:
+        return f"[{table}] {key} is unknown; it belongs to [{elsewhere[0]}]"
+    hint = f"did you mean {near}?" if near else f"known are {', '.join(fields)}"
+    return f"[{table}] {key} is unknown; {hint}"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)), "")
+
+
+def _name(loc: tuple[str, ...]) -> str:
+    """`[table] key`, or the name of a top-level key."""
+    if not loc:
+        return ""
+    if loc[0] not in TABLES:
+        return " ".join(loc)
+    return " ".join((f"[{loc[0]}]", *loc[1:]))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

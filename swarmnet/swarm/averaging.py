@@ -1,0 +1,610 @@
+"""The update: every shard's gradient to its primary, one step there, new parameters to all.
+
+A contributor's push of shard j is one call: the gradient goes, the new parameters come back. So
+a push that fails is simply made again to the next owner, which finds the gradient still at
+its contributors. The primary waits for every live contributor (with a deadline from what
+earlier rounds took), sums in the order of peer ids, scales by tokens and the clip over all
+stages, steps once, and before it answers has the backups make the same step (ZeRO, Rajbhandari
+et al. 2020, with owners that may vanish).
+
+Who is primary. Placement orders the replicas of a stage for each shard. The primary is the first
+live one that *holds* the shard's optimizer state, as its record says since the beginning of the round;
+where nobody holds it, the first live one, which then starts afresh. A replica that comes to
+own a shard fetches its state during one round, follows it through that round's update as a
+backup, and says that it holds it when the next round begins: the primary never changes in the middle of
+an update, unless it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmnet.errors import (
+    NotReady,
+    ProtocolViolation,
+    Redirect,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
+from swarmnet.protocol.placement import Placement, weights_from
+from swarmnet.protocol.records import ACTIVE, LEAVING, Record, bitmap
+from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.messages import (
+    FetchReply,
+    FetchRequest,
+    MirrorRequest,
+    ReduceReply,
+    ReduceRequest,
+)
+from swarmnet.swarm.news import News
+from swarmnet.swarm.norms import Norms
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.averaging")
+
+MAX_REDIRECTS = 64
+RETRY_S = 0.05
+LOOK_AGAIN_S = 0.5
+SHARDS_AT_ONCE = 8
+"""Shards that one replica pushes at a time."""
+WAIT_FACTOR = 4.0
+"""The deadline for contributions, over what a round's exchange took lately."""
+EXCHANGE_SMOOTHING = 0.3
+PROBE_AFTER = 0.3
+"""Part of the deadline after which those who have not contributed are probed."""
+CLIP_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`."""
+
+
+class Behind(SwarmnetError):
+    """The stage has moved on by more than one round: fetch its parameters instead."""
+
+
+@dataclass
+class Contribution:
+    """One replica's part of a shard's gradient."""
+
+    num_tokens: int
+    gradient: Array | None
+
+
+@dataclass
+class ShardUpdate:
+    """A primary's work on one shard in one round."""
+
+    round: int
+    shard: int
+    contributions: dict[str, Contribution] = field(default_factory=dict)
+    closed: bool = False
+    """The aggregate is being made; what comes now is too late."""
+    parameters: Array | None = None
+    """The result: the shard of round + 1."""
+    own: bool = False
+    """The own replica has closed the round and contributed."""
+
+
+@dataclass
+class Averaging:
+    """The updates of one replica's stage."""
+
+    transport: Transport
+    gossip: Gossip
+    settings: RunSettings
+    limits: Limits
+    replica: Replica
+
+    def __post_init__(self) -> None:
+        self.news = News()
+        self._tasks = Tasks("averaging")
+        self._updates: dict[tuple[int, int], ShardUpdate] = {}
+        self._applied: dict[int, int] = {}
+        self._mirrored: dict[tuple[int, int], Array] = {}
+        self._mirroring: set[int] = set()
+        self._placements: dict[Any, Placement] = {}
+        self._exchange_s = 0.0
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self.norms = Norms(
+            self.transport,
+            self.gossip,
+            self.replica.index,
+            self.settings.num_stages,
+            self.replica.num_shards,
+            self.roots,
+            self.limits.norm_wait_s,
+        )
+        self.transport.handle("reduce", self._on_reduce)
+        self.transport.handle("mirror", self._on_mirror)
+        self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self.norms.close()
+
+    # ---- who owns what ----------------------------------------------------------------------
+
+    def candidates(self, stage_index: int, round_index: int) -> list[Record]:
+        """Live replicas of a stage that count as possible owners in a round."""
+        now = asyncio.get_running_loop().time()
+        return [
+            r
+            for r in self.gossip.view.members(stage_index, now)
+            if r.state == ACTIVE and r.active_from <= round_index
+        ]
+
+    def placement(self, round_index: int) -> Placement:
+        """Owners of the shards of this stage, as far as is known now."""
+        weights = weights_from(self.candidates(self.replica.index, round_index))
+        key = tuple(weights.items())
+        if key not in self._placements:
+            if len(self._placements) > 8:
+                self._placements.clear()
+            self._placements[key] = Placement(
+                self.replica.index, self.replica.num_shards, weights, self.settings.replication
+            )
+        return self._placements[key]
+
+    def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
+        """Who may be a shard's primary, the first choice first; those about to leave come last."""
+        now = asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        leaving = sorted(m.peer_id for m in members if m.state == LEAVING)
+        return (*self.placement(round_index).order(shard_index), *leaving)
+
+    def roots(self, stage_index: int) -> list[str]:
+        """Peers of a stage in the order in which they stand in for its root."""
+        candidates = self.candidates(stage_index, self.replica.round)
+        return list(Placement(stage_index, 1, weights_from(candidates), 1).order(0))
+
+    def primary(self, round_index: int, shard_index: int) -> str | None:
+        """The peer that aggregates a shard; None where no candidate is known."""
+        order = self._order(round_index, shard_index)
+        view = self.gossip.view
+        own = self.gossip.own.peer_id
+        for peer_id in order:
+            if peer_id == own:
+                follows = self._applied.get(shard_index, -2) >= round_index - 1
+                if follows and self.gossip.own.holds_shard(shard_index):
+                    return own
+                continue
+            record_or_none = view.get(peer_id)
+            if record_or_none is not None and record_or_none.holds_shard(shard_index):
+                return peer_id
+        # Nobody says that it holds it: a backup that follows it already, else the first, afresh.
+        if self._applied.get(shard_index, -2) >= round_index - 1 and own in order:
+            return own
+        return order[0] if order else None
+
+    def start_fresh(self) -> None:
+        """The first replica of a stage: it owns all, with empty state."""
+        for j in range(self.replica.num_shards):
+            self.replica.optimizer.create(j)
+            self._applied[j] = self.replica.round - 1
+
+    def holds(self) -> bytes:
+        """For the own record: shards whose state is that of the beginning of this round."""
+        held = [j for j, r in self._applied.items() if r == self.replica.round - 1]
+        return bitmap(sorted(held), self.replica.num_shards)
+
+    # ---- a replica's part -------------------------------------------------------------------
+
+    async def update(self, num_tokens: int) -> None:
+        """Averages the replica's gradient and puts the next round's parameters aside.
+
+        `num_tokens`: of the gradient buffer; 0 contributes nothing (a joiner). Raises `Behind`
+        where the stage has moved on by more than this round.
+        """
+        r = self.replica.round
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self.news.tell()
+        at_once = asyncio.Semaphore(SHARDS_AT_ONCE)
+        results: list[bool] = []
+
+        async def one(j: int) -> None:
+            async with at_once:
+                results.append(await self._shard(r, j, num_tokens))
+
+        # The own shards wait for other peers, and must not hold back the pushes to others.
+        own = [j for j in range(self.replica.num_shards) if self._is_mine(r, j)]
+        rest = [j for j in range(self.replica.num_shards) if j not in set(own)]
+        work: list[Coroutine[Any, Any, Any]] = [self._shard(r, j, num_tokens) for j in own]
+        work += [one(j) for j in _rotated(rest, self.gossip.own.peer_id)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for w in work:
+                    group.create_task(w)
+        except* Behind as behind:
+            raise behind.exceptions[0] from None
+        if num_tokens and results and not all(results):
+            self.gossip.add_total("late_shards", results.count(False))
+        took = loop.time() - started
+        self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
+
+    def _is_mine(self, r: int, j: int) -> bool:
+        return self.primary(r, j) == self.gossip.own.peer_id
+
+    async def _shard(self, r: int, j: int, num_tokens: int) -> bool:
+        """Gets the new parameters of one shard, wherever its primary is; True where counted."""
+        gradient = self.replica.stage.gradient_shard(j) if num_tokens else None
+        redirected: str | None = None
+        for _ in range(MAX_REDIRECTS):
+            peer_id = redirected or self.primary(r, j)
+            redirected = None
+            try:
+                if peer_id is None:
+                    raise NotReady("no owner is known")
+                if peer_id == self.gossip.own.peer_id:
+                    parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
+                else:
+                    parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
+                await self.replica.worker.run(
+                    lambda p=parameters: self.replica.stage.stage_parameters(j, p)  # type: ignore[misc]
+                )
+                return counted
+            except Redirect as e:
+                target = e.details.get("peer_id")
+                redirected = target if isinstance(target, str) and target != peer_id else None
+            except Stale as e:
+                theirs = e.details.get("round")
+                if isinstance(theirs, int) and theirs > r + 1:
+                    raise Behind(f"the stage is in round {theirs}, this replica in {r}") from None
+            except (TransportError, ProtocolViolation, RemoteError) as e:
+                log.debug("round %d shard %d at %s: %s", r, j, (peer_id or "?")[-8:], e)
+                if peer_id is not None and isinstance(e, TransportError):
+                    self.gossip.probe(peer_id)
+            await self.gossip.news.wait(RETRY_S)
+        raise Behind(f"shard {j} of round {r} was given by no owner")
+
+    async def _push(
+        self, peer_id: str, r: int, j: int, num_tokens: int, gradient: Array | None
+    ) -> tuple[Array, bool]:
+        request = ReduceRequest(r, self.replica.index, j, num_tokens)
+        reply = await self.transport.call(
+            peer_id,
+            "reduce",
+            Message(request, () if gradient is None else (gradient,)),
+            timeout_s=2 * self.limits.reduce_wait_s,
+        )
+        body = convert(reply.body, ReduceReply)
+        if len(reply.arrays) != 1:
+            raise ProtocolViolation("a reply to reduce without parameters")
+        return reply.arrays[0], body.counted
+
+    async def _own_shard(
+        self, r: int, j: int, num_tokens: int, gradient: Array | None
+    ) -> tuple[Array, bool]:
+        done = self._mirrored.get((r, j))
+        if done is not None:  # as backup of a primary that died after its step
+            return done, True
+        update = self._update(r, j)
+        update.own = True
+        if gradient is not None and not update.closed:
+            update.contributions[self.gossip.own.peer_id] = Contribution(num_tokens, gradient)
+        self.news.tell()
+        return await self._result(update), True
+
+    # ---- a primary's part -------------------------------------------------------------------
+
+    async def _on_reduce(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        push = convert(request.message.body, ReduceRequest)
+        self._check_shard(push.stage, push.shard)
+        gradient = self._gradient_of(push, request.message.arrays)
+        r = self.replica.round
+        if push.round == r - 1:  # a straggler: the parameters of this round are what it lacks
+            return self._answer(r, push.shard, await self._copy(push.shard))
+        if push.round != r:
+            if push.round < r:
+                raise Stale(f"round {push.round} is over here", round=r)
+            if not await self.replica.news.until(
+                lambda: self.replica.round >= push.round, self.limits.enter_wait_s
+            ):
+                raise NotReady(f"round {push.round} has not begun here", round=self.replica.round)
+        key = (push.round, push.shard)
+        if key in self._mirrored:
+            return self._answer(push.round + 1, push.shard, self._mirrored[key])
+        update = self._update(*key)
+        self._redirect_unless_mine(update)
+        counted = not update.closed
+        if counted and push.num_tokens:
+            update.contributions[request.remote] = Contribution(push.num_tokens, gradient)
+        elif counted:
+            update.contributions.setdefault(request.remote, Contribution(0, None))
+        self.news.tell()
+        parameters = await self._result(update)
+        counted = counted or not push.num_tokens
+        return Message(ReduceReply(push.round + 1, counted), (parameters,))
+
+    def _answer(self, round_index: int, shard_index: int, parameters: Array) -> Message:
+        return Message(ReduceReply(round_index, counted=False), (parameters,))
+
+    async def _copy(self, j: int) -> Array:
+        """A shard of the present parameters that stays as it is while it is being sent."""
+        shard = self.replica.stage.parameter_shard(j)
+        copied = await self.replica.worker.run(lambda: bytes(shard.data))
+        return Array(shard.dtype, shard.shape, copied)
+
+    def _check_shard(self, stage_index: int, shard_index: int) -> None:
+        if stage_index != self.replica.index or shard_index >= self.replica.num_shards:
+            raise NotReady(f"stage {stage_index} is not served here")
+        if not self.replica.synced:
+            raise NotReady("still joining")
+
+    def _gradient_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> Array | None:
+        if push.num_tokens == 0:
+            return None
+        size = self.replica.stage.shard_sizes[push.shard]
+        if len(arrays) != 1 or arrays[0].dtype != "float32" or arrays[0].shape != (size,):
+            raise ProtocolViolation(f"a gradient of shard {push.shard} is {size} fp32 numbers")
+        return arrays[0]
+
+    def _update(self, r: int, j: int) -> ShardUpdate:
+        """The update of a shard, begun by whoever comes first."""
+        if (r, j) not in self._updates:
+            update = self._updates[(r, j)] = ShardUpdate(r, j)
+            self._tasks.start(self._aggregate(update))
+        return self._updates[(r, j)]
+
+    async def _result(self, update: ShardUpdate) -> Array:
+        """The new parameters; raises `Redirect` when another peer turns out to be the primary."""
+        while update.parameters is None:
+            if self._updates.get((update.round, update.shard)) is not update:
+                raise NotReady("the update was given up here")
+            self._redirect_unless_mine(update)
+            await self.news.wait(LOOK_AGAIN_S)
+        return update.parameters
+
+    def _redirect_unless_mine(self, update: ShardUpdate) -> None:
+        if update.closed:
+            return
+        primary = self.primary(update.round, update.shard)
+        if primary is not None and primary != self.gossip.own.peer_id:
+            raise Redirect("another peer is primary", peer_id=primary)
+
+    async def _aggregate(self, update: ShardUpdate) -> None:
+        """Waits for the contributions, then aggregates, steps and mirrors."""
+        r, j = update.round, update.shard
+        try:
+            await self._gather(update)
+            if self.primary(r, j) != self.gossip.own.peer_id:
+                return
+            update.closed = True
+            parts = [(p, c) for p, c in sorted(update.contributions.items()) if c.gradient is not None]
+            num_tokens = sum(c.num_tokens for _, c in parts)
+            gradients = [c.gradient for _, c in parts if c.gradient is not None]
+            worker, optimizer = self.replica.worker, self.replica.optimizer
+            if not num_tokens:
+                # Even an empty stage takes part in the norm, so that the others need not wait.
+                await self._clip(r, j, 0.0)
+                self._applied[j] = r
+                update.parameters = await self._copy(j)
+                return
+            total = await worker.run(lambda: optimizer.sum(gradients))
+            update.contributions.clear()
+            squares = await worker.run(lambda: optimizer.sum_of_squares(total))
+            if not math.isfinite(squares):
+                raise ProtocolViolation(f"the gradient of shard {j} is not finite")
+            clip = await self._clip(r, j, squares / num_tokens**2)
+            await self._step_everywhere(update, total, clip / num_tokens)
+        except Exception:
+            update.parameters = None
+            raise
+        finally:
+            if update.parameters is None:
+                self._updates.pop((r, j), None)
+            self.news.tell()
+
+    async def _gather(self, update: ShardUpdate) -> None:
+        """Waits until every live contributor has pushed, the deadline passed, or the shard is another's."""
+        loop = asyncio.get_running_loop()
+        limits = self.limits
+        wait_s = WAIT_FACTOR * self._exchange_s + limits.reduce_wait_min_s
+        end: float | None = None
+        probe_at: float | None = None
+        while True:
+            if self.primary(update.round, update.shard) != self.gossip.own.peer_id:
+                return
+            if update.own and end is None:
+                end = loop.time() + min(wait_s, limits.reduce_wait_s)
+                probe_at = loop.time() + PROBE_AFTER * (end - loop.time())
+            missing = self._missing(update)
+            if update.own and not missing:
+                return
+            if end is not None and loop.time() >= end:
+                log.info(
+                    "round %d shard %d: went on without %s",
+                    update.round, update.shard, ", ".join(p[-8:] for p in missing),
+                )
+                return
+            if probe_at is not None and loop.time() >= probe_at:
+                probe_at = None
+                for peer_id in missing:
+                    self.gossip.probe(peer_id)
+            left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - loop.time())
+            await self.news.wait(max(0.001, left))
+
+    def _missing(self, update: ShardUpdate) -> list[str]:
+        """Live replicas that may have a gradient of this round and have not pushed it yet."""
+        return [
+            r.peer_id
+            for r in self.candidates_any(update.round)
+            if r.peer_id not in update.contributions and r.peer_id != self.gossip.own.peer_id
+        ]
+
+    def candidates_any(self, round_index: int) -> list[Record]:
+        """Live replicas of this stage that are not past the round."""
+        now = asyncio.get_running_loop().time()
+        return [
+            r
+            for r in self.gossip.view.members(self.replica.index, now)
+            if r.state in (ACTIVE, LEAVING) and r.round <= round_index
+        ]
+
+    async def _clip(self, r: int, j: int, squares: float) -> float:
+        """The factor by which the mean gradient is to be scaled."""
+        limit = self.settings.grad_clip_norm
+        if limit <= 0:
+            return 1.0
+        norm = math.sqrt(await self.norms.add(r, j, squares))
+        return min(1.0, limit / (norm + CLIP_EPSILON))
+
+    async def _step_everywhere(self, update: ShardUpdate, total: Array, scale: float) -> None:
+        """The step here and at the backups; the result is given out when all of them have it."""
+        r, j = update.round, update.shard
+        optimizer = self.replica.optimizer
+        if optimizer.steps(j) < 0:
+            await self.replica.worker.run(lambda: optimizer.create(j))
+            if r > 0:
+                self.gossip.add_total("shard_reset")
+                log.warning("shard %d: every owner of its optimizer state was lost", j)
+        request = MirrorRequest(r, self.replica.index, j, scale, optimizer.steps(j))
+        mirrors = [
+            self._tasks.start(self._mirror(peer_id, request, total))
+            for peer_id in self.placement(r).owners(j)
+            if peer_id != self.gossip.own.peer_id
+        ]
+        parameters = await self._step(r, j, total, scale)
+        await asyncio.gather(*mirrors)
+        update.parameters = parameters
+
+    async def _step(self, r: int, j: int, total: Array, scale: float) -> Array:
+        replica = self.replica
+
+        def work() -> Array:
+            before = replica.stage.parameter_shard(j)
+            after = replica.optimizer.step(j, before, total, scale, r)
+            self._applied[j] = r
+            return after
+
+        return await replica.worker.run(work)
+
+    async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
+        try:
+            await self.transport.call(
+                peer_id, "mirror", Message(request, (total,)), timeout_s=self.limits.fetch_timeout_s
+            )
+        except SwarmnetError as e:  # it fetches the state later
+            log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
+
+    async def _on_mirror(self, request: Request) -> Message:
+        """As backup: the same step as the primary's, bit for bit."""
+        self.gossip.check_run(request)
+        mirror = convert(request.message.body, MirrorRequest)
+        replica = self.replica
+        r, j = mirror.round, mirror.shard
+        if not await replica.news.until(lambda: replica.round >= r, self.limits.enter_wait_s):
+            raise NotReady("the round has not begun here")
+        self._check_shard(mirror.stage, j)
+        if replica.round != r:
+            raise Stale(f"round {r} is over here", round=replica.round)
+        total = self._gradient_of(
+            ReduceRequest(r, mirror.stage, j, num_tokens=1), request.message.arrays
+        )
+        assert total is not None
+        update = self._updates.get((r, j))
+        if (r, j) in self._mirrored or j in self._mirroring or (update and update.closed):
+            raise NotReady("this step was made here already")
+        if replica.optimizer.steps(j) != mirror.steps or self._applied.get(j) != r - 1:
+            raise NotReady("the state is not followed here")
+        self._mirroring.add(j)
+        try:
+            self._mirrored[(r, j)] = await self._step(r, j, total, mirror.scale)
+        finally:
+            self._mirroring.discard(j)
+        self.news.tell()
+        return Message()
+
+    # ---- owners come and go -----------------------------------------------------------------
+
+    def finish_round(self, r: int) -> None:
+        """Round `r` is over here: forgets its exchange."""
+        for key in [k for k in self._updates if k[0] <= r]:
+            del self._updates[key]
+        for key in [k for k in self._mirrored if k[0] <= r]:
+            del self._mirrored[key]
+        self.norms.finish_round(r)
+        self.news.tell()
+
+    async def follow_owners(self) -> None:
+        """Early in a round: fetches the state of shards that this replica has come to own, drops that of
+        shards which others own now."""
+        r = self.replica.round
+        placement = self.placement(r)
+        own = self.gossip.own.peer_id
+        mine = placement.owned_by(own)
+        wanted = [j for j in mine if self._applied.get(j, -2) < r - 1]
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        await asyncio.gather(*(self._fetch(r, j, at_once) for j in wanted))
+        kept = set(mine)
+        for j in [j for j in sorted(self._applied) if j not in kept]:
+            owners = [self.gossip.view.get(p) for p in placement.owners(j)]
+            if owners and all(o is not None and o.holds_shard(j) for o in owners):
+                del self._applied[j]
+                await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+
+    async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore) -> None:
+        """The optimizer state of one shard from a peer that holds it; tried again next round."""
+        async with at_once:
+            for holder in self._holders(r, j):
+                if self.replica.round != r:
+                    return
+                try:
+                    reply = await self.transport.call(
+                        holder,
+                        "fetch_optimizer",
+                        Message(FetchRequest(r, self.replica.index, j)),
+                        timeout_s=self.limits.fetch_timeout_s,
+                    )
+                    body = convert(reply.body, FetchReply)
+                    await self._load(j, body, reply.arrays)
+                    return
+                except SwarmnetError as e:
+                    log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
+
+    async def _load(self, j: int, body: FetchReply, arrays: tuple[Array, ...]) -> None:
+        optimizer = self.replica.optimizer
+
+        def work() -> None:
+            if self._applied.get(j, -2) < body.round - 1:
+                optimizer.load(j, body.values, arrays)
+                self._applied[j] = body.round - 1
+
+        await self.replica.worker.run(work)
+
+    def _holders(self, r: int, j: int) -> list[str]:
+        view = self.gossip.view
+        order = self._order(r, j)
+        records = [(p, view.get(p)) for p in order if p != self.gossip.own.peer_id]
+        return [p for p, record in records if record is not None and record.holds_shard(j)]
+
+    async def _on_fetch_optimizer(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        fetch = convert(request.message.body, FetchRequest)
+        self._check_shard(fetch.stage, fetch.shard)
+        j = fetch.shard
+        optimizer = self.replica.optimizer
+        async with self._serving:
+            if self._applied.get(j, -2) < fetch.round - 1 or optimizer.steps(j) < 0:
+                raise NotReady("the state of that shard is not held here")
+            (values, arrays), applied = await self.replica.worker.run(
+                lambda: (optimizer.export(j), self._applied[j])
+            )
+            return Message(FetchReply(applied + 1, values), arrays)
+
+
+def _rotated(items: list[int], name: str) -> list[int]:
+    """Each replica begins elsewhere, so that they do not all push to one primary first."""
+    if not items:
+        return items
+    start = sum(name.encode()) % len(items)
+    return items[start:] + items[:start]

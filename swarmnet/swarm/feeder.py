@@ -1,0 +1,323 @@
+"""The feeder: starts microbatches, counts those that came back, and seals its part of a round.
+
+Its counters are its part of the round's progress (`protocol.progress`). A microbatch id
+is a hash of (run, feeder, incarnation, round, n): no two feeders ever draw the same one, and a
+restarted feeder does not repeat itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from swarmnet.errors import NoRoute, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol import assignment, progress
+from swarmnet.protocol.records import ACTIVE, HeldOut, RoundCount
+from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.messages import (
+    EVALUATE,
+    Commit,
+    CommittedReply,
+    CommittedRequest,
+    InferReply,
+    InferRequest,
+    StepReply,
+    StepRequest,
+)
+from swarmnet.swarm.ports import Data
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.step import StepService, infer_through
+from swarmnet.swarm.wiring import Wiring
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.feeder")
+
+LOOK_AGAIN_S = 0.2
+KEPT_COMMITS = 4
+"""Rounds whose committed microbatches a feeder can still be asked about."""
+IN_FLIGHT_PER_REPLICA = 1.5
+
+
+def microbatch_id(run_id: str, peer_id: str, incarnation: int, round_index: int, n: int) -> int:
+    """63 bits that no other (run, feeder, incarnation, round, n) gives."""
+    text = f"{run_id}|{peer_id}|{incarnation}|{round_index}|{n}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass
+class RoundOfFeeder:
+    """What a feeder did in one round."""
+
+    round: int
+    next_n: int = 0
+    committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Path of every microbatch that counts, by microbatch id."""
+    refused: list[int] = field(default_factory=list)
+    """Asked about by a replica while in flight, and therefore not to be committed any more."""
+    in_flight: int = 0
+
+
+OnRound = Callable[[int, list[int]], None]
+
+
+@dataclass
+class Feeder:
+    """Feeds the own replica's round whenever the view says that this peer is a feeder."""
+
+    transport: Transport
+    gossip: Gossip
+    wiring: Wiring
+    steps: StepService
+    settings: RunSettings
+    limits: Limits
+    data: Data
+    on_round: OnRound = lambda round_index, ids: None
+    """Hears the ids of the microbatches that a round counted, when it is over."""
+
+    def __post_init__(self) -> None:
+        self._tasks = Tasks("feeder")
+        self._rounds: dict[int, RoundOfFeeder] = {}
+        self._heard_at = 0.0
+        self._heard = 0
+        self._launched_at = 0.0
+        self._evaluated = -1
+        self._evaluating = False
+        self.transport.handle("committed", self._on_committed)
+
+    async def run(self, replica: Replica) -> None:
+        """Feeds until cancelled."""
+        try:
+            while True:
+                await self._feed_round(replica)
+        finally:
+            await self._tasks.close()
+
+    async def _feed_round(self, replica: Replica) -> None:
+        """Feeds the present round of the replica until that round is over."""
+        r = replica.round
+        mine = self._rounds.setdefault(r, RoundOfFeeder(r))
+        for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
+            del self._rounds[old]
+        flights = Tasks("feeder")
+        try:
+            while replica.round == r:
+                if replica.is_open(r):
+                    feeds = self._is_feeder()
+                    if feeds:
+                        self._maybe_evaluate(replica)
+                        self._launch(replica, mine, flights)
+                    self._maybe_seal(mine, feeds)
+                await self.gossip.news.wait(LOOK_AGAIN_S)
+        finally:
+            await flights.close()
+            if replica.round != r and mine.committed:
+                self.on_round(r, sorted(mine.committed))
+
+    def _is_feeder(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        own = self.gossip.own
+        return own.state == ACTIVE and own.peer_id in assignment.feeders(self.gossip.view, now)
+
+    # ---- launching --------------------------------------------------------------------------
+
+    def _launch(self, replica: Replica, mine: RoundOfFeeder, flights: Tasks) -> None:
+        """Starts as many microbatches as the round still needs of this feeder."""
+        if mine.round >= self.settings.rounds:
+            return
+        while mine.in_flight < self._window() and self._may_launch(mine.round):
+            count = self.gossip.own.count(mine.round)
+            n, mine.next_n = mine.next_n, mine.next_n + 1
+            mine.in_flight += 1
+            self._launched_at = asyncio.get_running_loop().time()
+            launched = count.launched + self.settings.samples_per_microbatch
+            self.gossip.update_count(replace(count, launched=launched, sealed=False), urgent=True)
+            flights.start(self._fly(replica, mine, n))
+
+    def _window(self) -> int:
+        """Microbatches that this feeder keeps in flight."""
+        if self.settings.max_in_flight:
+            return self.settings.max_in_flight
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        replicas = sum(len(view.replicas(s, now)) for s in range(self.settings.num_stages))
+        feeders = max(1, len(assignment.feeders(view, now)))
+        return int(IN_FLIGHT_PER_REPLICA * replicas / feeders) + 1
+
+    def _may_launch(self, round_index: int) -> bool:
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        feeders = assignment.feeders(view, now)
+        own = self.gossip.own
+        state = progress.round_progress(view, round_index, now, self.settings.global_batch)
+        launched_by_others = state.launched - own.count(round_index).launched
+        if launched_by_others != self._heard:
+            self._heard, self._heard_at = launched_by_others, now
+        if own.peer_id not in feeders:
+            return False
+        return progress.may_launch(
+            own_launched=own.count(round_index).launched,
+            quota=progress.quota(
+                feeders.index(own.peer_id),
+                len(feeders),
+                self.settings.global_batch,
+                self.settings.samples_per_microbatch,
+            ),
+            launched=state.launched,
+            global_batch=self.settings.global_batch,
+            quiet_s=now - max(self._heard_at, self._launched_at),
+            patience_s=self.limits.patience_s,
+        )
+
+    def _maybe_seal(self, mine: RoundOfFeeder, feeds: bool) -> None:
+        """Says that this feeder is done with the round, or that it is not after all."""
+        if mine.round >= self.settings.rounds or not mine.next_n:
+            return
+        now = asyncio.get_running_loop().time()
+        count = self.gossip.own.count(mine.round)
+        state = progress.round_progress(
+            self.gossip.view, mine.round, now, self.settings.global_batch
+        )
+        idle = mine.in_flight == 0 and not self._evaluating
+        sealed = idle and (not feeds or state.launched >= self.settings.global_batch)
+        if sealed != count.sealed:
+            self.gossip.update_count(replace(count, sealed=sealed), urgent=True)
+
+    # ---- one microbatch ---------------------------------------------------------------------
+
+    async def _fly(self, replica: Replica, mine: RoundOfFeeder, n: int) -> None:
+        """One microbatch, there and back, tried until it counts or the round is over."""
+        own = self.gossip.own
+        the_id = microbatch_id(own.run_id, own.peer_id, own.incarnation, mine.round, n)
+        inputs, targets = self.data.microbatch(the_id)
+        request = StepRequest(
+            round=mine.round,
+            microbatch_id=the_id,
+            stage=0,
+            feeder=own.peer_id,
+            num_samples=self.settings.samples_per_microbatch,
+        )
+        path: tuple[str, ...] = ()
+
+        def on_path(now_at: tuple[str, ...]) -> None:
+            nonlocal path
+            path = now_at
+
+        try:
+            while replica.round == mine.round:
+                try:
+                    passed = await self.wiring.step(
+                        replace(request, hint=path),
+                        (inputs, targets),
+                        accept=_accept,
+                        on_path=on_path,
+                        prefer_self=own.stage == 0,
+                    )
+                except Stale:
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                    if not replica.is_open(mine.round):
+                        return
+                except NoRoute as e:
+                    log.info("round %d: a microbatch found no way: %s", mine.round, e)
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                else:
+                    if the_id not in mine.refused:
+                        self._committed(mine, the_id, passed.reply)
+                    return
+        finally:
+            mine.in_flight -= 1
+            self.gossip.news.tell()
+
+    def _committed(self, mine: RoundOfFeeder, the_id: int, reply: StepReply) -> None:
+        """The whole gradient is there: the microbatch counts, and its path hears so."""
+        mine.committed[the_id] = reply.path
+        count = self.gossip.own.count(mine.round)
+        self.gossip.update_count(
+            RoundCount(
+                round=count.round,
+                launched=count.launched,
+                committed=count.committed + self.settings.samples_per_microbatch,
+                sealed=count.sealed,
+                tokens=count.tokens + reply.num_tokens,
+                loss_sum=count.loss_sum + reply.loss_sum,
+            ),
+            urgent=True,
+        )
+        commit = Commit(mine.round, (the_id,))
+        if reply.path[0] == self.gossip.own.peer_id:
+            self.steps.commit(commit)
+        else:
+            self.transport.notify(reply.path[0], "commit", Message(commit))
+
+    async def _on_committed(self, request: Request) -> Message:
+        """A replica asks about microbatches that it was never told to count."""
+        self.gossip.check_run(request)
+        question = convert(request.message.body, CommittedRequest)
+        return Message(CommittedReply(tuple(self.committed(question, request.remote))))
+
+    def committed(self, question: CommittedRequest, asker: str) -> list[int]:
+        """Those that count with `asker` on their path at the stage of the question. A microbatch that
+        is still in flight will not be committed any more: the asker's round is closed."""
+        mine = self._rounds.get(question.round)
+        if mine is None:
+            return []
+        counted = []
+        for the_id in question.microbatch_ids:
+            path = mine.committed.get(the_id)
+            if path is None:
+                mine.refused.append(the_id)
+            elif question.stage < len(path) and path[question.stage] == asker:
+                counted.append(the_id)
+        return counted
+
+    # ---- held-out data ----------------------------------------------------------------------
+
+    def _maybe_evaluate(self, replica: Replica) -> None:
+        """The first of the feeders measures the loss on held-out data every so often."""
+        r = replica.round
+        every = self.settings.evaluate_every
+        due = r >= self.settings.rounds or (every > 0 and r % every == 0)
+        if not due or self._evaluated >= r or self._evaluating or not self.data.num_held_out:
+            return
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        covered = all(view.replicas(s, now) for s in range(self.settings.num_stages))
+        if covered and assignment.feeders(view, now)[0] == self.gossip.own.peer_id:
+            self._evaluating = True
+            self._tasks.start(self._evaluate(replica, r))
+
+    async def _evaluate(self, replica: Replica, r: int) -> None:
+        loss_sum, num_tokens = 0.0, 0
+        try:
+            for index in range(self.data.num_held_out):
+                infer = InferRequest(stage=0, mode=EVALUATE, round=r)
+                reply = await infer_through(self.wiring, infer, self.data.held_out(index))
+                body = convert(reply.body, InferReply)
+                loss_sum += body.loss_sum
+                num_tokens += body.num_tokens
+            if num_tokens:
+                loss = loss_sum / num_tokens
+                bits = bits_per_byte(loss, self.data.bytes_per_token)
+                self.gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
+        except SwarmnetError as e:
+            log.info("round %d: the held-out loss was not measured: %s", r, e)
+        finally:
+            self._evaluating = False
+            self._evaluated = r
+            self.gossip.news.tell()
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Loss in nats per token as bits per byte of text; 0 where the data is not text."""
+    return loss / 0.6931471805599453 / bytes_per_token if bytes_per_token else 0.0
+
+
+def _accept(reply: StepReply, arrays: tuple[Array, ...]) -> None:
+    if arrays:
+        raise ProtocolViolation("stage 0 returned a gradient of its inputs")
+    if not reply.path:
+        raise ProtocolViolation("a step's reply without its path")

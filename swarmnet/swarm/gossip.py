@@ -1,0 +1,372 @@
+"""The bus: every peer's signed record reaches every other peer.
+
+Every `interval_s` a peer swaps stamps with a random other one and each sends what the other
+lacks (anti-entropy). News that cannot wait is pushed at once to the peers that it has channels
+with, at most `PUSH_FANOUT` of them. A view therefore converges whatever is lost.
+
+Liveness. A record is a heartbeat: its version grows at least every `heartbeat_s`, which is
+longer in a large swarm, so that control traffic per peer stays bounded. A channel that
+closes is looked into at once: who cannot be reached again is suspected, the suspicion is
+gossiped, and the suspected peer, if it lives, refutes it with a newer record (SWIM, Das et al. 2002).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from swarmnet.errors import ProtocolViolation, RemoteError, SwarmnetError, WrongRun
+from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
+from swarmnet.protocol.view import View
+from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion
+from swarmnet.swarm.news import News
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message, convert, pack, unpack
+
+log = logging.getLogger("swarmnet.gossip")
+
+PUSH_FANOUT = 16
+PROBE_TIMEOUT_S = 2.0
+FORGET_AFTER_S = 600.0
+MAX_SENT_RECORDS = 512
+
+
+class Signer(Protocol):
+    """Signs as this peer and checks the signatures of others."""
+
+    def sign(self, data: bytes) -> bytes: ...
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GossipSettings:
+    interval_s: float = 0.4
+    heartbeat_s: float = 1.0
+    heartbeat_per_peer_s: float = 0.02
+    """The heartbeat is the longer of `heartbeat_s` and this times the number of live peers."""
+    silent_heartbeats: float = 8.0
+    """A peer whose record has not changed for so many heartbeats is taken for dead."""
+    push_delay_s: float = 0.01
+    """Changes within this time travel as one."""
+
+
+class Tasks:
+    """The children of one owner: none outlives it, and none fails unseen."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.DEBUG if isinstance(error, SwarmnetError) else logging.ERROR
+            log.log(level, "%s: %s: %s", self._name, type(error).__name__, error, exc_info=error)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class Gossip:
+    """Keeps `view` equal to everybody else's, and makes `own` known."""
+
+    transport: Transport
+    view: View
+    signer: Signer
+    own: Record
+    rng: random.Random
+    settings: GossipSettings = field(default_factory=GossipSettings)
+    quiet: bool = False
+    """An observer: listens, but makes no record of its own known."""
+
+    def __post_init__(self) -> None:
+        self.news = News()
+        self._envelopes: dict[str, SignedRecord] = {}
+        self._tasks = Tasks("gossip")
+        self._push_timer: asyncio.TimerHandle | None = None
+        self._dirty = False
+        self._published_at = 0.0
+        self._probing: dict[str, asyncio.Task[Any]] = {}
+        self._listeners: list[Callable[[Record], None]] = []
+        self.transport.handle("gossip", self._on_gossip)
+        self.transport.handle("records", self._on_records)
+        self.transport.handle("ping", self._on_ping)
+        self.transport.on_disconnected(self._on_disconnected)
+
+    # ---- own record -------------------------------------------------------------------------
+
+    def update(self, *, urgent: bool = False, **changes: Any) -> None:
+        """Changes fields of the own record; it is published with the next exchange, or at once."""
+        self.own = replace(self.own, **changes)
+        self._changed(urgent)
+
+    def update_count(self, count: RoundCount, *, urgent: bool = False) -> None:
+        """Replaces this feeder's counters of one round."""
+        self.own = self.own.with_count(count)
+        self._changed(urgent)
+
+    def add_total(self, name: str, amount: int = 1) -> None:
+        """Adds to one of the own record's totals."""
+        self.own = replace(
+            self.own, totals={**self.own.totals, name: self.own.totals.get(name, 0) + amount}
+        )
+        self._dirty = True
+
+    def _changed(self, urgent: bool) -> None:
+        self._dirty = True
+        # The own decisions see the change now; the others with the next version.
+        self._merge_own()
+        if urgent and self._push_timer is None:
+            loop = asyncio.get_running_loop()
+            self._push_timer = loop.call_later(self.settings.push_delay_s, self._push)
+
+    def _merge_own(self) -> None:
+        self.own = replace(self.own, version=self.own.version + 1)
+        self.view.merge(self.own, asyncio.get_running_loop().time())
+        self.news.tell()
+
+    def _seal_own(self) -> SignedRecord:
+        """Signs the own record in its present version."""
+        if self._dirty or self.own.peer_id not in self._envelopes:
+            self._merge_own()
+            payload = pack(self.own)
+            self._envelopes[self.own.peer_id] = SignedRecord(payload, self.signer.sign(payload))
+            self._dirty = False
+            self._published_at = asyncio.get_running_loop().time()
+        return self._envelopes[self.own.peer_id]
+
+    def envelope(self) -> SignedRecord:
+        """The own record, signed."""
+        return self._seal_own()
+
+    def _push(self) -> None:
+        """Sends the own record to the peers at hand."""
+        self._push_timer = None
+        if self.quiet:
+            return
+        message = Message(Records(records=(self._seal_own(),)))
+        for peer_id in self._push_targets():
+            self.transport.notify(peer_id, "records", message)
+
+    def _push_targets(self) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        live = [r.peer_id for r in self.view.live(now) if r.peer_id != self.own.peer_id]
+        known = sorted({*live, *self.transport.connected()} - {self.own.peer_id})
+        return known if len(known) <= PUSH_FANOUT else self.rng.sample(known, PUSH_FANOUT)
+
+    async def publish_now(self) -> None:
+        """Pushes the own record without delay."""
+        if self._push_timer is not None:
+            self._push_timer.cancel()
+        self._push()
+
+    # ---- exchange ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Gossips until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(self.settings.interval_s * self.rng.uniform(0.7, 1.3))
+                self._tend()
+                peer_id = self._partner()
+                if peer_id is not None:
+                    self._tasks.start(self.exchange(peer_id))
+        finally:
+            if self._push_timer is not None:
+                self._push_timer.cancel()
+            await self._tasks.close()
+
+    def _tend(self) -> None:
+        """Heartbeat, and forgetting."""
+        now = asyncio.get_running_loop().time()
+        live = len(self.view.live(now))
+        heartbeat_s = max(self.settings.heartbeat_s, self.settings.heartbeat_per_peer_s * live)
+        self.view.silence_s = heartbeat_s * self.settings.silent_heartbeats
+        if now - self._published_at >= heartbeat_s:
+            self._dirty = True
+        if not self.quiet and self._dirty:
+            self._seal_own()
+        for peer_id in self.view.forget_old(now, FORGET_AFTER_S):
+            self._envelopes.pop(peer_id, None)
+        self.news.tell()
+
+    def _partner(self) -> str | None:
+        now = asyncio.get_running_loop().time()
+        known = [r.peer_id for r in self.view.records() if r.state != LEFT]
+        live = [p for p in known if self.view.is_live(p, now) and p != self.own.peer_id]
+        others = [p for p in known if p != self.own.peer_id]
+        # Now and then a peer taken for dead: the only way to learn that a partition has healed.
+        pool = others if not live or self.rng.random() < 0.05 else live
+        pool = pool or [p for p in self.transport.connected() if p != self.own.peer_id]
+        return self.rng.choice(pool) if pool else None
+
+    async def exchange(self, peer_id: str, timeout_s: float = 10.0) -> bool:
+        """Swaps what is new with one peer; False where it cannot be reached."""
+        if not self.quiet:
+            self._seal_own()
+        request = GossipRequest(stamps=self._stamps(), suspicions=self._suspicions())
+        try:
+            reply = await self.transport.call(
+                peer_id, "gossip", Message(request), timeout_s=timeout_s
+            )
+            news = convert(reply.body, Records)
+        except WrongRun:
+            raise
+        except SwarmnetError as e:
+            log.debug("gossip with %s: %s", peer_id[-8:], e)
+            return False
+        self._take(news)
+        wanted = tuple(
+            self._envelopes[p] for p in news.wanted[:MAX_SENT_RECORDS] if p in self._envelopes
+        )
+        if wanted:
+            self.transport.notify(peer_id, "records", Message(Records(records=wanted)))
+        return True
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        stamps = self.view.stamps()
+        if self.quiet:
+            stamps.pop(self.own.peer_id, None)
+        return stamps
+
+    def _suspicions(self) -> tuple[Suspicion, ...]:
+        return tuple(Suspicion(p, s[0], s[1]) for p, s in self.view.suspicions())
+
+    def check_run(self, request: Request) -> None:
+        """Raises `WrongRun` for callers that belong to another run."""
+        if request.run_id != self.own.run_id:
+            raise WrongRun(
+                f"this peer trains run {self.own.run_id[:8]}, not {request.run_id[:8] or 'none'}"
+            )
+
+    async def _on_gossip(self, request: Request) -> Message:
+        self.check_run(request)
+        theirs = convert(request.message.body, GossipRequest)
+        if not self.quiet:
+            self._seal_own()
+        records = tuple(
+            self._envelopes[r.peer_id]
+            for r in self.view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]
+            if r.peer_id in self._envelopes
+        )
+        wanted = tuple(self.view.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
+        self._hear_suspicions(theirs.suspicions)
+        return Message(Records(records=records, wanted=wanted, suspicions=self._suspicions()))
+
+    async def _on_records(self, request: Request) -> Message:
+        self.check_run(request)
+        self._take(convert(request.message.body, Records))
+        return Message()
+
+    async def _on_ping(self, request: Request) -> Message:
+        return Message()
+
+    # ---- taking in --------------------------------------------------------------------------
+
+    def _take(self, news: Records) -> None:
+        changed = False
+        for envelope in news.records:
+            try:
+                changed |= self.take(envelope)
+            except ProtocolViolation as e:
+                log.warning("a record was dropped: %s", e)
+        self._hear_suspicions(news.suspicions)
+        if changed:
+            self.news.tell()
+
+    def take(self, envelope: SignedRecord) -> bool:
+        """Checks and merges one record; True when it was news. Raises `ProtocolViolation`."""
+        record = unpack(envelope.payload, Record)
+        if record.run_id != self.own.run_id:
+            raise ProtocolViolation(f"a record of run {record.run_id[:8]}, not of this one")
+        if record.peer_id == self.own.peer_id:
+            if record.stamp > self.own.stamp:  # a copy of this identity runs elsewhere, or did
+                self.own = replace(self.own, version=record.version)
+                self._dirty = True
+            return False
+        present = self.view.get(record.peer_id)
+        if present is not None and record.stamp <= present.stamp:
+            return False
+        if not self.signer.verify(record.peer_id, envelope.payload, envelope.signature):
+            raise ProtocolViolation(f"the signature on the record of {record.peer_id} is wrong")
+        if not self.view.merge(record, asyncio.get_running_loop().time()):
+            return False
+        self._envelopes[record.peer_id] = envelope
+        if present is None or present.addresses != record.addresses:
+            self.transport.learn(record.peer_id, record.addresses)
+        for listener in self._listeners:
+            listener(record)
+        return True
+
+    def on_record(self, listener: Callable[[Record], None]) -> None:
+        """`listener(record)` for every record that is news."""
+        self._listeners.append(listener)
+
+    def _hear_suspicions(self, suspicions: tuple[Suspicion, ...]) -> None:
+        now = asyncio.get_running_loop().time()
+        for s in suspicions:
+            stamp = (s.incarnation, s.version)
+            if s.peer_id == self.own.peer_id:
+                if stamp >= self.own.stamp or stamp[0] == self.own.incarnation:
+                    self._refute(stamp)
+            elif self.view.suspect(s.peer_id, stamp, now):
+                self.news.tell()
+
+    def _refute(self, stamp: tuple[int, int]) -> None:
+        if self.quiet or stamp[0] > self.own.incarnation:
+            return
+        self.own = replace(self.own, version=max(self.own.version, stamp[1]))
+        self._changed(urgent=True)
+
+    # ---- failure detection ------------------------------------------------------------------
+
+    def _on_disconnected(self, peer_id: str) -> None:
+        record = self.view.get(peer_id)
+        if record is not None and record.state not in (LEFT, OBSERVING):
+            self.probe(peer_id)
+
+    def probe(self, peer_id: str) -> None:
+        """Looks into whether a peer still answers; suspects it where it does not."""
+        if peer_id not in self._probing and peer_id != self.own.peer_id:
+            self._probing[peer_id] = self._tasks.start(self._probe(peer_id))
+
+    async def _probe(self, peer_id: str) -> None:
+        record = self.view.get(peer_id)
+        stamp = record.stamp if record is not None else (0, 0)
+        try:
+            await self.transport.call(peer_id, "ping", Message(), timeout_s=PROBE_TIMEOUT_S)
+        except RemoteError:
+            pass  # it answered
+        except SwarmnetError:
+            self.suspect(peer_id, stamp)
+        finally:
+            self._probing.pop(peer_id, None)
+
+    def suspect(self, peer_id: str, stamp: tuple[int, int]) -> None:
+        """Takes a peer for dead until a record newer than `stamp` arrives, and says so to others."""
+        now = asyncio.get_running_loop().time()
+        if not self.view.suspect(peer_id, stamp, now):
+            return
+        log.debug("%s does not answer", peer_id[-8:])
+        self.news.tell()
+        message = Message(Records(suspicions=(Suspicion(peer_id, *stamp),)))
+        for target in self._push_targets():
+            self.transport.notify(target, "records", message)

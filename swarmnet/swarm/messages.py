@@ -1,0 +1,291 @@
+"""Bodies of the methods that peers call on each other (`docs/protocol.md`, "Methods").
+
+Every body is checked on arrival by `wire.convert`; ranges are checked here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+MAX_PATH = 1024
+MAX_RECORDS = 4096
+MAX_IDS = 65_536
+MAX_ID_CHARS = 256
+TRAIN, EVALUATE, LOGITS = "train", "evaluate", "logits"
+
+
+def _ids(ids: tuple[str, ...], limit: int) -> None:
+    if len(ids) > limit or any(not 0 < len(i) <= MAX_ID_CHARS for i in ids):
+        raise ValueError("peer ids are too many or too long")
+
+
+def _index(*numbers: int) -> None:
+    if any(not 0 <= n < 2**63 for n in numbers):
+        raise ValueError("a number is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRecord:
+    """A record as its peer signed it: msgpack of `protocol.records.Record` and an Ed25519 signature."""
+
+    payload: bytes
+    signature: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.payload) > 1 << 20 or len(self.signature) > 256:
+            raise ValueError("a signed record is too long")
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Somebody could not reach `peer_id`; holds while its record is not newer than the stamp."""
+
+    peer_id: str
+    incarnation: int
+    version: int
+
+    def __post_init__(self) -> None:
+        _ids((self.peer_id,), 1)
+        _index(self.incarnation, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class GossipRequest:
+    """What the caller has: a stamp for each peer that it knows."""
+
+    stamps: dict[str, tuple[int, int]]
+    suspicions: tuple[Suspicion, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.stamps) > MAX_RECORDS or len(self.suspicions) > MAX_RECORDS:
+            raise ValueError("too many stamps")
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records that the other side lacks, and peers of which it has newer ones."""
+
+    records: tuple[SignedRecord, ...] = ()
+    wanted: tuple[str, ...] = ()
+    suspicions: tuple[Suspicion, ...] = ()
+
+    def __post_init__(self) -> None:
+        if max(len(self.records), len(self.suspicions)) > MAX_RECORDS:
+            raise ValueError("too many records")
+        _ids(self.wanted, MAX_RECORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecReply:
+    """`spec`: canonical bytes of the run's spec, of which `run_id` is the hash."""
+
+    run_id: str
+    spec: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """A microbatch enters a stage. Arrays: inputs, targets."""
+
+    round: int
+    microbatch_id: int
+    stage: int
+    feeder: str
+    num_samples: int
+    hint: tuple[str, ...] = ()
+    """Replicas of the following stages that may know this microbatch already."""
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.microbatch_id, self.stage, self.num_samples)
+        _ids((self.feeder,), 1)
+        _ids(self.hint, MAX_PATH)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """The microbatch came back. Arrays: the gradient of the inputs (none from stage 0)."""
+
+    loss_sum: float
+    num_tokens: int
+    path: tuple[str, ...]
+    """Replicas that it went through, the callee first."""
+
+    def __post_init__(self) -> None:
+        _index(self.num_tokens)
+        _ids(self.path, MAX_PATH)
+        if not math.isfinite(self.loss_sum):
+            raise ValueError("the loss is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """Where the microbatch went after the callee, as far as it knows yet."""
+
+    path: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _ids(self.path, MAX_PATH)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The feeder has the whole gradient of these microbatches. Runs down the path, one way."""
+
+    round: int
+    microbatch_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _index(self.round)
+        if len(self.microbatch_ids) > MAX_IDS:
+            raise ValueError("too many microbatch ids")
+        _index(*self.microbatch_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRequest:
+    """Asks a feeder: which of these did you commit, with me on the path at this stage?"""
+
+    round: int
+    stage: int
+    microbatch_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, *self.microbatch_ids)
+        if len(self.microbatch_ids) > MAX_IDS:
+            raise ValueError("too many microbatch ids")
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedReply:
+    microbatch_ids: tuple[int, ...]
+    """Those that count; the others will never be committed on that path."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """Forward only, with whatever parameters the replicas have. Arrays: inputs[, targets]."""
+
+    stage: int
+    mode: str
+    round: int = -1
+    """Wanted round of the parameters; -1 for any."""
+
+    def __post_init__(self) -> None:
+        _index(self.stage)
+        if self.mode not in (EVALUATE, LOGITS):
+            raise ValueError("unknown mode")
+
+
+@dataclass(frozen=True, slots=True)
+class InferReply:
+    """EVALUATE: a loss. LOGITS: one array, the outputs of the last stage."""
+
+    loss_sum: float = 0.0
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _index(self.num_tokens)
+        if not math.isfinite(self.loss_sum):
+            raise ValueError("the loss is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceRequest:
+    """A contribution to a shard's gradient, pushed to its primary. Arrays: the fp32 sum over the
+    contributor's tokens (none where `num_tokens` is 0)."""
+
+    round: int
+    stage: int
+    shard: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, self.shard, self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReply:
+    """Arrays: the shard's parameters of round `round` + 1, fp32."""
+
+    round: int
+    counted: bool
+    """The contribution is in them; False where it came too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRequest:
+    """The primary's aggregate, for a backup to make the same step. Arrays: the fp32 gradient sum."""
+
+    round: int
+    stage: int
+    shard: int
+    scale: float
+    steps: int
+    """Steps that the optimizer state had seen before this one."""
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, self.shard, self.steps)
+        if not math.isfinite(self.scale):
+            raise ValueError("the scale is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class NormRequest:
+    """Sums of squares of the mean gradient of shards, for the gradient norm over all stages."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    sums: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, *self.shards)
+        if len(self.shards) != len(self.sums) or len(self.shards) > MAX_IDS:
+            raise ValueError("shards and sums do not match")
+        if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class StageNormRequest:
+    """The caller's stage's sum of squares; the reply is the callee's."""
+
+    round: int
+    stage: int
+    sum: float
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage)
+        if not (math.isfinite(self.sum) and self.sum >= 0):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class NormReply:
+    sum: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sum) and self.sum >= 0):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """Asks for a shard: parameters or optimizer state."""
+
+    round: int
+    stage: int
+    shard: int
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, self.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReply:
+    """`round`: the one that begins with this state. `values`: of `ports.Optimizer.export`."""
+
+    round: int
+    values: dict[str, Any]

@@ -1,0 +1,349 @@
+"""A peer of the swarm, whatever carries its calls and whatever its device is.
+
+Its life: hear of the others, take the stage that needs it most, fetch that stage, serve it round
+after round (and feed, where it has data), hand over, leave. The daemon composes it with real
+parts, tests and the simulation with others; this code is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol import assignment, progress
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, OBSERVER_STAGE, Record
+from swarmnet.protocol.view import View
+from swarmnet.swarm.averaging import Averaging, Behind
+from swarmnet.swarm.feeder import Feeder, OnRound
+from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
+from swarmnet.swarm.messages import SpecReply
+from swarmnet.swarm.ports import Data, Device, Optimizer, Stage, Worker
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.rounds import Rounds
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.state_sync import StateSync
+from swarmnet.swarm.step import StepService
+from swarmnet.swarm.wiring import Wiring
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message, convert
+
+log = logging.getLogger("swarmnet.peer")
+
+CLAIM_S = 0.5
+"""How long a newcomer's choice of stage is left to be seen before it is made good."""
+MAX_CLAIMS = 5
+JOIN_RETRY_S = 0.2
+EMPTY_STAGE_S = 2.0
+"""How long a stage must have had no replica before a joiner begins it from its initial state."""
+DRAIN_S = 20.0
+"""Longest wait for the own microbatches and shards when leaving."""
+
+
+@dataclass
+class Machine:
+    """What a machine brings into the swarm."""
+
+    build: Callable[[int], tuple[Stage, Optimizer]]
+    """The parts of a stage, by its index; runs on the worker."""
+    device: Device
+    worker: Worker
+    data: Data | None = None
+
+
+@dataclass
+class Identity:
+    """Who a peer is in its run."""
+
+    run_id: str
+    spec: bytes
+    """Canonical bytes of the run's spec, given to whoever asks."""
+    incarnation: int
+    started_unix_s: float = 0.0
+    agent: str = ""
+
+
+@dataclass
+class Peer:
+    """One peer; `run()` is its life, `stop()` its wish to end."""
+
+    transport: Transport
+    signer: Signer
+    identity: Identity
+    settings: RunSettings
+    machine: Machine
+    rng: random.Random
+    limits: Limits = field(default_factory=Limits)
+    gossip_settings: GossipSettings = field(default_factory=GossipSettings)
+    wanted_stage: int | None = None
+    feeds: bool = True
+    stage_costs: tuple[float, ...] | None = None
+    on_round: OnRound = lambda round_index, ids: None
+
+    def __post_init__(self) -> None:
+        self.view = View(self.transport.peer_id)
+        own = Record(
+            peer_id=self.transport.peer_id,
+            run_id=self.identity.run_id,
+            incarnation=self.identity.incarnation,
+            version=0,
+            has_data=self.feeds and self.machine.data is not None,
+            agent=self.identity.agent,
+            started_unix_s=self.identity.started_unix_s,
+        )
+        self.gossip = Gossip(
+            self.transport, self.view, self.signer, own, self.rng, self.gossip_settings
+        )
+        self.wiring = Wiring(
+            self.transport, self.gossip, self.limits, self.settings.num_stages,
+            self.settings.samples_per_microbatch, self.rng,
+        )
+        self.steps = StepService(self.transport, self.gossip, self.wiring, self.limits)
+        self.feeder = (
+            Feeder(
+                self.transport, self.gossip, self.wiring, self.steps,
+                self.settings, self.limits, self.machine.data, self.on_round,
+            )
+            if self.machine.data is not None and self.feeds
+            else None
+        )
+        self.replica: Replica | None = None
+        self._tasks = Tasks("peer")
+        self._stopping = asyncio.Event()
+        self.transport.handle("spec", self._on_spec)
+
+    # ---- life -------------------------------------------------------------------------------
+
+    async def run(self, neighbours: list[str]) -> None:
+        """Joins through `neighbours` (peer ids with known addresses; none for the first peer of a
+        run), serves until `stop()`, leaves. Raises `Unreachable` where no neighbour answers."""
+        self.transport.set_run(self.identity.run_id)
+        self.gossip.update(addresses=tuple(self.transport.addresses()))
+        gossiping = self._tasks.start(self.gossip.run())
+        living = self._tasks.start(self._live(neighbours))
+        stopping = self._tasks.start(self._stopping.wait())
+        try:
+            await asyncio.wait(
+                (gossiping, living, stopping), return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in (gossiping, living):
+                if task.done():
+                    task.result()
+            await self._leave(living)
+        finally:
+            await self._tasks.close()
+            await self.steps.close()
+
+    def stop(self) -> None:
+        """Asks the peer to drain, hand over and leave; `run` then returns."""
+        self._stopping.set()
+
+    async def _live(self, neighbours: list[str]) -> None:
+        for peer_id in neighbours:
+            await self.gossip.exchange(peer_id)
+        stage_index = await self._claim_stage()
+        stage, optimizer = await self.machine.worker.run(lambda: self.machine.build(stage_index))
+        replica = Replica(
+            stage, optimizer, self.machine.device, self.machine.worker,
+            progress.newest_round(self.view, asyncio.get_running_loop().time()),
+        )
+        self.replica = self.steps.replica = replica
+        await self._serve(replica)
+
+    async def _claim_stage(self) -> int:
+        """Chooses a stage and says so; chooses again where another newcomer chose the same."""
+        loop = asyncio.get_running_loop()
+        num_stages = self.settings.num_stages
+        if self.wanted_stage is not None:
+            self.gossip.update(state=JOINING, stage=self.wanted_stage, urgent=True)
+            return self.wanted_stage
+        for _ in range(MAX_CLAIMS):
+            chosen = assignment.choose_stage(
+                self.view, num_stages, loop.time(), self.rng, costs=self.stage_costs
+            )
+            self.gossip.update(state=JOINING, stage=chosen, urgent=True)
+            await asyncio.sleep(CLAIM_S)
+            if not self._gives_way(chosen):
+                return chosen
+        return chosen
+
+    def _gives_way(self, chosen: int) -> bool:
+        """Another newcomer with a lower id claimed the same stage, and another stage needs one more."""
+        now = asyncio.get_running_loop().time()
+        own = self.gossip.own.peer_id
+        members = [len(self.view.members(s, now)) for s in range(self.settings.num_stages)]
+        rivals = [
+            m.peer_id
+            for m in self.view.members(chosen, now)
+            if m.state == JOINING and m.peer_id < own
+        ]
+        return bool(rivals) and min(members) < members[chosen] - 1
+
+    # ---- serving ----------------------------------------------------------------------------
+
+    async def _serve(self, replica: Replica) -> None:
+        """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
+        averaging = Averaging(self.transport, self.gossip, self.settings, self.limits, replica)
+        sync = StateSync(self.transport, self.gossip, self.limits, replica, self.rng)
+        rounds = Rounds(
+            self.transport, self.gossip, self.settings, self.limits, replica,
+            self.steps, averaging, self.feeder, lambda: self._opened(replica, averaging),
+        )
+        self.averaging = averaging
+        await replica.measure_digests()
+        if self.feeder is not None:
+            self._tasks.start(self.feeder.run(replica))
+        try:
+            while True:
+                try:
+                    await self._join(replica, averaging, sync, rounds)
+                    await rounds.run()
+                    await self.gossip.news.wait()  # the run has done its rounds: serve on
+                except Behind as e:
+                    log.warning("%s: fetching the stage again", e)
+                    self.gossip.update(state=JOINING, urgent=True)
+                    replica.synced = False
+        finally:
+            await averaging.close()
+
+    async def _join(
+        self, replica: Replica, averaging: Averaging, sync: StateSync, rounds: Rounds
+    ) -> None:
+        """Returns when the replica has the parameters of a round that is going on."""
+        if replica.synced:
+            return
+        loop = asyncio.get_running_loop()
+        alone_since = loop.time()
+        while not replica.synced:
+            donors = sync.donors()
+            if donors:
+                await self._follow(max(d.round for d in donors), replica, sync, rounds)
+            elif self.view.replicas(replica.index, loop.time()):
+                alone_since = loop.time()
+                await self.gossip.news.wait(JOIN_RETRY_S)
+            elif loop.time() - alone_since >= self._patience_with_empty_stage():
+                await self._begin_stage(replica, averaging)
+            else:
+                await self.gossip.news.wait(JOIN_RETRY_S)
+        if self.gossip.own.state != ACTIVE:
+            await self._opened(replica, averaging)
+
+    def _patience_with_empty_stage(self) -> float:
+        """In a run that goes on already, a replica of the stage may yet be heard of."""
+        now = asyncio.get_running_loop().time()
+        return EMPTY_STAGE_S if progress.newest_round(self.view, now) else 0.0
+
+    async def _begin_stage(self, replica: Replica, averaging: Averaging) -> None:
+        """The first replica of its stage: initial parameters, and all the optimizer state."""
+        now = asyncio.get_running_loop().time()
+        round_index = progress.newest_round(self.view, now)
+        if round_index:
+            log.warning("stage %d had no replica left: it starts afresh", replica.index)
+            self.gossip.add_total("stage_restarted")
+        await replica.open_round(round_index, synced=True)
+        averaging.start_fresh()
+
+    async def _follow(
+        self, round_index: int, replica: Replica, sync: StateSync, rounds: Rounds
+    ) -> None:
+        """Fetches a round's parameters; where that round ends first, gets the next one's with its update,
+        like every other replica but without a gradient of its own."""
+        if replica.round != round_index:
+            replica.round = round_index
+        fetching = asyncio.get_running_loop().create_task(sync.fetch(round_index))
+        try:
+            while not fetching.done():
+                if rounds.is_drained(round_index) and round_index < self.settings.rounds:
+                    await rounds.finish(round_index)
+                    return
+                told = asyncio.get_running_loop().create_task(
+                    self.gossip.news.wait(JOIN_RETRY_S)
+                )
+                await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
+                told.cancel()
+            if fetching.result() and not rounds.is_drained(round_index):
+                await replica.open_round(round_index, synced=True)
+                await replica.measure_digests()
+            elif fetching.result() and round_index >= self.settings.rounds:
+                await replica.open_round(round_index, synced=True)
+            else:
+                await self.gossip.news.wait(JOIN_RETRY_S)
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+
+    async def _opened(self, replica: Replica, averaging: Averaging) -> None:
+        """A round has begun here: says so, with digests, and sees to the shards it owns."""
+        await replica.measure_digests()
+        own = self.gossip.own
+        rate = self.settings.samples_per_microbatch / replica.service_s if replica.service_s else 0
+        joined = own.state == JOINING
+        fresh = joined and len(averaging.holds().strip(b"\0")) > 0
+        self.gossip.update(
+            state=ACTIVE if own.state == JOINING else own.state,
+            stage=replica.index,
+            round=replica.round,
+            digests=replica.digests,
+            holds=averaging.holds(),
+            active_from=(replica.round if fresh else replica.round + 1)
+            if joined
+            else own.active_from,
+            samples_per_s=rate,
+            queue_length=replica.device.num_waiting,
+            urgent=True,
+        )
+        self._tasks.start(averaging.follow_owners())
+        if joined:
+            log.info("stage %d: serving from round %d", replica.index, replica.round)
+
+    # ---- leaving ----------------------------------------------------------------------------
+
+    async def _leave(self, living: asyncio.Task[None]) -> None:
+        """Drains, waits until others hold the shards, says goodbye."""
+        replica = self.replica
+        if replica is not None and replica.synced and not living.done():
+            self.gossip.update(state=LEAVING, urgent=True)
+            try:
+                async with asyncio.timeout(DRAIN_S):
+                    while not self._handed_over(replica):
+                        await self.gossip.news.wait(JOIN_RETRY_S)
+            except TimeoutError:
+                log.warning("left before others had taken over every shard")
+        self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
+        await self.gossip.publish_now()
+        await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
+
+    def _handed_over(self, replica: Replica) -> bool:
+        """No microbatch is inside, and every shard held here is held elsewhere too (or nobody else
+        is left in the stage)."""
+        now = asyncio.get_running_loop().time()
+        others = [
+            m for m in self.view.members(replica.index, now)
+            if m.peer_id != self.gossip.own.peer_id and m.state == ACTIVE
+        ]
+        if self.steps.num_flying:
+            return False
+        if not others or replica.round >= self.settings.rounds:
+            return True
+        return all(
+            any(o.holds_shard(j) and o.round >= replica.round for o in others)
+            for j in replica.optimizer.owned()
+        )
+
+    # ---- others -----------------------------------------------------------------------------
+
+    async def _on_spec(self, request: Request) -> Message:
+        """For newcomers who know an address only."""
+        return Message(SpecReply(self.identity.run_id, self.identity.spec))
+
+
+async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = 10.0) -> SpecReply:
+    """The spec of the run that a peer belongs to; the caller checks the hash."""
+    reply = await transport.call(peer_id, "spec", Message(), timeout_s=timeout_s)
+    return convert(reply.body, SpecReply)
+
+
+__all__ = ["Identity", "Machine", "Peer", "SwarmnetError", "fetch_spec"]

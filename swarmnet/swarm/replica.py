@@ -1,0 +1,106 @@
+"""The stage that a peer serves, and the round that it is in.
+
+A round at a replica is open (microbatches come and go), then closed (their gradients are
+averaged), then finished: the parameters change and the next one opens. The switch happens
+on the device thread, between two pieces of work, so that no microbatch ever meets the
+parameters of another round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from swarmnet.errors import NotReady, Stale
+from swarmnet.protocol.ledger import Ledger
+from swarmnet.swarm.news import News
+from swarmnet.swarm.ports import OTHER, Device, Optimizer, Stage, StepKey, Worker
+
+T = TypeVar("T")
+
+
+@dataclass
+class Replica:
+    """A peer's copy of a stage. Mutable; owned by `swarm.peer.Peer`."""
+
+    stage: Stage
+    optimizer: Optimizer
+    device: Device
+    worker: Worker
+    round: int
+    synced: bool = False
+    """Holds the parameters of `round` and may serve microbatches."""
+    closed: bool = False
+    """The round is being averaged; no more microbatches."""
+    ledger: Ledger = field(default_factory=Ledger)
+    news: News = field(default_factory=News)
+    digests: bytes = b""
+    service_s: float = 0.0
+    """Moving average of the device seconds of a microbatch, forward and backward together."""
+
+    @property
+    def index(self) -> int:
+        return self.stage.stage_index
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.stage.shard_sizes)
+
+    async def enter(self, round_index: int, wait_s: float) -> None:
+        """Returns when `round_index` is open here. Raises `Stale` where it is over, `NotReady`
+        where it does not begin within `wait_s`."""
+
+        def open_or_over() -> bool:
+            return self.round > round_index or self.is_open(round_index)
+
+        if not open_or_over() and self.round == round_index and self.closed:
+            raise Stale(f"round {round_index} is closed here", round=self.round)
+        if not await self.news.until(open_or_over, wait_s):
+            raise NotReady(f"round {round_index} has not begun here", round=self.round)
+        if self.round > round_index:
+            raise Stale(f"round {round_index} is over here", round=self.round)
+
+    def is_open(self, round_index: int) -> bool:
+        return self.round == round_index and self.synced and not self.closed
+
+    async def run(self, kind: str, key: StepKey, work: Callable[[], T]) -> T:
+        """Runs device work of a microbatch, unless its round closed meanwhile (`Stale`)."""
+
+        def guarded() -> T:
+            if not self.is_open(key[0]):
+                raise Stale(f"round {key[0]} is closed here", round=self.round)
+            return work()
+
+        return await self.device.run(kind, guarded)
+
+    async def close_round(self) -> None:
+        """No microbatch of the round adds to the gradient after this returns."""
+
+        def close() -> None:
+            self.closed = True
+
+        self.closed = True
+        await self.device.run(OTHER, close)
+
+    async def open_round(self, round_index: int, *, synced: bool) -> None:
+        """Makes the parameters put aside the present ones and opens a round."""
+
+        def switch() -> None:
+            self.stage.finish_round()
+            self.round = round_index
+            self.synced = synced
+            self.closed = False
+
+        last = self.round
+        await self.device.run(OTHER, switch)
+        self.ledger.finish_round(max(last, round_index - 1))
+        self.news.tell()
+
+    async def measure_digests(self) -> bytes:
+        """Digests of every shard of the present parameters, for the own record."""
+        stage = self.stage
+        self.digests = await self.worker.run(
+            lambda: b"".join(stage.digest(j) for j in range(self.num_shards))
+        )
+        return self.digests

@@ -1,0 +1,117 @@
+"""Rounds at one replica: open, drained, settled, averaged, the next one.
+
+Nobody coordinates. A replica closes its round when its view says that the round is drained
+(`protocol.progress`), settles the microbatches that it was never told to count, takes part in the
+update of its stage, and opens the next round. All do so at the same round number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol import progress
+from swarmnet.swarm.averaging import Averaging
+from swarmnet.swarm.feeder import Feeder
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.messages import CommittedReply, CommittedRequest
+from swarmnet.swarm.ports import BACKWARD
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.step import StepService
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Message, convert
+
+log = logging.getLogger("swarmnet.rounds")
+
+LOOK_AGAIN_S = 0.5
+
+
+@dataclass
+class Rounds:
+    """Drives one replica from round to round."""
+
+    transport: Transport
+    gossip: Gossip
+    settings: RunSettings
+    limits: Limits
+    replica: Replica
+    steps: StepService
+    averaging: Averaging
+    feeder: Feeder | None
+    on_open: Callable[[], Awaitable[None]]
+    """Called when a round has begun here: publishes it."""
+
+    async def run(self) -> None:
+        """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost touch with its stage."""
+        while self.replica.round < self.settings.rounds:
+            r = self.replica.round
+            if not self.is_drained(r):
+                await self.gossip.news.wait(LOOK_AGAIN_S)
+                continue
+            await self.finish(r)
+
+    def is_drained(self, r: int) -> bool:
+        """The round's samples are all home, or others have finished it already."""
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        if progress.round_progress(view, r, now, self.settings.global_batch).drained:
+            return True
+        own = self.gossip.own.peer_id
+        return any(
+            m.round > r and m.is_replica and m.peer_id != own
+            for m in view.members(self.replica.index, now)
+        )
+
+    async def finish(self, r: int) -> None:
+        """Settle, average, open the next round."""
+        replica = self.replica
+        await replica.close_round()
+        self.steps.drop_round(r)
+        if replica.synced:
+            await self._settle(r)
+        num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
+        await self.averaging.update(num_tokens)
+        await replica.open_round(r + 1, synced=True)
+        self.averaging.finish_round(r)
+        await self.on_open()
+
+    # ---- orphans ----------------------------------------------------------------------------
+
+    async def _settle(self, r: int) -> None:
+        """Asks the feeders about microbatches that no commit came for; takes out those that do not
+        count, so that no sample is counted twice at a stage."""
+        pending = self.replica.ledger.pending(r)
+        by_feeder: dict[str, list[int]] = {}
+        for entry in pending:
+            by_feeder.setdefault(entry.feeder, []).append(entry.key[1])
+        answers = await asyncio.gather(*(self._ask(f, r, ids) for f, ids in by_feeder.items()))
+        counted = {i for ids in answers for i in ids}
+        for entry in pending:
+            key = entry.key
+            if key[1] in counted:
+                self.replica.ledger.commit(key)
+            else:
+                await self.replica.device.run(
+                    BACKWARD, lambda key=key: self.replica.stage.retract(key)  # type: ignore[misc]
+                )
+                self.replica.ledger.retracted(key)
+                self.gossip.add_total("retracted")
+
+    async def _ask(self, feeder: str, r: int, ids: list[int]) -> list[int]:
+        """Which of these count, by the word of their feeder; none where it is gone."""
+        question = CommittedRequest(r, self.replica.index, tuple(ids))
+        own = self.gossip.own.peer_id
+        if feeder == own:
+            return self.feeder.committed(question, own) if self.feeder is not None else []
+        try:
+            reply = await self.transport.call(
+                feeder, "committed", Message(question), timeout_s=self.limits.commit_question_s
+            )
+            return list(convert(reply.body, CommittedReply).microbatch_ids)
+        except SwarmnetError as e:
+            log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
+            return []

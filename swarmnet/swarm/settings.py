@@ -1,0 +1,56 @@
+"""The numbers of a run that the swarm code needs, free of the spec's file format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Of the run, the same at every peer."""
+
+    run_id: str
+    num_stages: int
+    global_batch: int
+    """Samples behind one update."""
+    samples_per_microbatch: int
+    rounds: int
+    """Length of the run."""
+    grad_clip_norm: float = 0.0
+    """0 for none."""
+    replication: int = 2
+    """Owners of each shard's optimizer state."""
+    evaluate_every: int = 10
+    """Rounds between measurements on held-out data; 0 for only at the end."""
+    max_in_flight: int = 0
+    """Microbatches in flight per feeder; 0 for automatic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of waits and queues, with their units."""
+
+    max_waiting_forwards: int = 3
+    """Forward work that may wait for the device before a replica answers `Busy`."""
+    max_open_steps: int = 64
+    """Microbatches inside one replica at a time."""
+    route_wait_s: float = 30.0
+    """How long a microbatch may look for a replica of the next stage."""
+    enter_wait_s: float = 20.0
+    """How long a call from a coming round may wait for it to begin."""
+    max_attempts: int = 64
+    """Calls made for one microbatch at one stage."""
+    patience_s: float = 1.0
+    """A feeder launches beyond its quota when the others have been quiet for this long."""
+    reduce_wait_s: float = 60.0
+    """Longest wait of a primary for contributions, whatever was measured."""
+    reduce_wait_min_s: float = 3.0
+    norm_wait_s: float = 30.0
+    """Longest wait for the gradient norm over all stages."""
+    fetch_timeout_s: float = 60.0
+    max_serving: int = 4
+    """Shards that a donor sends at a time."""
+    max_fetching: int = 8
+    """Shards that a joiner asks for at a time."""
+    commit_question_s: float = 3.0
+    """How long a feeder may take to say whether it committed an orphan."""

@@ -1,0 +1,143 @@
+"""Fetching a stage's parameters by digest: joining, repairing and recovering are this one thing.
+
+Shards come from several donors at once, each serving at most `Limits.max_serving` at a time and
+never on its device thread; each shard is checked against the digest in the donor's signed
+record; what has arrived stays when a donor vanishes or the round moves on under the same digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+import xxhash
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol.records import Record
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.state_sync")
+
+RETRY_S = 0.1
+MAX_TRIES = 20
+"""Tries for one shard before the whole download is begun again."""
+
+
+@dataclass
+class StateSync:
+    """Gives the own parameters to others, and fetches those that the own replica lacks."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    replica: Replica
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self._waiting = 0
+        self.transport.handle("fetch_parameters", self._on_fetch)
+
+    # ---- donor ------------------------------------------------------------------------------
+
+    async def _on_fetch(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        fetch = convert(request.message.body, FetchRequest)
+        replica = self.replica
+        if fetch.stage != replica.index or fetch.shard >= replica.num_shards:
+            raise NotReady(f"stage {fetch.stage} is not served here")
+        if self._waiting >= 2 * self.limits.max_serving:
+            raise Busy("serving others", backlog_s=RETRY_S)
+        self._waiting += 1
+        try:
+            async with self._serving:
+                if not replica.synced or replica.round != fetch.round:
+                    raise Stale(f"this replica is in round {replica.round}", round=replica.round)
+                shard = replica.stage.parameter_shard(fetch.shard)
+                copied = await replica.worker.run(lambda: bytes(shard.data))
+                if replica.round != fetch.round:  # the copy may be of two rounds
+                    raise Stale(f"this replica is in round {replica.round}", round=replica.round)
+                return Message(
+                    FetchReply(replica.round, {}), (Array(shard.dtype, shard.shape, copied),)
+                )
+        finally:
+            self._waiting -= 1
+
+    # ---- joiner -----------------------------------------------------------------------------
+
+    def donors(self, round_index: int | None = None) -> list[Record]:
+        """Live replicas of the stage that have published digests, of one round or of any."""
+        now = asyncio.get_running_loop().time()
+        return [
+            r
+            for r in self.gossip.view.replicas(self.replica.index, now)
+            if r.peer_id != self.gossip.own.peer_id
+            and len(r.digests) == len(self.replica.stage.shard_sizes) * 8
+            and (round_index is None or r.round == round_index)
+        ]
+
+    async def fetch(self, round_index: int) -> bool:
+        """Puts the shards of `round_index` that differ from the own ones aside, ready for
+        `Replica.open_round`; False where that round is not to be had any more."""
+        donors = self.donors(round_index)
+        if not donors:
+            return False
+        digests = self.replica.digests or await self.replica.measure_digests()
+        wanted = [
+            j
+            for j in range(self.replica.num_shards)
+            if digests[8 * j : 8 * j + 8] != donors[0].digest(j)
+        ]
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        log.info("stage %d: %d shards to fetch", self.replica.index, len(wanted))
+        results = await asyncio.gather(
+            *(self._fetch(round_index, j, at_once) for j in wanted), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, SwarmnetError):
+                raise result
+        return all(result is True for result in results)
+
+    async def _fetch(self, round_index: int, j: int, at_once: asyncio.Semaphore) -> bool:
+        async with at_once:
+            for _ in range(MAX_TRIES):
+                donors = self.donors(round_index)
+                if not donors:
+                    return False
+                donor = self.rng.choice(donors)
+                try:
+                    values = await self._ask(donor, round_index, j)
+                    await self.replica.worker.run(
+                        lambda v=values: self.replica.stage.stage_parameters(j, v)  # type: ignore[misc]
+                    )
+                    return True
+                except Stale:
+                    await self.gossip.news.wait(RETRY_S)
+                except SwarmnetError as e:
+                    log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)
+                    await self.gossip.news.wait(RETRY_S)
+            return False
+
+    async def _ask(self, donor: Record, round_index: int, j: int) -> Array:
+        reply = await self.transport.call(
+            donor.peer_id,
+            "fetch_parameters",
+            Message(FetchRequest(round_index, self.replica.index, j)),
+            timeout_s=self.limits.fetch_timeout_s,
+        )
+        convert(reply.body, FetchReply)
+        size = self.replica.stage.shard_sizes[j]
+        if len(reply.arrays) != 1 or reply.arrays[0].shape != (size,):
+            raise ProtocolViolation(f"shard {j} has {size} parameters")
+        values = reply.arrays[0]
+        digest = await self.replica.worker.run(lambda: xxhash.xxh3_64_digest(values.data))
+        if digest != donor.digest(j):
+            raise ProtocolViolation(f"shard {j} does not match the digest in the donor's record")
+        return values

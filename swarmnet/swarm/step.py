@@ -1,0 +1,331 @@
+"""The life of a microbatch at one replica: forward, the next stage, backward.
+
+A call is keyed by (round, microbatch id). Who calls with a key that is already here joins the
+flight instead of flying again, and a key that is done is answered from its receipt until
+the commit. A flight belongs to the replica, not to its caller: when the caller's channel
+breaks, the flight goes on, and becomes an orphan that `swarm.rounds` settles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.ledger import COMMITTED, RUNNING
+from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.messages import (
+    LOGITS,
+    Commit,
+    InferReply,
+    InferRequest,
+    StepProgress,
+    StepReply,
+    StepRequest,
+)
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, LossResult, StepKey
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.wiring import Wiring
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.step")
+
+SERVICE_SMOOTHING = 0.1
+INFER_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Flight:
+    """A microbatch inside this replica, or its receipt."""
+
+    task: asyncio.Task[Message]
+    path: tuple[str, ...] = ()
+    """Where it went after here, as far as is known."""
+    listeners: list[Callable[[Message], None]] = field(default_factory=list)
+
+    def moved(self, path: tuple[str, ...]) -> None:
+        """Tells every caller where the microbatch is."""
+        self.path = path
+        for tell in self.listeners:
+            tell(Message(StepProgress(path)))
+
+
+@dataclass
+class StepService:
+    """Serves `step`, `commit` and `infer` for the stage of this peer."""
+
+    transport: Transport
+    gossip: Gossip
+    wiring: Wiring
+    limits: Limits
+    replica: Replica | None = None
+
+    def __post_init__(self) -> None:
+        self._flights: dict[StepKey, Flight] = {}
+        self._tasks = Tasks("step")
+        self.transport.handle("step", self.on_step)
+        self.transport.handle("commit", self._on_commit)
+        self.transport.handle("infer", self._on_infer)
+        self.wiring.local.update({"step": self.on_step, "infer": self._on_infer})
+        self._measured_busy_s = 0.0
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    # ---- step -------------------------------------------------------------------------------
+
+    async def on_step(self, request: Request) -> Message:
+        """One microbatch: returns its `StepReply` when its gradient is back."""
+        self.gossip.check_run(request)
+        step = convert(request.message.body, StepRequest)
+        replica = self._serving(step.stage)
+        inputs, targets = _two(request.message.arrays)
+        replica.stage.check(inputs, targets)
+        await replica.enter(step.round, self.limits.enter_wait_s)
+        key = (step.round, step.microbatch_id)
+        flight = self._flights.get(key)
+        if flight is None:
+            self._admit(replica)
+            replica.ledger.begin(
+                key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
+            )
+            task = self._tasks.start(self._fly(replica, step, inputs, targets))
+            flight = self._flights[key] = Flight(task)
+        elif flight.path:
+            request.progress(Message(StepProgress(flight.path)))
+        flight.listeners.append(request.progress)
+        try:
+            return await asyncio.shield(flight.task)
+        except asyncio.CancelledError:
+            if flight.task.cancelled():
+                raise NotReady("the microbatch was given up here") from None
+            raise
+        finally:
+            flight.listeners.remove(request.progress)
+
+    def _serving(self, stage_index: int) -> Replica:
+        if self.replica is None or self.replica.index != stage_index:
+            raise NotReady(f"stage {stage_index} is not served here")
+        return self.replica
+
+    def _admit(self, replica: Replica) -> None:
+        """Raises `Busy` where the queue is full."""
+        waiting = replica.device.num_waiting
+        limits = self.limits
+        if waiting >= limits.max_waiting_forwards or self.num_flying >= limits.max_open_steps:
+            raise Busy("the queue is full", backlog_s=waiting * replica.service_s)
+
+    @property
+    def num_flying(self) -> int:
+        """Microbatches that are inside this replica now."""
+        return len(self._tasks)
+
+    async def _fly(
+        self, replica: Replica, step: StepRequest, inputs: Array, targets: Array
+    ) -> Message:
+        key = (step.round, step.microbatch_id)
+        try:
+            if replica.index == replica.stage.num_stages - 1:
+                reply, grad_inputs = await self._last(replica, key, inputs, targets)
+                next_peer = None
+            else:
+                reply, grad_inputs, next_peer = await self._through(
+                    replica, step, inputs, targets
+                )
+        except BaseException:
+            replica.ledger.failed(key)
+            replica.stage.forget(key)
+            self._flights.pop(key, None)
+            raise
+        replica.ledger.done(key, num_tokens=reply.num_tokens, next_peer=next_peer)
+        self._measure(replica)
+        entry = replica.ledger.get(key)
+        if entry is not None and entry.state == COMMITTED:
+            self._forward_commit(replica, key, next_peer)
+        return Message(reply, () if grad_inputs is None else (grad_inputs,))
+
+    async def _last(
+        self, replica: Replica, key: StepKey, inputs: Array, targets: Array
+    ) -> tuple[StepReply, Array | None]:
+        stage = replica.stage
+        result: LossResult = await replica.run(
+            FORWARD, key, lambda: stage.forward_backward(key, inputs, targets)
+        )
+        reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
+        return reply, result.grad_inputs
+
+    async def _through(
+        self, replica: Replica, step: StepRequest, inputs: Array, targets: Array
+    ) -> tuple[StepReply, Array | None, str]:
+        """Forward, the following stages, backward."""
+        key = (step.round, step.microbatch_id)
+        stage = replica.stage
+        outputs = await replica.run(FORWARD, key, lambda: stage.forward(key, inputs))
+
+        def on_path(path: tuple[str, ...]) -> None:
+            flight = self._flights.get(key)
+            if flight is not None:
+                flight.moved(path)
+
+        def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array:
+            if len(arrays) != 1:
+                raise ProtocolViolation("a step's reply without the gradient")
+            if (arrays[0].dtype, arrays[0].shape) != (outputs.dtype, outputs.shape):
+                raise ProtocolViolation("a gradient of another shape than the activation")
+            if step.num_samples and reply.num_tokens <= 0:
+                raise ProtocolViolation("a step's reply without tokens")
+            return arrays[0]
+
+        own = self.gossip.own.peer_id
+        onward = StepRequest(
+            round=step.round,
+            microbatch_id=step.microbatch_id,
+            stage=step.stage + 1,
+            feeder=step.feeder,
+            num_samples=step.num_samples,
+            hint=step.hint,
+        )
+        for attempt in range(self.limits.max_attempts):
+            passed = await self.wiring.step(
+                onward, (outputs, targets), accept=accept, on_path=on_path
+            )
+            grads = passed.grad_inputs
+            assert grads is not None
+            try:
+                grad_inputs = await replica.run(
+                    BACKWARD, key, lambda grads=grads: stage.backward(key, grads)  # type: ignore[misc]
+                )
+            except ProtocolViolation as e:  # not finite: the fault of what came back
+                log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)
+                self.wiring.blame(onward.stage, passed.peer_id)
+                if attempt + 1 == self.limits.max_attempts:
+                    raise
+                continue
+            reply = passed.reply
+            return (
+                StepReply(reply.loss_sum, reply.num_tokens, (own, *reply.path)),
+                grad_inputs,
+                passed.peer_id,
+            )
+        raise NotReady("the following stages gave no usable gradient")
+
+    def _measure(self, replica: Replica) -> None:
+        """Service time of a microbatch from the device's clock: waiting for others is no work."""
+        busy_s = replica.device.busy_s
+        sample, self._measured_busy_s = busy_s - self._measured_busy_s, busy_s
+        if replica.service_s == 0.0:
+            replica.service_s = sample
+        replica.service_s += SERVICE_SMOOTHING * (sample - replica.service_s)
+
+    # ---- commit -----------------------------------------------------------------------------
+
+    async def _on_commit(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        commit = convert(request.message.body, Commit)
+        self.commit(commit)
+        return Message()
+
+    def commit(self, commit: Commit) -> None:
+        """Closes microbatches: they count, their receipts go, and the next stage hears of it."""
+        replica = self.replica
+        if replica is None:
+            return
+        onward: dict[str, list[int]] = {}
+        for microbatch_id in commit.microbatch_ids:
+            key = (commit.round, microbatch_id)
+            entry = replica.ledger.commit(key)
+            if entry is None or entry.state == RUNNING:
+                continue
+            self._settle(replica, key)
+            if entry.next_peer is not None:
+                onward.setdefault(entry.next_peer, []).append(microbatch_id)
+        for peer_id, ids in onward.items():
+            self._send_commit(peer_id, Commit(commit.round, tuple(ids)))
+
+    def _forward_commit(self, replica: Replica, key: StepKey, next_peer: str | None) -> None:
+        self._settle(replica, key)
+        if next_peer is not None:
+            self._send_commit(next_peer, Commit(key[0], (key[1],)))
+
+    def _send_commit(self, peer_id: str, commit: Commit) -> None:
+        if peer_id == self.gossip.own.peer_id:
+            self.commit(commit)
+        else:
+            self.transport.notify(peer_id, "commit", Message(commit))
+
+    def _settle(self, replica: Replica, key: StepKey) -> None:
+        replica.stage.forget(key)
+        self._flights.pop(key, None)
+
+    def drop_round(self, round_index: int) -> None:
+        """Ends the flights of a round and of those before it."""
+        for key in [k for k in self._flights if k[0] <= round_index]:
+            flight = self._flights.pop(key)
+            flight.task.cancel()
+
+    # ---- infer ------------------------------------------------------------------------------
+
+    async def _on_infer(self, request: Request) -> Message:
+        """Forward only, through this stage and the following ones."""
+        self.gossip.check_run(request)
+        infer = convert(request.message.body, InferRequest)
+        replica = self._serving(infer.stage)
+        if infer.round >= 0:
+            await replica.enter(infer.round, self.limits.enter_wait_s)
+        arrays = request.message.arrays
+        inputs = arrays[0] if arrays else None
+        if inputs is None or len(arrays) > 2:
+            raise ProtocolViolation("infer takes inputs and, for a loss, targets")
+        targets = arrays[1] if len(arrays) > 1 else None
+        last = infer.stage == replica.stage.num_stages - 1
+        wanted = None if infer.mode == LOGITS or not last else targets
+        result = await replica.device.run(
+            OTHER, lambda: replica.stage.evaluate(inputs, wanted)
+        )
+        if isinstance(result, LossResult):
+            return Message(InferReply(result.loss_sum, result.num_tokens))
+        if last:
+            return Message(InferReply(), (result,))
+        onward = (result,) if targets is None else (result, targets)
+        return await infer_through(
+            self.wiring, InferRequest(infer.stage + 1, infer.mode, infer.round), onward
+        )
+
+
+async def infer_through(
+    wiring: Wiring, infer: InferRequest, arrays: tuple[Array, ...], timeout_s: float = INFER_TIMEOUT_S
+) -> Message:
+    """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last error."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
+    tried: list[str] = []
+    while loop.time() < end:
+        router = wiring.router(infer.stage)
+        peer_id = router.pick(loop.time(), exclude=tried)
+        if peer_id is None:
+            tried = []
+            await wiring.gossip.news.wait(0.2)
+            continue
+        message = Message(infer, arrays)
+        try:
+            if peer_id == wiring.gossip.own.peer_id:
+                reply = await wiring.call_self("infer", message, lambda _: None)
+            else:
+                timeout_s = max(0.1, end - loop.time())
+                reply = await wiring.transport.call(peer_id, "infer", message, timeout_s=timeout_s)
+            return Message(convert(reply.body, InferReply), reply.arrays)
+        except SwarmnetError as e:
+            error = e
+            tried.append(peer_id)
+    raise error
+
+
+def _two(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    if len(arrays) != 2:
+        raise ProtocolViolation("a step takes two arrays: inputs and targets")
+    return arrays[0], arrays[1]

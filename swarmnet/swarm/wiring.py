@@ -1,0 +1,232 @@
+"""Choosing and calling a replica of a stage, and another when that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarmnet.errors import (
+    Busy,
+    DeadlineExceeded,
+    NoRoute,
+    NotReady,
+    ProtocolViolation,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
+from swarmnet.protocol.routing import Router
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
+from swarmnet.swarm.settings import Limits
+from swarmnet.transport.base import Handler, Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.wiring")
+
+NOT_READY_BACKLOG_S = 0.2
+LOOK_AGAIN_S = 0.25
+DEPTH_GRACE_S = 0.5
+"""Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices first."""
+LONGEST_CALL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A microbatch went through the next stages and came back."""
+
+    peer_id: str
+    reply: StepReply
+    grad_inputs: Array | None
+
+
+Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
+
+
+@dataclass
+class Wiring:
+    """Calls to the replicas of other stages."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    num_stages: int
+    samples_per_call: int
+    rng: random.Random
+    local: dict[str, Handler] = field(default_factory=dict)
+    """The own handlers: a peer that serves the next stage itself is a link of zero length."""
+    _routers: dict[int, Router] = field(default_factory=dict)
+
+    def router(self, stage_index: int) -> Router:
+        """The router to a stage, told of the replicas that are alive now."""
+        if stage_index not in self._routers:
+            self._routers[stage_index] = Router(
+                random.Random(self.rng.random()), samples_per_call=self.samples_per_call
+            )
+        router = self._routers[stage_index]
+        now = asyncio.get_running_loop().time()
+        replicas = self.gossip.view.replicas(stage_index, now)
+        router.update({r.peer_id: r.samples_per_s for r in replicas}, now)
+        return router
+
+    async def step(
+        self,
+        request: StepRequest,
+        arrays: tuple[Array, ...],
+        *,
+        accept: Accept,
+        on_path: Callable[[tuple[str, ...]], None],
+        prefer_self: bool = False,
+    ) -> Passed:
+        """Sends a microbatch into `request.stage` and returns when its gradient is back.
+
+        `accept` checks a reply's arrays; a `ProtocolViolation` that it raises counts as a failure
+        of the callee. `on_path` hears where the microbatch is. Raises `Stale` when the round is
+        over, `NoRoute` when no replica did it in time.
+        """
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self.limits.route_wait_s
+        hint = request.hint
+        last_error: SwarmnetError | None = None
+        for _ in range(self.limits.max_attempts):
+            peer_id = await self._choose(request, hint, give_up, prefer_self)
+            if peer_id is None:
+                break
+            known: list[tuple[str, ...]] = []
+
+            def heard(
+                message: Message, known: list[tuple[str, ...]] = known, peer_id: str = peer_id
+            ) -> None:
+                path = convert(message.body, StepProgress).path
+                known.append(path)
+                on_path((peer_id, *path))
+
+            on_path((peer_id,))
+            body = StepRequest(
+                round=request.round,
+                microbatch_id=request.microbatch_id,
+                stage=request.stage,
+                feeder=request.feeder,
+                num_samples=request.num_samples,
+                hint=hint[1:],
+            )
+            try:
+                return await self._attempt(peer_id, Message(body, arrays), accept, heard)
+            except Stale as e:
+                theirs = e.details.get("round")
+                if not isinstance(theirs, int) or theirs >= request.round:
+                    raise
+                last_error = e
+            except SwarmnetError as e:
+                last_error = e
+                log.debug("stage %d at %s: %s", request.stage, peer_id[-8:], e)
+            if known:  # what lies beyond the dead callee need not be done again
+                hint = (peer_id, *known[-1])
+            prefer_self = False
+            if loop.time() >= give_up:
+                break
+        raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {last_error}")
+
+    async def _choose(
+        self,
+        request: StepRequest,
+        hint: tuple[str, ...],
+        give_up: float,
+        prefer_self: bool,
+    ) -> str | None:
+        loop = asyncio.get_running_loop()
+        own = self.gossip.own.peer_id
+        while True:
+            router = self.router(request.stage)
+            now = loop.time()
+            prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
+            peer_id = router.pick(now, prefer=prefer)
+            if peer_id is not None:
+                return peer_id
+            if now >= give_up:
+                return None
+            ready_at = router.ready_at(now)
+            wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
+            await self.gossip.news.wait(max(0.005, min(wait_s, give_up - now)))
+
+    async def _attempt(
+        self,
+        peer_id: str,
+        message: Message,
+        accept: Accept,
+        on_progress: Callable[[Message], None],
+    ) -> Passed:
+        """One call; its outcome is told to the router."""
+        router = self._routers[message.body.stage]
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        router.sent(peer_id, start)
+        try:
+            depth = self.num_stages - 1 - message.body.stage
+            silence_s = router.deadline_s(peer_id) + DEPTH_GRACE_S * depth
+            reply = await self._call(peer_id, message, silence_s, on_progress)
+            body = convert(reply.body, StepReply)
+            grad_inputs = accept(body, reply.arrays)
+        except Busy as e:
+            router.busy(peer_id, loop.time(), e.backlog_s)
+            raise
+        except (NotReady, Stale, NoRoute):
+            router.busy(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            raise
+        except (TransportError, RemoteError, ProtocolViolation) as e:
+            router.failed(peer_id, loop.time(), loop.time() - start)
+            self.gossip.add_total("rerouted")
+            if isinstance(e, (TransportError, DeadlineExceeded)):
+                self.gossip.probe(peer_id)
+            raise
+        except asyncio.CancelledError:
+            router.abandoned(peer_id, loop.time())
+            raise
+        router.succeeded(peer_id, loop.time(), loop.time() - start)
+        return Passed(peer_id, body, grad_inputs)
+
+    async def _call(
+        self,
+        peer_id: str,
+        message: Message,
+        silence_s: float,
+        on_progress: Callable[[Message], None],
+    ) -> Message:
+        """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s`: a callee
+        that re-routes says so, and gets the time for it."""
+        loop = asyncio.get_running_loop()
+        if peer_id == self.gossip.own.peer_id:
+            return await self.call_self("step", message, on_progress)
+        try:
+            async with asyncio.timeout(silence_s) as patience:
+
+                def heard(progress: Message) -> None:
+                    patience.reschedule(loop.time() + silence_s)
+                    on_progress(progress)
+
+                return await self.transport.call(
+                    peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
+                )
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer for {silence_s:.1f} s") from None
+
+    async def call_self(
+        self, method: str, message: Message, on_progress: Callable[[Message], None]
+    ) -> Message:
+        """The own handler, as if it were a peer's."""
+        if method not in self.local:
+            raise NotReady("this peer serves no stage")
+        own = self.gossip.own
+        return await self.local[method](
+            Request(own.peer_id, own.run_id, method, message, on_progress)
+        )
+
+    def blame(self, stage_index: int, peer_id: str) -> None:
+        """A reply of this peer turned out to be unusable after all."""
+        now = asyncio.get_running_loop().time()
+        self.router(stage_index).failed(peer_id, now, 0.0)
+        self.gossip.add_total("rerouted")

@@ -1,0 +1,81 @@
+"""Arrays as they travel, as torch tensors, and back; without a copy wherever that can be.
+
+A tensor made of a received array shares its bytes and must not be written to. Bytes are
+little endian, and so must the machine be.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.wire import Array, array_bytes
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "uint16": torch.uint16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+# What arrives lies in read-only bytes; torch warns of that once, and nobody writes to it here.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+def to_tensor(array: Array, device: torch.device | str = "cpu") -> Tensor:
+    """The array as a tensor. On the CPU it shares the array's memory (a copy only where that is
+    not aligned).
+
+    Raises:
+        ProtocolViolation: unknown dtype, impossible shape, or a buffer of another length.
+    """
+    num_bytes = array_bytes(array.dtype, array.shape)
+    dtype = TORCH_DTYPES[array.dtype]
+    data = _as_bytes(array.data)
+    if data.nbytes != num_bytes:
+        raise ProtocolViolation(
+            f"{data.nbytes} bytes for {array.dtype} of shape {array.shape}, which takes {num_bytes}"
+        )
+    if num_bytes == 0:
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    tensor = torch.frombuffer(data, dtype=torch.uint8)
+    if tensor.data_ptr() % dtype.itemsize:
+        tensor = tensor.clone()
+    return tensor.view(dtype).view(array.shape).to(device)
+
+
+def from_tensor(tensor: Tensor) -> Array:
+    """The tensor as an array; a view of its memory where it is contiguous and on the CPU."""
+    value = tensor.detach().cpu().contiguous()
+    shape = tuple(value.shape)
+    return Array(NAMES[value.dtype], shape, _bytes_of(value))
+
+
+def from_numpy(values: np.ndarray) -> Array:
+    """The numpy array as an array; a view of its memory where it is contiguous."""
+    values = np.ascontiguousarray(values)
+    return Array(str(values.dtype), values.shape, values.reshape(-1).view(np.uint8).data)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _as_bytes(data: Any) -> memoryview:
+    try:
+        view = memoryview(data)
+        return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+    except TypeError:
+        raise ProtocolViolation("an array whose data is not a contiguous buffer") from None

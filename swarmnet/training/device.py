@@ -1,0 +1,181 @@
+"""The threads that work: one before the device, one for averaging.
+
+`DeviceThread` is a priority queue before a thread: backward work first (it frees memory), then
+forward, then other; the oldest first within a kind. Results come back to the event loop that
+asked. A piece of work costs some tens of microseconds more than calling it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from swarmnet.errors import Busy, NotReady
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+
+MAX_WAITING = 1024
+"""Pieces of work before one thread; more are refused with `Busy`."""
+CLOSE_TIMEOUT_S = 10.0
+"""How long closing waits for the piece of work that runs."""
+
+PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
+
+T = TypeVar("T")
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads that one torch operation uses, in the whole process. To be called before the first
+    `DeviceThread` or `WorkerThread` is made: OpenMP reads it once a thread."""
+    torch.set_num_threads(num_threads)
+
+
+@dataclass(slots=True)
+class _Item:
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    has_started: bool = False
+
+
+class _WorkThread:
+    """A thread that does one piece of work at a time, by priority, then by age."""
+
+    def __init__(self, name: str) -> None:
+        self.busy_s = 0.0
+        self.num_waiting = 0
+        self._condition = threading.Condition()
+        self._heap: list[tuple[int, int, _Item]] = []
+        self._num_submitted = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, priority: int, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        item = _Item(work, loop, loop.create_future())
+        with self._condition:
+            if self._closed:
+                raise NotReady("the device is closed")
+            if self.num_waiting >= MAX_WAITING:
+                raise Busy("too much work is waiting for the device")
+            self._num_submitted += 1
+            heapq.heappush(self._heap, (priority, self._num_submitted, item))
+            self.num_waiting += 1
+            self._condition.notify()
+        try:
+            return await item.future
+        except asyncio.CancelledError:
+            self._remove(item)
+            raise
+
+    async def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            waiting, self._heap = self._heap, []
+            self.num_waiting -= len(waiting)
+            self._condition.notify()
+        for _, _, item in waiting:
+            _deliver(item, None, NotReady("the device is closed"))
+        if self._thread is not threading.current_thread():
+            await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+
+    def _remove(self, item: _Item) -> None:
+        with self._condition:
+            if item.has_started:
+                return
+            kept = [entry for entry in self._heap if entry[2] is not item]
+            self.num_waiting -= len(self._heap) - len(kept)
+            heapq.heapify(kept)
+            self._heap = kept
+
+    def _main(self) -> None:
+        while (item := self._next()) is not None:
+            self._do(item)
+            del item  # do not keep its tensors alive while waiting
+
+    def _next(self) -> _Item | None:
+        with self._condition:
+            while not self._heap and not self._closed:
+                self._condition.wait()
+            if not self._heap:
+                return None
+            item = heapq.heappop(self._heap)[2]
+            item.has_started = True
+            return item
+
+    def _do(self, item: _Item) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        start_s = time.perf_counter()
+        try:
+            result = item.work()
+        except StopIteration as e:  # a future cannot carry it
+            error = RuntimeError(f"device work raised {e!r}")
+        except BaseException as e:
+            error = e
+        self.busy_s += time.perf_counter() - start_s
+        with self._condition:
+            self.num_waiting -= 1
+        _deliver(item, result, error)
+
+
+class DeviceThread:
+    """The queue before one device; implements `swarm.ports.Device`."""
+
+    def __init__(self) -> None:
+        self._thread = _WorkThread("device")
+
+    @property
+    def num_waiting(self) -> int:
+        return self._thread.num_waiting
+
+    @property
+    def busy_s(self) -> float:
+        return self._thread.busy_s
+
+    async def run(self, kind: str, work: Callable[[], T]) -> T:
+        """As the port says. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
+        closed."""
+        return await self._thread.run(PRIORITIES[kind], work)
+
+    async def close(self) -> None:
+        """Refuses what waits, lets what runs finish. Idempotent."""
+        await self._thread.close()
+
+
+class WorkerThread:
+    """A thread for averaging, digests and data; implements `swarm.ports.Worker`."""
+
+    def __init__(self) -> None:
+        self._thread = _WorkThread("averaging")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` when closed."""
+        return await self._thread.run(0, work)
+
+    async def close(self) -> None:
+        """Refuses what waits, lets what runs finish. Idempotent."""
+        await self._thread.close()
+
+
+def _deliver(item: _Item, result: Any, error: BaseException | None) -> None:
+    try:
+        item.loop.call_soon_threadsafe(_resolve, item.future, result, error)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        pass
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

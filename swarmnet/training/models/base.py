@@ -1,0 +1,159 @@
+"""What a model must be for swarmnet to train it.
+
+A model is a `ModelPlan`: a list of layers that each turn one tensor into one tensor, and a loss.
+The layers run one after the other, first to last; the swarm cuts the list into stages. Nothing in
+a plan knows of stages, peers or the network.
+
+To train your own model, write a function that returns a plan, name it in `run.toml`, and put the
+same file on every machine (code never travels):
+
+    [model]
+    kind = "custom"
+    builder = "examples/custom_model.py:build"   # path, as seen from where the peer starts
+
+    [model.options]                              # passed to the function as keyword arguments
+    width = 64
+
+Rules for a layer:
+- `build()` makes an ordinary `nn.Module` with float32 parameters that all require gradients,
+  on torch's default device; it is also called under `torch.device("meta")` to be counted.
+- Its input is the batch of the layer before (first dimension: samples), which it must not change
+  in place, and its output is one float32 tensor of shape (samples, *output_shape).
+- Its output for a sample depends on this sample and the parameters only (no batch
+  normalisation), and it has no state that training changes besides its parameters.
+- No parameter belongs to two layers.
+
+Weights start as a pure function of the run's seed and the layer's (or parameter's) name, so that
+all replicas begin with the same ones and the number of stages does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.errors import SpecError
+
+if TYPE_CHECKING:
+    from swarmnet.spec import RunSpec
+    from swarmnet.swarm.ports import Data
+
+SEED_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What one sample of a batch looks like."""
+
+    dtype: str
+    """"float32", or "int32" for tokens and classes."""
+    shape: tuple[int, ...]
+    """Of one sample, without the batch dimension."""
+    num_values: int = 0
+    """Integers must lie in [0, num_values); not used for floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuilder:
+    """One layer, not yet built."""
+
+    name: str
+    """Prefix of its parameters' names, such as "model.layers.3"; unique in the model."""
+    build: Callable[[], nn.Module]
+    cost: float
+    """Work of its forward pass for one sample, in any unit that all layers share (say FLOPs).
+    Stages are cut so that the dearest is as cheap as can be."""
+    output_shape: tuple[int, ...]
+    """Of one sample; (sequence length, width) for a language model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model: layers in order, and a loss."""
+
+    layers: tuple[LayerBuilder, ...]
+    inputs: TensorSpec
+    """What the first layer takes."""
+    targets: TensorSpec
+    """What the loss compares the last layer's output with."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """`loss(outputs, targets)`: a scalar, in nats, *summed* over what `count` counts."""
+    count: Callable[[Tensor], int]
+    """Tokens (or samples, pixels, ...) in a batch of targets: what the loss and the gradients are
+    means over."""
+    initialize: Callable[[str, Tensor, torch.Generator], None] | None = None
+    """`initialize(parameter_name, values, generator)` fills a parameter in place. None: a layer
+    starts with what `build()` gives under torch's seeded global generator."""
+    data: Callable[[RunSpec], Data] | None = None
+    """Makes the microbatches. None: text as in `[data]`, for int32 inputs of shape (length,)."""
+    is_sequence: bool = False
+    """The first dimension of a sample is a sequence that may be shorter in evaluation."""
+    is_random: bool = False
+    """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
+    pass done again is the same."""
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """63 bits that depend on the run's seed and a name only: blake2b of `seed|name`."""
+    digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=SEED_BYTES).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def build_layer(plan: ModelPlan, layer: LayerBuilder, seed: int) -> nn.Module:
+    """The layer with its initial weights, on the CPU. Torch's global generator is left as it was.
+
+    Raises:
+        SpecError: a parameter is not float32 or does not require a gradient.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, layer.name))
+        module = layer.build()
+    for name, parameter in module.named_parameters():
+        full_name = f"{layer.name}.{name}"
+        if parameter.dtype != torch.float32 or not parameter.requires_grad:
+            raise SpecError(f"{full_name} must be a float32 parameter that requires a gradient")
+        if plan.initialize is not None:
+            generator = torch.Generator().manual_seed(derive_seed(seed, full_name))
+            with torch.no_grad():
+                plan.initialize(full_name, parameter, generator)
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRange:
+    """Where a parameter lies in the flat vector of its stage."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    num_elements: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_elements
+
+
+def parameter_ranges(
+    layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+) -> tuple[ParameterRange, ...]:
+    """The canonical order of the parameters of some consecutive layers: as the layers run, and
+    within a layer as torch names them."""
+    ranges: list[ParameterRange] = []
+    start = 0
+    for layer, module in zip(layers, modules, strict=True):
+        for name, p in module.named_parameters():
+            ranges.append(ParameterRange(f"{layer.name}.{name}", start, tuple(p.shape), p.numel()))
+            start += p.numel()
+    return tuple(ranges)
+
+
+def describe_parameters(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
+    """`parameter_ranges` of layers that nobody built: no memory is taken."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        modules = [layer.build() for layer in layers]
+    return parameter_ranges(layers, modules)

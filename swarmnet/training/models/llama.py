@@ -1,0 +1,186 @@
+"""Llama (Touvron et al., 2023), number for number as Hugging Face's `LlamaForCausalLM`.
+
+RMSNorm before attention and feed-forward, rotary positions in the `rotate_half` form, SwiGLU,
+grouped query heads, no biases, embeddings not tied. Parameters carry Hugging Face's names.
+
+Shapes: B samples, S positions, D width, H query heads, K key/value heads, E head size, V tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swarmnet.spec import ModelSpec
+from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
+
+ROTARY_TABLES = 16
+"""Tables of cosines and sines kept, one a sequence length."""
+LOSS_FLOPS_PER_LOGIT = 10
+"""An estimate: maximum, exponential, sum, logarithm and their gradients."""
+
+
+class Linear(nn.Linear):
+    """Without bias, and without torch's own initialisation: `initialize` overwrites it anyway."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """Without torch's own initialisation."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_size = spec.head_size
+        self.rope_theta = spec.rope_theta
+        self.is_grouped = spec.num_key_value_heads != spec.num_attention_heads
+        kv_width = spec.num_key_value_heads * spec.head_size
+        self.q_proj = Linear(spec.hidden_size, spec.hidden_size)
+        self.k_proj = Linear(spec.hidden_size, kv_width)
+        self.v_proj = Linear(spec.hidden_size, kv_width)
+        self.o_proj = Linear(spec.hidden_size, spec.hidden_size)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        batch, length, _ = x_BSD.shape
+        heads = (batch, length, -1, self.head_size)
+        cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
+        q_BSHE = _rotate(self.q_proj(x_BSD).view(heads), cos, sin)
+        k_BSKE = _rotate(self.k_proj(x_BSD).view(heads), cos, sin)
+        v_BSKE = self.v_proj(x_BSD).view(heads)
+        y_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BSKE.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.is_grouped,
+        )
+        return self.o_proj(y_BHSE.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = FeedForward(spec)
+        self.input_layernorm = _norm(spec)
+        self.post_attention_layernorm = _norm(spec)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+
+
+def llama_plan(spec: ModelSpec) -> ModelPlan:
+    """The plan of a Llama. Inputs and targets are int32 tokens (B, S); outputs logits (B, S, V)."""
+    length, width, vocabulary = spec.max_position_embeddings, spec.hidden_size, spec.vocab_size
+    hidden = (length, width)
+    layers = [
+        LayerBuilder(
+            "model.embed_tokens", lambda: Embedding(vocabulary, width), length * width, hidden
+        ),
+        *(
+            LayerBuilder(
+                f"model.layers.{i}", lambda: DecoderLayer(spec), decoder_flops(spec), hidden
+            )
+            for i in range(spec.num_hidden_layers)
+        ),
+        LayerBuilder("model.norm", lambda: _norm(spec), 4 * length * width, hidden),
+        LayerBuilder(
+            "lm_head", lambda: Linear(width, vocabulary), head_flops(spec), (length, vocabulary)
+        ),
+    ]
+    tokens = TensorSpec("int32", (length,), num_values=vocabulary)
+
+    def initialize(name: str, values: Tensor, generator: torch.Generator) -> None:
+        if values.ndim >= 2:
+            values.normal_(0.0, spec.initializer_range, generator=generator)
+        else:
+            values.fill_(1.0)
+
+    return ModelPlan(
+        layers=tuple(layers),
+        inputs=tokens,
+        targets=tokens,
+        loss=next_token_loss,
+        count=count_tokens,
+        initialize=initialize,
+        is_sequence=True,
+    )
+
+
+def decoder_flops(spec: ModelSpec) -> int:
+    """FLOPs of one decoder layer's forward pass over one sample. Causal attention needs half of the
+    scores; its two products of S x S x D count so."""
+    length, width = spec.max_position_embeddings, spec.hidden_size
+    kv_width = spec.num_key_value_heads * spec.head_size
+    matrices = 2 * width * width + 2 * width * kv_width + 3 * width * spec.intermediate_size
+    return length * (2 * matrices + 2 * length * width)
+
+
+def head_flops(spec: ModelSpec) -> int:
+    """FLOPs of the output matrix and the loss for one sample."""
+    per_position = 2 * spec.hidden_size * spec.vocab_size + LOSS_FLOPS_PER_LOGIT * spec.vocab_size
+    return spec.max_position_embeddings * per_position
+
+
+def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Cross-entropy in nats, summed over all tokens."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten().long(), reduction="sum")
+
+
+def count_tokens(targets: Tensor) -> int:
+    return targets.numel()
+
+
+@functools.lru_cache(maxsize=ROTARY_TABLES)
+def rotary_tables(
+    length: int, head_size: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and *signed* sines, each (S, 1, E): the first half of the sines is negated, which
+    makes `rotate_half` a plain rotation of the last dimension (Su et al., 2021)."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
+    inverse_frequencies = 1.0 / theta**exponents
+    angles = torch.outer(torch.arange(length).float(), inverse_frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    signed_sin = torch.cat((-sin, sin), dim=-1)
+    return (
+        torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device),
+        signed_sin.unsqueeze(1).to(device),
+    )
+
+
+def _rotate(x_BSHE: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    return x_BSHE * cos + x_BSHE.roll(x_BSHE.shape[-1] // 2, dims=-1) * signed_sin
+
+
+def _norm(spec: ModelSpec) -> nn.RMSNorm:
+    return nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)

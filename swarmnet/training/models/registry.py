@@ -1,0 +1,134 @@
+"""From a spec to a model's plan, and from the plan to stages and shards."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from swarmnet.errors import SpecError, UserError
+from swarmnet.protocol.assignment import split_layers
+from swarmnet.spec import RunSpec
+from swarmnet.training.models.base import LayerBuilder, ModelPlan, describe_parameters
+from swarmnet.training.models.llama import llama_plan
+
+AUTO_SHARDS = 64
+"""Shards of the largest stage where the spec leaves their size open: enough to spread over
+dozens of replicas, few enough that a digest of each fits into a record."""
+MIN_SHARD_PARAMETERS = 16_384
+SHARD_MULTIPLE = 1_024
+
+
+def model_plan(spec: RunSpec) -> ModelPlan:
+    """The plan of the spec's model.
+
+    Raises:
+        SpecError: the custom builder cannot be loaded or returns something else than a plan.
+    """
+    if spec.model.kind == "llama":
+        return llama_plan(spec.model)
+    plan = _call_builder(spec.model.builder, spec.model.options)
+    _check_plan(plan, spec.model.builder)
+    return plan
+
+
+def split_stages(plan: ModelPlan, num_stages: int) -> list[tuple[LayerBuilder, ...]]:
+    """The layers of each stage.
+
+    Raises:
+        SpecError: there are fewer layers than stages, or a cost is no number.
+    """
+    try:
+        parts = split_layers([layer.cost for layer in plan.layers], num_stages)
+    except ValueError as error:
+        raise SpecError(f"[pipeline] num_stages: {error}") from None
+    return [tuple(plan.layers[i] for i in part) for part in parts]
+
+
+def stage_costs(plan: ModelPlan, num_stages: int) -> list[float]:
+    """Cost of each stage for one sample, in the unit of the layers' costs."""
+    return [sum(layer.cost for layer in stage) for stage in split_stages(plan, num_stages)]
+
+
+def shard_parameters(spec: RunSpec, plan: ModelPlan) -> int:
+    """Parameters of a shard: what the spec says, else about `AUTO_SHARDS` for the largest stage."""
+    if spec.sync.shard_parameters:
+        return spec.sync.shard_parameters
+    largest = max(
+        sum(r.num_elements for r in describe_parameters(layers))
+        for layers in split_stages(plan, spec.pipeline.num_stages)
+    )
+    wanted = max(MIN_SHARD_PARAMETERS, -(-largest // AUTO_SHARDS))
+    return -(-wanted // SHARD_MULTIPLE) * SHARD_MULTIPLE
+
+
+def cut_shards(num_parameters: int, size: int) -> tuple[int, ...]:
+    """Elements of each shard of a stage; the last one may be shorter."""
+    full, rest = divmod(num_parameters, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def _call_builder(builder: str, options: dict[str, Any]) -> ModelPlan:
+    function = _load_builder(builder)
+    try:
+        plan = function(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise SpecError(
+            f"[model] builder {builder} failed: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+    if not isinstance(plan, ModelPlan):
+        raise SpecError(f"[model] builder {builder} must return a swarmnet ModelPlan")
+    return plan
+
+
+def _load_builder(builder: str) -> Callable[..., Any]:
+    path_text, _, function_name = builder.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise SpecError(
+            f"[model] builder: no file {path} seen from here; put it on this machine, at that path"
+        )
+    function = getattr(_load_module(path, builder), function_name, None)
+    if not callable(function):
+        raise SpecError(f"[model] builder: {path} has no function {function_name}")
+    return function
+
+
+def _load_module(path: Path, builder: str) -> ModuleType:
+    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
+    name = f"swarmnet_custom_{digest}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise SpecError(f"[model] builder: {path} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise SpecError(
+            f"[model] builder {builder} cannot be loaded: "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from error
+    return module
+
+
+def _check_plan(plan: ModelPlan, builder: str) -> None:
+    names = [layer.name for layer in plan.layers]
+    if not names or "" in names or len(set(names)) != len(names):
+        raise SpecError(f"[model] builder {builder}: layers need names, each its own")
+    for spec in (plan.inputs, plan.targets):
+        if spec.dtype not in ("float32", "int32"):
+            raise SpecError(f"[model] builder {builder}: inputs and targets are float32 or int32")
+        if spec.dtype == "int32" and spec.num_values <= 0:
+            raise SpecError(f"[model] builder {builder}: int32 data needs num_values")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

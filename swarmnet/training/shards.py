@@ -1,0 +1,193 @@
+"""AdamW (Loshchilov and Hutter, 2019) on shards of a stage's flat parameter vector.
+
+The optimizer state of a shard is two fp32 vectors (moments) and a step count; this replica holds it
+for the shards that it owns and no others (ZeRO, Rajbhandari et al., 2020). A step is torch's own
+fused kernel on slices, so that shards that cover a model make the update that
+`torch.optim.AdamW` makes. Weight decay is for matrices; a shard that covers several
+parameters is stepped in segments, with decay and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.spec import OptimizerSpec, RunSpec
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.schedule import learning_rate
+from swarmnet.training.stage import TorchStage
+from swarmnet.wire import Array
+
+MAX_STEPS = 1 << 24
+"""The kernel counts steps in fp32, which is exact up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A slice [start, stop) of a shard with one weight decay."""
+
+    start: int
+    stop: int
+    has_decay: bool
+
+
+@dataclass(slots=True)
+class ShardState:
+    """AdamW's state of one shard, fp32."""
+
+    mean: Tensor
+    """Running mean of the gradient."""
+    square: Tensor
+    """Running mean of its square."""
+    steps: int
+
+
+class ShardedAdamW:
+    """The optimizer state of the shards that a replica owns; implements `swarm.ports.Optimizer`."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ParameterRange],
+        shard_sizes: Sequence[int],
+        spec: OptimizerSpec,
+    ) -> None:
+        self._spec = spec
+        self._sizes = tuple(shard_sizes)
+        self._segments = cut_segments(parameters, shard_sizes)
+        self._states: dict[int, ShardState] = {}
+
+    def owned(self) -> list[int]:
+        return sorted(self._states)
+
+    def steps(self, shard_index: int) -> int:
+        state = self._states.get(shard_index)
+        return -1 if state is None else state.steps
+
+    def create(self, shard_index: int) -> None:
+        size = self._sizes[shard_index]
+        self._states[shard_index] = ShardState(torch.zeros(size), torch.zeros(size), 0)
+
+    def drop(self, shard_index: int) -> None:
+        self._states.pop(shard_index, None)
+
+    def sum(self, contributions: Sequence[Array]) -> Array:
+        """Raises `ProtocolViolation` where the contributions are not fp32 of one shape."""
+        if not contributions:
+            raise ValueError("a sum of nothing")
+        first = contributions[0]
+        for c in contributions:
+            if c.dtype != "float32" or c.shape != first.shape:
+                raise ProtocolViolation("contributions of unlike dtype or shape")
+        total = to_tensor(first).clone()
+        for c in contributions[1:]:
+            total.add_(to_tensor(c))
+        return from_tensor(total)
+
+    def sum_of_squares(self, values: Array) -> float:
+        norm = torch.linalg.vector_norm(to_tensor(values), dtype=torch.float64).item()
+        return norm * norm
+
+    def step(
+        self,
+        shard_index: int,
+        parameters: Array,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
+    ) -> Array:
+        """As the port says. Raises `ProtocolViolation`, the state unchanged, where the gradient has
+        the wrong length or is not finite, and `KeyError` where the state is not held."""
+        state = self._states[shard_index]
+        new = self._values(shard_index, "parameters", parameters).clone()
+        gradient = self._values(shard_index, "gradient", gradient_sum) * scale
+        if not _all_finite(gradient):
+            raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
+        state.steps += 1
+        self._apply(shard_index, state, new, gradient, learning_rate(self._spec, round_index))
+        return from_tensor(new)
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        state = self._states[shard_index]
+        arrays = (from_tensor(state.mean.clone()), from_tensor(state.square.clone()))
+        return {"steps": state.steps}, arrays
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        if not 0 <= shard_index < len(self._sizes):
+            raise ProtocolViolation("optimizer state of a shard that this stage does not have")
+        steps = values.get("steps")
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MAX_STEPS:
+            raise ProtocolViolation("optimizer state with an impossible step count")
+        if len(arrays) != 2:
+            raise ProtocolViolation("optimizer state is two arrays")
+        mean, square = (self._values(shard_index, "moments", a).clone() for a in arrays)
+        if not _all_finite(mean) or not _all_finite(square) or square.min().item() < 0:
+            raise ProtocolViolation("optimizer state with values that cannot be")
+        self._states[shard_index] = ShardState(mean, square, steps)
+
+    def _values(self, shard_index: int, what: str, array: Array) -> Tensor:
+        if array.dtype != "float32" or array.shape != (self._sizes[shard_index],):
+            raise ProtocolViolation(
+                f"{what} of shard {shard_index}: {str(array.dtype)[:16]} of shape "
+                f"{str(array.shape)[:64]} instead of float32 of ({self._sizes[shard_index]},)"
+            )
+        return to_tensor(array)
+
+    def _apply(
+        self, shard_index: int, state: ShardState, new: Tensor, gradient: Tensor, rate: float
+    ) -> None:
+        step = torch.tensor(float(state.steps))
+        for segment in self._segments[shard_index]:
+            part = slice(segment.start, segment.stop)
+            torch._fused_adamw_(
+                [new[part]],
+                [gradient[part]],
+                [state.mean[part]],
+                [state.square[part]],
+                [],
+                [step],
+                lr=rate,
+                beta1=self._spec.beta1,
+                beta2=self._spec.beta2,
+                weight_decay=self._spec.weight_decay if segment.has_decay else 0.0,
+                eps=self._spec.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+def build_optimizer(spec: RunSpec, stage: TorchStage) -> ShardedAdamW:
+    """The optimizer of a stage's shards; it owns none yet."""
+    return ShardedAdamW(stage.parameter_ranges, stage.shard_sizes, spec.optimizer)
+
+
+def cut_segments(
+    parameters: Sequence[ParameterRange], shard_sizes: Sequence[int]
+) -> list[list[Segment]]:
+    """Per shard, its segments, in order; neighbours with the same decay are one."""
+    cut: list[list[Segment]] = []
+    shard_start = 0
+    for size in shard_sizes:
+        segments: list[Segment] = []
+        for p in parameters:
+            start, stop = max(p.start - shard_start, 0), min(p.stop - shard_start, size)
+            if start >= stop:
+                continue
+            has_decay = len(p.shape) >= 2
+            if segments and segments[-1].has_decay == has_decay:
+                start = segments.pop().start
+            segments.append(Segment(start, stop, has_decay))
+        cut.append(segments)
+        shard_start += size
+    return cut
+
+
+def _all_finite(values: Tensor) -> bool:
+    """One pass: `aminmax` hands a NaN on, and no comparison with it is true."""
+    low, high = torch.aminmax(values)
+    return float("-inf") < low.item() and high.item() < float("inf")

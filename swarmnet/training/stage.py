@@ -1,0 +1,415 @@
+"""A stage on one device: the mathematics behind `swarm.ports.Stage`.
+
+Memory. All parameters of the stage are views into one flat fp32 tensor, all gradients views into
+another, in the canonical order of `models.base.parameter_ranges`; so a shard is a slice, a
+network buffer can point straight at it, and autograd adds into it in place. Parameters of the
+coming round stay in the buffers in which they arrived until `finish_round` copies them over.
+
+Life of a microbatch here: `forward` keeps its input (and the graph, with activations "keep");
+`backward` drops the graph and keeps the output's gradient beside the input, a receipt of which
+`retract` can undo what `backward` added; `forget` or `finish_round` drops the receipt.
+
+Whoever sends a value that is not finite is refused before anything is added. Values are also
+bounded by `LARGEST_VALUE`: products of two such values still fit into fp32, so that a finite input
+cannot make an infinite gradient where it enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import xxhash
+from torch import Tensor
+
+from swarmnet.errors import NotReady, ProtocolViolation, RemoteError, SpecError
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    ModelPlan,
+    ParameterRange,
+    TensorSpec,
+    build_layer,
+    derive_seed,
+    describe_parameters,
+    parameter_ranges,
+)
+from swarmnet.training.models.registry import (
+    cut_shards,
+    model_plan,
+    shard_parameters,
+    split_stages,
+)
+from swarmnet.wire import Array
+
+LARGEST_VALUE = 1e15
+"""Of activations and their gradients."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Kept:
+    """What the stage keeps of one microbatch. An entry that was forgotten while the device still
+    works on it is simply no longer in the table."""
+
+    inputs: Tensor
+    outputs: Tensor | None = None
+    """With its graph; only between forward and backward, only with activations "keep"."""
+    grad_outputs: Tensor | None = None
+    targets: Tensor | None = None
+    is_added: bool = False
+    """Its gradient is in the buffer."""
+
+
+class TorchStage:
+    """A replica's copy of a stage; implements `swarm.ports.Stage`.
+
+    `forget` may be called from any thread; the rest as the port says.
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        layers: tuple[LayerBuilder, ...],
+        *,
+        stage_index: int,
+        num_stages: int,
+        shard_size: int,
+        microbatch: int,
+        seed: int,
+        recompute: bool = False,
+        device: torch.device | str = "cpu",
+        inputs: TensorSpec | None = None,
+    ) -> None:
+        """`inputs`: what one sample looks like here; that of the plan for stage 0."""
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self._plan = plan
+        self._inputs = inputs or plan.inputs
+        self._outputs = TensorSpec("float32", layers[-1].output_shape)
+        self._microbatch = microbatch
+        self._seed = seed
+        self._recompute = recompute
+        self._device = torch.device(device)
+        self._needs_grad_inputs = stage_index > 0
+        self._modules = [build_layer(plan, layer, seed) for layer in layers]
+        self.parameter_ranges = parameter_ranges(layers, self._modules)
+        self._parameters, self._gradients = self._flatten()
+        self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
+        self._parameter_shards = self._parameters.split(shard_size)
+        self._gradient_shards = self._gradients.split(shard_size)
+        self._staged: dict[int, Tensor] = {}
+        self._kept: dict[StepKey, Kept] = {}
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def num_parameters(self) -> int:
+        return self._parameters.numel()
+
+    @property
+    def num_kept(self) -> int:
+        """Microbatches of which something is kept."""
+        return len(self._kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Views of the parameters by name (Hugging Face's for a Llama); `finish_round` changes what
+        they show."""
+        return {
+            r.name: self._parameters[r.start : r.stop].view(r.shape) for r in self.parameter_ranges
+        }
+
+    # ---- microbatches -----------------------------------------------------------------------
+
+    def check(self, inputs: Array, targets: Array) -> None:
+        _check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
+        _check_shape("targets", targets, self._plan.targets.dtype, self._batch(self._plan.targets))
+
+    def forward(self, key: StepKey, inputs: Array) -> Array:
+        _check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
+        kept = self._begin(key, self._receive("inputs", inputs, self._inputs))
+
+        def run() -> Tensor:
+            with torch.set_grad_enabled(not self._recompute):
+                return self._run(key, kept.inputs)
+
+        outputs = self._or_forget(key, lambda: self._checked_outputs(run(), self._microbatch))
+        if not self._recompute:
+            kept.outputs = outputs
+        return from_tensor(outputs)
+
+    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+        """As the port says. Raises `NotReady` for a key that is forgotten or was never here."""
+        kept = self._kept.get(key)
+        if kept is None:
+            raise NotReady("the microbatch was given up here")
+        if kept.is_added:
+            raise ValueError(f"the gradient of {key} is in the buffer already")
+        _check_shape("gradient", grad_outputs, "float32", self._batch(self._outputs))
+        grad = self._receive("gradient", grad_outputs, self._outputs)
+        outputs = self._run(key, kept.inputs) if kept.outputs is None else kept.outputs
+        kept.outputs = None
+        outputs.backward(grad)
+        kept.grad_outputs = grad
+        return self._added(kept)
+
+    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+        self.check(inputs, targets)
+        wanted = self._receive("targets", targets, self._plan.targets)
+        kept = self._begin(key, self._receive("inputs", inputs, self._inputs))
+        kept.targets = wanted
+        loss = self._or_forget(key, lambda: self._loss(key, kept.inputs, wanted))
+        loss_sum = self._or_forget(key, lambda: _finite_loss(loss))
+        loss.backward()
+        return LossResult(loss_sum, self._plan.count(wanted), self._added(kept))
+
+    def retract(self, key: StepKey) -> None:
+        kept = self._kept.get(key)
+        if kept is None or not kept.is_added:
+            return
+        self._kept.pop(key, None)
+        inputs = kept.inputs.detach()
+        if kept.targets is not None:
+            self._loss(key, inputs, kept.targets).neg().backward()
+        elif kept.grad_outputs is not None:
+            self._run(key, inputs).backward(kept.grad_outputs.neg())
+
+    def forget(self, key: StepKey) -> None:
+        self._kept.pop(key, None)
+
+    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+        """As the port says. The batch may be smaller than a microbatch and, for models of
+        sequences, the sequences shorter. Raises `ProtocolViolation` where an array does not fit."""
+        self._check_sizes("inputs", inputs, self._inputs)
+        x = self._receive("inputs", inputs, self._inputs)
+        wanted = None
+        if targets is not None and self.is_last:
+            self._check_sizes("targets", targets, self._plan.targets)
+            num_free = 2 if self._plan.is_sequence and self._plan.targets.shape else 1
+            if targets.shape[:num_free] != inputs.shape[:num_free]:
+                raise ProtocolViolation("targets of another batch or length than the inputs")
+            wanted = self._receive("targets", targets, self._plan.targets)
+        with torch.no_grad(), _EvaluationMode(self):
+            outputs = self._run(None, x)
+            if wanted is None:
+                return from_tensor(outputs)
+            return LossResult(
+                _finite_loss(self._plan.loss(outputs, wanted)), self._plan.count(wanted)
+            )
+
+    # ---- shards -----------------------------------------------------------------------------
+
+    def gradient_shard(self, shard_index: int) -> Array:
+        return from_tensor(self._gradient_shards[shard_index])
+
+    def parameter_shard(self, shard_index: int) -> Array:
+        return from_tensor(self._parameter_shards[shard_index])
+
+    def digest(self, shard_index: int) -> bytes:
+        return xxhash.xxh3_64_digest(self.parameter_shard(shard_index).data)
+
+    def stage_parameters(self, shard_index: int, values: Array) -> None:
+        if not 0 <= shard_index < len(self.shard_sizes):
+            raise ProtocolViolation(f"this stage has no shard {str(shard_index)[:32]}")
+        _check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
+        tensor = to_tensor(values)
+        _check_finite("parameters", tensor)
+        self._staged[shard_index] = tensor
+
+    def finish_round(self) -> None:
+        staged, self._staged = self._staged, {}
+        self._kept.clear()
+        with torch.no_grad():
+            for shard_index, values in staged.items():
+                self._parameter_shards[shard_index].copy_(values)
+            self._gradients.zero_()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _flatten(self) -> tuple[Tensor, Tensor]:
+        """Moves parameters (and their gradients) into flat tensors; the layers keep views."""
+        total = self.parameter_ranges[-1].stop if self.parameter_ranges else 0
+        if total == 0:
+            raise SpecError(
+                f"[pipeline] num_stages: stage {self.stage_index} has no parameters; use fewer"
+            )
+        for module in self._modules:
+            module.to(self._device)
+        values = torch.empty(total, dtype=torch.float32, device=self._device)
+        gradients = torch.zeros_like(values)
+        parameters = (p for module in self._modules for p in module.parameters())
+        for r, p in zip(self.parameter_ranges, parameters, strict=True):
+            view = values[r.start : r.stop].view(r.shape)
+            view.copy_(p.detach())
+            p.data = view
+            p.grad = gradients[r.start : r.stop].view(r.shape)
+        return values, gradients
+
+    def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
+        return (self._microbatch, *spec.shape)
+
+    def _begin(self, key: StepKey, inputs: Tensor) -> Kept:
+        """The entry comes into the table before the work, so that `forget` meanwhile finds it."""
+        old = self._kept.get(key)
+        if old is not None and old.is_added:
+            raise ValueError(f"the gradient of {key} is in the buffer already")
+        kept = self._kept[key] = Kept(inputs.requires_grad_(self._needs_grad_inputs))
+        return kept
+
+    def _or_forget(self, key: StepKey, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except BaseException:
+            self.forget(key)
+            raise
+
+    def _run(self, key: StepKey | None, x: Tensor) -> Tensor:
+        """The layers. With dropout, torch is seeded by the key: a pass done again is the same."""
+        if key is not None and self._plan.is_random:
+            torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
+        for module in self._modules:
+            x = module(x)
+        return x
+
+    def _loss(self, key: StepKey, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._plan.loss(self._run(key, inputs), targets)
+
+    def _added(self, kept: Kept) -> Array | None:
+        """After a backward pass: the gradient of the input, which leaves the entry."""
+        kept.is_added = True
+        grad, kept.inputs.grad = kept.inputs.grad, None
+        if not self._needs_grad_inputs:
+            return None
+        grad = torch.zeros_like(kept.inputs) if grad is None else grad
+        if not _is_finite(grad):  # the parameters themselves are to blame, not who sent
+            raise RemoteError(f"the gradient at stage {self.stage_index} is not finite")
+        return from_tensor(grad)
+
+    def _checked_outputs(self, outputs: Tensor, num_samples: int) -> Tensor:
+        expected = (num_samples, *self._outputs.shape)
+        if outputs.dtype != torch.float32 or tuple(outputs.shape) != expected:
+            raise RemoteError(
+                f"stage {self.stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
+                f"not float32 of shape {expected}: correct the model's output_shape"
+            )
+        _check_finite("activation", outputs.detach())
+        return outputs
+
+    def _receive(self, what: str, array: Array, spec: TensorSpec) -> Tensor:
+        """The array as a tensor, its values checked; shape and dtype were checked before."""
+        tensor = to_tensor(array)
+        if spec.dtype == "float32":
+            _check_finite(what, tensor)
+        else:
+            _check_values(what, tensor, spec.num_values)
+        return tensor.to(self._device)
+
+    def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
+        """As `check`, for evaluation: up to a microbatch, and sequences up to full length."""
+        largest = self._batch(spec)
+        shape = array.shape
+        num_free = 2 if self._plan.is_sequence and spec.shape else 1
+        fits = (
+            array.dtype == spec.dtype
+            and len(shape) == len(largest)
+            and all(1 <= n <= most for n, most in zip(shape[:num_free], largest[:num_free]))
+            and shape[num_free:] == largest[num_free:]
+        )
+        if not fits:
+            raise ProtocolViolation(
+                f"{what}: {str(array.dtype)[:16]} of shape {str(shape)[:64]}; "
+                f"at most {spec.dtype} of shape {largest}"
+            )
+
+
+class _EvaluationMode:
+    """Layers that draw random numbers do not in evaluation."""
+
+    def __init__(self, stage: TorchStage) -> None:
+        self._modules = stage._modules if stage._plan.is_random else []
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            module.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            module.train()
+
+
+def build_stage(
+    spec: RunSpec, stage_index: int, *, device: torch.device | str = "cpu"
+) -> TorchStage:
+    """A stage of the spec's model with its initial parameters.
+
+    Raises:
+        SpecError: the model cannot be built or cut so.
+    """
+    plan = model_plan(spec)
+    stages = split_stages(plan, spec.pipeline.num_stages)
+    before = stages[stage_index - 1][-1] if stage_index else None
+    return TorchStage(
+        plan,
+        stages[stage_index],
+        stage_index=stage_index,
+        num_stages=len(stages),
+        shard_size=shard_parameters(spec, plan),
+        microbatch=spec.pipeline.microbatch,
+        seed=spec.seed,
+        recompute=spec.pipeline.activations == "recompute",
+        device=device,
+        inputs=TensorSpec("float32", before.output_shape) if before else None,
+    )
+
+
+def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRange, ...]:
+    """Where each named parameter lies in the flat vector of a stage, without building it."""
+    plan = model_plan(spec)
+    return describe_parameters(split_stages(plan, spec.pipeline.num_stages)[stage_index])
+
+
+def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
+    """Elements of each shard of a stage, without building it."""
+    total = stage_parameter_ranges(spec, stage_index)[-1].stop
+    return cut_shards(total, shard_parameters(spec, model_plan(spec)))
+
+
+def _check_shape(what: str, array: Array, dtype: str, shape: Iterable[int]) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise ProtocolViolation(
+            f"{what}: {str(array.dtype)[:16]} of shape {str(array.shape)[:64]} "
+            f"instead of {dtype} of shape {shape}"
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass: `aminmax` hands a NaN on, and no comparison with it is true."""
+    if tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)
+    return low.item() >= -LARGEST_VALUE and high.item() <= LARGEST_VALUE
+
+
+def _check_finite(what: str, tensor: Tensor) -> None:
+    if not _is_finite(tensor):
+        raise ProtocolViolation(f"{what}: a value is not finite (or beyond {LARGEST_VALUE:g})")
+
+
+def _check_values(what: str, tensor: Tensor, num_values: int) -> None:
+    low, high = torch.aminmax(tensor)
+    if low.item() < 0 or high.item() >= num_values:
+        raise ProtocolViolation(f"{what}: a value outside [0, {num_values})")
+
+
+def _finite_loss(loss: Tensor) -> float:
+    value = float(loss.detach())
+    if not abs(value) <= LARGEST_VALUE:
+        raise ProtocolViolation("the loss is not finite")
+    return value

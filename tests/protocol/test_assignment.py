@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnet.protocol.assignment import (
+    Move,
+    MoveGate,
+    choose_stage,
+    feeders,
+    propose_move,
+    split_layers,
+)
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE, Record
+from swarmnet.protocol.view import View
+from tests.protocol.making import record
+
+
+def view_of(*found: Record) -> View:
+    view = View("me")
+    for r in found:
+        view.merge(r, 0.0)
+    return view
+
+
+def replica(peer_id: str, stage: int, speed: float = 0.0, **fields: object) -> Record:
+    return record(peer_id, stage=stage, samples_per_s=speed, **fields)
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_the_split_is_the_best_of_all(costs: list[int], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(costs)))
+    stages = split_layers(costs, k)
+    assert [i for s in stages for i in s] == list(range(len(costs)))
+    assert len(stages) == k
+    assert all(len(s) > 0 for s in stages)
+
+    def measure(cuts: tuple[int, ...]) -> tuple[int, int]:
+        ends = (0, *cuts, len(costs))
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
+        return max(sums), sum(x * x for x in sums)
+
+    best = min(map(measure, itertools.combinations(range(1, len(costs)), k - 1)))
+    assert measure(tuple(s.start for s in stages[1:])) == best
+
+
+def test_a_dear_last_layer_gets_company_last() -> None:
+    assert split_layers([1, 1, 1, 1, 1, 1, 3], 3) == [range(3), range(3, 6), range(6, 7)]
+
+
+@pytest.mark.parametrize(("costs", "k"), [([1.0], 2), ([], 1), ([1.0], 0), ([-1.0], 1)])
+def test_impossible_splits_are_refused(costs: list[float], k: int) -> None:
+    with pytest.raises(ValueError, match="layer"):
+        split_layers(costs, k)
+
+
+# -- choosing a stage --------------------------------------------------------------------------
+
+
+def test_a_stage_without_a_replica_comes_first() -> None:
+    view = view_of(replica("a", 0, 1.0), replica("b", 2, 1.0), replica("c", 3, state=LEAVING))
+    rng = random.Random(0)
+    assert {choose_stage(view, 4, 0.0, rng) for _ in range(40)} == {1, 3}
+
+
+def test_who_is_on_the_way_counts() -> None:
+    view = view_of(replica("a", 0, 1.0), replica("b", 1, state=JOINING))
+    assert choose_stage(view, 3, 0.0, random.Random(0)) == 2
+
+
+def test_else_the_least_throughput_for_its_cost() -> None:
+    view = view_of(replica("a", 0, 10.0), replica("b", 1, 6.0), replica("c", 1, 5.0))
+    assert choose_stage(view, 2, 0.0, random.Random(0)) == 0
+    unknown = view_of(replica("a", 0), replica("b", 1))
+    assert choose_stage(unknown, 2, 0.0, random.Random(0), costs=[1.0, 3.0]) == 1
+
+
+def test_the_own_record_does_not_count() -> None:
+    view = view_of(replica("me", 0, 1.0), replica("a", 1, 1.0))
+    assert choose_stage(view, 2, 0.0, random.Random(0)) == 0
+
+
+def test_newcomers_spread() -> None:
+    view = View("me")
+    rng = random.Random(0)
+    for i in range(12):
+        stage = choose_stage(view, 4, 0.0, rng)
+        view.merge(replica(f"p{i}", stage, state=JOINING), 0.0)
+    assert [len(view.members(k, 0.0)) for k in range(4)] == [3, 3, 3, 3]
+
+
+# -- feeders -----------------------------------------------------------------------------------
+
+
+def test_feeders_are_the_active_replicas_of_the_first_stage_with_data() -> None:
+    view = view_of(
+        replica("d", 0, has_data=True),
+        replica("b", 0, has_data=True),
+        replica("c", 0),
+        replica("a", 1, has_data=True),
+        replica("e", 0, has_data=True, state=LEAVING),
+        replica("f", 0, has_data=True, state=JOINING),
+    )
+    assert feeders(view, 0.0) == ["b", "d"]
+
+
+def test_one_other_feeds_where_the_first_stage_has_no_data() -> None:
+    view = view_of(
+        replica("d", 0),
+        replica("c", 1, has_data=True),
+        replica("b", 2, has_data=True),
+        replica("a", 2, has_data=True, state=LEAVING),
+    )
+    assert feeders(view, 0.0) == ["b"]
+    assert feeders(view_of(replica("d", 0)), 0.0) == []
+
+
+# -- moves -------------------------------------------------------------------------------------
+
+
+def test_a_move_from_the_richest_to_the_poorest() -> None:
+    view = view_of(replica("a", 0, 4.0), *(replica(p, 1, 4.0) for p in "bcd"))
+    assert propose_move(view, 2, 0.0, margin=0.2) == Move("b", 1, 0, 1.0)
+
+
+def test_an_even_swarm_stays() -> None:
+    view = view_of(*(replica(p, k, 4.0) for k, p in enumerate("abc")), replica("d", 0, 4.0))
+    assert propose_move(view, 3, 0.0, margin=0.1) is None
+
+
+def test_the_margin_is_a_margin() -> None:
+    view = view_of(replica("a", 0, 10.0), replica("b", 1, 10.0), replica("c", 1, 2.0))
+    assert propose_move(view, 2, 0.0, margin=0.1) is None
+    view = view_of(replica("a", 0, 10.0), replica("b", 1, 13.0), replica("c", 1, 2.0))
+    move = propose_move(view, 2, 0.0, margin=0.1)
+    assert move is not None
+    assert move.peer_id == "c"
+    assert propose_move(view, 2, 0.0, margin=0.5) is None
+
+
+def test_a_move_on_its_way_counts() -> None:
+    view = view_of(replica("a", 0, 4.0), *(replica(p, 1, 4.0) for p in "bcd"))
+    view.merge(record("b", 1, stage=0, state=JOINING, samples_per_s=4.0), 0.0)
+    assert propose_move(view, 2, 0.0, margin=0.1) is None
+
+
+def test_two_equally_poor_stages_are_helped_in_turn() -> None:
+    view = view_of(
+        replica("a", 0, 1.0), replica("b", 1, 1.0), *(replica(p, 2, 1.0) for p in "cdef")
+    )
+    move = propose_move(view, 3, 0.0, margin=0.2)
+    assert move is not None
+    assert (move.source, move.target) == (2, 0)
+
+
+def test_newcomers_rest_unless_a_stage_is_empty() -> None:
+    crowd = [replica(p, 1, 4.0, round=5, active_from=3) for p in "bcd"]
+    view = view_of(replica("a", 0, 4.0), *crowd)
+    assert propose_move(view, 2, 0.0, margin=0.1, min_rounds=3) is None
+    assert propose_move(view, 2, 0.0, margin=0.1, min_rounds=2) is not None
+    assert propose_move(view_of(*crowd), 2, 0.0, margin=0.1, min_rounds=3) is not None
+
+
+stages = st.lists(
+    st.lists(
+        st.tuples(st.floats(0.5, 20.0), st.sampled_from([ACTIVE, ACTIVE, JOINING, LEAVING])),
+        max_size=5,
+    ),
+    min_size=2,
+    max_size=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stages)
+def test_moves_come_to_an_end_and_uncover_nothing(staff: list[list[tuple[float, str]]]) -> None:
+    view = View("me")
+    num_stages = len(staff)
+    for k, members in enumerate(staff):
+        for i, (speed, state) in enumerate(members):
+            view.merge(replica(f"p{k}{i}", k, speed, state=state), 0.0)
+
+    def rates() -> list[float]:
+        return sorted(
+            sum(r.samples_per_s for r in view.members(k, 0.0) if r.state != LEAVING)
+            for k in range(num_stages)
+        )
+
+    for version in range(1, 50):
+        covered = [bool(view.replicas(k, 0.0)) for k in range(num_stages)]
+        move = propose_move(view, num_stages, 0.0, margin=0.1)
+        if move is None:
+            break
+        mover = view.get(move.peer_id)
+        assert mover is not None
+        assert (mover.stage, mover.state) == (move.source, ACTIVE)
+        before = rates()
+        view.merge(replica(move.peer_id, move.target, mover.samples_per_s, version=version), 0.0)
+        assert rates() > before
+        assert all(view.replicas(k, 0.0) for k in range(num_stages) if covered[k])
+    assert propose_move(view, num_stages, 0.0, margin=0.1) is None
+
+
+def test_observers_do_not_move() -> None:
+    view = view_of(replica("a", OBSERVER_STAGE, 100.0), replica("b", 0, 1.0))
+    assert propose_move(view, 2, 0.0, margin=0.1) is None
+
+
+def test_the_gate_wants_the_same_proposal_twice_and_then_rests() -> None:
+    gate = MoveGate("me", times=2, cooldown_s=60.0)
+    move, other = Move("me", 1, 0, 0.5), Move("me", 1, 2, 0.5)
+    assert not gate.decide(move, 0.0)
+    assert not gate.decide(other, 10.0)
+    assert not gate.decide(move, 20.0)
+    assert not gate.decide(None, 25.0)
+    assert not gate.decide(move, 30.0)
+    assert gate.decide(move, 40.0)
+    assert not any(gate.decide(move, t) for t in (50.0, 60.0, 90.0))
+    assert gate.decide(move, 101.0)
+    assert not any(gate.decide(Move("you", 1, 0, 0.5), t) for t in (200.0, 210.0, 220.0))

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmnet.protocol.placement import Placement, owners, weights_from
+from tests.protocol.making import record
+
+NUM_SHARDS = 2000
+
+
+def test_shares_are_proportional_to_weights() -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 1.0}
+    placement = Placement(0, NUM_SHARDS, weights, replication=1)
+    for peer_id, weight in weights.items():
+        share = len(placement.owned_by(peer_id)) / NUM_SHARDS
+        assert share == pytest.approx(weight / 8, abs=0.04)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 12), st.integers(1, 3), st.integers(0, 1000))
+def test_a_join_moves_only_what_the_newcomer_gains(n: int, replication: int, stage: int) -> None:
+    weights = {f"p{i}": float(2 ** (i % 3)) for i in range(n)}
+    before = Placement(stage, 300, weights, replication)
+    after = Placement(stage, 300, weights | {"new": 2.0}, replication)
+    for j in range(300):
+        assert tuple(p for p in after.order(j) if p != "new") == before.order(j)
+        assert set(after.owners(j)) - set(before.owners(j)) <= {"new"}
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_one_of_n_moves_about_one_nth(n: int) -> None:
+    weights = {f"p{i}": 1.0 for i in range(n)}
+    before = Placement(0, NUM_SHARDS, weights, 1)
+    del weights["p0"]
+    after = Placement(0, NUM_SHARDS, weights, 1)
+    moved = sum(before.primary(j) != after.primary(j) for j in range(NUM_SHARDS))
+    assert moved == len(before.owned_by("p0"))
+    assert moved / NUM_SHARDS == pytest.approx(1 / n, rel=0.3)
+
+
+def test_owners_are_the_head_of_the_order() -> None:
+    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+    placement = Placement(3, 50, weights, replication=2)
+    for j in range(50):
+        assert placement.order(j) == tuple(owners(3, j, weights))
+        assert placement.owners(j) == placement.order(j)[:2]
+        assert placement.primary(j) == placement.order(j)[0]
+    for peer_id in weights:
+        assert placement.owned_by(peer_id) == [
+            j for j in range(50) if peer_id in placement.owners(j)
+        ]
+    assert placement.owned_by("stranger") == []
+
+
+def test_few_or_no_peers() -> None:
+    assert Placement(0, 3, {"a": 1.0}, replication=2).owners(0) == ("a",)
+    assert Placement(0, 3, {}, replication=2).owners(0) == ()
+    assert Placement(0, 3, {}, replication=2).primary(0) is None
+
+
+def test_stages_place_differently() -> None:
+    weights = {f"p{i}": 1.0 for i in range(8)}
+    orders = {tuple(owners(stage, 0, weights)) for stage in range(8)}
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_weights_are_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        owners(0, 0, {"a": weight})
+
+
+def test_every_process_places_alike() -> None:
+    """Frozen values, and the same under any hash seed: peers of any build must agree."""
+    weights = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 1.0}
+    code = (
+        "from swarmnet.protocol.placement import owners;"
+        f"print([owners(1, j, {weights!r}) for j in range(20)])"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(p for p in sys.path if p)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("0", "1")
+    }
+    assert seen == {str([owners(1, j, weights) for j in range(20)])}
+    assert ["".join(owners(1, j, weights)) for j in range(4)] == ["dbac", "bdac", "dacb", "bdac"]
+
+
+def test_weights_ignore_noise_and_guess_the_unknown() -> None:
+    found = [
+        record("a", upload_bytes_per_s=1_000_000.0),
+        record("b", upload_bytes_per_s=1_090_000.0),
+        record("c", upload_bytes_per_s=8_000_000.0),
+        record("d"),
+    ]
+    weights = weights_from(found)
+    assert weights == {"a": 2.0**20, "b": 2.0**20, "c": 2.0**23, "d": 2.0**20}
+    assert weights_from([replace(r, upload_bytes_per_s=0.0) for r in found[:2]]) == {
+        "a": 1.0,
+        "b": 1.0,
+    }
+    assert weights_from([]) == {}

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarmnet.errors import Busy
+from swarmnet.simulation.clock import run
+from swarmnet.simulation.device import InlineWorker, SyntheticDevice
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+
+SECONDS = {BACKWARD: 2.0, FORWARD: 1.0, OTHER: 0.5}
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_backward_first_and_the_oldest_first() -> None:
+    async def main() -> list[tuple[str, float]]:
+        device = SyntheticDevice(SECONDS.__getitem__)
+        log: list[tuple[str, float]] = []
+
+        async def work(name: str, kind: str) -> None:
+            log.append((await device.run(kind, lambda: name), now()))
+
+        jobs = [("f1", FORWARD), ("o1", OTHER), ("f2", FORWARD), ("b1", BACKWARD), ("b2", BACKWARD)]
+        tasks = [asyncio.create_task(work(*job)) for job in jobs]
+        await asyncio.sleep(0.0)
+        assert device.num_waiting == 5
+        await asyncio.gather(*tasks)
+        assert device.num_waiting == 0
+        assert device.busy_s == 6.5
+        return log
+
+    assert run(main()) == [("f1", 1.0), ("b1", 3.0), ("b2", 5.0), ("f2", 6.0), ("o1", 6.5)]
+
+
+def test_cancelling_removes_what_has_not_started() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(SECONDS.__getitem__)
+        done: list[str] = []
+        first = asyncio.create_task(device.run(FORWARD, lambda: done.append("first")))
+        second = asyncio.create_task(device.run(FORWARD, lambda: done.append("second")))
+        await asyncio.sleep(0.5)
+        first.cancel()
+        second.cancel()
+        await asyncio.sleep(0.0)
+        assert device.num_waiting == 1
+        await asyncio.sleep(10.0)
+        assert done == ["first"]
+        assert device.busy_s == 1.0
+
+    run(main())
+
+
+def test_errors_go_to_the_waiter_and_the_device_goes_on() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(lambda kind: 1.0)
+
+        def fail() -> None:
+            raise ValueError("bad")
+
+        with pytest.raises(ValueError, match="bad"):
+            await device.run(FORWARD, fail)
+        assert await device.run(FORWARD, lambda: 3) == 3
+
+    run(main())
+
+
+def test_the_queue_is_bounded() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(lambda kind: 1.0, max_waiting=2)
+        tasks = [asyncio.create_task(device.run(FORWARD, int)) for _ in range(2)]
+        await asyncio.sleep(0.0)
+        with pytest.raises(Busy) as refused:
+            await device.run(FORWARD, int)
+        assert refused.value.backlog_s == 2.0
+        await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_close_drops_the_queue_and_waits_for_what_runs() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(lambda kind: 1.0)
+        tasks = [asyncio.create_task(device.run(FORWARD, lambda: 1)) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        await device.close()
+        assert now() == 1.0
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert results[0] == 1
+        assert all(isinstance(r, asyncio.CancelledError) for r in results[1:])
+        with pytest.raises(RuntimeError, match="closed"):
+            await device.run(FORWARD, int)
+        await device.close()
+
+    run(main())
+
+
+def test_the_worker_does_one_thing_at_a_time() -> None:
+    async def main() -> list[tuple[int, float]]:
+        worker = InlineWorker(2.0)
+
+        async def work(i: int) -> tuple[int, float]:
+            return await worker.run(lambda: i), now()
+
+        results = await asyncio.gather(*(work(i) for i in range(3)))
+        await worker.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await worker.run(int)
+        return results
+
+    assert run(main()) == [(0, 2.0), (1, 4.0), (2, 6.0)]

@@ -1,0 +1,264 @@
+"""The run's spec: what it accepts, and what it says when it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import (
+    MAX_SPEC_BYTES,
+    TABLES,
+    RunSpec,
+    describe,
+    load_spec,
+    parse_spec,
+)
+
+LLAMA = """
+seed = 7
+
+[model]
+kind = "llama"
+hidden_size = 64
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 176
+vocab_size = 256
+max_position_embeddings = 32
+
+[data]
+paths = ["python-stdlib"]
+
+[optimizer]
+learning_rate = 0.003
+warmup_rounds = 5
+rounds = 50
+
+[pipeline]
+num_stages = 2
+global_batch = 32
+microbatch = 4
+"""
+
+CUSTOM = """
+[model]
+kind = "custom"
+builder = "my_model.py:build"
+options = { width = 32, deep = [1, 2] }
+
+[optimizer]
+learning_rate = 0.01
+rounds = 10
+
+[pipeline]
+num_stages = 3
+global_batch = 8
+microbatch = 2
+"""
+
+
+def change(old: str, new: str, text: str = LLAMA) -> str:
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def failure(text: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("run.toml: ")
+    return message.removeprefix("run.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "hidden_size = 64",
+            "hidden_sise = 64",
+            "[model] hidden_sise is unknown; did you mean hidden_size?",
+        ),
+        ("[model]", "[modle]", "[modle] is unknown; did you mean [model]?"),
+        ("seed = 7", "sed = 7", "sed is unknown; did you mean seed?"),
+        ("seed = 7", "rounds = 7", "rounds is unknown outside a table; it belongs to [optimizer]"),
+        (
+            "microbatch = 4",
+            "microbatch = 4\nrounds = 3",
+            "[pipeline] rounds is unknown; it belongs to [optimizer]",
+        ),
+        ("hidden_size = 64", "", '[model] hidden_size is missing; kind "llama" needs it'),
+        ("rounds = 50", "", "[optimizer] rounds is missing; add it"),
+        (
+            "hidden_size = 64",
+            'hidden_size = "64"',
+            "[model] hidden_size = '64': input should be a valid integer",
+        ),
+        (
+            "rounds = 50",
+            "rounds = true",
+            "[optimizer] rounds = True: input should be a valid integer",
+        ),
+        (
+            "learning_rate = 0.003",
+            "learning_rate = nan",
+            "[optimizer] learning_rate = nan: input should be a finite number",
+        ),
+        (
+            "learning_rate = 0.003",
+            "learning_rate = -1",
+            "[optimizer] learning_rate = -1: input should be greater than 0",
+        ),
+        (
+            "num_attention_heads = 4",
+            "num_attention_heads = 3",
+            "[model] num_attention_heads (3) must divide hidden_size (64)",
+        ),
+        (
+            "num_key_value_heads = 2",
+            "num_key_value_heads = 3",
+            "[model] num_key_value_heads (3) must divide num_attention_heads (4)",
+        ),
+        (
+            "microbatch = 4",
+            "microbatch = 5",
+            "[pipeline] global_batch (32) must be a multiple of microbatch (5)",
+        ),
+        (
+            "num_stages = 2",
+            "num_stages = 5",
+            "[pipeline] num_stages (5) must not be more than [model] num_hidden_layers (4)",
+        ),
+        (
+            "warmup_rounds = 5",
+            "warmup_rounds = 50",
+            "[optimizer] warmup_rounds (50) must be less than rounds (50)",
+        ),
+        (
+            "vocab_size = 256",
+            "vocab_size = 255",
+            '[model] vocab_size (255) must be at least 256 for tokenizer = "bytes"',
+        ),
+        (
+            'paths = ["python-stdlib"]',
+            "",
+            '[data] paths is missing; name text files or folders, or "python-stdlib"',
+        ),
+        (
+            'paths = ["python-stdlib"]',
+            'paths = ["x"]\ninclude = ["../*"]',
+            "[data] include '../*' must be a file name's glob, without folders",
+        ),
+        (
+            "seed = 7",
+            'name = "a\\u001b[2Jb"',
+            "name has control characters; write plain text on one line",
+        ),
+        (
+            'kind = "llama"',
+            'kind = "llama"\nbuilder = "x.py:f"',
+            '[model] builder and options are for kind = "custom" only; remove them',
+        ),
+    ],
+)
+def test_a_wrong_spec_is_one_line_that_says_what_to_do(old: str, new: str, message: str) -> None:
+    assert failure(change(old, new)) == message
+
+
+def test_custom_models_need_a_builder_and_no_data() -> None:
+    spec = parse_spec(CUSTOM)
+    assert spec.model.options == {"width": 32, "deep": [1, 2]}
+    assert spec.data.paths == ()
+    assert "path/file.py:function" in failure(change("my_model.py:build", "my_model", CUSTOM))
+    assert "options may hold" in failure(change("width = 32", "width = 2020-01-01", CUSTOM))
+    wrong = change('kind = "custom"', 'kind = "custom"\nhidden_size = 3', CUSTOM)
+    assert "[model.options]" in failure(wrong)
+
+
+def test_key_value_heads_default_to_the_attention_heads() -> None:
+    assert parse_spec(change("num_key_value_heads = 2", "")).model.num_key_value_heads == 4
+
+
+def test_what_is_no_toml_or_no_file_is_said_in_one_line(tmp_path: Path) -> None:
+    assert failure("a b").startswith("not valid TOML: ")
+    assert "longer than" in failure("#" * (MAX_SPEC_BYTES + 1))
+    with pytest.raises(SpecError, match=r"cannot read .*missing.toml: No such file"):
+        load_spec(tmp_path / "missing.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match="not UTF-8"):
+        load_spec(binary)
+
+
+def test_the_canonical_form_survives_the_journey_to_a_peer() -> None:
+    for text in (LLAMA, CUSTOM):
+        spec = parse_spec(text)
+        again = RunSpec.from_canonical(spec.canonical())
+        assert again == spec
+        assert again.run_id == spec.run_id
+        assert re.fullmatch(r"[0-9a-f]{32}", spec.run_id)
+
+
+def test_the_run_id_depends_on_the_meaning_and_not_on_the_writing() -> None:
+    spec = parse_spec(LLAMA)
+    assert parse_spec("# a comment\n" + change("0.003", "3e-3")).run_id == spec.run_id
+    assert parse_spec(change("seed = 7", "seed = 8")).run_id != spec.run_id
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 60_000,
+        b'{"model":1}',
+        b" " * (MAX_SPEC_BYTES + 1),
+        parse_spec(LLAMA).canonical() + b" ",
+        parse_spec(LLAMA).canonical().replace(b'"seed":7', b'"seed":NaN'),
+    ],
+)
+def test_a_hostile_spec_from_a_peer_is_refused(data: bytes) -> None:
+    with pytest.raises(SpecError, match="the swarm's spec: "):
+        RunSpec.from_canonical(data)
+
+
+def test_other_rounds_keep_the_rest_and_fit_the_warm_up() -> None:
+    spec = parse_spec(LLAMA)
+    assert spec.with_rounds(100).optimizer.warmup_rounds == 5
+    short = spec.with_rounds(5)
+    assert short.optimizer.warmup_rounds < 5
+    assert short.model == spec.model
+    with pytest.raises(SpecError, match="rounds"):
+        spec.with_rounds(0)
+    assert spec.with_seed(3).seed == 3
+
+
+def test_the_parameters_are_those_of_the_architecture() -> None:
+    # embedding and head, then per layer: q, o, k, v, three of the feed-forward, two norms
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 176 + 2 * 64
+    assert parse_spec(LLAMA).model.num_parameters == 2 * 256 * 64 + 4 * layer + 64
+
+
+def test_every_field_is_documented() -> None:
+    for name, table in TABLES.items():
+        for field, info in table.model_fields.items():
+            assert info.description, f"[{name}] {field}"
+
+
+def test_a_description_is_one_line() -> None:
+    assert "\n" not in describe(parse_spec(LLAMA))
+    assert "my_model.py:build" in describe(parse_spec(CUSTOM))
+
+
+def test_the_embedded_default_is_a_valid_spec() -> None:
+    import peer
+
+    spec = load_spec(Path(peer.__file__).with_name("default.toml"))
+    assert spec.data.paths == ("python-stdlib",)
+    assert get_args(type(spec).model_fields["data"].annotation) == ()
