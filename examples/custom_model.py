@@ -1,8 +1,8 @@
 """A model of your own: not of language, but of points in the plane.
 
-Three spiral arms wind around each other; a residual network of fully connected layers says to which
-arm a point belongs. Everything that swarmnet needs of it is the `ModelPlan` that `build` returns; the
-protocol is documented in `swarmnet/training/models/base.py`. Try it:
+Three spiral arms wind around each other; a residual network of fully connected layers says to
+which arm a point belongs. Everything that swarmnet needs of it is the `ModelPlan` that `build`
+returns; the protocol is documented in `swarmnet/training/models/base.py`. Try it:
 
     swarmnet local --spec examples/custom_model.toml
 """

@@ -121,7 +121,9 @@ async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
         raise AddressError(f"peer {peer_id[-8:]} does not tell its run: {e}") from None
     spec = RunSpec.from_canonical(reply.spec)
     if spec.run_id != reply.run_id:
-        raise UserError(f"peer {peer_id[-8:]} gave a spec that does not match its hash; join another")
+        raise UserError(
+            f"peer {peer_id[-8:]} gave a spec that does not match its hash; join another"
+        )
     return spec
 
 
@@ -191,9 +193,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         key = Key.load_or_create(options.state_dir / "identity.key")
         spec = None
         if options.spec is not None:
-            spec = with_overrides(
-                load_spec(options.spec), rounds=options.rounds, seed=options.seed
-            )
+            spec = with_overrides(load_spec(options.spec), rounds=options.rounds, seed=options.seed)
         net = await open_net(
             options.transport, key, host=options.host, port=options.port, announce=options.announce
         )
@@ -238,7 +238,9 @@ def compose(
 ) -> Peer:
     """A `Peer` of real parts."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
-        raise UserError(f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}")
+        raise UserError(
+            f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
+        )
     now_unix_s = time.time()
     return Peer(
         transport=transport,
@@ -275,8 +277,12 @@ class CountedMicrobatches:
             with self._path.open("a") as file:
                 file.write(line + "\n")
         except OSError as e:
-            log.warning("%s: %s; the microbatches of round %d are not on record",
-                        self._path, e.strerror, round_index)
+            log.warning(
+                "%s: %s; the microbatches of round %d are not on record",
+                self._path,
+                e.strerror,
+                round_index,
+            )
 
 
 def best_address(addresses: Sequence[str]) -> str:
@@ -311,8 +317,12 @@ class Observer:
         self._transport = transport
         self._tasks = Tasks("observer")
         self._wiring = Wiring(
-            transport, gossip, Limits(), spec.pipeline.num_stages,
-            spec.pipeline.microbatch, gossip.rng,
+            transport,
+            gossip,
+            Limits(),
+            spec.pipeline.num_stages,
+            spec.pipeline.microbatch,
+            gossip.rng,
         )
         self._tasks.start(gossip.run())
 
@@ -333,12 +343,14 @@ class Observer:
                 neighbour = await dial_any(net.transport, addresses)
                 spec = await fetch_run(net.transport, neighbour)
                 net.transport.set_run(spec.run_id)
-                own = Record(
-                    key.peer_id, spec.run_id, int(time.time() * 1000), 0, state=OBSERVING
-                )
+                own = Record(key.peer_id, spec.run_id, int(time.time() * 1000), 0, state=OBSERVING)
                 gossip = Gossip(
-                    net.transport, View(key.peer_id), KeySigner(key), own,
-                    random.Random(key.peer_id), quiet=True,
+                    net.transport,
+                    View(key.peer_id),
+                    KeySigner(key),
+                    own,
+                    random.Random(key.peer_id),
+                    quiet=True,
                 )
                 await gossip.exchange(neighbour)
                 return cls(spec, gossip, net.transport)
@@ -361,9 +373,7 @@ class Observer:
         for _ in range(num_tokens):
             window = tokens[-seq:]
             inputs = Array("int32", (1, len(window)), _int32(window))
-            reply = await infer_through(
-                self._wiring, InferRequest(stage=0, mode=LOGITS), (inputs,)
-            )
+            reply = await infer_through(self._wiring, InferRequest(stage=0, mode=LOGITS), (inputs,))
             tokens.append(_sample(reply.arrays[0], rng))
         return bytes(tokens[len(prompt) :])
 

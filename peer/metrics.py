@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -57,6 +58,16 @@ class MetricsFile:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def open_metrics(path: Path | None, *, append: bool) -> Iterator[MetricsFile | None]:
+    """`MetricsFile`, or None where no file was asked for."""
+    if path is None:
+        yield None
+        return
+    with MetricsFile(path, append=append) as file:
+        yield file
 
 
 def _reason(error: OSError) -> str:

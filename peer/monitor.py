@@ -65,12 +65,17 @@ class Monitor:
 
     Args:
         num_stages, global_batch (samples), rounds (length of the run): of the run's spec.
+        measures: feeders are known to measure held-out data, so that `all_told` waits for the
+            first measurement. For the last it waits wherever there was one.
     """
 
-    def __init__(self, *, num_stages: int, global_batch: int, rounds: int) -> None:
+    def __init__(
+        self, *, num_stages: int, global_batch: int, rounds: int, measures: bool = False
+    ) -> None:
         self.num_stages = num_stages
         self.global_batch = global_batch
         self.rounds = rounds
+        self.measures = measures
         self._seen: dict[str, _Seen] = {}
         self._counts: dict[tuple[str, int], dict[int, RoundCount]] = {}
         self._totals: dict[str, int] = {}
@@ -276,9 +281,12 @@ class Monitor:
 
     @property
     def all_told(self) -> bool:
-        """The run is done, every round was told, and the last held-out measurement, if there
-        are any, is in."""
-        measured = self._held_out_last is None or self._held_out_last.round >= self.rounds
+        """The run is done, every round was told, and so was the last held-out measurement."""
+        last = self._held_out_last
+        if last is None:
+            measured = not self.measures
+        else:
+            measured = last.round >= self.rounds
         return self.done and self._next is not None and self._next >= self.rounds and measured
 
     def view_model(self) -> ViewModel:
@@ -344,8 +352,10 @@ class Monitor:
             tokens=self._tokens,
             seconds=seconds,
             tokens_per_s=self._tokens_timed / seconds if seconds > 0 else 0.0,
-            held_out_first=first.bits_per_byte if first else None,
-            held_out_last=last.bits_per_byte if last else None,
+            held_out_loss_first=first.loss if first else None,
+            held_out_loss_last=last.loss if last else None,
+            bits_per_byte_first=first.bits_per_byte if first else None,
+            bits_per_byte_last=last.bits_per_byte if last else None,
             rerouted=self._totals.get("rerouted", 0),
             retracted=self._totals.get("retracted", 0),
             samples_lost=self._totals.get("samples_lost", 0),

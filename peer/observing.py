@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from peer.options import TransportName
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec
 
@@ -30,11 +31,11 @@ class RunObserver(Protocol):
     async def close(self) -> None: ...
 
 
-JoinRun = Callable[[Sequence[str], str], Awaitable[RunObserver]]
+JoinRun = Callable[[Sequence[str], TransportName], Awaitable[RunObserver]]
 """(addresses, transport) -> an observer. Raises `AddressError` or another `SwarmnetError`."""
 
 
-async def join_run(addresses: Sequence[str], transport: str) -> RunObserver:
+async def join_run(addresses: Sequence[str], transport: TransportName) -> RunObserver:
     """Joins as an observer over the real network."""
     from peer.daemon import Observer
 

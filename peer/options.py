@@ -95,3 +95,7 @@ def with_overrides(spec: RunSpec, *, rounds: int | None, seed: int | None) -> Ru
 def default_spec_path() -> Path:
     """The embedded spec of `swarmnet local`."""
     return Path(__file__).with_name("default.toml")
+
+
+class UsageError(UserError):
+    """Options that do not go together: exit code 2."""

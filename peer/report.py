@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import time
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 
@@ -13,7 +15,23 @@ from peer.monitor import Monitor
 from peer.options import ScreenName
 from peer.screen import Screen
 from swarmnet.protocol.view import View
-from swarmnet.spec import RunSpec
+from swarmnet.spec import RunSpec, describe
+
+LOOK_EVERY_S = 0.5
+"""Between two looks of a peer at its own view."""
+
+
+class Running(Protocol):
+    """A peer at work; `peer.daemon.RunningPeer` is one."""
+
+    @property
+    def spec(self) -> RunSpec: ...
+
+    @property
+    def view(self) -> View: ...
+
+    @property
+    def address(self) -> str: ...
 
 
 def monitor_of(spec: RunSpec) -> Monitor:
@@ -22,25 +40,23 @@ def monitor_of(spec: RunSpec) -> Monitor:
         num_stages=spec.pipeline.num_stages,
         global_batch=spec.pipeline.global_batch,
         rounds=spec.optimizer.rounds,
+        measures=bool(spec.data.paths)
+        and spec.data.held_out_fraction > 0
+        and spec.data.held_out_microbatches > 0,
     )
 
 
 class Reporter:
-    """A monitor, a screen and, where asked for, a metrics file. A context manager."""
+    """A monitor, a screen and, where asked for, a metrics file. A context manager that opens and
+    closes the screen; the file belongs to the caller."""
 
-    def __init__(self, spec: RunSpec, screen: Screen, metrics: MetricsFile | None = None) -> None:
+    def __init__(
+        self, spec: RunSpec, mode: ScreenName = "auto", metrics: MetricsFile | None = None
+    ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
-        self.screen = screen
+        self.screen = Screen(Console(highlight=False), mode)
         self.metrics = metrics
-
-    @classmethod
-    def open(
-        cls, spec: RunSpec, mode: ScreenName, metrics: Path | None, *, append: bool
-    ) -> Reporter:
-        """Raises `UserError` where the metrics file cannot be written."""
-        file = None if metrics is None else MetricsFile(metrics, append=append)
-        return cls(spec, Screen(Console(highlight=False), mode), file)
 
     def look(self, view: View, now: float, unix_s: float) -> list[Event]:
         """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
@@ -55,8 +71,6 @@ class Reporter:
     def close(self) -> None:
         """Idempotent."""
         self.screen.close()
-        if self.metrics is not None:
-            self.metrics.close()
 
     def __enter__(self) -> Reporter:
         self.screen.__enter__()
@@ -69,3 +83,17 @@ class Reporter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+async def report_peer(running: Running, mode: ScreenName, metrics: MetricsFile | None) -> None:
+    """Says how to join, and then what the peer sees, until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    with Reporter(running.spec, mode, metrics) as reporter:
+        say = reporter.screen.say
+        if not reporter.screen.is_quiet:
+            say(describe(running.spec))
+            say("to join this run:")
+        say(f"swarmnet peer --join {running.address}")
+        while True:
+            reporter.look(running.view, loop.time(), time.time())
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -89,10 +89,12 @@ class Summary:
     seconds: float
     """Of the rounds whose beginning and end were seen."""
     tokens_per_s: float
-    held_out_first: float | None
-    """Bits per byte."""
-    held_out_last: float | None
-    """Bits per byte."""
+    held_out_loss_first: float | None
+    """Nats per token."""
+    held_out_loss_last: float | None
+    bits_per_byte_first: float | None
+    """Of the held-out data; 0 where it is not text."""
+    bits_per_byte_last: float | None
     rerouted: int
     retracted: int
     samples_lost: int

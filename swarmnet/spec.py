@@ -391,6 +391,15 @@ class RunSpec(_Table):
         values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
         return _validate(values, "--rounds")
 
+    def with_builder(self, builder: str) -> RunSpec:
+        """This run with a custom model's code taken from elsewhere: for use on this machine only,
+        since its `run_id` is another."""
+        if builder == self.model.builder:
+            return self
+        values = self.model_dump()
+        values["model"]["builder"] = builder
+        return _validate(values, "--builder")
+
     def with_seed(self, seed: int) -> RunSpec:
         """This run with another seed."""
         return _validate(self.model_dump() | {"seed": seed}, "--seed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -261,4 +260,15 @@ def test_the_embedded_default_is_a_valid_spec() -> None:
 
     spec = load_spec(Path(peer.__file__).with_name("default.toml"))
     assert spec.data.paths == ("python-stdlib",)
-    assert get_args(type(spec).model_fields["data"].annotation) == ()
+
+
+def test_the_specs_of_examples_and_readme_are_valid() -> None:
+    root = Path(__file__).parent.parent
+    examples = sorted((root / "examples").glob("*.toml"))
+    assert len(examples) >= 2
+    for path in examples:
+        load_spec(path)
+    shown = re.findall(r"```toml\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert shown
+    for text in shown:
+        parse_spec(text, "README.md")

@@ -30,8 +30,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-# What arrives lies in read-only bytes; torch warns of that once, and nobody writes to it here.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
+with warnings.catch_warnings():
+    # What arrives lies in read-only bytes, and nobody writes to it here. Torch warns of such
+    # bytes once in a program: let that be now.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"0", dtype=torch.uint8)
 
 
 def to_tensor(array: Array, device: torch.device | str = "cpu") -> Tensor:

@@ -16,7 +16,9 @@ MODEL = {
     "vocab_size": 256,
     "max_position_embeddings": 16,
 }
-TEXT = "".join(f"{n} bottles of ink on the shelf, take one down, write {n - 1}.\n" for n in range(99))
+TEXT = "".join(
+    f"{n} bottles of ink on the shelf, take one down, write {n - 1}.\n" for n in range(99)
+)
 
 
 def write_text(folder: Path) -> str:

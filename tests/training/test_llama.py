@@ -38,9 +38,7 @@ def test_logits_equal_hugging_face(num_key_value_heads: int) -> None:
     theirs.load_state_dict(state, strict=True)  # names and shapes map one to one
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(tokens.int()), theirs(tokens).logits, rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(model(tokens.int()), theirs(tokens).logits, rtol=1e-5, atol=1e-6)
 
 
 def test_loss_gradients_equal_hugging_face() -> None:
@@ -85,7 +83,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 def test_the_head_counts_when_layers_are_split() -> None:
     wide = ModelSpec(**{**MODEL, "vocab_size": 4096})
     stages = split_stages(llama_plan(wide), 2)
-    assert [layer.name for layer in stages[1]] == ["model.norm", "lm_head"]
+    assert not any("layers" in layer.name for layer in stages[1])
     narrow = split_stages(llama_plan(ModelSpec(**MODEL)), 2)
     assert narrow[0][0].name == "model.embed_tokens"
     assert abs(len(narrow[0]) - len(narrow[1])) <= 1

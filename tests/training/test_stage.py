@@ -12,7 +12,6 @@ import torch
 import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation, SpecError
-from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.data import open_data
@@ -25,43 +24,13 @@ from swarmnet.training.stage import (
     stage_shard_sizes,
 )
 from swarmnet.wire import Array
+from tests.training.flights import fly, gradient, named, parameters, stages_of
 from tests.training.specs import small_spec, write_text
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     return write_text(tmp_path)
-
-
-def stages_of(spec: RunSpec) -> list[TorchStage]:
-    return [build_stage(spec, i) for i in range(spec.pipeline.num_stages)]
-
-
-def fly(stages: list[TorchStage], key: tuple[int, int], inputs: Array, targets: Array) -> LossResult:
-    """One microbatch through the stages and back."""
-    activation = inputs
-    for stage in stages[:-1]:
-        stage.check(activation, targets)
-        activation = stage.forward(key, activation)
-    result = stages[-1].forward_backward(key, activation, targets)
-    grad = result.grad_inputs
-    for stage in reversed(stages[:-1]):
-        assert grad is not None
-        grad = stage.backward(key, grad)
-    assert grad is None
-    return result
-
-
-def gradient(stage: TorchStage) -> torch.Tensor:
-    return torch.cat([to_tensor(stage.gradient_shard(j)) for j in range(len(stage.shard_sizes))])
-
-
-def parameters(stage: TorchStage) -> torch.Tensor:
-    return torch.cat([to_tensor(stage.parameter_shard(j)) for j in range(len(stage.shard_sizes))])
-
-
-def named(stage: TorchStage, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {r.name: flat[r.start : r.stop].view(r.shape) for r in stage.parameter_ranges}
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -222,9 +191,7 @@ def test_shards_are_views_and_digests_are_of_their_bytes(text: str) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_layout_is_known_without_building(text: str, num_stages: int) -> None:
-    spec = small_spec(
-        text, pipeline={"num_stages": num_stages}, sync={"shard_parameters": 0}
-    )
+    spec = small_spec(text, pipeline={"num_stages": num_stages}, sync={"shard_parameters": 0})
     for i, stage in enumerate(stages_of(spec)):
         assert stage_parameter_ranges(spec, i) == stage.parameter_ranges
         assert stage_shard_sizes(spec, i) == stage.shard_sizes
@@ -430,3 +397,10 @@ def test_dropout_is_the_same_when_a_pass_is_done_again() -> None:
     evaluated = keep.evaluate(inputs, None)
     assert isinstance(evaluated, Array)
     assert bytes(keep.evaluate(inputs, None).data) == bytes(evaluated.data)  # type: ignore[union-attr]
+
+
+def test_work_that_is_given_up_while_it_runs_leaves_nothing_behind() -> None:
+    stage = dropout_stage(False)
+    stage._modules[0].register_forward_pre_hook(lambda *_: stage.forget((0, 3)))
+    stage.forward((0, 3), from_tensor(torch.ones(8, 4)))
+    assert stage.num_kept == 0

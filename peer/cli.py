@@ -1,0 +1,339 @@
+"""The command line. Options become a dataclass, and errors one line and an exit code; the
+work is elsewhere, and imported only when it is needed, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from peer.options import ANY_INTERFACE, PeerOptions, UsageError
+from swarmnet.errors import SwarmnetError, UserError
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+MAX_PORT = 65_535
+ClickException: Any = typer.BadParameter.__mro__[2]
+"""The root of what the parser of options raises."""
+
+app = typer.Typer(
+    name="swarmnet",
+    help="Train one large model on many machines that come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+TransportOption = Annotated[
+    Literal["p2pd", "py-libp2p"],
+    typer.Option(help="What carries the bytes; peers with either train together."),
+]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show a traceback with an error, and more of the log.")
+]
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="Plain lines instead of the live screen.")
+]
+RoundsOption = Annotated[
+    int | None, typer.Option(min=1, help="Length of the run, in place of the spec's.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the run, in place of the spec's.")
+]
+MetricsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
+]
+
+
+@app.command()
+def peer(
+    spec: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start a new run from this run.toml."),
+    ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Join the run behind this address; repeat it to name several peers.",
+        ),
+    ] = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(min=0, help="Serve this stage. Default: the one that needs you most."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Listen on this port; 0 = any that is free.")
+    ] = 0,
+    host: Annotated[
+        str, typer.Option(help="Listen on the interface with this address.")
+    ] = ANY_INTERFACE,
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Tell others this address too (port forwarding, for example).",
+        ),
+    ] = None,
+    transport: TransportOption = "p2pd",
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep this peer's identity here. Default: ~/.local/state/swarmnet/peer-N.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Where this machine has the run's data; repeat it for several. A peer that joins "
+            "reads no files that you have not named.",
+        ),
+    ] = None,
+    builder: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."
+        ),
+    ] = "",
+    no_feed: Annotated[
+        bool, typer.Option("--no-feed", help="Compute only; start no microbatches.")
+    ] = False,
+    threads: Annotated[
+        int, typer.Option(min=0, help="Threads to compute with; 0 = torch's choice.")
+    ] = 0,
+    rounds: RoundsOption = None,
+    seed: SeedOption = None,
+    metrics: MetricsOption = None,
+    exit_when_done: Annotated[
+        bool,
+        typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
+    ] = False,
+    plain: PlainOption = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print the address to join, and nothing else.")
+    ] = False,
+    debug: DebugOption = False,
+    ready_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train on this machine: start a run, or join one.
+
+    [bold]swarmnet peer --spec run.toml[/bold] starts a run and prints the line that joins it;
+    [bold]swarmnet peer --join ADDR[/bold] joins. Ctrl-C finishes what is under way and leaves.
+    """
+    if parent_pid is not None:
+        from peer.loop import end_with_parent
+
+        end_with_parent(parent_pid)
+
+    def work() -> None:
+        from peer.state_dir import claimed_state_dir
+
+        if (spec is None) == (not join):
+            raise UsageError("give --spec FILE to start a run, or --join ADDR to join one")
+        if join and (rounds is not None or seed is not None):
+            raise UsageError("--rounds and --seed go with --spec; who joins takes the run's")
+        with claimed_state_dir(state_dir) as path:
+            options = PeerOptions(
+                state_dir=path,
+                spec=spec,
+                join=tuple(join or ()),
+                rounds=rounds,
+                seed=seed,
+                stage=stage,
+                host=host,
+                port=port,
+                announce=tuple(announce or ()),
+                transport=transport,
+                data=tuple(data or ()),
+                builder=builder,
+                feed=not no_feed,
+                threads=threads,
+                metrics=metrics,
+                exit_when_done=exit_when_done,
+                ready_file=ready_file,
+                screen="quiet" if quiet else "plain" if plain else "auto",
+            )
+            _serve(options, parent_pid)
+
+    _guarded(work, debug)
+
+
+@app.command()
+def local(
+    peers: Annotated[int, typer.Option(min=1, max=256, help="Peer processes to start.")] = 4,
+    spec: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The run. Default: a small language model."),
+    ] = None,
+    rounds: RoundsOption = None,
+    seed: SeedOption = None,
+    metrics: MetricsOption = None,
+    transport: TransportOption = "p2pd",
+    threads: Annotated[
+        int, typer.Option(min=0, help="Threads of each peer; 0 = this machine's cores, shared out.")
+    ] = 0,
+    plain: PlainOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run a whole swarm on this machine, one real process a peer.
+
+    Trains until the run's rounds are done, then prints a summary and a sample of text.
+    """
+
+    def work() -> None:
+        from peer.local import LocalOptions, run_local
+
+        options = LocalOptions(
+            num_peers=peers,
+            spec=spec,
+            rounds=rounds,
+            seed=seed,
+            metrics=metrics,
+            transport=transport,
+            threads=threads or _threads_each(peers),
+            screen="plain" if plain else "auto",
+            debug=debug,
+        )
+        _run(run_local(options))
+
+    _guarded(work, debug)
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(metavar="ADDR", help="Any peer of the run.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for programs.")
+    ] = False,
+    transport: TransportOption = "p2pd",
+    debug: DebugOption = False,
+) -> None:
+    """Take one look at a run: coverage, throughput, round and loss."""
+
+    def work() -> None:
+        from rich.console import Console
+
+        from peer.status import show_status
+
+        _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
+
+    _guarded(work, debug)
+
+
+def _serve(options: PeerOptions, parent_pid: int | None) -> None:
+    """A peer's life."""
+    from peer.loop import Stopped, run
+    from peer.metrics import open_metrics
+    from peer.report import Running, report_peer
+
+    with open_metrics(options.metrics, append=True) as metrics:
+
+        def show(running: Running) -> Coroutine[Any, Any, None]:
+            return report_peer(running, options.screen, metrics)
+
+        from peer.daemon import run_peer
+
+        try:
+            run(run_peer(options, show), parent_pid)
+        except Stopped:
+            pass  # how a peer ends
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a command that is not done when it is stopped."""
+    from peer.loop import Stopped, run
+
+    try:
+        run(main)
+    except Stopped:
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _threads_each(num_peers: int) -> int:
+    import os
+
+    return max(1, (os.cpu_count() or 1) // num_peers)
+
+
+def _guarded(work: Callable[[], None], debug: bool) -> None:
+    """Runs a command's work; what goes wrong is one line on stderr and an exit code."""
+    _log_to_stderr(debug)
+    try:
+        work()
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_FAILED) from None
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        _complain(_describe(error, debug))
+        raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED) from None
+
+
+def _describe(error: Exception, debug: bool) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, UserError):
+        return text
+    if not isinstance(error, SwarmnetError):
+        text = f"{type(error).__name__}: {text}"
+    return text if debug else f"{text} (--debug shows where)"
+
+
+def _complain(line: str) -> None:
+    sys.stderr.write(f"swarmnet: {line}\n")
+    sys.stderr.flush()
+
+
+class _Stderr(logging.Handler):
+    """Writes to what `sys.stderr` is at the time, which a live screen replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _log_to_stderr(debug: bool) -> None:
+    handler = _Stderr()
+    shape = "%(asctime)s %(name)s: %(message)s" if debug else "swarmnet: %(message)s"
+    handler.setFormatter(logging.Formatter(shape))
+    logger = logging.getLogger("swarmnet")
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Runs one command line (without the program's name); returns the exit code."""
+    try:
+        code = app(list(arguments), prog_name="swarmnet", standalone_mode=False)
+    except ClickException as error:
+        context = getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return EXIT_USAGE
+        where = context.command_path if context is not None else "swarmnet"
+        text = " ".join(error.format_message().split()).rstrip(".")
+        _complain(f"{text}; see `{where} --help`")
+        return EXIT_USAGE
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_FAILED
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def main() -> None:
+    """The entry point of `swarmnet`."""
+    sys.exit(run_command(sys.argv[1:]))

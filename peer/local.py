@@ -1,0 +1,221 @@
+"""`swarmnet local`: a whole swarm on this machine, one real `swarmnet peer` process a peer, and
+this process as the observer that watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from peer.metrics import open_metrics
+from peer.observing import JoinRun, RunObserver, join_run
+from peer.options import (
+    LOOPBACK,
+    ScreenName,
+    TransportName,
+    UsageError,
+    default_spec_path,
+    with_overrides,
+)
+from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
+from peer.report import Reporter
+from peer.screen import peers_table
+from peer.text import number, size
+from peer.view_model import Summary
+from swarmnet.errors import SwarmnetError
+from swarmnet.spec import PYTHON_STDLIB, RunSpec, describe, load_spec
+
+LOOK_EVERY_S = 0.5
+"""Longest time between looks."""
+LOOK_PAUSE_S = 0.1
+"""Shortest time between looks."""
+FINAL_WAIT_S = 30.0
+"""After the last update: for the last counts and the last held-out measurement to arrive."""
+SAMPLE_TOKENS = 200
+SAMPLE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """Options of `swarmnet local`."""
+
+    num_peers: int
+    spec: Path | None = None
+    """None = the embedded default."""
+    rounds: int | None = None
+    seed: int | None = None
+    metrics: Path | None = None
+    transport: TransportName = "p2pd"
+    threads: int = 0
+    """Torch threads of each peer."""
+    screen: ScreenName = "auto"
+    debug: bool = False
+
+
+async def run_local(
+    options: LocalOptions,
+    *,
+    command: Sequence[str] = PEER_COMMAND,
+    join: JoinRun = join_run,
+) -> None:
+    """Runs a swarm until it has done its rounds; prints a summary and a sample of text.
+
+    `command` and `join` are there for tests.
+
+    Raises:
+        UserError: spec, options or metrics file are wrong, or the first peer found them so.
+        SwarmnetError: every peer ended before the run did.
+    """
+    spec = with_overrides(
+        load_spec(options.spec or default_spec_path()), rounds=options.rounds, seed=options.seed
+    )
+    _check(options, spec)
+    with (
+        open_metrics(options.metrics, append=False) as metrics,
+        Reporter(spec, options.screen, metrics) as reporter,
+        run_folder() as folder,
+    ):
+        processes = PeerProcesses(folder, command)
+        try:
+            await _run(options, spec, reporter, processes, join)
+        finally:
+            await processes.stop()
+
+
+def _check(options: LocalOptions, spec: RunSpec) -> None:
+    num_stages = spec.pipeline.num_stages
+    if options.num_peers < num_stages:
+        raise UsageError(f"{num_stages} stages need at least --peers {num_stages}")
+
+
+async def _run(
+    options: LocalOptions,
+    spec: RunSpec,
+    reporter: Reporter,
+    processes: PeerProcesses,
+    join: JoinRun,
+) -> None:
+    screen = reporter.screen
+    screen.say(describe(spec))
+    screen.say(f"starting {options.num_peers} peers")
+    first = await processes.start("peer-1", _first_arguments(options))
+    address = (await processes.wait_ready(first)).address
+    screen.say(f"join it from this machine: swarmnet peer --join {address}")
+    for index in range(2, options.num_peers + 1):
+        await processes.start(f"peer-{index}", _joiner_arguments(options, spec, address))
+    observer = await join([address], options.transport)
+    try:
+        if observer.spec.run_id != spec.run_id:
+            raise SwarmnetError("the peers train another run than the one they were given")
+        await _watch(observer, reporter, processes)
+        sample = await _sample(observer)
+    finally:
+        await observer.close()
+    screen.close()
+    screen.draw(summary_table(reporter.monitor.summary()))
+    screen.draw(peers_table(reporter.monitor.view_model().peers))
+    for line in sample:
+        screen.say(line)
+
+
+def _shared_arguments(options: LocalOptions) -> list[str]:
+    arguments = ["--host", LOOPBACK, "--transport", options.transport, "--plain"]
+    if options.threads:
+        arguments += ["--threads", str(options.threads)]
+    if options.debug:
+        arguments.append("--debug")
+    return arguments
+
+
+def _first_arguments(options: LocalOptions) -> list[str]:
+    arguments = ["--spec", str(options.spec or default_spec_path())]
+    if options.rounds is not None:
+        arguments += ["--rounds", str(options.rounds)]
+    if options.seed is not None:
+        arguments += ["--seed", str(options.seed)]
+    return arguments + _shared_arguments(options)
+
+
+def _joiner_arguments(options: LocalOptions, spec: RunSpec, address: str) -> list[str]:
+    """A joiner takes neither files nor code from a spec that comes over the network; here both
+    are this person's own."""
+    arguments = ["--join", address]
+    if any(path != PYTHON_STDLIB for path in spec.data.paths):
+        for path in spec.data.paths:
+            arguments += ["--data", path]
+    if spec.model.kind == "custom":
+        arguments += ["--builder", spec.model.builder]
+    return arguments + _shared_arguments(options)
+
+
+async def _watch(observer: RunObserver, reporter: Reporter, processes: PeerProcesses) -> None:
+    """Looks until the run has done its rounds and all of it was told. A peer that ends before is
+    reported and the run goes on; raises `SwarmnetError` when none is left."""
+    loop = asyncio.get_running_loop()
+    done_at: float | None = None
+    while True:
+        for child in processes.newly_dead():
+            _report_death(child, reporter)
+        if not processes.num_alive:
+            raise SwarmnetError(f"every peer has ended; their logs are in {processes.folder}")
+        now = loop.time()
+        reporter.look(observer.view, now, time.time())
+        if reporter.monitor.all_told:
+            return
+        if reporter.monitor.done:
+            done_at = now if done_at is None else done_at
+            if now - done_at > FINAL_WAIT_S:
+                reporter.screen.say("the last held-out measurement did not arrive in time")
+                return
+        await observer.wait_news(LOOK_EVERY_S)
+        await asyncio.sleep(LOOK_PAUSE_S)
+
+
+def _report_death(child: ChildPeer, reporter: Reporter) -> None:
+    screen = reporter.screen
+    screen.say(f"{child.name} (pid {child.process.pid}) {child.how_it_ended()}; the run goes on")
+    for line in child.log_tail():
+        screen.say(f"  {child.name}: {line}")
+
+
+async def _sample(observer: RunObserver) -> list[str]:
+    """A short text that the model writes, as lines; nothing for what is not a language model.
+    A run that cannot say a word has still done its rounds, so a failure is a line too."""
+    spec = observer.spec
+    if spec.model.kind != "llama":
+        return []
+    prompt = "def " if PYTHON_STDLIB in spec.data.paths else "The "
+    try:
+        async with asyncio.timeout(SAMPLE_WAIT_S):
+            written = await observer.generate(prompt.encode(), SAMPLE_TOKENS)
+    except (SwarmnetError, TimeoutError) as error:
+        return [f"no sample: {error or 'the swarm did not answer in time'}"]
+    text = prompt + written.decode(errors="replace")
+    shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    return ["", "the model writes:", *(f"  {line}" for line in shown.splitlines())]
+
+
+def summary_table(summary: Summary) -> Table:
+    """The run in numbers."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    measured = [
+        ("held-out loss", summary.held_out_loss_first, summary.held_out_loss_last),
+        ("held-out bits per byte", summary.bits_per_byte_first, summary.bits_per_byte_last),
+    ]
+    for name, value in (
+        ("rounds", number(summary.rounds)),
+        ("tokens", number(summary.tokens)),
+        ("tokens/s", number(summary.tokens_per_s)),
+        *((name, f"{number(a, 3)} -> {number(b, 3)}") for name, a, b in measured if a),
+        ("re-routes", number(summary.rerouted)),
+        ("bytes sent per token", size(summary.bytes_per_token)),
+    ):
+        table.add_row(Text(name), Text(value))
+    return table

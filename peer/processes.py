@@ -1,0 +1,210 @@
+"""The peer processes of `swarmnet local`: start, watch, stop, and leave nothing behind.
+
+Every child is a real `swarmnet peer` in a session of its own, so that Ctrl-C reaches the parent
+only, which then ends the children in order. If the parent is killed the kernel ends them
+(`peer.loop.end_with_parent`), and the folder is removed by the next `swarmnet local`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peer.ready import Ready, read_ready_file
+from swarmnet.errors import SwarmnetError, UserError
+
+PEER_COMMAND = (sys.executable, "-m", "peer", "peer")
+READY_WAIT_S = 120.0
+"""Longest start of a peer."""
+READY_LOOK_S = 0.05
+STOP_STEPS: tuple[tuple[signal.Signals, float], ...] = (
+    (signal.SIGINT, 15.0),
+    (signal.SIGTERM, 5.0),
+    (signal.SIGKILL, 5.0),
+)
+"""How children are asked to end, and the seconds that they get for it."""
+LOG_TAIL_BYTES = 1 << 14
+LOG_TAIL_LINES = 12
+FOLDER_PATTERN = re.compile(r"swarmnet-local-(\d+)-.+")
+"""Short, since sockets in it have paths of at most 107 bytes."""
+
+
+@dataclass(slots=True)
+class ChildPeer:
+    """One peer process."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    ready_file: Path
+    reported: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    def log_tail(self) -> list[str]:
+        """The last lines that it wrote."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return []
+        return [line.rstrip() for line in lines if line.strip()][-LOG_TAIL_LINES:]
+
+    def how_it_ended(self) -> str:
+        """In a few words."""
+        code = self.process.returncode
+        if code is None:
+            return "is alive"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+@dataclass(slots=True)
+class PeerProcesses:
+    """The children, with their logs and state in `folder`."""
+
+    folder: Path
+    command: Sequence[str] = PEER_COMMAND
+    stop_steps: Sequence[tuple[signal.Signals, float]] = STOP_STEPS
+    children: list[ChildPeer] = field(default_factory=list)
+
+    async def start(self, name: str, arguments: Sequence[str]) -> ChildPeer:
+        """Starts a peer. `arguments` come after those that tie it to this process."""
+        log, ready_file = self.folder / f"{name}.log", self.folder / f"{name}.json"
+        ties = ("--ready-file", str(ready_file), "--parent-pid", str(os.getpid()))
+        state = ("--state-dir", str(self.folder / name))
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                *ties,
+                *state,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        child = ChildPeer(name, process, log, ready_file)
+        self.children.append(child)
+        return child
+
+    async def wait_ready(self, child: ChildPeer, timeout_s: float = READY_WAIT_S) -> Ready:
+        """Waits until a child listens. Raises `UserError` with what the child said, or
+        `SwarmnetError` where it said nothing in time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while loop.time() < until:
+            ready = read_ready_file(child.ready_file)
+            if ready is not None:
+                return ready
+            if not child.alive:
+                child.reported = True
+                raise UserError(_last_words(child))
+            await asyncio.sleep(READY_LOOK_S)
+        raise SwarmnetError(
+            f"{child.name} did not listen within {timeout_s:.0f} s; see {child.log}"
+        )
+
+    def newly_dead(self) -> list[ChildPeer]:
+        """Children that have ended since the last question."""
+        dead = [c for c in self.children if not c.alive and not c.reported]
+        for child in dead:
+            child.reported = True
+        return dead
+
+    @property
+    def num_alive(self) -> int:
+        return sum(child.alive for child in self.children)
+
+    async def stop(self) -> None:
+        """Ends every child: politely first, in bounded time. Cancelled, it ends them at once."""
+        try:
+            for number, grace_s in self.stop_steps:
+                if not self.num_alive:
+                    return
+                self._signal(number)
+                await self._wait_all(grace_s)
+        finally:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self.children:
+            if child.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    if number == signal.SIGKILL:  # with whatever the peer has started
+                        os.killpg(child.process.pid, number)
+                    else:
+                        child.process.send_signal(number)
+
+    async def _wait_all(self, timeout_s: float) -> None:
+        waits = [asyncio.ensure_future(c.process.wait()) for c in self.children if c.alive]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=timeout_s)
+            for wait in pending:
+                wait.cancel()
+
+
+def _last_words(child: ChildPeer) -> str:
+    """A child's own one-line error where it gave one, else how it ended."""
+    tail = child.log_tail()
+    if tail and tail[-1].startswith("swarmnet: "):
+        return tail[-1].removeprefix("swarmnet: ")
+    said = f": {tail[-1]}" if tail else ""
+    return f"{child.name} {child.how_it_ended()} before it listened{said}"
+
+
+@contextlib.contextmanager
+def run_folder(base: Path | None = None) -> Iterator[Path]:
+    """A temporary folder for one `swarmnet local`. Removed at the end, except after a failure, when
+    its logs stay; folders of dead predecessors are removed first."""
+    base = base or Path(tempfile.gettempdir())
+    remove_stale_folders(base)
+    folder = Path(tempfile.mkdtemp(prefix=f"swarmnet-local-{os.getpid()}-", dir=base))
+    try:
+        yield folder
+    except (UserError, asyncio.CancelledError, KeyboardInterrupt):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException:
+        for child in folder.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale_folders(base: Path) -> list[Path]:
+    """Removes this user's folders whose `swarmnet local` is gone; returns them."""
+    removed = []
+    for path in sorted(base.glob("swarmnet-local-*")):
+        match = FOLDER_PATTERN.fullmatch(path.name)
+        if match is None or _is_alive(int(match[1])):
+            continue
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+    return removed
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

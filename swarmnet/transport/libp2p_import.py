@@ -1,0 +1,84 @@
+"""The parts of py-libp2p that we use, imported so that hivemind fits beside them.
+
+hivemind and py-libp2p both register protobuf messages named `crypto.pb.*`, and protobuf
+allows a name once in a process. The two files of py-libp2p that use the name therefore go
+into a descriptor pool of their own. Importing this module takes about a second (py-libp2p
+imports all of itself): import it where it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from google.protobuf import descriptor_pool, symbol_database  # noqa: F401  (before the detour)
+
+APART = (b"libp2p/crypto/pb/crypto.proto", b"libp2p/security/insecure/pb/plaintext.proto")
+
+
+class _Detour:
+    """Stands in for the shared descriptor pool while py-libp2p is imported."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+        self._apart = descriptor_pool.DescriptorPool()
+
+    def AddSerializedFile(self, data: bytes) -> Any:
+        name = data[2 : 2 + data[1]]  # a FileDescriptorProto begins with its name
+        pool = self._apart if name in APART else self._shared
+        return pool.AddSerializedFile(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared, name)
+
+
+_default = descriptor_pool.Default
+_detour = _Detour(_default())
+descriptor_pool.Default = lambda: _detour
+try:
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+    from libp2p.identity.identify.pb.identify_pb2 import Identify
+    from libp2p.io.abc import ReadWriteCloser
+    from libp2p.network.connection.raw_connection import RawConnection
+    from libp2p.peer.id import ID
+    from libp2p.protocol_muxer.exceptions import ProtocolNotSupportedError
+    from libp2p.protocol_muxer.multiselect import Multiselect
+    from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+    from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+    from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
+    from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
+    from libp2p.security.noise.transport import Transport as NoiseTransport
+    from libp2p.transport.upgrader import TransportUpgrader
+    from libp2p.utils.varint import encode_varint_prefixed
+    from multiaddr import Multiaddr
+    from multiaddr.utils import get_network_addrs
+finally:
+    descriptor_pool.Default = _default
+
+__all__ = [
+    "ID",
+    "NOISE",
+    "Identify",
+    "Multiaddr",
+    "Multiselect",
+    "MultiselectClient",
+    "MultiselectCommunicator",
+    "NoiseTransport",
+    "PeerIDMismatchesPubkey",
+    "ProtocolNotSupportedError",
+    "RawConnection",
+    "ReadWriteCloser",
+    "TransportUpgrader",
+    "create_new_key_pair",
+    "create_noise_key_pair",
+    "encode_varint_prefixed",
+    "get_network_addrs",
+]
+
+
+def set_logging(is_debug: bool) -> None:
+    """py-libp2p warns about every stranger that hangs up: silent, but for a debug run."""
+    logger = logging.getLogger("libp2p")
+    logger.setLevel(logging.WARNING if is_debug else logging.CRITICAL + 1)
+    logger.propagate = is_debug

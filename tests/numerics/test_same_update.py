@@ -1,0 +1,50 @@
+"""A swarm makes the same update as one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 20
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (3, 1), (2, 2), (3, 3)])
+def test_a_swarm_makes_the_updates_of_one_process(
+    tmp_path: Path, num_stages: int, num_replicas: int
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(num_stages, num_replicas)
+        await swarm.until_round(ROUNDS)
+        await swarm.until(lambda: _held_out(swarm) is not None)
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+        assert _held_out(swarm) == pytest.approx(trainer.held_out_loss(), rel=1e-4)
+        assert all(len(ids) == len(set(ids)) for ids in swarm.counted.values())
+
+    in_virtual_time(scenario, spec)
+
+
+def test_recomputed_activations_give_the_same_update(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=5, activations="recompute")
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 1)
+        await swarm.until_round(5)
+        trainer = replay(spec, swarm.counted, 5)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def _held_out(swarm: Swarm) -> float | None:
+    """The loss that the swarm measured with its final parameters."""
+    for member in swarm.members.values():
+        held_out = member.peer.gossip.own.held_out
+        if held_out is not None and held_out.round == swarm.spec.optimizer.rounds:
+            return held_out.loss
+    return None

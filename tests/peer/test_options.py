@@ -1,0 +1,92 @@
+"""What one machine's options mean, and the folder that a peer keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peer.options import PeerOptions, default_spec_path, with_overrides
+from peer.ready import Ready, read_ready_file, write_ready_file
+from peer.state_dir import claimed_state_dir
+from swarmnet.errors import UserError
+from swarmnet.spec import RunSpec, load_spec, parse_spec
+
+STDLIB = load_spec(default_spec_path())
+FILES = parse_spec(default_spec_path().read_text().replace("python-stdlib", "/etc"))
+CUSTOM = parse_spec(
+    """
+[model]
+kind = "custom"
+builder = "model.py:build"
+[optimizer]
+learning_rate = 0.1
+rounds = 1
+[pipeline]
+num_stages = 1
+global_batch = 1
+microbatch = 1
+"""
+)
+STARTER = PeerOptions(Path("state"), spec=Path("run.toml"))
+JOINER = PeerOptions(Path("state"), join=("address",))
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "paths"),
+    [
+        (STARTER, FILES, ("/etc",)),
+        (JOINER, STDLIB, ("python-stdlib",)),
+        (JOINER, FILES, ()),
+        (replace(JOINER, data=("mine",)), FILES, ("mine",)),
+        (replace(STARTER, feed=False), FILES, ()),
+        (replace(JOINER, data=("mine",), feed=False), FILES, ()),
+    ],
+)
+def test_a_spec_from_the_network_chooses_no_files_of_this_machine(
+    options: PeerOptions, spec: RunSpec, paths: tuple[str, ...]
+) -> None:
+    assert options.data_paths(spec) == paths
+
+
+def test_a_spec_from_the_network_runs_no_code_unasked() -> None:
+    assert STARTER.model_builder(CUSTOM) == "model.py:build"
+    assert replace(JOINER, builder="mine.py:f").model_builder(CUSTOM) == "mine.py:f"
+    assert JOINER.model_builder(STDLIB) == ""
+    with pytest.raises(UserError, match=r"read it, then add --builder model\.py:build"):
+        JOINER.model_builder(CUSTOM)
+
+
+def test_overrides_change_the_run() -> None:
+    assert with_overrides(STDLIB, rounds=None, seed=None).run_id == STDLIB.run_id
+    changed = with_overrides(STDLIB, rounds=3, seed=4)
+    assert (changed.optimizer.rounds, changed.seed) == (3, 4)
+
+
+def test_every_peer_of_a_machine_has_a_folder_of_its_own_and_gets_it_back(tmp_path: Path) -> None:
+    with (
+        claimed_state_dir(None, tmp_path) as first,
+        claimed_state_dir(None, tmp_path) as second,
+    ):
+        assert (first.name, second.name) == ("peer-1", "peer-2")
+    with claimed_state_dir(None, tmp_path) as again:
+        assert again == first
+        with pytest.raises(UserError, match="in use by another peer"), claimed_state_dir(first):
+            pass
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="cannot use the state folder"),
+        claimed_state_dir(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_the_ready_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    import os
+
+    path = tmp_path / "ready.json"
+    assert read_ready_file(path) is None
+    write_ready_file(path, "/address/p2p/x", "x")
+    assert read_ready_file(path) == Ready("/address/p2p/x", "x", os.getpid())
+    assert [p.name for p in tmp_path.iterdir()] == ["ready.json"]

@@ -1,0 +1,123 @@
+"""Child processes: their start, their end, and what they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peer.processes import PeerProcesses, remove_stale_folders, run_folder
+from swarmnet.errors import SwarmnetError
+
+from .fakes import fake_command, until
+
+QUICK_STEPS = ((signal.SIGINT, 0.2), (signal.SIGTERM, 0.2), (signal.SIGKILL, 5.0))
+
+
+def test_a_child_that_listens_to_nothing_is_killed_in_bounded_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        command = fake_command(tmp_path, "stubborn")
+        processes = PeerProcesses(tmp_path, command, stop_steps=QUICK_STEPS)
+        child = await processes.start("peer-1", ["--spec", "x"])
+        await processes.wait_ready(child)
+        await processes.stop()
+        assert child.how_it_ended() == "was ended by SIGKILL"
+
+    asyncio.run(scenario())
+
+
+def test_stopping_that_is_cut_short_still_ends_the_children(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        processes = PeerProcesses(tmp_path, fake_command(tmp_path, "stubborn"))
+        child = await processes.start("peer-1", ["--spec", "x"])
+        await processes.wait_ready(child)
+        stopping = asyncio.ensure_future(processes.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await until(lambda: not child.alive)
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_never_listens_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        command = (sys.executable, "-c", "import time; time.sleep(60)")
+        processes = PeerProcesses(tmp_path, command)
+        child = await processes.start("peer-1", [])
+        try:
+            with pytest.raises(SwarmnetError, match="did not listen within"):
+                await processes.wait_ready(child, timeout_s=0.1)
+        finally:
+            await processes.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_death_is_told_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        processes = PeerProcesses(tmp_path, fake_command(tmp_path, "one-dies"))
+        child = await processes.start("peer-2", [])
+        await until(lambda: not child.alive)
+        assert processes.newly_dead() == [child]
+        assert processes.newly_dead() == []
+        assert child.log_tail() == ["the last thing that I saw"]
+
+    asyncio.run(scenario())
+
+
+ORPHAN = """
+import subprocess, sys
+child = '''
+import os, sys, time
+sys.path[:0] = {path!r}
+from peer.loop import end_with_parent
+end_with_parent(int(sys.argv[1]))
+print(os.getpid(), flush=True)
+time.sleep(120)
+'''
+import os
+subprocess.run([sys.executable, "-c", child, str(os.getpid())])
+"""
+
+
+def test_a_child_ends_when_its_parent_is_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN.format(path=[p for p in sys.path if p])],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    # the pipe's other end is the child's: it ends when the child does
+    assert parent.stdout.read() == b""
+    parent.stdout.close()
+    assert pid != parent.pid
+
+
+def test_folders_of_dead_predecessors_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    stale = tmp_path / f"swarmnet-local-{gone.pid}-abc"
+    alive = tmp_path / f"swarmnet-local-{os.getppid()}-abc"
+    foreign = tmp_path / "swarmnet-local-notes"
+    for folder in (stale, alive, foreign):
+        (folder / "peer-1").mkdir(parents=True)
+    link = tmp_path / f"swarmnet-local-{gone.pid}-link"
+    link.symlink_to(foreign)
+    assert remove_stale_folders(tmp_path) == [stale]
+    assert alive.exists()
+    assert (foreign / "peer-1").exists()
+
+
+def test_the_folder_is_removed_after_success(tmp_path: Path) -> None:
+    with run_folder(tmp_path) as folder:
+        (folder / "x.log").write_text("x")
+    assert not folder.exists()

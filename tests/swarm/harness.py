@@ -1,0 +1,243 @@
+"""A whole swarm in one process and in virtual time: the production peers, real stages, the memory
+transport, devices whose work takes virtual seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer.daemon import run_settings
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.simulation.device import InlineWorker, SyntheticDevice
+from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.swarm.peer import Identity, Machine, Peer
+from swarmnet.swarm.ports import Data
+from swarmnet.swarm.settings import Limits
+from swarmnet.training.data import open_data
+from swarmnet.training.reference import ReferenceTrainer
+from swarmnet.training.shards import build_optimizer
+from swarmnet.training.stage import build_stage
+from swarmnet.transport.memory import MemoryHub
+
+FORWARD_S, BACKWARD_S, OTHER_S = 0.02, 0.04, 0.001
+LIMIT_S = 600.0
+
+
+class OpenSigner:
+    """Signs nothing and believes everything: keys are tested elsewhere."""
+
+    def sign(self, data: bytes) -> bytes:
+        return b""
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        return True
+
+
+def tiny_spec(folder: Path, *, num_stages: int, rounds: int = 20, **pipeline: Any) -> RunSpec:
+    """A small Llama on text that is made here."""
+    text = folder / "text.txt"
+    rng = random.Random(0)
+    text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
+    extra = "\n".join(f"{key} = {value!r}" for key, value in pipeline.items()).replace("'", '"')
+    return parse_spec(f"""
+seed = 1
+[model]
+kind = "llama"
+hidden_size = 32
+num_hidden_layers = {max(3, num_stages)}
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 64
+vocab_size = 256
+max_position_embeddings = 16
+[data]
+paths = ["{text}"]
+tokenizer = "bytes"
+held_out_microbatches = 1
+[optimizer]
+learning_rate = 1e-3
+warmup_rounds = 3
+rounds = {rounds}
+grad_clip_norm = 0.5
+[pipeline]
+num_stages = {num_stages}
+global_batch = 32
+microbatch = 4
+{extra}
+[sync]
+shard_parameters = 4096
+""")
+
+
+@dataclass
+class Member:
+    """One peer of the swarm under test."""
+
+    peer: Peer
+    life: asyncio.Task[None]
+
+    @property
+    def peer_id(self) -> str:
+        return self.peer.transport.peer_id
+
+
+@dataclass
+class Swarm:
+    """Peers over one hub. To be used inside a running (virtual) loop."""
+
+    spec: RunSpec
+    hub: MemoryHub = field(default_factory=MemoryHub)
+    limits: Limits = field(default_factory=Limits)
+    seed: int = 0
+    members: dict[str, Member] = field(default_factory=dict)
+    counted: dict[int, list[int]] = field(default_factory=dict)
+    """Microbatch ids that each round counted, by the word of the feeders."""
+
+    def __post_init__(self) -> None:
+        self.data = open_data(self.spec)
+
+    def start(
+        self,
+        name: str,
+        *,
+        stage: int | None = None,
+        data: Data | None = None,
+        feeds: bool = True,
+        build: Callable[[int], tuple[Any, Any]] | None = None,
+        neighbours: Sequence[str] | None = None,
+        speed: float = 1.0,
+    ) -> Peer:
+        """Starts a peer; it joins through the first one that lives."""
+        seconds = {"forward": FORWARD_S / speed, "backward": BACKWARD_S / speed}
+        machine = Machine(
+            build or self.build,
+            SyntheticDevice(lambda kind: seconds.get(kind, OTHER_S)),
+            InlineWorker(),
+            data or self.data,
+        )
+        peer = Peer(
+            transport=self.hub.transport(name),
+            signer=OpenSigner(),
+            identity=Identity(self.spec.run_id, self.spec.canonical(), len(self.members) + 1),
+            settings=run_settings(self.spec),
+            machine=machine,
+            rng=random.Random(f"{self.seed}|{name}"),
+            limits=self.limits,
+            wanted_stage=stage,
+            feeds=feeds,
+            on_round=lambda r, ids: self.counted.setdefault(r, []).extend(ids),
+        )
+        known = list(self.members)[:1] if neighbours is None else list(neighbours)
+        life = asyncio.get_running_loop().create_task(peer.run(known))
+        self.members[name] = Member(peer, life)
+        return peer
+
+    def build(self, stage_index: int) -> tuple[Any, Any]:
+        stage = build_stage(self.spec, stage_index)
+        return stage, build_optimizer(self.spec, stage)
+
+    def start_grid(self, num_stages: int, num_replicas: int) -> None:
+        """`num_replicas` peers a stage, each free to choose its stage."""
+        for i in range(num_stages * num_replicas):
+            self.start(f"peer-{i}")
+
+    def kill(self, name: str) -> None:
+        """As SIGKILL: nothing more is sent, channels close."""
+        self.hub.kill(name)
+        self.members.pop(name).life.cancel()
+
+    async def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+        """Waits for a condition; a peer's failure, or the limit, fails the test."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limit_s
+        while not condition():
+            for member in self.members.values():
+                if member.life.done():
+                    member.life.result()
+            assert loop.time() < end, f"not within {limit_s} s: {self.describe()}"
+            await asyncio.sleep(0.02)
+
+    async def until_round(self, round_index: int, limit_s: float = LIMIT_S) -> None:
+        """Every living peer serves in this round or a later one."""
+        await self.until(lambda: all(r >= round_index for r in self.rounds()), limit_s)
+
+    def rounds(self) -> list[int]:
+        return [
+            m.peer.replica.round if m.peer.replica and m.peer.replica.synced else -1
+            for m in self.members.values()
+        ]
+
+    def describe(self) -> str:
+        return ", ".join(
+            f"{name}: {m.peer.gossip.own.state} stage {m.peer.gossip.own.stage} round "
+            f"{m.peer.replica.round if m.peer.replica else '-'}"
+            for name, m in self.members.items()
+        )
+
+    def total(self, name: str) -> int:
+        """Sum of one of the records' totals."""
+        return sum(m.peer.gossip.own.totals.get(name, 0) for m in self.members.values())
+
+    def flat(self, name: str) -> torch.Tensor:
+        """The whole parameter vector of a peer's stage."""
+        replica = self.members[name].peer.replica
+        assert replica is not None
+        parts = [
+            torch.frombuffer(bytearray(replica.stage.parameter_shard(j).data), dtype=torch.float32)
+            for j in range(replica.num_shards)
+        ]
+        return torch.cat(parts)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The model by name; asserts that the replicas of a stage are bit-identical."""
+        model: dict[str, torch.Tensor] = {}
+        flats: dict[int, torch.Tensor] = {}
+        for name, member in self.members.items():
+            replica = member.peer.replica
+            assert replica is not None
+            flat = self.flat(name)
+            assert torch.equal(flats.setdefault(replica.index, flat), flat), "replicas differ"
+            stage: Any = replica.stage
+            for r in stage.parameter_ranges:
+                model[r.name] = flat[r.start : r.stop].view(r.shape)
+        return model
+
+    async def close(self) -> None:
+        for member in self.members.values():
+            member.life.cancel()
+        await asyncio.gather(*(m.life for m in self.members.values()), return_exceptions=True)
+
+
+def in_virtual_time(
+    scenario: Callable[[Swarm], Awaitable[None]], spec: RunSpec, **options: Any
+) -> None:
+    """Runs `scenario(swarm)` on a virtual loop; the swarm is closed whatever happens."""
+
+    async def main() -> None:
+        swarm = Swarm(spec, **options)
+        try:
+            await scenario(swarm)
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+
+
+def replay(spec: RunSpec, counted: dict[int, list[int]], rounds: int) -> ReferenceTrainer:
+    """A plain PyTorch loop over exactly the microbatches that each round counted."""
+    trainer = ReferenceTrainer(spec)
+    for r in range(rounds):
+        trainer.step(r, sorted(counted[r]))
+    return trainer
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest relative distance of a parameter tensor."""
+    assert a.keys() == b.keys()
+    return max(((a[k] - b[k]).norm() / b[k].norm().clamp_min(1e-12)).item() for k in a)

@@ -1,0 +1,91 @@
+"""Joining, leaving and dying, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+
+def test_newcomers_spread_over_the_stages(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(3, 3)
+        await swarm.until_round(2)
+        stages = [m.peer.gossip.own.stage for m in swarm.members.values()]
+        assert sorted(stages) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=3))
+
+
+def test_a_joiner_in_the_middle_downloads_its_stage_and_trains(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=16)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 1)
+        await swarm.until_round(5)
+        joiner = swarm.start("late")
+        await swarm.until_round(12)
+        assert joiner.replica is not None
+        assert joiner.replica.device.busy_s > 0.5, "the joiner served no microbatch"
+        assert joiner.replica.optimizer.owned(), "the joiner owns no optimizer state"
+        await swarm.until_round(16)
+        trainer = replay(spec, swarm.counted, 16)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.05, 0.1, 0.17, 0.25, 0.4])
+def test_a_killed_replica_costs_no_more_than_its_own_microbatches(
+    tmp_path: Path, moment_s: float
+) -> None:
+    import asyncio
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=16)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(5)
+        await asyncio.sleep(moment_s)
+        victim = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
+        swarm.kill(victim)
+        await swarm.until_round(16)
+        trainer = replay(spec, swarm.counted, 16)
+        # Not one moment of the optimizer and not one sample was lost or counted twice.
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_peer_that_leaves_hands_its_shards_over(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=16)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(5)
+        name = "peer-0"
+        swarm.members[name].peer.stop()
+        await swarm.until(lambda: swarm.members[name].life.done(), limit_s=30)
+        del swarm.members[name]
+        await swarm.until_round(16)
+        assert swarm.total("shard_reset") == 0
+        trainer = replay(spec, swarm.counted, 16)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=12)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(3)
+        swarm.kill("peer-0")
+        await swarm.until_round(6)
+        swarm.start("late", neighbours=["peer-1"])
+        await swarm.until_round(12)
+
+    in_virtual_time(scenario, spec)

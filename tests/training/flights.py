@@ -1,0 +1,77 @@
+"""Microbatches and updates without a network, for the tests of `swarmnet.training`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import LossResult
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.shards import ShardedAdamW, build_optimizer
+from swarmnet.training.stage import TorchStage, build_stage
+from swarmnet.wire import Array
+
+
+def stages_of(spec: RunSpec) -> list[TorchStage]:
+    return [build_stage(spec, i) for i in range(spec.pipeline.num_stages)]
+
+
+def fly(
+    stages: list[TorchStage], key: tuple[int, int], inputs: Array, targets: Array
+) -> LossResult:
+    """One microbatch through the stages and back."""
+    activation = inputs
+    for stage in stages[:-1]:
+        stage.check(activation, targets)
+        activation = stage.forward(key, activation)
+    result = stages[-1].forward_backward(key, activation, targets)
+    grad = result.grad_inputs
+    for stage in reversed(stages[:-1]):
+        assert grad is not None
+        grad = stage.backward(key, grad)
+    assert grad is None
+    return result
+
+
+def gradient(stage: TorchStage) -> torch.Tensor:
+    return torch.cat([to_tensor(stage.gradient_shard(j)) for j in range(len(stage.shard_sizes))])
+
+
+def parameters(stage: TorchStage) -> torch.Tensor:
+    return torch.cat([to_tensor(stage.parameter_shard(j)) for j in range(len(stage.shard_sizes))])
+
+
+def named(stage: TorchStage, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {r.name: flat[r.start : r.stop].view(r.shape) for r in stage.parameter_ranges}
+
+
+def optimizers_of(spec: RunSpec, stages: Sequence[TorchStage]) -> list[ShardedAdamW]:
+    """An optimizer a stage, which owns all of its shards."""
+    optimizers = [build_optimizer(spec, stage) for stage in stages]
+    for stage, optimizer in zip(stages, optimizers, strict=True):
+        for j in range(len(stage.shard_sizes)):
+            optimizer.create(j)
+    return optimizers
+
+
+def update(
+    stages: Sequence[TorchStage],
+    optimizers: Sequence[ShardedAdamW],
+    num_tokens: int,
+    clip: float,
+    r: int,
+) -> None:
+    """A round's update of every shard, clipped over all stages."""
+    pairs = list(zip(stages, optimizers, strict=True))
+    squares = sum(
+        o.sum_of_squares(s.gradient_shard(j)) for s, o in pairs for j in range(len(s.shard_sizes))
+    )
+    scale = min(1.0, clip / (math.sqrt(squares) / num_tokens + 1e-6)) / num_tokens
+    for stage, optimizer in pairs:
+        for j in range(len(stage.shard_sizes)):
+            old, gradient = stage.parameter_shard(j), stage.gradient_shard(j)
+            stage.stage_parameters(j, optimizer.step(j, old, gradient, scale, r))
+        stage.finish_round()

@@ -1,0 +1,59 @@
+"""Arrays and tensors share memory, and impossible arrays are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.training.arrays import TORCH_DTYPES, from_numpy, from_tensor, to_tensor
+from swarmnet.wire import ITEM_BYTES, Array
+
+
+def test_every_dtype_of_the_wire_goes_there_and_back() -> None:
+    assert set(TORCH_DTYPES) == set(ITEM_BYTES)
+    for name, dtype in TORCH_DTYPES.items():
+        tensor = torch.arange(6).to(dtype).view(2, 3)
+        array = from_tensor(tensor)
+        assert (array.dtype, array.shape) == (name, (2, 3))
+        assert len(array.data) == array.num_bytes
+        assert torch.equal(to_tensor(array), tensor)
+
+
+def test_no_copy_is_made() -> None:
+    tensor = torch.zeros(4, 4)
+    array = from_tensor(tensor[1:3])
+    tensor[1, 2] = 7.0
+    back = to_tensor(array)
+    assert back[0, 2] == 7.0
+    assert back.data_ptr() == tensor[1:].data_ptr()
+    values = np.zeros((2, 2), np.int32)
+    view = to_tensor(from_numpy(values))
+    values[1, 1] = 3
+    assert view[1, 1] == 3
+
+
+def test_received_bytes_may_be_read_only_unaligned_or_empty() -> None:
+    data = np.arange(3, dtype="<f4").tobytes()
+    assert to_tensor(Array("float32", (3,), data)).tolist() == [0.0, 1.0, 2.0]
+    shifted = memoryview(b"x" + data)[1:]
+    assert to_tensor(Array("float32", (3,), shifted)).tolist() == [0.0, 1.0, 2.0]
+    assert to_tensor(Array("float32", (0, 5), b"")).shape == (0, 5)
+    assert from_tensor(torch.tensor(2.5)).shape == ()
+    assert to_tensor(from_tensor(torch.ones(3, 2).T)).tolist() == torch.ones(2, 3).tolist()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        Array("float32", (3,), bytes(11)),
+        Array("float32", (3,), bytes(16)),
+        Array("complex64", (3,), bytes(24)),
+        Array("float32", (-1,), b""),
+        Array("float32", (1,), "text"),
+    ],
+)
+def test_impossible_arrays_are_refused(array: Array) -> None:
+    with pytest.raises(ProtocolViolation):
+        to_tensor(array)

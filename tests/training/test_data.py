@@ -1,0 +1,178 @@
+"""Microbatches are pure, held-out text is never trained on, and bad data says so in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from swarmnet.errors import DataError
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.data import TextData, find_documents, open_data
+from swarmnet.wire import Array
+from tests.training.specs import TEXT, small_spec, write_text
+
+
+def open_text_data(path: str, **data: object) -> TextData:
+    opened = open_data(small_spec(path, data=data))
+    assert isinstance(opened, TextData)
+    return opened
+
+
+def as_bytes(pair: tuple[Array, Array]) -> tuple[bytes, ...]:
+    return tuple(bytes(a.data) for a in pair)
+
+
+def test_a_microbatch_is_a_pure_function_of_seed_and_id(tmp_path: Path) -> None:
+    path = write_text(tmp_path)
+    a, b = open_text_data(path), open_text_data(path)
+    ids = [0, 1, 2**61 + 3, 2**64 - 1]
+    forwards = [as_bytes(a.microbatch(i)) for i in ids]
+    assert forwards == [as_bytes(b.microbatch(i)) for i in reversed(ids)][::-1]
+    assert len(set(forwards)) == len(ids)
+    other = open_data(small_spec(path).with_seed(8))
+    assert as_bytes(other.microbatch(0)) != forwards[0]
+
+
+def test_targets_are_the_tokens_that_follow(tmp_path: Path) -> None:
+    data = open_text_data(write_text(tmp_path))
+    for inputs, targets in (data.microbatch(5), data.held_out(1)):
+        assert inputs.dtype == targets.dtype == "int32"
+        assert inputs.shape == targets.shape == (2, 16)
+        x, y = to_tensor(inputs), to_tensor(targets)
+        for row in range(2):
+            window = bytes([*x[row].tolist(), y[row, -1].item()])
+            assert window in TEXT.encode()
+            assert x[row, 1:].tolist() == y[row, :-1].tolist()
+
+
+def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
+    """The held-out tail consists of characters that the rest of the text does not have."""
+    (tmp_path / "t.txt").write_text("a" * 900 + "Z" * 100)
+    data = open_text_data(str(tmp_path / "t.txt"), held_out_fraction=0.1)
+    assert (data.num_train_tokens, data.num_held_out_tokens) == (900, 100)
+    for i in range(300):
+        for array in data.microbatch(i):
+            assert (to_tensor(array) == ord("a")).all()
+    for i in range(data.num_held_out):
+        for array in data.held_out(i):
+            assert (to_tensor(array) == ord("Z")).all()
+    with pytest.raises(IndexError):
+        data.held_out(data.num_held_out)
+
+
+def test_training_reaches_every_token() -> None:
+    tokens = np.arange(200, dtype=np.uint8)
+    data = TextData(
+        tokens,
+        seed=0,
+        samples_per_microbatch=4,
+        sequence_length=8,
+        num_train_tokens=180,
+        held_out_microbatches=1,
+        bytes_per_token=1.0,
+    )
+    seen: set[int] = set()
+    for i in range(300):
+        inputs, targets = data.microbatch(i)
+        seen |= {*to_tensor(inputs).flatten().tolist(), *to_tensor(targets).flatten().tolist()}
+    assert seen == set(range(180))
+
+
+def test_no_held_out_data_where_none_is_wanted(tmp_path: Path) -> None:
+    data = open_text_data(write_text(tmp_path), held_out_fraction=0.0)
+    assert (data.num_held_out, data.num_held_out_tokens) == (0, 0)
+    assert data.num_train_tokens == len(TEXT.encode())
+
+
+def test_document_order_depends_on_names_only(tmp_path: Path) -> None:
+    names = [f"{folder}{letter}.txt" for folder in ("", "x/", "y/") for letter in "abcdef"]
+    for root, order in (("one", names), ("two", names[::-1])):
+        for name in order:
+            path = tmp_path / root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name * 20)
+        (tmp_path / root / "skipped.bin").write_bytes(b"\0")
+    one, two = (
+        [d.name for d in find_documents([str(tmp_path / root)], ["*.txt"])]
+        for root in ("one", "two")
+    )
+    assert one == two
+    assert sorted(one) == sorted(names)
+    assert one != sorted(one)  # mixed: the held-out end is not the end of the alphabet
+    prints = {open_text_data(str(tmp_path / root)).fingerprint for root in ("one", "two")}
+    assert len(prints) == 1
+
+
+def test_the_standard_library_is_there() -> None:
+    documents = find_documents(["python-stdlib"], ["*.py"])
+    names = [d.name for d in documents]
+    assert "asyncio/base_events.py" in names
+    assert not any("site-packages" in n or n.startswith("test/") for n in names)
+
+
+def test_a_peer_may_keep_the_text_elsewhere(tmp_path: Path) -> None:
+    path = write_text(tmp_path)
+    elsewhere = open_data(small_spec("/not/here.txt"), [path])
+    assert as_bytes(elsewhere.microbatch(3)) == as_bytes(open_text_data(path).microbatch(3))
+
+
+def tokenizer_file(folder: Path) -> str:
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+    name = tokenizer_file(tmp_path)
+    data = open_text_data(write_text(tmp_path), tokenizer=name)
+    tokenizer = Tokenizer.from_file(name)
+    expected = tokenizer.encode(TEXT).ids
+    assert data.num_train_tokens + data.num_held_out_tokens == len(expected)
+    assert data.bytes_per_token == pytest.approx(len(TEXT.encode()) / len(expected))
+    assert data.bytes_per_token > 1.5
+    window = to_tensor(data.microbatch(0)[0])[0].tolist()
+    assert any(expected[i : i + 16] == window for i in range(len(expected)))
+
+
+def test_bytes_have_one_byte_a_token(tmp_path: Path) -> None:
+    assert open_text_data(write_text(tmp_path)).bytes_per_token == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("missing.txt", None, "no such file"),
+        ("folder", {}, r"no file in .* is named \*\.txt"),
+        ("short.txt", "a few words", "too few"),
+        ("empty.txt", "", "too few"),
+    ],
+)
+def test_bad_data_is_one_clear_line(
+    tmp_path: Path, name: str, content: str | dict | None, wanted: str
+) -> None:
+    path = tmp_path / name
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        path.mkdir()
+    with pytest.raises(DataError, match=wanted) as raised:
+        open_text_data(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_tokenizers_are_one_clear_line(tmp_path: Path) -> None:
+    path = write_text(tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        open_text_data(path, tokenizer=str(tmp_path / "none.json"))
+    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+        open_text_data(path, tokenizer=path)
+    small = small_spec(path, model={"vocab_size": 20}, data={"tokenizer": tokenizer_file(tmp_path)})
+    with pytest.raises(DataError, match="make it at least"):
+        open_data(small)

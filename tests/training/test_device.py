@@ -1,0 +1,200 @@
+"""The device thread: order, results, errors, cancellation, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from swarmnet.errors import Busy, NotReady
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.training import device as device_module
+from swarmnet.training.device import DeviceThread, WorkerThread
+
+
+class Gate:
+    """Holds the device until it is opened."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.started.set()
+        assert self.opened.wait(30)
+
+
+async def hold(device: DeviceThread) -> tuple[Gate, asyncio.Task[None]]:
+    gate = Gate()
+    task = asyncio.create_task(device.run(OTHER, gate))
+    await asyncio.to_thread(gate.started.wait, 30)
+    return gate, task
+
+
+def noting(order: list[str], name: str) -> Callable[[], str]:
+    def work() -> str:
+        order.append(name)
+        return name
+
+    return work
+
+
+def test_backward_first_then_forward_then_other_and_the_oldest_first() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        order: list[str] = []
+        names = ["other 1", "forward 1", "backward 1", "forward 2", "other 2", "backward 2"]
+        tasks = [
+            asyncio.create_task(device.run(name.split()[0], noting(order, name))) for name in names
+        ]
+        await asyncio.sleep(0)
+        assert device.num_waiting == 7
+        gate.opened.set()
+        assert await asyncio.gather(*tasks) == names
+        await held
+        assert order == [
+            "backward 1",
+            "backward 2",
+            "forward 1",
+            "forward 2",
+            "other 1",
+            "other 2",
+        ]
+        assert device.num_waiting == 0
+        await device.close()
+
+    asyncio.run(main())
+
+
+def test_work_runs_on_one_thread_that_is_not_the_loop() -> None:
+    async def main() -> None:
+        device, worker = DeviceThread(), WorkerThread()
+        idents = {await device.run(kind, threading.get_ident) for kind in (BACKWARD, FORWARD)}
+        assert len(idents) == 1
+        other = await worker.run(threading.get_ident)
+        assert len({*idents, other, threading.get_ident()}) == 3
+        await device.close()
+        await worker.close()
+
+    asyncio.run(main())
+
+
+def test_errors_reach_who_asked_and_the_device_goes_on() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+
+        def fail(error: BaseException) -> None:
+            raise error
+
+        for error in (ValueError("no"), KeyboardInterrupt()):
+            with pytest.raises(type(error)):
+                # a task would let KeyboardInterrupt stop the loop; the coroutine itself does not
+                await device.run(FORWARD, lambda error=error: fail(error))  # type: ignore[misc]
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await device.run(FORWARD, lambda: next(iter(())))
+        assert await device.run(FORWARD, lambda: 5) == 5
+        assert device.num_waiting == 0
+        await device.close()
+
+    asyncio.run(main())
+
+
+def test_cancelled_work_that_has_not_started_never_runs() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        order: list[str] = []
+        tasks = [
+            asyncio.create_task(device.run(FORWARD, noting(order, name)))
+            for name in ("a", "b", "c")
+        ]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        assert device.num_waiting == 3
+        gate.opened.set()
+        await asyncio.gather(held, tasks[0], tasks[2])
+        assert order == ["a", "c"]
+        assert device.num_waiting == 0
+        await device.close()
+
+    asyncio.run(main())
+
+
+def test_cancelled_work_that_has_started_finishes_unheard() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        assert device.num_waiting == 1
+        gate.opened.set()
+        assert await device.run(OTHER, lambda: "next") == "next"
+        assert device.num_waiting == 0
+        await device.close()
+
+    asyncio.run(main())
+
+
+def test_closing_refuses_what_waits_and_what_comes_later() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        waiting = asyncio.create_task(device.run(FORWARD, lambda: None))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(device.close())
+        with pytest.raises(NotReady):
+            await waiting
+        gate.opened.set()
+        await held
+        await closing
+        with pytest.raises(NotReady):
+            await device.run(FORWARD, lambda: None)
+        await device.close()
+        assert device.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "MAX_WAITING", 2)
+
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        waiting = asyncio.create_task(device.run(FORWARD, lambda: None))
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            await device.run(BACKWARD, lambda: None)
+        gate.opened.set()
+        await asyncio.gather(held, waiting)
+        await device.close()
+
+    asyncio.run(main())
+
+
+def test_busy_time_grows_with_work_and_nothing_of_it_is_kept() -> None:
+    class Tensor:
+        pass
+
+    async def main() -> None:
+        device = DeviceThread()
+        assert device.busy_s == 0.0
+        value = Tensor()
+        alive = weakref.ref(value)
+        await device.run(FORWARD, lambda value=value: sum(range(1000)) and None)  # type: ignore[misc]
+        assert device.busy_s > 0.0
+        del value
+        await device.run(OTHER, lambda: None)
+        gc.collect()
+        assert alive() is None
+        await device.close()
+
+    asyncio.run(main())
