@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +54,6 @@ log = logging.getLogger("swarmnet.averaging")
 MAX_REDIRECTS = 64
 RETRY_S = 0.05
 LOOK_AGAIN_S = 0.5
-SHARDS_AT_ONCE = 8
-"""Shards that one replica pushes at a time."""
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
 EXCHANGE_SMOOTHING = 0.3
@@ -207,31 +204,23 @@ class Averaging:
         loop = asyncio.get_running_loop()
         started = loop.time()
         self.news.tell()
-        at_once = asyncio.Semaphore(SHARDS_AT_ONCE)
         results: list[bool] = []
 
         async def one(j: int) -> None:
-            async with at_once:
-                results.append(await self._shard(r, j, num_tokens))
+            results.append(await self._shard(r, j, num_tokens))
 
-        # The own shards wait for other peers, and must not hold back the pushes to others.
-        own = [j for j in range(self.replica.num_shards) if self._is_mine(r, j)]
-        rest = [j for j in range(self.replica.num_shards) if j not in set(own)]
-        work: list[Coroutine[Any, Any, Any]] = [self._shard(r, j, num_tokens) for j in own]
-        work += [one(j) for j in _rotated(rest, self.gossip.own.peer_id)]
+        # All at once: with clipping, no shard is done before every shard has been summed.
+        shards = _rotated(list(range(self.replica.num_shards)), self.gossip.own.peer_id)
         try:
             async with asyncio.TaskGroup() as group:
-                for w in work:
-                    group.create_task(w)
+                for j in shards:
+                    group.create_task(one(j))
         except* Behind as behind:
             raise behind.exceptions[0] from None
         if num_tokens and results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
         took = loop.time() - started
         self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
-
-    def _is_mine(self, r: int, j: int) -> bool:
-        return self.primary(r, j) == self.gossip.own.peer_id
 
     async def _shard(self, r: int, j: int, num_tokens: int) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted."""

@@ -130,6 +130,15 @@ class Gossip:
         )
         self._dirty = True
 
+    def _count_traffic(self) -> None:
+        traffic = self.transport.traffic
+        totals = {
+            **self.own.totals,
+            "sent_bytes": sum(traffic.sent_bytes.values()),
+            "received_bytes": sum(traffic.received_bytes.values()),
+        }
+        self.own = replace(self.own, totals=totals)
+
     def _changed(self, urgent: bool) -> None:
         self._dirty = True
         # The own decisions see the change now; the others with the next version.
@@ -202,6 +211,7 @@ class Gossip:
         self.view.silence_s = heartbeat_s * self.settings.silent_heartbeats
         if now - self._published_at >= heartbeat_s:
             self._dirty = True
+            self._count_traffic()
         if not self.quiet and self._dirty:
             self._seal_own()
         for peer_id in self.view.forget_old(now, FORGET_AFTER_S):

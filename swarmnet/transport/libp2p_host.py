@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import trio
 
@@ -46,8 +47,11 @@ MAX_CONNECTIONS = 4096
 MAX_HANDSHAKES = 64
 """Incoming connections that have not yet proved who they are."""
 MAX_CONNECTIONS_PER_PEER = 4
+"""Then a new one replaces the oldest: a peer that restarts is not kept out by its past."""
 READ_BYTES = 256 << 10
 """From a TCP connection, at once."""
+MAX_READ_BYTES = 65_535
+"""The longest message of Noise; nothing before the handshake is longer."""
 PING_BYTES = 32
 IDENTIFY_PROTOCOL = "/ipfs/id/1.0.0"
 PING_PROTOCOL = "/ipfs/ping/1.0.0"
@@ -58,37 +62,33 @@ DEAD_SOCKET = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 DEAD = (StreamReset, *DEAD_SOCKET)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where TCP connects to."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+Endpoint = tuple[str, int]
+"""Host (a name or a numeric address) and port, as TCP takes them."""
 
 
 class BufferedTcp(p2p.ReadWriteCloser):
-    """A TCP connection for py-libp2p, which reads two bytes of length before every message: the
-    buffer saves it the system calls."""
+    """A TCP connection for py-libp2p: `read` gives exactly what is asked for. (py-libp2p gives up
+    where 64 KiB come in more than 100 pieces, and reads two bytes of length before every message.)
+    """
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
-        self._buffer = b""
+        self._buffer = bytearray()
         self._position = 0
 
     async def read(self, n: int | None = None) -> bytes:
-        """1 to `n` bytes, or b"" at the end."""
-        if self._position == len(self._buffer):
-            self._buffer = bytes(await self._stream.receive_some(READ_BYTES))
+        """Exactly `n` bytes. Raises `EOFError` at the end."""
+        if n is None or n > MAX_READ_BYTES:
+            raise ValueError(f"a message of {n} bytes")
+        while len(self._buffer) - self._position < n:
+            del self._buffer[: self._position]
             self._position = 0
-        end = len(self._buffer) if n is None else min(self._position + n, len(self._buffer))
-        data = self._buffer[self._position : end]
-        self._position = end
-        if n and not data:
-            raise EOFError("the connection ended")
-        return data
+            data = await self._stream.receive_some(READ_BYTES)
+            if not data:
+                raise EOFError("the connection ended")
+            self._buffer += data
+        begin, self._position = self._position, self._position + n
+        return bytes(memoryview(self._buffer)[begin : self._position])
 
     async def write(self, data: bytes) -> None:
         await self._stream.send_all(data)
@@ -119,23 +119,24 @@ class Host:
     """Listens, dials and bridges streams to sockets. Everything but `stop` runs in trio."""
 
     def __init__(
-        self, seed: bytes, on_stream: Callable[[str, socket.socket], None]
+        self,
+        seed: bytes,
+        on_stream: Callable[[str, socket.socket], None],
+        announced: Callable[[], list[str]],
     ) -> None:
         """`seed`: the 32 bytes of an Ed25519 private key. `on_stream(peer id, socket)`: for every
-        incoming stream with `PROTOCOL_NAME`; the socket is the callee's to close."""
+        incoming stream with `PROTOCOL_NAME`; the socket is the callee's to close. `announced()`:
+        the multiaddrs that identify tells others."""
         keys = p2p.create_new_key_pair(seed)
         self.peer_id = str(p2p.ID.from_pubkey(keys.public_key))
-        self.endpoints: list[tuple[str, int]] = []
-        """Where it listens: numeric addresses and ports."""
-        self.announced: Callable[[], list[str]] = list
-        """What identify tells others about where we can be dialled."""
+        self.addresses: list[str] = []
+        """Where it listens, as multiaddrs; every address of the machine where that is all."""
+        self._announced = announced
         self._public_key = keys.public_key.serialize()
         noise = p2p.NoiseTransport(keys, p2p.create_noise_key_pair().private_key)
         self._upgrader = p2p.TransportUpgrader({p2p.NOISE: noise}, {})
-        self._muxer = p2p.Multiselect({YAMUX: None})
-        self._protocols = p2p.Multiselect(
-            dict.fromkeys((PROTOCOL_NAME, IDENTIFY_PROTOCOL, PING_PROTOCOL))
-        )
+        self._muxer = _served(YAMUX)
+        self._protocols = _served(PROTOCOL_NAME, IDENTIFY_PROTOCOL, PING_PROTOCOL)
         self._on_stream = on_stream
         self._nursery: trio.Nursery | None = None
         self._connections: dict[str, list[Connection]] = {}
@@ -149,7 +150,7 @@ class Host:
     async def run(self, host: str, port: int, on_ready: Callable[[], None]) -> None:
         """Listens and serves until `stop`. Raises `AddressError` where it cannot listen."""
         listeners = await _listen(host, port)
-        self.endpoints = [_endpoint(listener) for listener in listeners]
+        self.addresses = [a for listener in listeners for a in _multiaddrs(listener)]
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for listener in listeners:
@@ -185,7 +186,7 @@ class Host:
     async def open(self, peer_id: str, endpoints: Sequence[Endpoint]) -> socket.socket:
         """Opens a stream with `PROTOCOL_NAME`; returns the far end of its bridge. A connection that
         turns out to be dead is closed and dialled again, once. Raises `Unreachable`."""
-        for connection in reversed(self._live(peer_id)):
+        for connection in self._live(peer_id)[-1:]:
             try:
                 return await self._open_on(connection)
             except (StreamReset, trio.TooSlowError) as e:
@@ -206,9 +207,7 @@ class Host:
                 await _select(PROTOCOL_NAME, stream)
             except p2p.ProtocolNotSupportedError:
                 stream.reset()
-                raise Unreachable(
-                    f"{connection.peer_id} does not speak {PROTOCOL_NAME}"
-                ) from None
+                raise Unreachable(f"{connection.peer_id} does not speak {PROTOCOL_NAME}") from None
             except Exception as e:
                 stream.reset()
                 raise StreamReset(_reason(e)) from None
@@ -247,7 +246,7 @@ class Host:
                     made.append(await self._dial_one(peer_id, endpoint))
                 attempts.cancel_scope.cancel()
             except Exception as e:
-                reasons.append(f"{endpoint}: {_reason(e)}")
+                reasons.append(f"{endpoint[0]} port {endpoint[1]}: {_reason(e)}")
                 failed.set()
 
         async with trio.open_nursery() as attempts:
@@ -263,7 +262,7 @@ class Host:
         return made[0]
 
     async def _dial_one(self, peer_id: str, endpoint: Endpoint) -> Connection:
-        stream = await trio.open_tcp_stream(endpoint.host, endpoint.port)
+        stream = await trio.open_tcp_stream(*endpoint)
         tcp = BufferedTcp(stream)
         try:
             raw = p2p.RawConnection(tcp, True)
@@ -309,8 +308,10 @@ class Host:
 
     def _add(self, peer_id: str, secure: Any, tcp: BufferedTcp, is_client: bool) -> Connection:
         assert self._nursery is not None
-        if self._stopping.is_set() or len(self._live(peer_id)) >= MAX_CONNECTIONS_PER_PEER:
-            raise Unreachable("too many connections to this peer, or closing")
+        if self._stopping.is_set():
+            raise Unreachable("this peer's network is closing")
+        for oldest in self._live(peer_id)[: 1 - MAX_CONNECTIONS_PER_PEER]:
+            oldest.yamux.end()
         connection = Connection(
             peer_id, Yamux(secure, is_client, tcp.abort), tcp.get_remote_address()
         )
@@ -363,7 +364,7 @@ class Host:
             protocol_version="ipfs/0.1.0",
             agent_version=AGENT,
             public_key=self._public_key,
-            listen_addrs=[p2p.Multiaddr(a).to_bytes() for a in self.announced()],
+            listen_addrs=[p2p.Multiaddr(a).to_bytes() for a in self._announced()],
             protocols=[str(p) for p in self._protocols.get_protocols()],
         )
         if connection.remote:
@@ -448,18 +449,22 @@ class _Negotiation:
         await self._stream.write(data)
 
 
+def _served(*protocols: str) -> p2p.Multiselect:
+    return p2p.Multiselect(dict.fromkeys(map(p2p.TProtocol, protocols)))
+
+
 async def _select(protocol: str, stream: Any) -> None:
     """Asks for one protocol. Raises `ProtocolNotSupportedError`, or anything where the stream or
     the connection breaks."""
-    communicator = p2p.MultiselectCommunicator(_Negotiation(stream))
+    communicator = p2p.MultiselectCommunicator(cast(Any, _Negotiation(stream)))
     client = p2p.MultiselectClient()
     await client.handshake(communicator)
-    await client.try_select(communicator, protocol)
+    await client.try_select(communicator, p2p.TProtocol(protocol))
 
 
 async def _negotiate(protocols: p2p.Multiselect, stream: Any) -> str:
     """Lets the peer choose one of `protocols`."""
-    communicator = p2p.MultiselectCommunicator(_Negotiation(stream))
+    communicator = p2p.MultiselectCommunicator(cast(Any, _Negotiation(stream)))
     protocol, _ = await protocols.negotiate(communicator)
     return str(protocol)
 
@@ -467,7 +472,7 @@ async def _negotiate(protocols: p2p.Multiselect, stream: Any) -> str:
 async def _listen(host: str, port: int) -> list[trio.SocketListener]:
     """Raises `AddressError`."""
     try:
-        return await trio.open_tcp_listeners(port, host=host)
+        return list(await trio.open_tcp_listeners(port, host=host))
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise AddressError(
@@ -477,9 +482,13 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
         raise AddressError(f"cannot listen on {host} port {port}: {_reason(e)}") from None
 
 
-def _endpoint(listener: trio.SocketListener) -> tuple[str, int]:
+def _multiaddrs(listener: trio.SocketListener) -> list[str]:
     host, port = listener.socket.getsockname()[:2]
-    return str(host), int(port)
+    version = 6 if ":" in host else 4
+    is_any = ipaddress.ip_address(host).is_unspecified
+    hosts = p2p.get_network_addrs(version) if is_any else [host]
+    usable = [h for h in hosts if not ipaddress.ip_address(h).is_link_local]
+    return [f"/ip{version}/{h}/tcp/{port}" for h in usable]
 
 
 def _reason(error: BaseException) -> str:

@@ -32,12 +32,14 @@ class _Detour:
         return getattr(self._shared, name)
 
 
-_default = descriptor_pool.Default
+_pools: Any = descriptor_pool
+_default = _pools.Default
 _detour = _Detour(_default())
-descriptor_pool.Default = lambda: _detour
+_pools.Default = lambda: _detour
 try:
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+    from libp2p.custom_types import TProtocol
     from libp2p.identity.identify.pb.identify_pb2 import Identify
     from libp2p.io.abc import ReadWriteCloser
     from libp2p.network.connection.raw_connection import RawConnection
@@ -54,7 +56,7 @@ try:
     from multiaddr import Multiaddr
     from multiaddr.utils import get_network_addrs
 finally:
-    descriptor_pool.Default = _default
+    _pools.Default = _default
 
 __all__ = [
     "ID",
@@ -69,6 +71,7 @@ __all__ = [
     "ProtocolNotSupportedError",
     "RawConnection",
     "ReadWriteCloser",
+    "TProtocol",
     "TransportUpgrader",
     "create_new_key_pair",
     "create_noise_key_pair",

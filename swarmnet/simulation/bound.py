@@ -1,0 +1,75 @@
+"""How fast could a swarm be? The max-flow bound of its compute and its links.
+
+A microbatch passes one replica of every stage. A replica is a node with a capacity: what its
+device computes, and what its link carries of the activations in and out and of their gradients.
+Any replica can hand over to any of the next stage and the core of the network is free, so that
+the graph between two stages is complete, every minimum cut lies in the nodes of a single stage,
+and the maximum flow is the least over the stages of the sum of their capacities (Ford and
+Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not charged: the bound is above
+what any schedule can reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one machine could do of any stage."""
+
+    samples_per_s: float
+    """Forward and backward, of its device."""
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+
+def replica_rate(
+    machine: Capacity, stage_index: int, num_stages: int, bytes_per_sample: float
+) -> float:
+    """Samples/s through one replica. A middle stage receives an activation and a gradient for each
+    sample and sends as much; the first stage reads its data at home, the last has no successor."""
+    neighbours = (stage_index > 0) + (stage_index < num_stages - 1)
+    if not neighbours or not bytes_per_sample:
+        return machine.samples_per_s
+    moved = neighbours * bytes_per_sample
+    return min(
+        machine.samples_per_s, machine.up_bytes_per_s / moved, machine.down_bytes_per_s / moved
+    )
+
+
+def max_flow(
+    machines: Iterable[tuple[int, Capacity]], num_stages: int, bytes_per_sample: float
+) -> float:
+    """Samples/s of a swarm where each machine serves the stage beside it."""
+    rates = [0.0] * num_stages
+    for stage_index, machine in machines:
+        rates[stage_index] += replica_rate(machine, stage_index, num_stages, bytes_per_sample)
+    return min(rates)
+
+
+def best_flow(machines: Sequence[Capacity], num_stages: int, bytes_per_sample: float) -> float:
+    """Samples/s that no assignment of the machines to stages exceeds: as if each could share
+    itself out over the stages, at its rate in the easiest one."""
+    if len(machines) < num_stages:
+        return 0.0
+    edge = (
+        max(replica_rate(m, s, num_stages, bytes_per_sample) for s in {0, num_stages // 2})
+        for m in machines
+    )
+    return sum(edge) / num_stages
+
+
+@dataclass
+class Integral:
+    """A rate that changes at instants, summed over time."""
+
+    total: float = 0.0
+    _rate: float = 0.0
+    _since: float = field(default=0.0)
+
+    def set(self, rate: float, now: float) -> None:
+        """The rate from now on."""
+        self.total += self._rate * (now - self._since)
+        self._rate, self._since = rate, now

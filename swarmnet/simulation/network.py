@@ -1,0 +1,122 @@
+"""A seeded network: bandwidth, latency, loss, partitions, one-way reachability.
+
+Every peer has an access link to an otherwise infinite core. Large messages queue for the sender's
+upload and the receiver's download, first come first served; small ones (`SMALL_BYTES`) are
+interleaved with them, as the parts of a real channel are, and pay only their own time. A lost
+packet delays what it was part of by a retransmission, for channels are reliable streams.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+SMALL_BYTES = 64 << 10
+RETRANSMIT_S = 0.2
+MAX_RETRANSMITS = 6
+BITS = 8
+MEGABIT = 1e6
+
+HOME_UP_BYTES_PER_S = 15 * MEGABIT / BITS
+HOME_DOWN_BYTES_PER_S = 110 * MEGABIT / BITS
+HOME_LATENCY_S = 0.025
+"""Between two homes, one way; half of it at each end. Medians, all three."""
+HOME_SIGMA = 0.5
+"""Of the logarithm: about 95 % of the links lie within a factor of e of the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A peer's access to the network."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+    """From the peer to the core, one way."""
+
+
+FAST_LINK = Link(125e6, 125e6, 0.0005)
+"""A data centre: 1 Gbit/s, 1 ms between two peers."""
+
+
+def home_link(rng: random.Random, sigma: float = HOME_SIGMA) -> Link:
+    """A home's link: log-normal around 15 Mbit/s up, 110 Mbit/s down, 25 ms."""
+
+    def draw(median: float) -> float:
+        return median * math.exp(rng.gauss(0.0, sigma))
+
+    return Link(draw(HOME_UP_BYTES_PER_S), draw(HOME_DOWN_BYTES_PER_S), draw(HOME_LATENCY_S / 2))
+
+
+@dataclass
+class SimulatedNetwork:
+    """`transport.memory.Network`: when does a message arrive, if it does."""
+
+    rng: random.Random
+    loss: float = 0.0
+    """Probability that a message needs a retransmission."""
+    jitter: float = 0.1
+    """Latency varies by up to this part of it."""
+    links: dict[str, Link] = field(default_factory=dict)
+    deaf: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(source, target) that no message passes; with a count of the causes."""
+
+    def __post_init__(self) -> None:
+        self._up_free_at: dict[str, float] = {}
+        self._down_free_at: dict[str, float] = {}
+        self._hash = blake2b(digest_size=16)
+        self.num_messages = 0
+        self.num_bytes = 0
+
+    def add(self, peer_id: str, link: Link) -> None:
+        self.links[peer_id] = link
+
+    def block(self, source: str, target: str) -> None:
+        """From now on nothing gets from `source` to `target`; the other way is not touched."""
+        self.deaf[(source, target)] = self.deaf.get((source, target), 0) + 1
+
+    def unblock(self, source: str, target: str) -> None:
+        """Undoes one `block`."""
+        left = self.deaf.get((source, target), 0) - 1
+        if left > 0:
+            self.deaf[(source, target)] = left
+        else:
+            self.deaf.pop((source, target), None)
+
+    def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
+        """Seconds from now until the last byte is there; None where it never will be."""
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+        self._hash.update(f"{now!r} {source} {target} {num_bytes}\n".encode())
+        if self.deaf and (source, target) in self.deaf:
+            return None
+        sender, receiver = self.links[source], self.links[target]
+        latency_s = sender.latency_s + receiver.latency_s
+        latency_s *= 1.0 + self.jitter * self.rng.random()
+        if self.loss:
+            latency_s += self._retransmissions_s()
+        up_s = num_bytes / sender.up_bytes_per_s
+        down_s = num_bytes / receiver.down_bytes_per_s
+        if num_bytes <= SMALL_BYTES:
+            return latency_s + max(up_s, down_s)
+        up_begin = max(now, self._up_free_at.get(source, 0.0))
+        up_end = self._up_free_at[source] = up_begin + up_s
+        down_begin = max(up_begin + latency_s, self._down_free_at.get(target, 0.0))
+        down_end = max(up_end + latency_s, down_begin + down_s)
+        self._down_free_at[target] = max(down_begin + down_s, self._down_free_at.get(target, 0.0))
+        return down_end - now
+
+    def digest(self) -> str:
+        """Of every message so far: who, to whom, how long, when."""
+        return self._hash.hexdigest()
+
+    def _retransmissions_s(self) -> float:
+        delay_s, wait_s = 0.0, RETRANSMIT_S
+        for _ in range(MAX_RETRANSMITS):
+            if self.rng.random() >= self.loss:
+                break
+            delay_s += wait_s
+            wait_s *= 2
+        return delay_s

@@ -1,0 +1,281 @@
+"""A stage and its optimizer without a neural network, for thousands of peers in one process.
+
+Vectors are real but tiny: a shard is `NUMBERS` fp32 numbers, whatever size it claims on the wire.
+A microbatch adds a vector of small whole numbers that only its (round, id) and the stage decide,
+so that sums are exact in any order, a retraction takes out precisely what was put in, and digests
+compare what they should. Beside the numbers every gradient carries the multiset of microbatches
+that went into it (`Gradient.ids`); `check_sum` proves that the two agree.
+
+An array *claims* its size by its shape; its buffer is small. So the production code checks shapes
+and the network charges bytes as if the arrays were whole. That works only where messages are
+handed over as they are (`MemoryHub(copy=False)`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import xxhash
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.wire import Array
+
+NUMBERS = 4
+"""fp32 numbers that stand for a shard; the first of a gradient counts its microbatches."""
+LARGEST = 1 << 10
+"""Of a microbatch's numbers; sums of 2^14 of them are exact in fp32."""
+DECAY, RATE = 0.5, 2.0**-10
+"""Of the momentum, and of the step."""
+
+_FLOATS = struct.Struct(f"<{NUMBERS}f")
+_KEY = struct.Struct("<qq")
+
+Numbers = tuple[float, ...]
+Observer = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a stage claims."""
+
+    num_shards: int = 2
+    shard_parameters: int = 4096
+    """fp32 numbers a shard."""
+    activation_numbers: int = 4096
+    """fp32 numbers a microbatch between two stages."""
+    tokens_per_microbatch: int = 32
+
+    @property
+    def activation_bytes(self) -> int:
+        return 4 * self.activation_numbers
+
+
+class Gradient(bytes):
+    """Numbers of a gradient shard, and the microbatches that are in them."""
+
+    ids: Counter[StepKey]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], ids: Counter[StepKey]) -> Gradient:
+        gradient = cls(_FLOATS.pack(*numbers))
+        gradient.ids = ids
+        return gradient
+
+
+def contribution(stage_index: int, shard_index: int, key: StepKey) -> Numbers:
+    """What a microbatch adds to a gradient shard; the first number is 1."""
+    name = struct.pack("<iiqq", stage_index, shard_index, *key)
+    digest = blake2b(name, digest_size=2 * (NUMBERS - 1)).digest()
+    return (1.0, *(float(x % LARGEST) for x in struct.unpack(f"<{NUMBERS - 1}H", digest)))
+
+
+def check_sum(stage_index: int, shard_index: int, gradient: Gradient) -> bool:
+    """The numbers are those of the microbatches that the gradient names."""
+    total = [0.0] * NUMBERS
+    for key, times in gradient.ids.items():
+        for i, x in enumerate(contribution(stage_index, shard_index, key)):
+            total[i] += times * x
+    return _FLOATS.pack(*total) == bytes(gradient)
+
+
+def activation(key: StepKey, sizes: Sizes) -> Array:
+    """The activation, or the gradient of one, of a microbatch."""
+    return Array("float32", (sizes.activation_numbers,), _KEY.pack(*key))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a stage keeps of one microbatch until it is forgotten."""
+
+    weights: bytes
+    added: bool = False
+
+
+class SyntheticStage:
+    """`ports.Stage`. `observer(event, **facts)` hears of every piece of work; see
+    `invariants.Monitor`."""
+
+    def __init__(
+        self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer
+    ) -> None:
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
+        self._sizes = sizes
+        self._observe = observer
+        self._parameters: list[Numbers] = [
+            tuple(float(100 * stage_index + 10 * j + i) for i in range(NUMBERS))
+            for j in range(sizes.num_shards)
+        ]
+        self._coming: dict[int, Numbers] = {}
+        self._ids: Counter[StepKey] = Counter()
+        self._kept: dict[StepKey, _Kept] = {}
+        self._weights = self._digest_of_all()
+
+    def check(self, inputs: Array, targets: Array) -> None:
+        if len(inputs.data) != _KEY.size:
+            raise ProtocolViolation("not an activation of a synthetic stage")
+
+    def forward(self, key: StepKey, inputs: Array) -> Array:
+        self._check_key(key, inputs)
+        self._observe("forward", key=key, weights=self._weights)
+        self._kept[key] = _Kept(self._weights)
+        return activation(key, self._sizes)
+
+    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+        self._check_key(key, grad_outputs)
+        kept = self._kept.get(key)
+        assert kept is not None, f"backward of {key} without its forward"
+        assert not kept.added, f"backward of {key} twice"
+        self._observe("backward", key=key, weights=self._weights, forward_weights=kept.weights)
+        kept.added = True
+        self._ids[key] += 1
+        return None if self.stage_index == 0 else activation(key, self._sizes)
+
+    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+        outputs = self.forward(key, inputs)
+        grads = self.backward(key, outputs)
+        return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
+
+    def retract(self, key: StepKey) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is None or not kept.added:
+            return
+        self._observe("retract", key=key)
+        self._ids[key] -= 1
+        if not self._ids[key]:
+            del self._ids[key]
+
+    def forget(self, key: StepKey) -> None:
+        self._kept.pop(key, None)
+
+    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+        if self.stage_index == self.num_stages - 1:
+            return LossResult(1.0, self._sizes.tokens_per_microbatch)
+        return inputs
+
+    def gradient_shard(self, shard_index: int) -> Array:
+        total = [0.0] * NUMBERS
+        for key, times in self._ids.items():
+            for i, x in enumerate(contribution(self.stage_index, shard_index, key)):
+                total[i] += times * x
+        return self._claim(Gradient.of(total, Counter(self._ids)))
+
+    def parameter_shard(self, shard_index: int) -> Array:
+        return self._claim(_FLOATS.pack(*self._parameters[shard_index]))
+
+    def digest(self, shard_index: int) -> bytes:
+        return xxhash.xxh3_64_digest(_FLOATS.pack(*self._parameters[shard_index]))
+
+    def stage_parameters(self, shard_index: int, values: Array) -> None:
+        if values.dtype != "float32" or values.shape != (self.shard_sizes[shard_index],):
+            raise ProtocolViolation("a shard of the wrong size")
+        self._coming[shard_index] = _FLOATS.unpack(bytes(values.data))
+
+    def finish_round(self) -> None:
+        for j, numbers in self._coming.items():
+            self._parameters[j] = numbers
+        self._coming.clear()
+        self._ids = Counter()
+        self._kept.clear()
+        self._weights = self._digest_of_all()
+
+    def _digest_of_all(self) -> bytes:
+        packed = b"".join(_FLOATS.pack(*numbers) for numbers in self._parameters)
+        return xxhash.xxh3_64_digest(packed)
+
+    def _claim(self, data: bytes) -> Array:
+        return Array("float32", (self._sizes.shard_parameters,), data)
+
+    @staticmethod
+    def _check_key(key: StepKey, array: Array) -> None:
+        if _KEY.unpack(array.data) not in (key, (0, key[1])):
+            raise ProtocolViolation("the activation of another microbatch")
+
+
+class SyntheticOptimizer:
+    """`ports.Optimizer`: momentum, exact enough that equal histories give equal bits."""
+
+    def __init__(self, stage_index: int, sizes: Sizes, observer: Observer) -> None:
+        self._stage_index = stage_index
+        self._sizes = sizes
+        self._observe = observer
+        self._state: dict[int, tuple[int, Numbers]] = {}
+
+    def owned(self) -> list[int]:
+        return sorted(self._state)
+
+    def steps(self, shard_index: int) -> int:
+        return self._state.get(shard_index, (-1, ()))[0]
+
+    def create(self, shard_index: int) -> None:
+        self._state[shard_index] = (0, (0.0,) * NUMBERS)
+
+    def drop(self, shard_index: int) -> None:
+        self._state.pop(shard_index, None)
+
+    def sum(self, contributions: Sequence[Array]) -> Array:
+        ids: Counter[StepKey] = Counter()
+        total = [0.0] * NUMBERS
+        for part in contributions:
+            ids.update(part.data.ids)
+            for i, x in enumerate(_FLOATS.unpack(part.data)):
+                total[i] += x
+        return Array("float32", contributions[0].shape, Gradient.of(total, ids))
+
+    def sum_of_squares(self, values: Array) -> float:
+        return math.fsum(x * x for x in _FLOATS.unpack(values.data))
+
+    def step(
+        self, shard_index: int, parameters: Array, gradient_sum: Array, scale: float, round_index: int
+    ) -> Array:
+        steps, momentum = self._state[shard_index]
+        gradient: Gradient = gradient_sum.data
+        self._observe("step", shard=shard_index, round=round_index, gradient=gradient)
+        momentum = _rounded(
+            DECAY * m + scale * g for m, g in zip(momentum, _FLOATS.unpack(gradient), strict=True)
+        )
+        before = _FLOATS.unpack(bytes(parameters.data))
+        after = _rounded(p - RATE * m for p, m in zip(before, momentum, strict=True))
+        self._state[shard_index] = (steps + 1, momentum)
+        return Array("float32", parameters.shape, _FLOATS.pack(*after))
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        steps, momentum = self._state[shard_index]
+        shape = (self._sizes.shard_parameters,)
+        moments = Array("float32", shape, _FLOATS.pack(*momentum))
+        return {"steps": steps}, (moments, moments, moments)
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        self._state[shard_index] = (int(values["steps"]), _FLOATS.unpack(bytes(arrays[0].data)))
+
+
+class SyntheticData:
+    """`ports.Data`: a microbatch is its id."""
+
+    bytes_per_token = 0.0
+
+    def __init__(self, samples_per_microbatch: int, num_held_out: int = 0) -> None:
+        self.samples_per_microbatch = samples_per_microbatch
+        self.num_held_out = num_held_out
+
+    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
+        return _tokens((0, microbatch_id)), _tokens((0, microbatch_id))
+
+    def held_out(self, index: int) -> tuple[Array, Array]:
+        return _tokens((0, index)), _tokens((0, index))
+
+
+def _tokens(key: StepKey) -> Array:
+    return Array("int32", (4,), _KEY.pack(*key))
+
+
+def _rounded(numbers: Any) -> Numbers:
+    return _FLOATS.unpack(_FLOATS.pack(*numbers))
