@@ -117,7 +117,7 @@ class SyntheticStage:
         self._coming: dict[int, Numbers] = {}
         self._ids: Counter[StepKey] = Counter()
         self._kept: dict[StepKey, _Kept] = {}
-        self._weights = self._digest_of_all()
+        self.weights = self._digest_of_all()
 
     def check(self, inputs: Array, targets: Array) -> None:
         if len(inputs.data) != _KEY.size:
@@ -125,8 +125,8 @@ class SyntheticStage:
 
     def forward(self, key: StepKey, inputs: Array) -> Array:
         self._check_key(key, inputs)
-        self._observe("forward", key=key, weights=self._weights)
-        self._kept[key] = _Kept(self._weights)
+        self._observe("forward", key=key, weights=self.weights)
+        self._kept[key] = _Kept(self.weights)
         return activation(key, self._sizes)
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
@@ -134,7 +134,7 @@ class SyntheticStage:
         kept = self._kept.get(key)
         assert kept is not None, f"backward of {key} without its forward"
         assert not kept.added, f"backward of {key} twice"
-        self._observe("backward", key=key, weights=self._weights, forward_weights=kept.weights)
+        self._observe("backward", key=key, weights=self.weights, forward_weights=kept.weights)
         kept.added = True
         self._ids[key] += 1
         return None if self.stage_index == 0 else activation(key, self._sizes)
@@ -185,7 +185,7 @@ class SyntheticStage:
         self._coming.clear()
         self._ids = Counter()
         self._kept.clear()
-        self._weights = self._digest_of_all()
+        self.weights = self._digest_of_all()
 
     def _digest_of_all(self) -> bytes:
         packed = b"".join(_FLOATS.pack(*numbers) for numbers in self._parameters)

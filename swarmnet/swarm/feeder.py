@@ -217,7 +217,10 @@ class Feeder:
                         on_path=on_path,
                         prefer_self=own.stage == 0,
                     )
-                except Stale:
+                except Stale as e:
+                    theirs = e.details.get("round")
+                    if isinstance(theirs, int) and theirs > mine.round:
+                        return  # the others finished the round without it: it never counts
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                     if not replica.is_open(mine.round):
                         return
@@ -273,6 +276,10 @@ class Feeder:
             elif question.stage < len(path) and path[question.stage] == asker:
                 counted.append(the_id)
         return counted
+
+    def committed_paths(self) -> dict[int, dict[int, tuple[str, ...]]]:
+        """By round (the newest `KEPT_COMMITS`), the path of every microbatch that counts."""
+        return {r: mine.committed for r, mine in self._rounds.items()}
 
     # ---- held-out data ----------------------------------------------------------------------
 

@@ -61,10 +61,7 @@ class Rounds:
         if progress.round_progress(view, r, now, self.settings.global_batch).drained:
             return True
         own = self.gossip.own.peer_id
-        return any(
-            m.round > r and m.is_replica and m.peer_id != own
-            for m in view.members(self.replica.index, now)
-        )
+        return any(m.round > r and m.is_replica and m.peer_id != own for m in view.live(now))
 
     async def finish(self, r: int) -> None:
         """Settle, average, open the next round."""

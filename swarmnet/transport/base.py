@@ -109,6 +109,8 @@ class ByteStream:
     remote: str
     transport: asyncio.Transport
     leftover: bytes = b""
+    keep: object = None
+    """Whatever must live as long as the stream does."""
 
 
 class Carrier(Protocol):

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 UPGRADE_TIMEOUT_S = 10.0
 """For the handshakes of a new connection."""
-NEGOTIATE_TIMEOUT_S = 10.0
+NEGOTIATE_TIMEOUT_S = 6.0
 """For agreeing on a stream's protocol."""
 ADDRESS_TIMEOUT_S = 8.0
 """For one address of a peer, handshakes included."""
@@ -354,9 +354,6 @@ class Host:
         except Exception as e:
             logger.debug("a stream from %s failed: %s", connection.peer_id, _reason(e))
             stream.reset()
-        except BaseException:
-            stream.reset()
-            raise
 
     async def _identify(self, stream: Stream, connection: Connection) -> None:
         """https://github.com/libp2p/specs/blob/master/identify/README.md"""
@@ -486,9 +483,9 @@ def _multiaddrs(listener: trio.SocketListener) -> list[str]:
     host, port = listener.socket.getsockname()[:2]
     version = 6 if ":" in host else 4
     is_any = ipaddress.ip_address(host).is_unspecified
-    hosts = p2p.get_network_addrs(version) if is_any else [host]
-    usable = [h for h in hosts if not ipaddress.ip_address(h).is_link_local]
-    return [f"/ip{version}/{h}/tcp/{port}" for h in usable]
+    loopback = "::1" if version == 6 else "127.0.0.1"
+    hosts = [*p2p.get_network_addrs(version), loopback] if is_any else [host]
+    return [f"/ip{version}/{h}/tcp/{port}" for h in hosts]
 
 
 def _reason(error: BaseException) -> str:
@@ -505,7 +502,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(e, OSError) and e.errno:
             return os.strerror(e.errno).lower()
         if isinstance(e, p2p.ProtocolNotSupportedError):
-            return "speaks neither Noise nor yamux"
+            return "does not speak yamux"
     return f"no libp2p handshake ({type(error).__name__})"
 
 

@@ -7,8 +7,9 @@ other end is an ordinary asyncio transport: `Channel` cannot tell it from any ot
     asyncio loop | thread "py-libp2p"
     Channel <-> transport <-> socket pair <-> pump <-> yamux <-> Noise <-> TCP
 
-It speaks Noise and yamux over TCP. hivemind's p2pd speaks them with its default arguments
-(`P2P.create(tls=True)` offers Noise beside TLS), and reaches us whichever side dials.
+It speaks Noise and yamux over TCP, nothing else. hivemind's p2pd offers Noise unless started with
+`-noise=false`, beside TLS (`-tls=1`) or without it, and the two meet whichever side dials: p2pd
+must listen on TCP, not on QUIC alone, and its peers be reachable without a relay.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.errors import AddressError, TransportError, Unreachable
+from swarmnet.identity import Identity
 from swarmnet.transport.base import ByteStream
 from swarmnet.transport.trio_thread import ThreadEnded, TrioThread
 
@@ -45,16 +47,6 @@ ADDRESS = re.compile(
     r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]{1,253})/tcp/(?P<port>\d{1,5})"
     r"(?:/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{20,100}))?"
 )
-
-
-class Identity(Protocol):
-    """What this carrier needs of `swarmnet.identity.Identity`."""
-
-    @property
-    def peer_id(self) -> str: ...
-
-    @property
-    def seed(self) -> bytes: ...
 
 
 class PyLibp2pCarrier:
@@ -157,9 +149,7 @@ class PyLibp2pCarrier:
                 self._thread.soon(self._host.stop)
             if not await self._thread.join(CLOSE_TIMEOUT_S):
                 logger.warning("py-libp2p's thread did not end in %.0f s", CLOSE_TIMEOUT_S)
-        for transport in list(self._streams):
-            transport.abort()
-        self._streams.clear()
+        self._streams.clear()  # what was still unsent there failed with the other end
 
     async def _in_trio(
         self, work: Callable[[Host], Awaitable[T]], discard: Callable[[T], None] | None = None
@@ -175,6 +165,8 @@ class PyLibp2pCarrier:
             raise Unreachable(f"no answer in {OPEN_TIMEOUT_S:.0f} s") from None
         except ThreadEnded:
             raise Unreachable("this peer's network was closed") from None
+        except OSError as e:  # no more file descriptors, say
+            raise Unreachable(f"cannot open a stream: {e}") from None
 
     def _on_stream_in_trio(self, remote: str, far: socket.socket) -> None:
         assert self._thread is not None
@@ -212,13 +204,12 @@ class PyLibp2pCarrier:
         early = _Early()
         try:
             if far.family == getattr(socket, "AF_UNIX", None):
-                base, _ = await loop.create_unix_connection(lambda: early, sock=far)
+                transport, _ = await loop.create_unix_connection(lambda: early, sock=far)
             else:
-                base, _ = await loop.create_connection(lambda: early, sock=far)
+                transport, _ = await loop.create_connection(lambda: early, sock=far)
         except BaseException:
             far.close()
             raise
-        transport = cast(asyncio.Transport, base)  # uvloop's does not inherit from it
         if early.is_over:
             transport.abort()
             raise Unreachable(f"{remote} closed the stream at once")

@@ -1,0 +1,299 @@
+"""What must hold at every moment of a simulated swarm, whatever died.
+
+`Monitor` hears of every piece of work at once (from the synthetic stages and optimizers) and looks
+at the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
+
+1. A microbatch of round r meets only the parameters of round r, and its backward the same as its forward.
+2. No optimizer step contains a microbatch twice, or one of another round; sums are what their
+   microbatches add up to.
+3. What a stage averaged in a round was committed by a feeder; committed = averaged + lost.
+4. Replicas of a stage that are in the same round agree within `Bounds.converge_s`.
+5. A peer that moves leaves another replica behind.
+6. Queues stay within their limits.
+7. While every stage has a live replica the run goes on: a round ends within `Bounds.progress_s`
+   of the last one or of the last fault.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from swarmnet.protocol.records import ACTIVE
+from swarmnet.simulation.stage import Gradient, check_sum
+from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.ports import StepKey
+
+KEPT_ROUNDS = 3
+"""Rounds after which nothing can be committed or averaged any more, and the books are closed."""
+SPARE_JOBS = 8
+"""Device work beside that of microbatches."""
+
+
+class InvariantBroken(AssertionError):
+    """The swarm did what it must not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Virtual seconds within which the swarm must have come round."""
+
+    converge_s: float = 30.0
+    progress_s: float = 60.0
+
+
+@dataclass
+class Member:
+    """A peer of the simulation, as the monitor sees it."""
+
+    peer: Peer
+    frozen_until: float = 0.0
+    leaving: bool = False
+    stage: int | None = None
+    """Which it served when last looked at."""
+
+
+@dataclass
+class Books:
+    """One round's accounts."""
+
+    committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Path by microbatch id, by the word of the feeders."""
+    averaged: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
+    """(stage, shard): the microbatches of every aggregate that an optimizer step used."""
+
+
+@dataclass
+class Monitor:
+    """Checks one run. `now` gives virtual time; `log(kind, **facts)` is the run's event log."""
+
+    now: Callable[[], float]
+    log: Callable[..., None]
+    num_stages: int
+    num_shards: int
+    bounds: Bounds = field(default_factory=Bounds)
+    on_commit: Callable[[StepKey], None] = lambda key: None
+    broken: str | None = None
+    num_committed: int = 0
+    """Microbatches."""
+    num_checks: int = 0
+    lost: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(round, stage): microbatches that were committed and not averaged, of closed books."""
+    splits: int = 0
+    """Shards that were stepped with different aggregates in one round."""
+    last_fault_at: float = 0.0
+    """Of the last crash, stall or cut, or of its end."""
+    closed_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self._books: dict[int, Books] = {}
+        self._stepped: dict[tuple[str, int], int] = {}
+        self._progress_at = 0.0
+        self._best_round = -1
+        self._apart_since: dict[int, float] = {}
+
+    # ---- work -------------------------------------------------------------------------------
+
+    def observer(self, peer_id: str, incarnation: int, stage_index: int) -> Callable[..., None]:
+        """For the synthetic stage and optimizer of a peer."""
+        return partial(self._observe, peer_id, incarnation, stage_index)
+
+    def _observe(
+        self, peer_id: str, incarnation: int, stage_index: int, event: str, **facts: Any
+    ) -> None:
+        self.num_checks += 1
+        if event == "step":
+            self._on_step(peer_id, incarnation, stage_index, **facts)
+        elif event in ("forward", "backward"):
+            self._on_microbatch(peer_id, event, **facts)
+        elif event == "retract":
+            self.log("retract", peer=peer_id, stage=stage_index, key=facts["key"])
+
+    def _on_microbatch(
+        self, peer_id: str, event: str, key: StepKey, weights: bytes, forward_weights: bytes = b""
+    ) -> None:
+        member = self.members.get(peer_id)
+        replica = member.peer.replica if member else None
+        if replica is not None and replica.round != key[0]:
+            self.fail(f"{event} of round {key[0]} at {peer_id}, which is in round {replica.round}")
+        if forward_weights and forward_weights != weights:
+            self.fail(f"backward of {key} at {peer_id} met other parameters than its forward")
+
+    def _on_step(
+        self,
+        peer_id: str,
+        incarnation: int,
+        stage_index: int,
+        shard: int,
+        round: int,
+        gradient: Gradient,
+    ) -> None:
+        where = f"round {round} stage {stage_index} shard {shard} at {peer_id}"
+        twice = sorted(key for key, times in gradient.ids.items() if times != 1)
+        if twice:
+            self.fail(f"{where}: counted {gradient.ids[twice[0]]} times: {twice[0]}")
+        if any(key[0] != round for key in gradient.ids):
+            self.fail(f"{where}: a gradient of another round")
+        if not check_sum(stage_index, shard, gradient):
+            self.fail(f"{where}: the sum is not that of its microbatches")
+        ids = frozenset(key[1] for key in gradient.ids)
+        known = self._book(round).averaged.setdefault((stage_index, shard), [])
+        if ids not in known:
+            known.append(ids)
+            if len(known) > 1:
+                self.splits += 1
+        self.log("step", peer=peer_id, round=round, stage=stage_index, shard=shard, n=len(ids))
+
+    def _book(self, round_index: int) -> Books:
+        return self._books.setdefault(round_index, Books())
+
+    # ---- looking ----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Checks the state of every peer. Raises `InvariantBroken`."""
+        for member in self.members.values():
+            self.collect(member)
+            self._check_queues(member)
+            self._check_move(member)
+        self._check_digests()
+        self._check_progress()
+        newest = self._best_round
+        for r in sorted(r for r in self._books if r < newest - KEPT_ROUNDS):
+            self._close(r)
+        if self.broken is not None:
+            raise InvariantBroken(self.broken)
+
+    def finish(self) -> None:
+        """Closes the books of the rounds that every stage has finished."""
+        self.look()
+        for r in sorted(r for r in self._books if r < self._least_round()):
+            self._close(r)
+        if self.broken is not None:
+            raise InvariantBroken(self.broken)
+
+    def fail(self, text: str) -> None:
+        """Keeps the first broken invariant."""
+        if self.broken is None:
+            self.broken = f"at {self.now():.3f} s: {text}"
+            self.log("broken", text=text)
+
+    def fault(self) -> None:
+        """Something was broken or mended just now."""
+        self.last_fault_at = self.now()
+
+    def collect(self, member: Member) -> None:
+        """Takes down what a feeder has committed. To be called before a peer is lost."""
+        feeder = member.peer.feeder
+        if feeder is None:
+            return
+        for r, committed in feeder.committed_paths().items():
+            if r < self.closed_rounds:
+                continue
+            book = self._book(r)
+            for the_id, path in committed.items():
+                if the_id in book.committed:
+                    continue
+                book.committed[the_id] = path
+                self.num_committed += 1
+                self.on_commit((r, the_id))
+
+    def _live(self) -> Iterable[Member]:
+        now = self.now()
+        return (m for m in self.members.values() if m.frozen_until <= now)
+
+    def _least_round(self) -> int:
+        rounds = [m.peer.replica.round for m in self._live() if m.peer.replica is not None]
+        return min(rounds, default=0)
+
+    def _check_queues(self, member: Member) -> None:
+        replica, limits = member.peer.replica, member.peer.limits
+        if replica is None:
+            return
+        flying, waiting = member.peer.steps.num_flying, replica.device.num_waiting
+        if flying > limits.max_open_steps or waiting > flying + SPARE_JOBS + len(replica.ledger):
+            self.fail(
+                f"{member.peer.transport.peer_id}: {flying} microbatches, {waiting} jobs waiting"
+            )
+
+    def _check_move(self, member: Member) -> None:
+        own = member.peer.gossip.own
+        serving = own.stage if own.state == ACTIVE else None
+        left, member.stage = member.stage, own.stage
+        moved = left is not None and left >= 0 and own.stage != left and not member.leaving
+        if moved:
+            self.log("moved", peer=own.peer_id, source=left, target=own.stage)
+            if not any(
+                m.stage == left and m.peer.gossip.own.state == ACTIVE for m in self._live()
+            ):
+                self.fail(f"{own.peer_id} moved from stage {left} and left nobody there")
+        if serving is None and left is None:
+            member.stage = None
+
+    def _check_digests(self) -> None:
+        groups: dict[tuple[int, int], set[bytes]] = {}
+        for m in self._live():
+            replica = m.peer.replica
+            if replica is None or not replica.synced or replica.closed:
+                continue
+            stage: Any = replica.stage
+            groups.setdefault((replica.index, replica.round), set()).add(stage.weights)
+        apart = {k[0] for k, digests in groups.items() if len(digests) > 1}
+        now = self.now()
+        for s in range(self.num_stages):
+            if s not in apart:
+                self._apart_since.pop(s, None)
+                continue
+            since = max(self._apart_since.setdefault(s, now), self.last_fault_at)
+            if now - since > self.bounds.converge_s:
+                self.fail(f"the replicas of stage {s} have differed since {since:.1f} s")
+
+    def _check_progress(self) -> None:
+        now = self.now()
+        served = set()
+        best = self._best_round
+        for m in self._live():
+            replica = m.peer.replica
+            if replica is not None and replica.synced:
+                served.add(replica.index)
+                best = max(best, replica.round)
+        if best > self._best_round:
+            self._best_round = best
+            self._progress_at = now
+        if len(served) < self.num_stages:
+            self._progress_at = now
+        since = max(self._progress_at, self.last_fault_at)
+        if now - since > self.bounds.progress_s:
+            self.fail(f"nothing has gone on since {since:.1f} s: {self.describe()}")
+
+    def _close(self, r: int) -> None:
+        """Compares what was committed with what was averaged."""
+        book = self._books.pop(r)
+        self.closed_rounds = max(self.closed_rounds, r + 1)
+        committed = set(book.committed)
+        for s in range(self.num_stages):
+            for j in range(self.num_shards):
+                results = book.averaged.get((s, j), [])
+                averaged = max(results, key=lambda ids: (len(ids), sorted(ids)), default=frozenset())
+                extra = sorted(averaged - committed)
+                if extra:
+                    self.fail(
+                        f"round {r} stage {s} shard {j}: {len(extra)} microbatches were averaged "
+                        f"that no feeder committed: {extra[0]}"
+                    )
+                lost = len(committed) - len(averaged & committed)
+                self.lost[(r, s)] = max(self.lost[(r, s)], lost)
+        lost = {s: self.lost[(r, s)] for s in range(self.num_stages) if self.lost[(r, s)]}
+        self.log("closed", round=r, committed=len(committed), lost=sorted(lost.items()))
+
+    def describe(self) -> str:
+        """Every peer in a line, for a message."""
+        return ", ".join(
+            f"{m.peer.gossip.own.peer_id}: {m.peer.gossip.own.state} stage "
+            f"{m.peer.gossip.own.stage} round {m.peer.replica.round if m.peer.replica else '-'}"
+            f"{' closed' if m.peer.replica and m.peer.replica.closed else ''}"
+            for m in list(self.members.values())[:16]
+        )

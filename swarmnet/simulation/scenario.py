@@ -1,0 +1,154 @@
+"""What is to be simulated, and what came of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from swarmnet.simulation.churn import ChurnEvent, ChurnRates
+from swarmnet.simulation.invariants import Bounds
+from swarmnet.simulation.stage import Sizes
+from swarmnet.swarm.gossip import GossipSettings
+from swarmnet.swarm.settings import Limits
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A swarm and what befalls it. With the same scenario the same history, bit for bit."""
+
+    seed: int = 0
+    peers: int = 6
+    """That start with the run, within `start_s`."""
+    stages: int = 2
+    rounds: int = 1_000_000
+    """The simulation ends when every live peer has done them, or after `until_s`."""
+    until_s: float = 60.0
+    """Virtual seconds."""
+    churn_until_s: float = float("inf")
+    """After this nothing breaks any more; what was broken mends."""
+    global_batch: int = 64
+    samples_per_microbatch: int = 4
+    sizes: Sizes = field(default_factory=Sizes)
+    service_s: float = 0.05
+    """Device seconds of one microbatch, forward and backward, at a machine of speed 1."""
+    speed_ratio: float = 4.0
+    """Fastest machine over slowest; speeds are log-uniform, and 1 in the middle."""
+    home_links: bool = False
+    """Log-normal home links; else every peer has a fast one."""
+    loss: float = 0.0
+    churn: ChurnRates = field(default_factory=ChurnRates)
+    trace: tuple[ChurnEvent, ...] = ()
+    keep_covered: bool = True
+    """No fault takes a stage's last replica."""
+    max_peers: int = 12
+    clip: bool = True
+    settled_rounds: int = 0
+    """Where set, the run ends so many rounds after `churn_until_s`, when all replicas have made them."""
+    start_s: float = 2.0
+    check_s: float = 0.25
+    bounds: Bounds = field(default_factory=Bounds)
+    limits: Limits = field(default_factory=Limits)
+    gossip: GossipSettings = field(default_factory=GossipSettings)
+    warmup_s: float = 0.0
+    """Left out of the throughput and of its bound."""
+    keep_log: bool = True
+    """Keeps the event log's lines; its hash is always made."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The swarm at one moment."""
+
+    at_s: float
+    samples_per_s: float
+    """Committed since the last sample."""
+    bound_per_s: float
+    best_per_s: float
+    peers: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a scenario."""
+
+    log_hash: str
+    broken: str | None
+    """The invariant that did not hold, and when."""
+    virtual_s: float
+    rounds: int
+    samples: int
+    """Committed, all of the run."""
+    samples_per_s: float
+    """After the warm-up."""
+    bound_per_s: float
+    """Max-flow of what was alive, each in the stage it served; mean over the same time."""
+    best_per_s: float
+    """The same with the best assignment of machines to stages."""
+    rerouted: int
+    retracted: int
+    moved: int
+    samples_lost: int
+    """Committed, and not in the update of some stage; the worst stage of each round."""
+    reported_lost: int
+    """The same by the peers' own counters."""
+    stages_restarted: int
+    shards_reset: int
+    faults: dict[str, int]
+    recovery_s: tuple[float, ...]
+    """From each crash to the commit of the last microbatch that was inside the dead peer."""
+    control_bytes_per_peer_s: float
+    bytes_per_peer_s: float
+    checks: int
+    samples_over_time: tuple[Sample, ...]
+    log: tuple[str, ...] = ()
+
+    @property
+    def fraction_of_bound(self) -> float:
+        return self.samples_per_s / self.bound_per_s if self.bound_per_s else 0.0
+
+    @property
+    def fraction_of_best(self) -> float:
+        return self.samples_per_s / self.best_per_s if self.best_per_s else 0.0
+
+
+def small_swarm(seed: int) -> Scenario:
+    """One of the small swarms of the sweep: up to 12 peers, 1 to 4 stages, every kind of fault."""
+    rng = random.Random(f"small swarm {seed}")
+    stages = rng.randint(1, 4)
+    peers = rng.randint(2 * stages, 12)
+    until_s = rng.uniform(30.0, 50.0)
+
+    def per_hour(most: float) -> float:
+        """Events in the whole of such a short history, as a rate."""
+        return rng.choice((0.0, rng.uniform(0.0, most))) * 3600.0 / until_s
+
+    churn = ChurnRates(
+        join=per_hour(3),
+        leave=per_hour(2),
+        crash=per_hour(4),
+        stall=per_hour(3),
+        rejoin=per_hour(3),
+        partition=per_hour(1.5),
+        one_way=per_hour(2),
+        mean_stall_s=rng.choice((1.0, 5.0, 15.0)),
+        mean_absence_s=rng.choice((0.5, 5.0)),
+        mean_partition_s=rng.choice((1.0, 5.0, 12.0)),
+    )
+    return Scenario(
+        seed=seed,
+        peers=peers,
+        stages=stages,
+        until_s=until_s + 150.0,
+        settled_rounds=2,
+        churn_until_s=until_s,
+        global_batch=rng.choice((16, 64, 128)),
+        sizes=Sizes(num_shards=rng.choice((1, 2, 5)), shard_parameters=rng.choice((4096, 250_000))),
+        service_s=rng.choice((0.1, 0.3)),
+        speed_ratio=rng.choice((1.0, 10.0)),
+        home_links=rng.random() < 0.5,
+        loss=rng.choice((0.0, 0.01)),
+        churn=churn,
+        clip=rng.random() < 0.7,
+        gossip=GossipSettings(interval_s=0.5),
+    )
