@@ -161,8 +161,8 @@ class Monitor:
             self._check_move(member)
         self._check_digests()
         self._check_progress()
-        newest = self._best_round
-        for r in sorted(r for r in self._books if r < newest - KEPT_ROUNDS):
+        least = self._least_round() - KEPT_ROUNDS
+        for r in sorted(r for r in self._books if r < least):
             self._close(r)
         if self.broken is not None:
             raise InvariantBroken(self.broken)
@@ -206,8 +206,9 @@ class Monitor:
         return (m for m in self.members.values() if m.frozen_until <= now)
 
     def _least_round(self) -> int:
-        rounds = [m.peer.replica.round for m in self._live() if m.peer.replica is not None]
-        return min(rounds, default=0)
+        """The oldest round that some peer, be it cut off, may still work on."""
+        members = self.members.values()
+        return min((m.peer.replica.round for m in members if m.peer.replica is not None), default=0)
 
     def _check_queues(self, member: Member) -> None:
         replica, limits = member.peer.replica, member.peer.limits

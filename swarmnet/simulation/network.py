@@ -2,8 +2,9 @@
 
 Every peer has an access link to an otherwise infinite core. Large messages queue for the sender's
 upload and the receiver's download, first come first served; small ones (`SMALL_BYTES`) are
-interleaved with them, as the parts of a real channel are, and pay only their own time. A lost
-packet delays what it was part of by a retransmission, for channels are reliable streams.
+interleaved with them, as the parts of a real channel are, and pay only their own time. Channels
+are reliable streams: a lost packet delays what it was part of by a retransmission, and what is
+said while two peers cannot reach each other arrives some time after they can again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hashlib import blake2b
 SMALL_BYTES = 64 << 10
 RETRANSMIT_S = 0.2
 MAX_RETRANSMITS = 6
+MAX_BACKOFF_S = 3.0
 BITS = 8
 MEGABIT = 1e6
 
@@ -60,8 +62,8 @@ class SimulatedNetwork:
     jitter: float = 0.1
     """Latency varies by up to this part of it."""
     links: dict[str, Link] = field(default_factory=dict)
-    deaf: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(source, target) that no message passes; with a count of the causes."""
+    blocked_until: dict[tuple[str, str], float] = field(default_factory=dict)
+    """When (source, target) is open again."""
 
     def __post_init__(self) -> None:
         self._up_free_at: dict[str, float] = {}
@@ -73,28 +75,21 @@ class SimulatedNetwork:
     def add(self, peer_id: str, link: Link) -> None:
         self.links[peer_id] = link
 
-    def block(self, source: str, target: str) -> None:
-        """From now on nothing gets from `source` to `target`; the other way is not touched."""
-        self.deaf[(source, target)] = self.deaf.get((source, target), 0) + 1
-
-    def unblock(self, source: str, target: str) -> None:
-        """Undoes one `block`."""
-        left = self.deaf.get((source, target), 0) - 1
-        if left > 0:
-            self.deaf[(source, target)] = left
-        else:
-            self.deaf.pop((source, target), None)
+    def block(self, source: str, target: str, until: float) -> None:
+        """Nothing gets from `source` to `target` before `until`; the other way is not touched."""
+        pair = (source, target)
+        self.blocked_until[pair] = max(until, self.blocked_until.get(pair, 0.0))
 
     def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
-        """Seconds from now until the last byte is there; None where it never will be."""
+        """Seconds from now until the last byte is there."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         self._hash.update(f"{now!r} {source} {target} {num_bytes}\n".encode())
-        if self.deaf and (source, target) in self.deaf:
-            return None
+        held_s = self._held_s(source, target, now) if self.blocked_until else 0.0
         sender, receiver = self.links[source], self.links[target]
         latency_s = sender.latency_s + receiver.latency_s
         latency_s *= 1.0 + self.jitter * self.rng.random()
+        latency_s += held_s
         if self.loss:
             latency_s += self._retransmissions_s()
         up_s = num_bytes / sender.up_bytes_per_s
@@ -111,6 +106,14 @@ class SimulatedNetwork:
     def digest(self) -> str:
         """Of every message so far: who, to whom, how long, when."""
         return self._hash.hexdigest()
+
+    def _held_s(self, source: str, target: str, now: float) -> float:
+        """Until the way is open and the sender, whose pauses double, has tried again."""
+        until = self.blocked_until.get((source, target), 0.0)
+        if until <= now:
+            self.blocked_until.pop((source, target), None)
+            return 0.0
+        return until - now + self.rng.uniform(0.0, min(until - now, MAX_BACKOFF_S))
 
     def _retransmissions_s(self) -> float:
         delay_s, wait_s = 0.0, RETRANSMIT_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,8 +60,21 @@ class Host:
     frozen_until: float = 0.0
 
 
+class _Errors(logging.Handler):
+    """What a peer logs as an error is a bug: nobody else in the simulation makes any."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        super().__init__(logging.ERROR)
+        self._monitor = monitor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._monitor.fail(f"{record.name}: {record.getMessage()}: {error!r}")
+
+
 def simulate(scenario: Scenario) -> Result:
-    """Runs a scenario to its end, or until an invariant breaks (`Result.broken`)."""
+    """Runs a scenario to its end, or until an invariant breaks (`Result.broken`). An error
+    that a peer logs is a broken invariant too."""
     return run(Simulation(scenario).run(), seed=scenario.seed)
 
 
@@ -117,6 +131,8 @@ class Simulation:
         for event in self._events():
             loop.call_at(event.at_s, self._happen, event)
         broken: str | None = None
+        errors = _Errors(self.monitor)
+        logging.getLogger("swarmnet").addHandler(errors)
         warm: tuple[int, float, float] | None = None
         try:
             while loop.time() < scenario.until_s and not self._done():
@@ -130,6 +146,8 @@ class Simulation:
             self.monitor.finish()
         except InvariantBroken as e:
             broken = str(e)
+        finally:
+            logging.getLogger("swarmnet").removeHandler(errors)
         if warm is None:
             warm, warm_at = (0, 0.0, 0.0), 0.0
         result = self._result(broken, warm, warm_at)
@@ -369,14 +387,12 @@ class Simulation:
         self, pairs: list[tuple[str, str]], action: str, side: list[str], duration_s: float
     ) -> None:
         for a, b in pairs:
-            self.network.block(a, b)
+            self.network.block(a, b, self._now() + duration_s)
         self._count(action, side=side, duration=duration_s)
         self._mending += 1
 
         def heal() -> None:
             self._mending -= 1
-            for a, b in pairs:
-                self.network.unblock(a, b)
             self._count("healed", side=side)
 
         self._loop.call_later(duration_s, heal)

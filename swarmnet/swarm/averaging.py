@@ -31,7 +31,9 @@ from swarmnet.errors import (
     Stale,
     SwarmnetError,
     TransportError,
+    Unreachable,
 )
+from swarmnet.protocol import progress
 from swarmnet.protocol.placement import Placement, weights_from
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.swarm.gossip import Gossip, Tasks
@@ -258,16 +260,32 @@ class Averaging:
         self, peer_id: str, r: int, j: int, num_tokens: int, gradient: Array | None
     ) -> tuple[Array, bool]:
         request = ReduceRequest(r, self.replica.index, j, num_tokens)
-        reply = await self.transport.call(
-            peer_id,
-            "reduce",
-            Message(request, () if gradient is None else (gradient,)),
-            timeout_s=2 * self.limits.reduce_wait_s,
-        )
+        message = Message(request, () if gradient is None else (gradient,))
+        reply = await self._call_while_live(peer_id, "reduce", message)
         body = convert(reply.body, ReduceReply)
         if len(reply.arrays) != 1:
             raise ProtocolViolation("a reply to reduce without parameters")
         return reply.arrays[0], body.counted
+
+    async def _call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
+        """A long call that is given up as soon as the callee is not taken for live any more: a silent
+        peer would hold it up to its deadline. Raises as `Transport.call`."""
+        loop = asyncio.get_running_loop()
+        call = loop.create_task(
+            self.transport.call(
+                peer_id, method, message, timeout_s=2 * self.limits.reduce_wait_s
+            )
+        )
+        try:
+            while not call.done():
+                await asyncio.wait((call,), timeout=LOOK_AGAIN_S)
+                if not call.done() and not self.gossip.view.is_live(peer_id, loop.time()):
+                    raise Unreachable(f"{peer_id[-8:]} has fallen silent")
+            return call.result()
+        finally:
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
 
     async def _own_shard(
         self, r: int, j: int, num_tokens: int, gradient: Array | None
@@ -371,6 +389,8 @@ class Averaging:
             parts = [(p, c) for p, c in sorted(update.contributions.items()) if c.gradient is not None]
             num_tokens = sum(c.num_tokens for _, c in parts)
             gradients = [c.gradient for _, c in parts if c.gradient is not None]
+            if j == 0:
+                self._report_lost(r, num_tokens)
             worker, optimizer = self.replica.worker, self.replica.optimizer
             if not num_tokens:
                 # Even an empty stage takes part in the norm, so that the others need not wait.
@@ -392,6 +412,15 @@ class Averaging:
             if update.parameters is None:
                 self._updates.pop((r, j), None)
             self.news.tell()
+
+    def _report_lost(self, r: int, num_tokens: int) -> None:
+        """Samples that the feeders count and whose gradient died with a replica of this stage."""
+        now = asyncio.get_running_loop().time()
+        state = progress.round_progress(self.gossip.view, r, now, self.settings.global_batch)
+        if state.tokens > num_tokens:
+            lost = round(state.committed * (state.tokens - num_tokens) / state.tokens)
+            self.gossip.add_total("samples_lost", lost)
+            log.warning("round %d: %d samples of stage %d died with a peer", r, lost, self.replica.index)
 
     async def _gather(self, update: ShardUpdate) -> None:
         """Waits until every live contributor has pushed, the deadline passed, or the shard is another's."""

@@ -317,14 +317,14 @@ class Peer:
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
 
     def _handed_over(self, replica: Replica) -> bool:
-        """No microbatch is inside, and every shard held here is held elsewhere too (or nobody else
+        """No microbatch and no gradient is inside, and every shard held here is held elsewhere too (or nobody else
         is left in the stage)."""
         now = asyncio.get_running_loop().time()
         others = [
             m for m in self.view.members(replica.index, now)
             if m.peer_id != self.gossip.own.peer_id and m.state == ACTIVE
         ]
-        if self.steps.num_flying:
+        if self.steps.num_flying or replica.closed or replica.ledger.num_samples(replica.round):
             return False
         if not others or replica.round >= self.settings.rounds:
             return True

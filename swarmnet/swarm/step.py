@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.ledger import COMMITTED, RUNNING
+from swarmnet.protocol.records import LEAVING
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import (
     LOGITS,
@@ -89,6 +90,8 @@ class StepService:
         key = (step.round, step.microbatch_id)
         flight = self._flights.get(key)
         if flight is None:
+            if replica.ledger.get(key) is not None:  # a late call, of somebody it passed by
+                raise Stale("the microbatch was committed here already", round=replica.round)
             self._admit(replica)
             replica.ledger.begin(
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
@@ -113,7 +116,9 @@ class StepService:
         return self.replica
 
     def _admit(self, replica: Replica) -> None:
-        """Raises `Busy` where the queue is full."""
+        """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave."""
+        if self.gossip.own.state == LEAVING:
+            raise NotReady("this peer is leaving")
         waiting = replica.device.num_waiting
         limits = self.limits
         if waiting >= limits.max_waiting_forwards or self.num_flying >= limits.max_open_steps:

@@ -22,7 +22,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from swarmnet.errors import AddressError, TransportError, Unreachable
+from swarmnet.errors import AddressError, SwarmnetError, TransportError, Unreachable
 from swarmnet.identity import Identity
 from swarmnet.transport.base import ByteStream
 from swarmnet.transport.trio_thread import ThreadEnded, TrioThread
@@ -87,6 +87,8 @@ class PyLibp2pCarrier:
             if isinstance(e, TimeoutError):
                 text = f"py-libp2p did not start in {START_TIMEOUT_S:.0f} s"
                 raise TransportError(text) from None
+            if isinstance(e, Exception) and not isinstance(e, SwarmnetError):
+                raise TransportError(f"py-libp2p did not start: {e!r}") from e
             raise
 
     async def _serve(self, ready: Callable[[], None]) -> None:
@@ -96,7 +98,8 @@ class PyLibp2pCarrier:
 
         libp2p_import.set_logging(logger.isEnabledFor(logging.DEBUG))
         self._host = Host(self._seed, self._on_stream_in_trio, self.addresses)
-        await self._host.run(*self._listen, ready)
+        if self._accept is not None:  # closed while all this was imported
+            await self._host.run(*self._listen, ready)
 
     def addresses(self) -> list[str]:
         """Multiaddrs, with `/p2p/<peer id>`, that others can dial; announced ones first."""

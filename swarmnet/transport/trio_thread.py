@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import trio
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Main = Callable[[Callable[[], None]], Awaitable[None]]
@@ -54,19 +57,18 @@ class TrioThread:
             raise ThreadEnded
         future: asyncio.Future[T] = self._loop.create_future()
         job = _Job(work, discard, future, self)
-        self._waiting[future] = None
         try:
             self._token.run_sync_soon(self._nursery.start_soon, job.run)
+        except RuntimeError:  # trio.RunFinishedError
+            raise ThreadEnded from None
+        self._waiting[future] = None
+        try:
             return await future
-        except RuntimeError as e:
-            if type(e).__name__ == "RunFinishedError":
-                raise ThreadEnded from None
-            raise
         except asyncio.CancelledError:
             self.soon(job.cancel)
             raise
         finally:
-            self._waiting.pop(future, None)
+            del self._waiting[future]
 
     def soon(self, work: Callable[[], None]) -> None:
         """Calls `work()` in trio; drops it where the thread has ended."""
@@ -125,7 +127,9 @@ class TrioThread:
         self._ended.set()
         if not self._ready.done():
             self._ready.set_exception(error)
-        for future in self._waiting:
+        elif not isinstance(error, ThreadEnded):
+            logger.error("the thread %s ended: %r", self._name, error)
+        for future in list(self._waiting):
             if not future.done():
                 future.set_exception(ThreadEnded())
 

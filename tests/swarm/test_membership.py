@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,6 @@ def test_a_joiner_in_the_middle_downloads_its_stage_and_trains(tmp_path: Path) -
 def test_a_killed_replica_costs_no_more_than_its_own_microbatches(
     tmp_path: Path, moment_s: float
 ) -> None:
-    import asyncio
-
     spec = tiny_spec(tmp_path, num_stages=2, rounds=16)
 
     async def scenario(swarm: Swarm) -> None:
@@ -50,11 +49,16 @@ def test_a_killed_replica_costs_no_more_than_its_own_microbatches(
         await swarm.until_round(5)
         await asyncio.sleep(moment_s)
         victim = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
+        replica = swarm.members[victim].peer.replica
+        assert replica is not None
+        inside = replica.ledger.num_samples(replica.round)
         swarm.kill(victim)
         await swarm.until_round(16)
+        assert swarm.total("shard_reset") == 0, "moments of the optimizer were lost"
+        assert swarm.total("samples_lost") <= inside
         trainer = replay(spec, swarm.counted, 16)
-        # Not one moment of the optimizer and not one sample was lost or counted twice.
-        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+        tolerance = 1e-4 if swarm.total("samples_lost") == 0 else 2e-2
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < tolerance
 
     in_virtual_time(scenario, spec)
 

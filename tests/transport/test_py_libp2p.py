@@ -324,6 +324,32 @@ def test_garbage_on_the_port_disturbs_nobody() -> None:
     asyncio.run(main())
 
 
+def test_garbage_on_a_stream_costs_its_sender_the_stream_and_nobody_else() -> None:
+    async def main() -> None:
+        async def answer(request: Request) -> Message:
+            return Message("well")
+
+        server = ChannelTransport(PyLibp2pCarrier(identity(2)))
+        client = ChannelTransport(PyLibp2pCarrier(identity(3)))
+        server.handle("how", answer)
+        await server.start()
+        await client.start()
+        try:
+            async with peer(1) as hostile:
+                await hostile.connect(server.addresses()[0])
+                stream = Collector(await hostile.open(server.peer_id))
+                stream.transport.write(noise(MEGABYTE))
+                await stream.ended()
+                await client.dial(server.addresses()[0])
+                reply = await client.call(server.peer_id, "how", Message(), timeout_s=PATIENCE_S)
+                assert reply.body == "well"
+        finally:
+            await client.close()
+            await server.close()
+
+    asyncio.run(main())
+
+
 def test_learn_keeps_what_it_can_dial_and_no_more_than_its_bound() -> None:
     async def main() -> None:
         async with peer(1) as a, peer(2) as b:
@@ -468,5 +494,20 @@ def test_each_side_opens_streams_whoever_dialled_and_whatever_p2pd_offers(
                 writer.close()
         finally:
             await daemon.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_given_up_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        before = sockets()
+        carrier = PyLibp2pCarrier(identity(1))
+        task = asyncio.create_task(carrier.start(lambda stream: None))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [t for t in threading.enumerate() if t.name == "py-libp2p"] == []
+        assert sockets() == before
 
     asyncio.run(main())

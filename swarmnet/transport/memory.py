@@ -1,0 +1,393 @@
+"""The transport port without a network: peers of one process call each other.
+
+For tests and simulation, as public API. Messages pass by value (packed, unpacked, arrays copied), so that
+what could not travel fails here too. Time is the loop's: on a virtual-time loop, hours of network
+pass in seconds. `Network` decides how long a message takes, and whether it arrives; the hub
+can kill, freeze and part peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from swarmnet.errors import (
+    AddressError,
+    ChannelClosed,
+    DeadlineExceeded,
+    NotReady,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    SwarmnetError,
+    Unreachable,
+)
+from swarmnet.transport.base import Handler, Request, Traffic
+from swarmnet.wire import Array, Message, pack, unpack_plain
+
+log = logging.getLogger("swarmnet.transport")
+
+OVERHEAD_BYTES = 40
+"""Headers of the frames of a message, about."""
+LOCAL_DELAY_S = 0.0005
+UNREACHABLE_AFTER_S = 5.0
+"""How long it takes to find out that nobody answers behind a partition."""
+
+
+class Network(Protocol):
+    """How messages travel."""
+
+    def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
+        """Seconds until a message that is sent now arrives; None where it never does."""
+
+
+class EvenNetwork:
+    """Every message takes the same time."""
+
+    def __init__(self, delay_s: float = LOCAL_DELAY_S) -> None:
+        self._delay_s = delay_s
+
+    def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
+        return self._delay_s
+
+
+@dataclass
+class MemoryHub:
+    """Where the peers of one process find each other."""
+
+    network: Network = field(default_factory=EvenNetwork)
+    copy: bool = True
+    """False: bodies and arrays pass by reference, and sizes are estimated. For large simulations."""
+
+    def __post_init__(self) -> None:
+        self.transports: dict[str, MemoryTransport] = {}
+        self._frozen: dict[str, list[Callable[[], None]]] = {}
+        self._parted: dict[frozenset[str], None] = {}
+
+    def transport(self, peer_id: str) -> MemoryTransport:
+        """A new endpoint."""
+        self.transports[peer_id] = MemoryTransport(self, peer_id)
+        return self.transports[peer_id]
+
+    # ---- faults -----------------------------------------------------------------------------
+
+    def kill(self, peer_id: str) -> None:
+        """As SIGKILL: its channels close at once, and nobody answers at its address."""
+        transport = self.transports.pop(peer_id, None)
+        if transport is not None:
+            transport.die()
+        self._frozen.pop(peer_id, None)
+
+    def freeze(self, peer_id: str) -> None:
+        """As SIGSTOP: what is sent to it waits; what it sends waits."""
+        self._frozen.setdefault(peer_id, [])
+
+    def thaw(self, peer_id: str) -> None:
+        """As SIGCONT."""
+        for deliver in self._frozen.pop(peer_id, []):
+            deliver()
+
+    def partition(self, a: str, b: str) -> None:
+        """Nothing passes between two peers any more; their channels do not notice by themselves."""
+        self._parted[frozenset((a, b))] = None
+
+    def heal(self, a: str, b: str) -> None:
+        """The reverse of `partition`."""
+        self._parted.pop(frozenset((a, b)), None)
+
+    def is_parted(self, a: str, b: str) -> bool:
+        return frozenset((a, b)) in self._parted
+
+    # ---- delivery ---------------------------------------------------------------------------
+
+    def send(self, source: str, target: str, num_bytes: int, deliver: Callable[[], None]) -> None:
+        """Calls `deliver` when a message has arrived, if it does."""
+        loop = asyncio.get_running_loop()
+        delay_s = self.network.delivery_s(source, target, num_bytes, loop.time())
+        if delay_s is None or (self._parted and self.is_parted(source, target)):
+            return
+        if source in self._frozen:
+            self._frozen[source].append(lambda: self.send(source, target, num_bytes, deliver))
+            return
+        loop.call_later(delay_s, self._arrive, target, deliver)
+
+    def _arrive(self, target: str, deliver: Callable[[], None]) -> None:
+        if target in self._frozen:
+            self._frozen[target].append(deliver)
+        else:
+            deliver()
+
+
+@dataclass
+class OpenCall:
+    """A call that waits for its reply."""
+
+    target: str
+    method: str
+    future: asyncio.Future[Message]
+    on_progress: Callable[[Message], None] | None
+
+
+class MemoryTransport:
+    """An endpoint of a hub; implements `transport.base.Transport`."""
+
+    def __init__(self, hub: MemoryHub, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.traffic = Traffic()
+        self.run_id = ""
+        self._hub = hub
+        self._handlers: dict[str, Handler] = {}
+        self._calls: dict[int, OpenCall] = {}
+        self._next_call = 0
+        self._links: dict[str, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connected: list[Callable[[str], None]] = []
+        self._disconnected: list[Callable[[str], None]] = []
+        self._dead = False
+
+    # ---- the port ---------------------------------------------------------------------------
+
+    def addresses(self) -> list[str]:
+        return [f"/memory/p2p/{self.peer_id}"]
+
+    def set_run(self, run_id: str) -> None:
+        self.run_id = run_id
+
+    def handle(self, method: str, handler: Handler) -> None:
+        self._handlers[method] = handler
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        pass
+
+    def connected(self) -> list[str]:
+        return list(self._links)
+
+    def on_connected(self, callback: Callable[[str], None]) -> None:
+        self._connected.append(callback)
+
+    def on_disconnected(self, callback: Callable[[str], None]) -> None:
+        self._disconnected.append(callback)
+
+    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+        if "/p2p/" not in address:
+            raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
+        peer_id = address.rpartition("/p2p/")[2]
+        await self._link(peer_id)
+        return peer_id
+
+    async def call(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message], None] | None = None,
+    ) -> Message:
+        sent = self._travelling(message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                remote = await self._link(peer_id)
+                call_id = self._next_call = self._next_call + 1
+                future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+                self._calls[call_id] = OpenCall(peer_id, method, future, on_progress)
+                try:
+                    self._send(peer_id, method, sent, lambda: remote.requested(self, call_id, method, sent))
+                    return await future
+                finally:
+                    self._calls.pop(call_id, None)
+        except TimeoutError:
+            text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
+            raise DeadlineExceeded(text) from None
+
+    def notify(self, peer_id: str, method: str, message: Message) -> None:
+        remote = self._hub.transports.get(peer_id)
+        if remote is None or self._dead or peer_id == self.peer_id:
+            return
+        if not self._hub.is_parted(self.peer_id, peer_id):
+            self._know(remote)
+        sent = self._travelling(message)
+        self._send(peer_id, method, sent, lambda: remote.notified(self, method, sent))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._hub.kill(self.peer_id)
+
+    # ---- channels ---------------------------------------------------------------------------
+
+    async def _link(self, peer_id: str) -> MemoryTransport:
+        if self._dead:
+            raise ChannelClosed("this transport is closed")
+        remote = self._hub.transports.get(peer_id)
+        if remote is None or remote is self:
+            raise Unreachable(f"{peer_id[-8:]}: connection refused: nothing listens there")
+        if self._hub.is_parted(self.peer_id, peer_id) and peer_id not in self._links:
+            await asyncio.sleep(UNREACHABLE_AFTER_S)
+            raise Unreachable(f"{peer_id[-8:]}: no answer in time")
+        self._know(remote)
+        return remote
+
+    def _know(self, remote: MemoryTransport) -> None:
+        for one, other in ((self, remote.peer_id), (remote, self.peer_id)):
+            if other not in one._links:
+                one._links[other] = None
+                for callback in one._connected:
+                    callback(other)
+
+    def die(self) -> None:
+        """Its process is gone."""
+        self._dead = True
+        for task in list(self._tasks):
+            task.cancel()
+        for other in list(self._links):
+            remote = self._hub.transports.get(other)
+            if remote is not None:
+                remote._lost(self.peer_id)
+        self._links.clear()
+        self._fail(lambda call: True, "closed here")
+
+    def _lost(self, peer_id: str) -> None:
+        if self._links.pop(peer_id, 0) == 0:
+            return
+        self._fail(lambda call: call.target == peer_id, "the connection was lost")
+        for callback in self._disconnected:
+            asyncio.get_running_loop().call_soon(callback, peer_id)
+
+    def _fail(self, which: Callable[[OpenCall], bool], reason: str) -> None:
+        for call in list(self._calls.values()):
+            if which(call) and not call.future.done():
+                error = ChannelClosed(f"the channel to {call.target[-8:]} closed: {reason}")
+                call.future.set_exception(error)
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def _travelling(self, message: Message) -> Message:
+        """The message as it will arrive."""
+        if not self._hub.copy:
+            return message
+        body = unpack_plain(pack(message.body))
+        arrays = tuple(
+            Array(a.dtype, a.shape, bytes(memoryview(a.data).cast("B"))) for a in message.arrays
+        )
+        return Message(body, arrays)
+
+    def _send(
+        self, target: str, method: str, message: Message, deliver: Callable[[], None]
+    ) -> None:
+        num_bytes = OVERHEAD_BYTES + sum(a.num_bytes for a in message.arrays)
+        num_bytes += len(pack(message.body)) if self._hub.copy else estimated_bytes(message.body)
+        self.traffic.add_sent(method, num_bytes)
+        remote = self._hub.transports.get(target)
+
+        def arrived() -> None:
+            if remote is not None and not remote._dead:
+                remote.traffic.add_received(method, num_bytes)
+                deliver()
+
+        self._hub.send(self.peer_id, target, num_bytes, arrived)
+
+    def requested(
+        self, caller: MemoryTransport, call_id: int, method: str, message: Message
+    ) -> None:
+        """A request has arrived."""
+        self._start(self._serve(caller, call_id, method, message))
+
+    def notified(self, caller: MemoryTransport, method: str, message: Message) -> None:
+        """A notification has arrived."""
+        self._start(self._hear(caller, method, message))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(
+        self, caller: MemoryTransport, call_id: int, method: str, message: Message
+    ) -> None:
+        def progress(note: Message) -> None:
+            sent = self._travelling(note)
+            self._send(caller.peer_id, method, sent, lambda: caller.progressed(call_id, sent))
+
+        try:
+            reply = self._travelling(await self._answer(caller, method, message, progress))
+        except SwarmnetError as e:
+            self._reply_error(caller, call_id, method, as_remote(e))
+        except Exception as e:
+            log.exception("%s failed", method)
+            self._reply_error(caller, call_id, method, RemoteError(f"{type(e).__name__}: {e}"))
+        else:
+            self._send(caller.peer_id, method, reply, lambda: caller.replied(call_id, reply))
+
+    def _reply_error(
+        self, caller: MemoryTransport, call_id: int, method: str, e: RemoteError
+    ) -> None:
+        self._send(caller.peer_id, method, Message(), lambda: caller.refused(call_id, e))
+
+    async def _hear(self, caller: MemoryTransport, method: str, message: Message) -> None:
+        try:
+            await self._answer(caller, method, message, lambda _: None)
+        except SwarmnetError as e:
+            log.debug("%s from %s: %s", method, caller.peer_id[-8:], e)
+        except Exception:
+            log.exception("%s failed", method)
+
+    async def _answer(
+        self,
+        caller: MemoryTransport,
+        method: str,
+        message: Message,
+        progress: Callable[[Message], None],
+    ) -> Message:
+        handler = self._handlers.get(method)
+        if handler is None:
+            raise NotReady(f"{method} is not served here")
+        return await handler(Request(caller.peer_id, caller.run_id, method, message, progress))
+
+    def progressed(self, call_id: int, note: Message) -> None:
+        """A progress message has arrived."""
+        call = self._calls.get(call_id)
+        if call is not None and call.on_progress is not None:
+            call.on_progress(note)
+
+    def replied(self, call_id: int, reply: Message) -> None:
+        """A reply has arrived."""
+        call = self._calls.get(call_id)
+        if call is not None and not call.future.done():
+            call.future.set_result(reply)
+
+    def refused(self, call_id: int, error: RemoteError) -> None:
+        """An error has arrived."""
+        call = self._calls.get(call_id)
+        if call is not None and not call.future.done():
+            call.future.set_exception(type(error)(str(error), **error.details))
+
+
+def as_remote(error: SwarmnetError) -> RemoteError:
+    """What the caller will see of a handler's error."""
+    if isinstance(error, RemoteError):
+        return error
+    if isinstance(error, ProtocolViolation):
+        return Refused(str(error))
+    return RemoteError(f"{type(error).__name__}: {error}")
+
+
+def estimated_bytes(value: Any) -> int:
+    """About how long a body would be in msgpack; cheap."""
+    if value is None or isinstance(value, (bool, int)):
+        return 3
+    if isinstance(value, float):
+        return 9
+    if isinstance(value, (str, bytes)):
+        return len(value) + 2
+    if isinstance(value, dict):
+        return 3 + sum(estimated_bytes(k) + estimated_bytes(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return 3 + sum(estimated_bytes(v) for v in value)
+    names = getattr(type(value), "__slots__", ()) or getattr(value, "__dict__", {})
+    return 3 + sum(len(n) + 1 + estimated_bytes(getattr(value, n)) for n in names)
