@@ -17,6 +17,8 @@ DIGEST_BYTES = 8
 MAX_ADDRESSES = 16
 MAX_TEXT = 256
 MAX_SHARDS = 65_536
+MAX_RESTORABLE = 16
+"""Checkpoints that a peer offers at most."""
 
 JOINING = "joining"
 ACTIVE = "active"
@@ -63,6 +65,31 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Restorable:
+    """A checkpoint that a peer could go on from (see `protocol.recovery`)."""
+
+    round: int
+    """The round that begins with this state."""
+    stage: int
+    num_shards: int
+    holds: bytes
+    """As `Record.holds`: shards whose optimizer state is in the checkpoint."""
+    history: int = 0
+    """`Record.history` at the time."""
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= n < 2**62 for n in (self.round, self.history)):
+            raise ValueError("a number of a checkpoint is out of range")
+        if not (0 <= self.stage < MAX_SHARDS and 0 < self.num_shards <= MAX_SHARDS):
+            raise ValueError("a checkpoint of an impossible stage")
+        if len(self.holds) != (self.num_shards + 7) // 8:
+            raise ValueError("the shards of a checkpoint are of an impossible number")
+
+    def holds_shard(self, shard_index: int) -> bool:
+        return has_bit(self.holds, shard_index)
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """What a peer says of itself."""
 
@@ -95,6 +122,12 @@ class Record:
     """Counters since its start, such as `rerouted` or `sent_bytes`."""
     agent: str = ""
     started_unix_s: float = 0.0
+    restorable: tuple[Restorable, ...] = ()
+    """Checkpoints of `stage` on its disk; only while it is joining."""
+    history: int = 0
+    """Incarnation of the peer that began the run as it goes on now, or went on with it from a
+    checkpoint; the highest one among the active replicas holds. Rounds of different histories
+    have nothing in common but their number."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -104,6 +137,8 @@ class Record:
         if not OBSERVER_STAGE <= self.stage < MAX_SHARDS:
             raise ValueError("a stage index is out of range")
         numbers = (self.incarnation, self.version, self.round, self.active_from, self.queue_length)
+        if not 0 <= self.history < 2**62 or len(self.restorable) > MAX_RESTORABLE:
+            raise ValueError("a history or its checkpoints are out of range")
         if any(not 0 <= n < 2**62 for n in numbers):
             raise ValueError("a number of a record is out of range")
         rates = (self.samples_per_s, self.upload_bytes_per_s, self.started_unix_s)
@@ -143,8 +178,7 @@ class Record:
         return self.digests[shard_index * DIGEST_BYTES : (shard_index + 1) * DIGEST_BYTES]
 
     def holds_shard(self, shard_index: int) -> bool:
-        byte = shard_index // 8
-        return byte < len(self.holds) and bool(self.holds[byte] >> (shard_index % 8) & 1)
+        return has_bit(self.holds, shard_index)
 
     def with_count(self, count: RoundCount) -> Record:
         """This record with the counters of one round replaced; old rounds fall off."""
@@ -160,3 +194,9 @@ def bitmap(indices: list[int], num_shards: int) -> bytes:
     for j in indices:
         out[j // 8] |= 1 << (j % 8)
     return bytes(out)
+
+
+def has_bit(bits: bytes, index: int) -> bool:
+    """Reads what `bitmap` wrote; False beyond its end."""
+    byte = index // 8
+    return byte < len(bits) and bool(bits[byte] >> (index % 8) & 1)

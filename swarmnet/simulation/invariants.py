@@ -4,8 +4,8 @@
 at the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
 
 1. A microbatch of round r meets only the parameters of round r, and its backward the same as its forward.
-2. No optimizer step contains a microbatch twice, or one of another round; sums are what their
-   microbatches add up to.
+2. No optimizer step contains a microbatch twice, or one of another round, and no optimizer state
+   sees two steps of one round; sums are what their microbatches add up to.
 3. What a stage averaged in a round was committed by a feeder; committed = averaged + lost.
 4. Replicas of a stage that are in the same round agree within `Bounds.converge_s`.
 5. A peer that moves leaves another replica behind.
@@ -91,7 +91,7 @@ class Monitor:
     def __post_init__(self) -> None:
         self.members: dict[str, Member] = {}
         self._books: dict[int, Books] = {}
-        self._stepped: dict[tuple[str, int], int] = {}
+        self._stepped: dict[tuple[str, int, int, int], int] = {}
         self._progress_at = 0.0
         self._best_round = -1
         self._apart_since: dict[int, float] = {}
@@ -140,6 +140,10 @@ class Monitor:
             self.fail(f"{where}: a gradient of another round")
         if not check_sum(stage_index, shard, gradient):
             self.fail(f"{where}: the sum is not that of its microbatches")
+        state = (peer_id, incarnation, stage_index, shard)
+        if self._stepped.get(state, -1) >= round:
+            self.fail(f"{where}: a second step of this round")
+        self._stepped[state] = round
         ids = frozenset(key[1] for key in gradient.ids)
         known = self._book(round).averaged.setdefault((stage_index, shard), [])
         if ids not in known:

@@ -117,7 +117,7 @@ def small_swarm(seed: int) -> Scenario:
     rng = random.Random(f"small swarm {seed}")
     stages = rng.randint(1, 4)
     peers = rng.randint(2 * stages, 12)
-    until_s = rng.uniform(30.0, 50.0)
+    until_s = rng.uniform(8.0, 22.0)
 
     def per_hour(most: float) -> float:
         """Events in the whole of such a short history, as a rate."""
@@ -131,20 +131,20 @@ def small_swarm(seed: int) -> Scenario:
         rejoin=per_hour(3),
         partition=per_hour(1.5),
         one_way=per_hour(2),
-        mean_stall_s=rng.choice((1.0, 5.0, 15.0)),
+        mean_stall_s=rng.choice((1.0, 4.0, 12.0)),
         mean_absence_s=rng.choice((0.5, 5.0)),
-        mean_partition_s=rng.choice((1.0, 5.0, 12.0)),
+        mean_partition_s=rng.choice((1.0, 4.0, 12.0)),
     )
     return Scenario(
         seed=seed,
         peers=peers,
         stages=stages,
         until_s=until_s + 150.0,
-        settled_rounds=2,
+        settled_rounds=1,
         churn_until_s=until_s,
-        global_batch=rng.choice((16, 64, 128)),
-        sizes=Sizes(num_shards=rng.choice((1, 2, 5)), shard_parameters=rng.choice((4096, 250_000))),
-        service_s=rng.choice((0.1, 0.3)),
+        global_batch=rng.choice((16, 32, 64)),
+        sizes=Sizes(num_shards=rng.choice((1, 2, 5)), shard_parameters=rng.choice((4096, 60_000))),
+        service_s=rng.choice((0.1, 0.4)),
         speed_ratio=rng.choice((1.0, 10.0)),
         home_links=rng.random() < 0.5,
         loss=rng.choice((0.0, 0.01)),

@@ -283,9 +283,8 @@ class Averaging:
                     raise Unreachable(f"{peer_id[-8:]} has fallen silent")
             return call.result()
         finally:
-            if not call.done():
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
 
     async def _own_shard(
         self, r: int, j: int, num_tokens: int, gradient: Array | None
@@ -383,6 +382,10 @@ class Averaging:
         r, j = update.round, update.shard
         try:
             await self._gather(update)
+            await self.news.until(lambda: j not in self._mirroring, self.limits.reduce_wait_s)
+            if (r, j) in self._mirrored:  # the primary died after its step: this is its result
+                update.parameters = self._mirrored[(r, j)]
+                return
             if self.primary(r, j) != self.gossip.own.peer_id:
                 return
             update.closed = True
@@ -539,7 +542,7 @@ class Averaging:
             self._mirrored[(r, j)] = await self._step(r, j, total, mirror.scale)
         finally:
             self._mirroring.discard(j)
-        self.news.tell()
+            self.news.tell()
         return Message()
 
     # ---- owners come and go -----------------------------------------------------------------

@@ -13,9 +13,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.protocol import assignment, progress
-from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, OBSERVER_STAGE, Record
+from swarmnet.protocol.records import (
+    ACTIVE,
+    JOINING,
+    LEAVING,
+    LEFT,
+    OBSERVER_STAGE,
+    OBSERVING,
+    Record,
+)
 from swarmnet.protocol.view import View
 from swarmnet.swarm.averaging import Averaging, Behind
 from swarmnet.swarm.feeder import Feeder, OnRound
@@ -39,6 +47,10 @@ MAX_CLAIMS = 5
 JOIN_RETRY_S = 0.2
 EMPTY_STAGE_S = 2.0
 """How long a stage must have had no replica before a joiner begins it from its initial state."""
+ALONE_S = 20.0
+"""The same where nobody of a run that has begun can be heard of."""
+MEET_S = 30.0
+"""How long a newcomer tries to reach any of the peers that it was told of."""
 DRAIN_S = 20.0
 """Longest wait for the own microbatches and shards when leaving."""
 
@@ -142,8 +154,7 @@ class Peer:
         self._stopping.set()
 
     async def _live(self, neighbours: list[str]) -> None:
-        for peer_id in neighbours:
-            await self.gossip.exchange(peer_id)
+        await self._meet(neighbours)
         stage_index = await self._claim_stage()
         stage, optimizer = await self.machine.worker.run(lambda: self.machine.build(stage_index))
         replica = Replica(
@@ -152,6 +163,20 @@ class Peer:
         )
         self.replica = self.steps.replica = replica
         await self._serve(replica)
+
+    async def _meet(self, neighbours: list[str]) -> None:
+        """Hears of the run from at least one neighbour, where there are any: who is cut off from all of
+        them would otherwise begin the run anew, alone."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + MEET_S
+        met = not neighbours
+        while not met:
+            for peer_id in neighbours:
+                met = await self.gossip.exchange(peer_id) or met
+            if not met and loop.time() >= end:
+                raise Unreachable("none of the known peers of the run answers")
+            if not met:
+                await asyncio.sleep(JOIN_RETRY_S)
 
     async def _claim_stage(self) -> int:
         """Chooses a stage and says so; chooses again where another newcomer chose the same."""
@@ -232,14 +257,21 @@ class Peer:
             await self._opened(replica, averaging)
 
     def _patience_with_empty_stage(self) -> float:
-        """In a run that goes on already, a replica of the stage may yet be heard of."""
+        """In a run that goes on already, a replica of the stage may yet be heard of; where nobody of
+        such a run is live, it is rather this peer that is cut off."""
         now = asyncio.get_running_loop().time()
-        return EMPTY_STAGE_S if progress.newest_round(self.view, now) else 0.0
+        if progress.newest_round(self.view, now):
+            return EMPTY_STAGE_S
+        return ALONE_S if self._known_round() else 0.0
+
+    def _known_round(self) -> int:
+        """The newest round that anybody, live or not, is known to have served in."""
+        return max((r.round for r in self.view.records() if r.state != OBSERVING), default=0)
 
     async def _begin_stage(self, replica: Replica, averaging: Averaging) -> None:
         """The first replica of its stage: initial parameters, and all the optimizer state."""
         now = asyncio.get_running_loop().time()
-        round_index = progress.newest_round(self.view, now)
+        round_index = progress.newest_round(self.view, now) or self._known_round()
         if round_index:
             log.warning("stage %d had no replica left: it starts afresh", replica.index)
             self.gossip.add_total("stage_restarted")

@@ -163,3 +163,46 @@ class Data(Protocol):
 
     def held_out(self, index: int) -> tuple[Array, Array]:
         """Inputs and targets of a held-out microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint has."""
+
+    round: int
+    """The round that begins with this state."""
+    history: int
+    """Of the run at the time, see `protocol.records.Record.history`."""
+    stage: int
+    num_shards: int
+    held: tuple[int, ...]
+    """Shards whose optimizer state is in it, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A replica's state at the beginning of a round; copies, not views."""
+
+    round: int
+    history: int
+    stage: int
+    parameters: tuple[Array, ...]
+    """A flat fp32 array for each shard."""
+    digests: bytes
+    """8 bytes for each shard, of `Stage.digest`."""
+    optimizer: dict[int, tuple[dict[str, Any], tuple[Array, ...]]]
+    """By shard, what `Optimizer.export` gave."""
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one peer's stage. Every method blocks, and raises `UserError` (one line)
+    where the disk fails."""
+
+    def available(self) -> Sequence[Saved]:
+        """Those of this run that are complete, the oldest first. Quick."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """All or nothing. Removes the oldest ones that are not to be kept."""
+
+    def load(self, round_index: int) -> Snapshot:
+        """One of the available ones; every byte is checked."""

@@ -144,7 +144,7 @@ class Wiring:
             router = self.router(request.stage)
             now = loop.time()
             prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
-            peer_id = router.pick(now, prefer=prefer)
+            peer_id = router.pick(now, prefer=prefer, exclude=self._behind(request, now))
             if peer_id is not None:
                 return peer_id
             if now >= give_up:
@@ -152,6 +152,12 @@ class Wiring:
             ready_at = router.ready_at(now)
             wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
             await self.gossip.news.wait(max(0.005, min(wait_s, give_up - now)))
+
+    def _behind(self, request: StepRequest, now: float) -> list[str]:
+        """Replicas that have not opened the round yet, as long as some other has."""
+        replicas = self.gossip.view.replicas(request.stage, now)
+        behind = [r.peer_id for r in replicas if r.round < request.round]
+        return behind if len(behind) < len(replicas) else []
 
     async def _attempt(
         self,

@@ -1,0 +1,195 @@
+"""Everybody died: from which round does the run go on?
+
+Peers that come back say in their records which checkpoints of their stage they have
+(`Record.restorable`) and stay JOINING. As long as a replica is active somewhere, the run lives, and
+they join it. Where none is, each peer decides alone, by the same rule on what it sees:
+
+1. The newest round that is *whole* (of every stage, somebody has the parameters, and of every
+   shard of every stage somebody has the optimizer state), once what is offered has not changed for
+   `SETTLE_S`: whoever comes back within that time of the others is still counted in.
+2. Where no round is whole after `RESTORE_PATIENCE_S`: the newest of which all parameters exist.
+   Optimizer state that nobody has begins again from zero.
+3. Else from the initial parameters.
+
+Those who have the chosen round load it, say so while still JOINING (`is_loaded`), and become active
+only when all that was chosen is loaded by somebody (`is_covered`): so no round begins without
+optimizer state that somebody has. Two peers may choose differently for a moment, when one of
+them has heard of more. That heals: the first replica that becomes active makes the run live,
+and from then on its round is everybody's. Where two rounds become active at the same instant,
+each covered by other peers, the replicas in the older one fall behind and fetch the newer.
+
+Only checkpoints of one *history* fit together. A run that went on from round 20 makes its own round
+30, and a checkpoint of the first round 30 has nothing to do with it. The newest history wins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, Restorable
+
+SETTLE_S = 3.0
+"""What is offered must not have changed for this long."""
+RESTORE_PATIENCE_S = 60.0
+"""How long to wait for peers that would make a round whole."""
+MAX_LISTED = 8
+"""Missing things named in a line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A round from which the run could go on, and what is missing of it."""
+
+    history: int
+    round: int
+    missing_stages: tuple[int, ...] = ()
+    """Stages whose parameters nobody has."""
+    missing_shards: tuple[tuple[int, int], ...] = ()
+    """(stage, shard) whose optimizer state nobody has, of the stages that somebody has."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.missing_stages and not self.missing_shards
+
+    def describe(self) -> str:
+        """What is missing, in one line."""
+        parts = [f"stage {k}" for k in self.missing_stages]
+        parts += [f"optimizer state of stage {k} shard {j}" for k, j in self.missing_shards]
+        more = f" and {len(parts) - MAX_LISTED} more" if len(parts) > MAX_LISTED else ""
+        return f"round {self.round} lacks {', '.join(parts[:MAX_LISTED])}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet."""
+
+    reason: str = ""
+    """For people; empty while it is only a matter of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The run goes on from this round."""
+
+    candidate: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The run begins from its initial parameters."""
+
+    reason: str = ""
+    """For people; empty where nobody has anything to go on from."""
+
+
+Decision = Wait | Restore | Begin
+
+
+def is_running(records: Iterable[Record]) -> bool:
+    """A replica among these (live) records is active: the run lives."""
+    return any(r.stage >= 0 and r.state in (ACTIVE, LEAVING) for r in records)
+
+
+def offers(record: Record) -> tuple[Restorable, ...]:
+    """What a peer could load. Once it has chosen a stage, it offers that stage's only."""
+    return record.restorable if record.state == JOINING else ()
+
+
+def candidates(records: Iterable[Record], num_stages: int) -> list[Candidate]:
+    """Every round that somebody offers, the newest history and round first."""
+    rounds: dict[tuple[int, int], list[Restorable]] = {}
+    for record in records:
+        for offer in offers(record):
+            if offer.stage < num_stages:
+                rounds.setdefault((offer.history, offer.round), []).append(offer)
+    return [_candidate(*key, rounds[key], num_stages) for key in sorted(rounds, reverse=True)]
+
+
+def is_loaded(record: Record, candidate: Candidate) -> bool:
+    """A peer that offers this round has it in memory, and waits for the others."""
+    return (
+        record.round == candidate.round
+        and bool(record.digests)
+        and any(_is_of(offer, candidate) for offer in offers(record))
+    )
+
+
+def is_covered(records: Iterable[Record], candidate: Candidate, num_stages: int) -> bool:
+    """All that was found of this round has been loaded by somebody: it may begin."""
+    loaded = [r for r in records if is_loaded(r, candidate)]
+    found = [o for r in loaded for o in offers(r) if _is_of(o, candidate)]
+    now = _candidate(candidate.history, candidate.round, found, num_stages)
+    return set(now.missing_stages) <= set(candidate.missing_stages) and set(
+        now.missing_shards
+    ) <= set(candidate.missing_shards)
+
+
+class Settling:
+    """One peer's decision over time. `decide` is to be asked again and again."""
+
+    def __init__(
+        self, *, settle_s: float = SETTLE_S, patience_s: float = RESTORE_PATIENCE_S
+    ) -> None:
+        self._settle_s = settle_s
+        self._patience_s = patience_s
+        self._began_at: float | None = None
+        self._changed_at = 0.0
+        self._seen: tuple[object, ...] = ()
+
+    def decide(self, records: Sequence[Record], num_stages: int, now: float) -> Decision:
+        """`records`: of the live peers, the own one included, none of them active."""
+        found = candidates(records, num_stages)
+        if not found:
+            self._began_at = None
+            return Begin()
+        seen = tuple((r.peer_id, r.incarnation, offers(r)) for r in records if offers(r))
+        if self._began_at is None:
+            self._began_at = now
+        if seen != self._seen:
+            self._seen, self._changed_at = seen, now
+        if now - self._changed_at < self._settle_s:
+            return Wait()
+        whole = next((c for c in found if c.is_whole), None)
+        if whole is not None:
+            return Restore(whole)
+        if now - self._began_at < self._patience_s:
+            return Wait(found[0].describe())
+        partial = next((c for c in found if not c.missing_stages), None)
+        return Restore(partial) if partial is not None else Begin(found[0].describe())
+
+
+def for_running(own: Iterable[Restorable], round_index: int) -> Restorable | None:
+    """The checkpoint with which a stage that has no replica is best served in a run that is in
+    `round_index`: of that very round, else the newest one before it. Later rounds are of another
+    history."""
+    fitting = [c for c in own if c.round <= round_index]
+    return max(fitting, key=lambda c: (c.round == round_index, c.history, c.round), default=None)
+
+
+def _is_of(offer: Restorable, candidate: Candidate) -> bool:
+    return (offer.history, offer.round) == (candidate.history, candidate.round)
+
+
+def _candidate(
+    history: int, round_index: int, found: Sequence[Restorable], num_stages: int
+) -> Candidate:
+    missing_stages: list[int] = []
+    missing_shards: list[tuple[int, int]] = []
+    for stage in range(num_stages):
+        ours = [c for c in found if c.stage == stage]
+        if not ours:
+            missing_stages.append(stage)
+            continue
+        num_shards = _usual([c.num_shards for c in ours])
+        ours = [c for c in ours if c.num_shards == num_shards]
+        missing_shards += [
+            (stage, j) for j in range(num_shards) if not any(c.holds_shard(j) for c in ours)
+        ]
+    return Candidate(history, round_index, tuple(missing_stages), tuple(missing_shards))
+
+
+def _usual(numbers: Sequence[int]) -> int:
+    """The most frequent one, of equally frequent ones the least: one peer's nonsense is outvoted."""
+    return min(Counter(numbers).items(), key=lambda item: (-item[1], item[0]))[0]

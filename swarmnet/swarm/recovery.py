@@ -1,0 +1,327 @@
+"""Checkpoints: taken while training goes on, and gone on from when everybody was gone.
+
+`Checkpointing` copies a replica's state right after a round has opened, on the worker thread, a shard at
+a time, and has it written by a thread of its own: neither the device nor the event loop waits for the disk.
+
+`Recovery` does what `protocol.recovery` decides, for a peer that finds no replica of its stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol import recovery
+from swarmnet.protocol.records import ACTIVE, MAX_RESTORABLE, Restorable, bitmap
+from swarmnet.swarm.averaging import Averaging
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.ports import Checkpoints, Saved, Snapshot, Worker
+from swarmnet.swarm.replica import Replica
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.recovery")
+
+LOOK_AGAIN_S = 0.2
+SAY_EVERY_S = 10.0
+"""Between two lines that say what is being waited for."""
+OLDER_AFTER_S = 12.0
+"""How long a running swarm must have had no replica of a stage before the stage goes on from an
+older round; longer than a dead peer is taken for live."""
+LOAD_PATIENCE_S = 600.0
+"""How long a peer may take to load what it offers, before the others go on without it."""
+LAST_SAVE_S = 60.0
+"""Longest wait for the checkpoint of a peer that leaves."""
+MAX_SNAPSHOTS = 3
+"""Tries for one checkpoint: a round that ends meanwhile spoils the copy."""
+
+
+@dataclass
+class Disk:
+    """Where a machine keeps checkpoints."""
+
+    checkpoints: Checkpoints
+    worker: Worker
+    """A thread of its own."""
+    every: int = 10
+    """Rounds between checkpoints."""
+    found: Sequence[Saved] = ()
+    """What was there at the start."""
+
+
+@dataclass
+class Checkpointing:
+    """Saves the state of one peer's replica."""
+
+    gossip: Gossip
+    disk: Disk
+    rounds: int
+    """Length of the run."""
+
+    def __post_init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._last: tuple[int, int] | None = None
+
+    async def opened(self, replica: Replica, averaging: Averaging) -> None:
+        """A round has opened: saves its beginning when it is due. A checkpoint that is due
+        while the one before is still being written is left out, but never the run's last."""
+        r = replica.round
+        is_last = r >= self.rounds
+        if not is_last and (r == 0 or r % self.disk.every or self._turn.locked()):
+            return
+        await self._save(replica, averaging)
+
+    async def leaving(self, replica: Replica, averaging: Averaging) -> None:
+        """The peer is about to leave: saves what it has now."""
+        if replica.round == 0:
+            return
+        try:
+            async with asyncio.timeout(LAST_SAVE_S):
+                await self._save(replica, averaging)
+        except TimeoutError:
+            log.warning("left before its last checkpoint was written")
+
+    def restored(self, history: int, round_index: int) -> None:
+        """This state is on the disk already."""
+        self._last = (history, round_index)
+
+    async def _save(self, replica: Replica, averaging: Averaging) -> None:
+        async with self._turn:
+            if self._last == (self.gossip.own.history, replica.round):
+                return
+            try:
+                for _ in range(MAX_SNAPSHOTS):
+                    snapshot = await self._snapshot(replica, averaging)
+                    if snapshot is not None:
+                        await self._write(snapshot)
+                        return
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+            except (SwarmnetError, OSError) as e:
+                log.warning("no checkpoint of round %d: %s", replica.round, e)
+
+    async def _write(self, snapshot: Snapshot) -> None:
+        await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
+        self._last = (snapshot.history, snapshot.round)
+        self.gossip.add_total("checkpoints")
+
+    async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
+        """The beginning of the present round; None where the round ended meanwhile. Moments first:
+        they change before the parameters do."""
+        r, digests, worker = replica.round, replica.digests, replica.worker
+        optimizer = replica.optimizer
+        history = self.gossip.own.history
+        moments = {}
+        for j in optimizer.owned():
+            state = await worker.run(
+                lambda j=j: optimizer.export(j) if averaging.follows(j, r) else None  # type: ignore[misc]
+            )
+            if state is not None:
+                moments[j] = state
+        parameters: list[Array] = []
+        for j in range(replica.num_shards):
+            shard, digest = await worker.run(lambda j=j: _copied(replica, j))  # type: ignore[misc]
+            if digest != digests[8 * j : 8 * j + 8]:
+                return None
+            parameters.append(shard)
+        return Snapshot(r, history, replica.index, tuple(parameters), digests, moments)
+
+
+def _copied(replica: Replica, j: int) -> tuple[Array, bytes]:
+    shard = replica.stage.parameter_shard(j)
+    copied = bytes(shard.data)
+    return Array(shard.dtype, shard.shape, copied), xxhash.xxh3_64_digest(copied)
+
+
+@dataclass
+class Recovery:
+    """Goes on from checkpoints, this peer's own or others'."""
+
+    gossip: Gossip
+    num_stages: int
+    disk: Disk | None = None
+
+    def __post_init__(self) -> None:
+        self.restored: tuple[int, int] | None = None
+        """(history, round) of the checkpoint that this peer has loaded."""
+        self._settling = recovery.Settling()
+        self._offers = [_offer(s) for s in (self.disk.found if self.disk else ())][-MAX_RESTORABLE:]
+        self._chosen: recovery.Candidate | None = None
+        self._chosen_at = 0.0
+        self._given_up: dict[str, None] = {}
+        self._empty_since: float | None = None
+        self._said_at = float("-inf")
+
+    # ---- what this peer has -----------------------------------------------------------------
+
+    def offers(self, stage: int | None = None) -> tuple[Restorable, ...]:
+        """For the own record: the checkpoints of the chosen stage, or of all."""
+        return tuple(o for o in self._offers if stage is None or o.stage == stage)
+
+    def old_stage(self) -> int | None:
+        """The stage that this peer should serve again, if any: its last one, unless that one is served
+        and another is not."""
+        if not self._offers:
+            return None
+        old = max(self._offers, key=lambda o: (o.history, o.round)).stage
+        now, view = asyncio.get_running_loop().time(), self.gossip.view
+        uncovered = any(not view.members(k, now) for k in range(self.num_stages))
+        if old >= self.num_stages or (uncovered and view.replicas(old, now)):
+            return None
+        return old
+
+    # ---- histories --------------------------------------------------------------------------
+
+    def history(self) -> int:
+        """Of the run as it goes on now, by what the active replicas say."""
+        now = asyncio.get_running_loop().time()
+        active = [r.history for r in self.gossip.view.live(now) if r.state == ACTIVE]
+        return max([self.gossip.own.history, *active])
+
+    def new_history(self) -> int:
+        """For a run that begins, or goes on from a checkpoint; above all that is known."""
+        records = self.gossip.view.records()
+        known = [r.history for r in records]
+        known += [o.history for r in records for o in r.restorable]
+        return max(self.gossip.own.incarnation, 1 + max(known, default=0))
+
+    # ---- going on ---------------------------------------------------------------------------
+
+    async def attend(self, replica: Replica, averaging: Averaging) -> bool:
+        """For a peer that finds no replica of its stage. True: it has opened a round
+        (`replica.synced`), or there is something to wait for and it has waited a moment. False:
+        there is nothing to go on from."""
+        now = asyncio.get_running_loop().time()
+        live = [r for r in self.gossip.view.live(now) if r.peer_id not in self._given_up]
+        if recovery.is_running(live):
+            return await self._attend_running(replica, averaging, now)
+        decision = self._settling.decide(live, self.num_stages, now)
+        if isinstance(decision, recovery.Begin):
+            if decision.reason:
+                log.warning("nothing to go on from (%s): the run begins anew", decision.reason)
+            self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
+            return False
+        if isinstance(decision, recovery.Wait):
+            self._say(decision.reason, now)
+            await self.gossip.news.wait(LOOK_AGAIN_S)
+            return True
+        await self._restore(decision.candidate, replica, averaging, now)
+        return True
+
+    async def _restore(
+        self, candidate: recovery.Candidate, replica: Replica, averaging: Averaging, now: float
+    ) -> None:
+        """Nobody is active: loads the chosen round, and opens it when the others have it too."""
+        if self._chosen != candidate:
+            self._chosen, self._chosen_at = candidate, now
+        key = (candidate.history, candidate.round)
+        mine = next((o for o in self._offers if (o.history, o.round) == key), None)
+        if mine is not None and self.restored != key:
+            if not await self._load(mine, mine.round, replica, averaging):
+                return
+            self.gossip.update(
+                round=replica.round, digests=replica.digests, holds=averaging.holds(), urgent=True
+            )
+        live = self.gossip.view.live(now)
+        if mine is not None and recovery.is_covered(live, candidate, self.num_stages):
+            log.info("stage %d: the run goes on from round %d", replica.index, candidate.round)
+            self.gossip.update(history=self.new_history())
+            await replica.open_round(candidate.round, synced=True)
+            return
+        if now - self._chosen_at > LOAD_PATIENCE_S:
+            slow = [
+                r.peer_id
+                for r in live
+                if any((o.history, o.round) == key for o in recovery.offers(r))
+                and not recovery.is_loaded(r, candidate)
+            ]
+            self._given_up.update(dict.fromkeys(slow))
+        self._say(f"others are still loading round {candidate.round}", now)
+        await self.gossip.news.wait(LOOK_AGAIN_S)
+
+    async def _attend_running(
+        self, replica: Replica, averaging: Averaging, now: float
+    ) -> bool:
+        """The run lives, but this stage has no replica."""
+        live = self.gossip.view.live(now)
+        r = max(m.round for m in live if m.stage >= 0 and m.state == ACTIVE) if any(
+            m.stage >= 0 and m.state == ACTIVE for m in live
+        ) else 0
+        best = recovery.for_running(self.offers(replica.index), r)
+        if best is not None and best.round == r:
+            await self._open(best, r, replica, averaging)
+            return True
+        members = self.gossip.view.members(replica.index, now)
+        others = [recovery.for_running(recovery.offers(m), r) for m in members]
+        theirs = max(((o.round, o.history) for o in others if o), default=None)
+        if theirs is None:
+            self._empty_since = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = now
+        is_mine = best is not None and (best.round, best.history) >= theirs
+        waited_s = now - self._empty_since
+        if best is not None and is_mine and waited_s >= OLDER_AFTER_S:
+            log.warning(
+                "stage %d had no replica left: it goes on from its checkpoint of round %d",
+                replica.index, best.round,
+            )
+            self.gossip.add_total("stage_restarted")
+            await self._open(best, r, replica, averaging)
+            return True
+        if waited_s >= recovery.RESTORE_PATIENCE_S:
+            return False
+        await self.gossip.news.wait(LOOK_AGAIN_S)
+        return True
+
+    async def _open(
+        self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
+    ) -> None:
+        key = (offer.history, offer.round)
+        loaded = self.restored == key and replica.round == round_index
+        if loaded or await self._load(offer, round_index, replica, averaging):
+            await replica.open_round(round_index, synced=True)
+
+    async def _load(
+        self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
+    ) -> bool:
+        """Puts a checkpoint into the replica, which then is at the beginning of `round_index`, but
+        not open. A checkpoint that cannot be loaded is no longer offered."""
+        disk = self.disk
+        assert disk is not None
+        try:
+            snapshot = await disk.worker.run(lambda: disk.checkpoints.load(offer.round))
+            await replica.worker.run(lambda: _put(snapshot, replica))
+        except (SwarmnetError, OSError) as e:
+            log.warning("a checkpoint cannot be used: %s", e)
+            self._offers = [o for o in self._offers if o != offer]
+            self.gossip.update(restorable=self.offers(replica.index), urgent=True)
+            return False
+        await replica.open_round(round_index, synced=False)
+        averaging.restored(sorted(snapshot.optimizer))
+        await replica.measure_digests()
+        self.restored = (snapshot.history, snapshot.round)
+        return True
+
+    def _say(self, reason: str, now: float) -> None:
+        if reason and now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning("waiting: %s", reason)
+
+
+def _put(snapshot: Snapshot, replica: Replica) -> None:
+    """On the worker: a checkpoint's parameters beside the present ones, its moments in place of all."""
+    for j, parameters in enumerate(snapshot.parameters):
+        replica.stage.stage_parameters(j, parameters)
+    for j in replica.optimizer.owned():
+        replica.optimizer.drop(j)
+    for j, (values, arrays) in sorted(snapshot.optimizer.items()):
+        replica.optimizer.load(j, values, arrays)
+
+
+def _offer(saved: Saved) -> Restorable:
+    holds = bitmap(list(saved.held), saved.num_shards)
+    return Restorable(saved.round, saved.stage, saved.num_shards, holds, saved.history)

@@ -1,0 +1,347 @@
+"""A peer's checkpoints of its stage, on its own disk.
+
+    STATE_DIR/checkpoints/round-00000120/
+        stage.safetensors       the parameters, fp32, under Hugging Face's names
+        optimizer.safetensors   the moments of the shards that the peer owned
+        meta.json               what, of which run and round; a checksum of each file
+
+A checkpoint is all there or not there: it is written into a folder beside its place, every file and
+the folder are flushed to the disk, and only then is the folder renamed. What was cut off by a crash
+is a leftover that the next save removes, and what the disk spoiled later is found by the
+checksums; neither is ever loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import Saved, Snapshot
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+
+FORMAT = 1
+FOLDER = "checkpoints"
+STAGE_FILE, OPTIMIZER_FILE, META_FILE = "stage.safetensors", "optimizer.safetensors", "meta.json"
+FILES = (STAGE_FILE, OPTIMIZER_FILE)
+MOMENTS = ("mean", "square")
+"""The arrays of a shard's AdamW state, in the order of `ShardedAdamW.export`."""
+MIN_KEPT = 2
+"""Peers do not save at the same instant: the newest round that all of them have may be the last but one."""
+MAX_META_BYTES = 16 << 20
+READ_BYTES = 1 << 22
+NAME = re.compile(r"round-(\d{8,19})")
+UNFINISHED = ".unfinished-"
+"""Prefix of a folder that is being written, or replaced."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written or read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """meta.json."""
+
+    run_id: str
+    spec: dict[str, Any]
+    """The run's spec, so that a checkpoint explains itself."""
+    history: int
+    round: int
+    stage: int
+    num_stages: int
+    num_shards: int
+    digests: str
+    """16 hex digits for each shard of the parameters."""
+    steps: dict[int, int]
+    """By shard whose optimizer state is here: the steps that it has seen."""
+    sizes: dict[str, int]
+    """Bytes of each file."""
+    checksums: dict[str, str]
+    """xxh3-128 of each file, hex."""
+    saved_unix_s: float
+    format: int = FORMAT
+
+    @property
+    def saved(self) -> Saved:
+        return Saved(
+            self.round, self.history, self.stage, self.num_shards, tuple(sorted(self.steps))
+        )
+
+    def to_json(self) -> str:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(values, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Meta:
+        """Raises `CheckpointError` where it is missing, cut off or not understood."""
+        path = folder / META_FILE
+        try:
+            with path.open("rb") as file:
+                values = json.loads(file.read(MAX_META_BYTES))
+            if values["format"] != FORMAT:
+                raise CheckpointError(f"{folder}: format {values['format']!r}, not {FORMAT}")
+            values["steps"] = {int(j): int(n) for j, n in values["steps"].items()}
+            meta = cls(**values)
+            bytes.fromhex(meta.digests)
+            if not all(isinstance(n, int) and n >= 0 for n in (meta.history, meta.round, meta.stage)):
+                raise ValueError("negative")
+            return meta
+        except OSError as e:
+            raise CheckpointError(f"{path}: {e.strerror or e}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise CheckpointError(f"{path}: damaged") from None
+
+
+class CheckpointStore:
+    """The checkpoints of one peer in one run; implements `swarm.ports.Checkpoints`.
+
+    Only one thread at a time may use it.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        spec: RunSpec,
+        *,
+        keep: int = MIN_KEPT,
+        model: RunSpec | None = None,
+    ) -> None:
+        """`keep`: newest checkpoints that stay, at least `MIN_KEPT`. `model`: the spec as this
+        machine builds it, where a custom model's code is elsewhere than the run's spec says."""
+        if keep < MIN_KEPT:
+            raise CheckpointError(f"at least {MIN_KEPT} checkpoints must be kept")
+        self.folder = state_dir / FOLDER
+        self._spec = spec
+        self._keep = keep
+        self._model = model or spec
+
+    def available(self) -> list[Saved]:
+        """Those of this run that are complete, the oldest first. Quick: what the disk spoiled
+        without changing a file's size is found by `load`. Raises `CheckpointError`."""
+        return [m.saved for m in read_metas(self.folder) if m.run_id == self._spec.run_id]
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Writes a checkpoint; one of the same round is replaced. Raises `CheckpointError`."""
+        name = f"round-{snapshot.round:08d}"
+        unfinished = self.folder / f"{UNFINISHED}{name}"
+        with _one_line(self.folder / name):
+            self._remove_leftovers()
+            unfinished.mkdir(parents=True)
+            self._write(unfinished, snapshot)
+            _put(unfinished, self.folder / name)
+            self._prune()
+
+    def load(self, round_index: int) -> Snapshot:
+        """Raises `CheckpointError` where it is missing or damaged in any way."""
+        folder = self.folder / f"round-{round_index:08d}"
+        meta = Meta.read(folder)
+        if meta.run_id != self._spec.run_id or meta.round != round_index:
+            raise CheckpointError(f"{folder}: of another run or round")
+        flat = _flatten(load_parameters(folder, meta), stage_parameter_ranges(self._model, meta.stage), folder)
+        sizes = _shard_sizes(self._model, meta, folder)
+        if sum(sizes) != flat.numel():
+            raise CheckpointError(f"{folder}: does not fit the model")
+        parameters = tuple(from_tensor(part) for part in flat.split(list(sizes)))
+        if b"".join(xxhash.xxh3_64_digest(p.data) for p in parameters).hex() != meta.digests:
+            raise CheckpointError(f"{folder}: the parameters do not match their digests")
+        return Snapshot(
+            round=meta.round,
+            history=meta.history,
+            stage=meta.stage,
+            parameters=parameters,
+            digests=bytes.fromhex(meta.digests),
+            optimizer=_load_optimizer(folder, meta),
+        )
+
+    # ---- within -----------------------------------------------------------------------------
+
+    def _write(self, folder: Path, snapshot: Snapshot) -> None:
+        flat = torch.cat([to_tensor(p) for p in snapshot.parameters])
+        named = {
+            r.name: flat[r.start : r.stop].view(r.shape)
+            for r in stage_parameter_ranges(self._model, snapshot.stage)
+        }
+        moments: dict[str, Tensor] = {}
+        steps: dict[int, int] = {}
+        for j, (values, arrays) in sorted(snapshot.optimizer.items()):
+            steps[j] = int(values["steps"])
+            for name, array in zip(MOMENTS, arrays, strict=True):
+                moments[f"shards.{j}.{name}"] = to_tensor(array)
+        about = {"format": "pt", "run_id": self._spec.run_id, "round": str(snapshot.round)}
+        save_file(named, folder / STAGE_FILE, metadata=about)
+        save_file(moments, folder / OPTIMIZER_FILE, metadata=about)
+        meta = Meta(
+            run_id=self._spec.run_id,
+            spec=json.loads(self._spec.canonical()),
+            history=snapshot.history,
+            round=snapshot.round,
+            stage=snapshot.stage,
+            num_stages=self._spec.pipeline.num_stages,
+            num_shards=len(snapshot.parameters),
+            digests=snapshot.digests.hex(),
+            steps=steps,
+            sizes={n: (folder / n).stat().st_size for n in FILES},
+            checksums={n: checksum(folder / n) for n in FILES},
+            saved_unix_s=time.time(),
+        )
+        (folder / META_FILE).write_text(meta.to_json())
+        for path in (*sorted(folder.iterdir()), folder):
+            _flush(path)
+
+    def _remove_leftovers(self) -> None:
+        if self.folder.is_dir():
+            for path in sorted(self.folder.glob(f"{UNFINISHED}*")):
+                shutil.rmtree(path)
+
+    def _prune(self) -> None:
+        """Keeps the newest of the newest history. Where an older history had come further, its last
+        checkpoint stays too: a run that was begun anew by mistake destroys nothing."""
+        metas = [m for m in read_metas(self.folder) if m.run_id == self._spec.run_id]
+        history = max(m.history for m in metas)
+        present = [m.round for m in metas if m.history == history][-self._keep :]
+        older = [m.round for m in metas if m.history < history]
+        before = [r for r in older if r < present[-1]]
+        further = [r for r in older if r > present[-1]]
+        num_missing = self._keep - len(present)
+        kept = {*present, *before[max(0, len(before) - num_missing) :], *further[-1:]}
+        for path in sorted(self.folder.iterdir()):
+            matched = NAME.fullmatch(path.name)
+            if matched and int(matched[1]) not in kept:
+                _remove(path)
+
+
+def read_metas(folder: Path) -> list[Meta]:
+    """The meta.json of every complete checkpoint in a `checkpoints` folder, of any run, the oldest
+    round first. Raises `CheckpointError` where the folder cannot be read."""
+    metas: list[Meta] = []
+    try:
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError as e:
+        raise CheckpointError(f"{folder}: {e.strerror or e}") from None
+    for path in paths:
+        matched = NAME.fullmatch(path.name)
+        if matched is None:
+            continue
+        try:
+            meta = Meta.read(path)
+        except CheckpointError:
+            continue
+        if meta.round == int(matched[1]) and _is_complete(path, meta):
+            metas.append(meta)
+    return sorted(metas, key=lambda m: m.round)
+
+
+def _is_complete(folder: Path, meta: Meta) -> bool:
+    """Every file is there, as long as it was."""
+    try:
+        return all((folder / name).stat().st_size == meta.sizes[name] for name in FILES)
+    except (OSError, KeyError):
+        return False
+
+
+def load_parameters(folder: Path, meta: Meta) -> dict[str, Tensor]:
+    """The parameters of a checkpoint by name. Raises `CheckpointError`."""
+    return _load_tensors(folder / STAGE_FILE, meta)
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file, hex. Raises `OSError`."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _load_tensors(path: Path, meta: Meta) -> dict[str, Tensor]:
+    with _one_line(path):
+        if checksum(path) != meta.checksums.get(path.name):
+            raise CheckpointError(f"{path}: damaged (its checksum is wrong)")
+        return load_file(path)
+
+
+def _load_optimizer(folder: Path, meta: Meta) -> dict[int, tuple[dict[str, Any], tuple[Any, ...]]]:
+    tensors = _load_tensors(folder / OPTIMIZER_FILE, meta)
+    state: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
+    for j, steps in sorted(meta.steps.items()):
+        names = [f"shards.{j}.{name}" for name in MOMENTS]
+        if any(name not in tensors for name in names):
+            raise CheckpointError(f"{folder / OPTIMIZER_FILE}: lacks shard {j}")
+        state[j] = {"steps": steps}, tuple(from_tensor(tensors[name]) for name in names)
+    return state
+
+
+def _flatten(named: dict[str, Tensor], ranges: Sequence[ParameterRange], folder: Path) -> Tensor:
+    """The flat vector of a stage, in its canonical order."""
+    parts = []
+    for r in ranges:
+        part = named.get(r.name)
+        if part is None or tuple(part.shape) != r.shape or part.dtype != torch.float32:
+            raise CheckpointError(f"{folder}: {r.name} does not fit the model")
+        parts.append(part.reshape(-1))
+    return torch.cat(parts)
+
+
+def _shard_sizes(spec: RunSpec, meta: Meta, folder: Path) -> tuple[int, ...]:
+    sizes = stage_shard_sizes(spec, meta.stage)
+    if len(sizes) != meta.num_shards:
+        raise CheckpointError(f"{folder}: {meta.num_shards} shards, not {len(sizes)}")
+    return sizes
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Foreign errors become ours, once, here."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror or e}") from None
+    except SafetensorError as e:
+        raise CheckpointError(f"{path}: {' '.join(str(e).split())[:200]}") from None
+    except (ProtocolViolation, RuntimeError, ValueError) as e:
+        raise CheckpointError(f"{path}: {type(e).__name__}: {str(e)[:200]}") from None
+
+
+def _put(source: Path, target: Path) -> None:
+    """Renames a folder to its place. A folder that is there already is first moved away: one that
+    is not empty cannot be replaced."""
+    if target.exists():
+        away = target.with_name(f"{UNFINISHED}old-{target.name}")
+        target.rename(away)
+    source.rename(target)
+    _flush(target.parent)
+    shutil.rmtree(target.with_name(f"{UNFINISHED}old-{target.name}"), ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first, so that a removal that is cut off leaves no half checkpoint behind."""
+    away = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    folder.rename(away)
+    shutil.rmtree(away)
+
+
+def _flush(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""Whole swarms in virtual time: one seed, one history; and hundreds of seeds, every invariant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from swarmnet.simulation.churn import ChurnRates
+from swarmnet.simulation.scenario import Scenario, small_swarm
+from swarmnet.simulation.swarm import simulate
+
+NUM_SEEDS = 300
+CHUNK = 25
+REPLAY = """
+from swarmnet.simulation.scenario import small_swarm
+from swarmnet.simulation.swarm import simulate
+for seed in (4, 17, 25):
+    result = simulate(small_swarm(seed))
+    print(seed, result.log_hash, result.broken)
+"""
+
+
+def test_one_seed_replays_one_history_whatever_the_hash_seed() -> None:
+    histories = []
+    for hash_seed in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", REPLAY],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        histories.append(done.stdout)
+    assert histories[0] == histories[1]
+    assert histories[0].count("\n") == 3
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
+    failures = []
+    for seed in range(first, first + CHUNK):
+        broken = simulate(replace(small_swarm(seed), keep_log=False)).broken
+        if broken is not None:
+            failures.append(f"swarmnet simulate --replay {seed}: {broken}")
+    assert not failures, "\n".join(failures)
+
+
+def test_nothing_is_lost_where_nothing_breaks() -> None:
+    result = simulate(Scenario(seed=3, peers=6, stages=3, rounds=6, until_s=120.0))
+    assert result.broken is None
+    assert result.rounds == 6
+    assert (result.samples_lost, result.rerouted, result.shards_reset) == (0, 0, 0)
+    assert 0 < result.samples_per_s <= result.bound_per_s
+
+
+def test_the_whole_sweep_meets_every_kind_of_fault() -> None:
+    """The scenarios of the sweep are worth their time."""
+    rates = [small_swarm(seed).churn for seed in range(NUM_SEEDS)]
+    for action in ("join", "leave", "crash", "stall", "rejoin", "partition", "one_way"):
+        assert sum(getattr(r, action) > 0 for r in rates) > NUM_SEEDS / 4, action
+
+
+def test_a_broken_invariant_is_found() -> None:
+    """The checkers see what is wrong: here, a bound that cannot be met."""
+    scenario = Scenario(seed=1, peers=2, stages=2, churn=ChurnRates(), until_s=60.0)
+    bounds = replace(scenario.bounds, progress_s=0.01)
+    broken = simulate(replace(scenario, bounds=bounds)).broken
+    assert broken is not None
+    assert "nothing has gone on" in broken

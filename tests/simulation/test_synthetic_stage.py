@@ -1,0 +1,107 @@
+"""The synthetic stage and optimizer: real vectors, tiny."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarmnet.simulation.stage import (
+    Sizes,
+    SyntheticData,
+    SyntheticOptimizer,
+    SyntheticStage,
+    activation,
+    check_sum,
+)
+
+SIZES = Sizes(num_shards=2, shard_parameters=1_000_000)
+
+
+def ignore(event: str, **facts: Any) -> None:
+    pass
+
+
+def stage() -> SyntheticStage:
+    return SyntheticStage(1, 3, SIZES, ignore)
+
+
+def pass_through(s: SyntheticStage, key: tuple[int, int]) -> None:
+    s.forward(key, activation(key, SIZES))
+    s.backward(key, activation(key, SIZES))
+
+
+def test_gradients_do_not_depend_on_the_order() -> None:
+    a, b = stage(), stage()
+    for i in range(100):
+        pass_through(a, (3, i))
+        pass_through(b, (3, 99 - i))
+    for j in range(2):
+        assert bytes(a.gradient_shard(j).data) == bytes(b.gradient_shard(j).data)
+        assert check_sum(1, j, a.gradient_shard(j).data)
+
+
+def test_a_retraction_takes_out_exactly_what_was_put_in() -> None:
+    a, b = stage(), stage()
+    for i in range(10):
+        pass_through(a, (3, i))
+    a.retract((3, 4))
+    a.retract((3, 4))
+    for i in (0, 1, 2, 3, 5, 6, 7, 8, 9):
+        pass_through(b, (3, i))
+    assert bytes(a.gradient_shard(0).data) == bytes(b.gradient_shard(0).data)
+
+
+def test_arrays_claim_their_full_size() -> None:
+    s = stage()
+    assert s.parameter_shard(0).num_bytes == 4_000_000
+    assert len(s.parameter_shard(0).data) < 100
+
+
+def test_equal_histories_give_equal_parameters_and_different_ones_do_not() -> None:
+    stages = [stage() for _ in range(3)]
+    optimizers = [SyntheticOptimizer(1, SIZES, ignore) for _ in range(3)]
+    for r in range(3):
+        for n, (s, o) in enumerate(zip(stages, optimizers, strict=True)):
+            ids = range(4) if n < 2 or r != 1 else range(3)
+            for i in ids:
+                pass_through(s, (r, i))
+            for j in range(2):
+                if r == 0:
+                    o.create(j)
+                total = o.sum([s.gradient_shard(j)])
+                s.stage_parameters(j, o.step(j, s.parameter_shard(j), total, 1 / 32, r))
+            s.finish_round()
+    assert stages[0].digest(0) == stages[1].digest(0)
+    assert stages[0].digest(0) != stages[2].digest(0)
+
+
+def test_optimizer_state_travels() -> None:
+    a, b = (SyntheticOptimizer(1, SIZES, ignore) for _ in range(2))
+    s = stage()
+    pass_through(s, (0, 1))
+    a.create(0)
+    a.step(0, s.parameter_shard(0), a.sum([s.gradient_shard(0)]), 0.1, 0)
+    b.load(0, *a.export(0))
+    assert b.steps(0) == 1
+    again = [
+        o.step(0, s.parameter_shard(0), o.sum([s.gradient_shard(0)]), 0.1, 1) for o in (a, b)
+    ]
+    assert bytes(again[0].data) == bytes(again[1].data)
+
+
+def test_what_it_hears_of() -> None:
+    heard: list[str] = []
+    s = SyntheticStage(0, 1, SIZES, lambda event, **facts: heard.append(event))
+    inputs, targets = SyntheticData(4).microbatch(7)
+    s.check(inputs, targets)
+    s.forward_backward((0, 7), inputs, targets)
+    s.retract((0, 7))
+    assert heard == ["forward", "backward", "retract"]
+
+
+def test_a_backward_twice_is_an_error() -> None:
+    s = stage()
+    pass_through(s, (0, 1))
+    with pytest.raises(AssertionError, match="twice"):
+        s.backward((0, 1), activation((0, 1), SIZES))
