@@ -86,7 +86,8 @@ def peer(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep this peer's identity here. Default: ~/.local/state/swarmnet/peer-N.",
+            help="Keep this peer's identity and checkpoints here. "
+            "Default: ~/.local/state/swarmnet/peer-N.",
         ),
     ] = None,
     data: Annotated[
@@ -109,6 +110,12 @@ def peer(
     threads: Annotated[
         int, typer.Option(min=0, help="Threads to compute with; 0 = torch's choice.")
     ] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Rounds between checkpoints of the stage; 0 = none.")
+    ] = 10,
+    keep_checkpoints: Annotated[
+        int, typer.Option(min=2, help="Keep the newest so many checkpoints.")
+    ] = 2,
     rounds: RoundsOption = None,
     seed: SeedOption = None,
     metrics: MetricsOption = None,
@@ -157,6 +164,8 @@ def peer(
                 builder=builder,
                 feed=not no_feed,
                 threads=threads,
+                checkpoint_every=checkpoint_every,
+                keep_checkpoints=keep_checkpoints,
                 metrics=metrics,
                 exit_when_done=exit_when_done,
                 ready_file=ready_file,
@@ -225,6 +234,64 @@ def status(
         from peer.status import show_status
 
         _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
+
+    _guarded(work, debug)
+
+
+@app.command()
+def simulate(
+    peers: Annotated[int, typer.Option(min=1, help="Peers that start with the run.")] = 40,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 4,
+    hours: Annotated[float, typer.Option(min=0.0, help="Virtual hours.")] = 0.1,
+    churn: Annotated[
+        float, typer.Option(min=0.0, help="Part of the peers that is replaced in an hour.")
+    ] = 0.3,
+    seed: Annotated[int, typer.Option(min=0, help="One seed, one history.")] = 0,
+    speed_ratio: Annotated[
+        float, typer.Option(min=1.0, help="Fastest machine over slowest.")
+    ] = 10.0,
+    links: Annotated[
+        Literal["home", "fast"], typer.Option(help="What the peers are connected by.")
+    ] = "home",
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Churn events, one JSON object a line."),
+    ] = None,
+    sweep: Annotated[
+        int, typer.Option(min=0, help="Run so many small swarms with every kind of fault instead.")
+    ] = 0,
+    replay: Annotated[
+        int | None, typer.Option(min=0, help="Run this seed of the sweep and print its events.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw what happened into PNG.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for programs.")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Simulate a swarm in virtual time, and compare it with the bound of what was alive."""
+
+    def work() -> None:
+        from peer.simulate import SimulateOptions, run_simulation
+
+        run_simulation(
+            SimulateOptions(
+                peers=peers,
+                stages=stages,
+                hours=hours,
+                churn=churn,
+                seed=seed,
+                speed_ratio=speed_ratio,
+                home_links=links == "home",
+                trace=trace,
+                sweep=sweep,
+                replay=replay,
+                plot=plot,
+                as_json=as_json,
+            )
+        )
 
     _guarded(work, debug)
 

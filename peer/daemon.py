@@ -31,6 +31,7 @@ from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.discovery import Directory
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import LOGITS, InferRequest
+from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.peer import Identity, Machine, Peer, fetch_spec
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.step import infer_through
@@ -39,6 +40,7 @@ from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.wire import Array
 
+from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.options import PeerOptions, TransportName, with_overrides
 from peer.ready import write_ready_file
 
@@ -151,7 +153,7 @@ def build_machine(spec: RunSpec, options: PeerOptions) -> Machine:
 
     if options.threads:
         set_num_threads(options.threads)
-    spec = spec.with_builder(options.model_builder(spec))
+    run, spec = spec, spec.with_builder(options.model_builder(spec))
 
     def build(stage_index: int) -> tuple[Any, Any]:
         stage = build_stage(spec, stage_index)
@@ -168,7 +170,19 @@ def build_machine(spec: RunSpec, options: PeerOptions) -> Machine:
             log.warning("%s; this peer serves but does not feed", e)
     elif options.feed:
         log.warning("this machine's data was not named (--data): it serves but does not feed")
-    return Machine(build, DeviceThread(), WorkerThread(), data)
+    return Machine(build, DeviceThread(), WorkerThread(), data, open_disk(run, spec, options))
+
+
+def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:
+    """This peer's checkpoints; None where `--checkpoint-every 0` wants none. `model`: the spec as
+    this machine builds it. Raises `UserError` where they cannot be read."""
+    from swarmnet.training.checkpoint import CheckpointStore
+    from swarmnet.training.device import WorkerThread
+
+    if not options.checkpoint_every:
+        return None
+    store = CheckpointStore(options.state_dir, run, keep=options.keep_checkpoints, model=model)
+    return Disk(store, WorkerThread("disk"), options.checkpoint_every, store.available())
 
 
 @dataclass
@@ -205,6 +219,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         machine = await asyncio.to_thread(build_machine, spec, options)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
+        if machine.disk is not None:
+            stack.push_async_callback(machine.disk.worker.close)
         peer = compose(spec, options, net.transport, key, machine)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
@@ -242,7 +258,7 @@ def compose(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
         )
     now_unix_s = time.time()
-    return Peer(
+    peer = Peer(
         transport=transport,
         signer=KeySigner(key),
         identity=Identity(
@@ -258,31 +274,12 @@ def compose(
         limits=Limits(),
         wanted_stage=options.stage,
         feeds=options.feed,
-        on_round=CountedMicrobatches(options.state_dir / "microbatches.jsonl", spec.run_id),
     )
-
-
-class CountedMicrobatches:
-    """Keeps which microbatches each round counted, so that a plain loop can replay exactly them."""
-
-    def __init__(self, path: Path, run_id: str) -> None:
-        self._path = path
-        self._run_id = run_id
-
-    def __call__(self, round_index: int, ids: list[int]) -> None:
-        import json
-
-        line = json.dumps({"run_id": self._run_id, "round": round_index, "ids": ids})
-        try:
-            with self._path.open("a") as file:
-                file.write(line + "\n")
-        except OSError as e:
-            log.warning(
-                "%s: %s; the microbatches of round %d are not on record",
-                self._path,
-                e.strerror,
-                round_index,
-            )
+    if peer.feeder is not None:
+        peer.feeder.on_commit = CountedMicrobatches(
+            options.state_dir / COUNTED_FILE, spec.run_id, lambda: peer.gossip.own.history
+        )
+    return peer
 
 
 def best_address(addresses: Sequence[str]) -> str:

@@ -22,7 +22,8 @@ class PeerOptions:
     """Options of one peer. Exactly one of `spec` and `join` is given."""
 
     state_dir: Path
-    """Where this peer keeps its identity; nobody else uses it (see `peer.state_dir`)."""
+    """Where this peer keeps its identity and its checkpoints; nobody else uses it (see
+    `peer.state_dir`)."""
     spec: Path | None = None
     """Start a new run from this file."""
     join: tuple[str, ...] = ()
@@ -48,6 +49,10 @@ class PeerOptions:
     """Read data and start microbatches, where there is data."""
     threads: int = 0
     """Threads of torch; 0 = torch's choice."""
+    checkpoint_every: int = 10
+    """Rounds between two checkpoints of this peer's stage; 0 = none."""
+    keep_checkpoints: int = 2
+    """The newest so many stay."""
     metrics: Path | None = None
     """Append events to this file, one JSON object a line."""
     exit_when_done: bool = False

@@ -152,3 +152,30 @@ def small_swarm(seed: int) -> Scenario:
         clip=rng.random() < 0.7,
         gossip=GossipSettings(interval_s=0.5),
     )
+
+
+def large_swarm(
+    peers: int, stages: int, until_s: float, churn: ChurnRates, seed: int = 0
+) -> Scenario:
+    """A swarm of volunteers at home: heterogeneous machines on home links, peers that come and go.
+
+    A microbatch takes a machine of middle speed a second in its stage; rounds are long enough
+    (about a minute) that averaging does not decide the throughput."""
+    return Scenario(
+        seed=seed,
+        peers=peers,
+        stages=stages,
+        until_s=until_s,
+        global_batch=max(64, 4 * 40 * peers // stages),
+        sizes=Sizes(num_shards=4, shard_parameters=100_000, activation_numbers=16_384),
+        service_s=1.0,
+        speed_ratio=10.0,
+        home_links=True,
+        churn=churn,
+        max_peers=2 * peers,
+        start_s=min(30.0, until_s / 10),
+        check_s=1.0,
+        warmup_s=min(600.0, until_s / 4),
+        bounds=Bounds(converge_s=300.0, progress_s=900.0),
+        keep_log=False,
+    )

@@ -35,7 +35,7 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol import progress
 from swarmnet.protocol.placement import Placement, weights_from
-from swarmnet.protocol.records import ACTIVE, LEAVING, Record, bitmap
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import (
     FetchReply,
@@ -63,6 +63,11 @@ PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
+
+
+RESTORE_WAIT_S = 10.0
+"""How long an update waits for a replica that is about to become active with optimizer state that
+nobody else has."""
 
 
 class Behind(SwarmnetError):
@@ -169,25 +174,48 @@ class Averaging:
         order = self._order(round_index, shard_index)
         view = self.gossip.view
         own = self.gossip.own.peer_id
+        ahead = self._past(round_index)
+        if ahead:  # the round is over there: its result exists, and no other must be made
+            return ahead[sum(own.encode()) % len(ahead)]
         for peer_id in order:
             if peer_id == own:
                 follows = self._applied.get(shard_index, -2) >= round_index - 1
                 if follows and self.gossip.own.holds_shard(shard_index):
                     return own
                 continue
-            record_or_none = view.get(peer_id)
-            if record_or_none is not None and record_or_none.holds_shard(shard_index):
+            record = view.get(peer_id)
+            behind = record is None or record.round < round_index - 1
+            if record is not None and not behind and record.holds_shard(shard_index):
                 return peer_id
         # Nobody says that it holds it: a backup that follows it already, else the first, afresh.
         if self._applied.get(shard_index, -2) >= round_index - 1 and own in order:
             return own
         return order[0] if order else None
 
+    def _past(self, round_index: int) -> list[str]:
+        """Live replicas of this stage that have finished a round, this one excepted."""
+        now = asyncio.get_running_loop().time()
+        return [
+            m.peer_id
+            for m in self.gossip.view.members(self.replica.index, now)
+            if m.round > round_index
+            and m.state in (ACTIVE, LEAVING)
+            and m.peer_id != self.gossip.own.peer_id
+        ]
+
     def start_fresh(self) -> None:
         """The first replica of a stage: it owns all, with empty state."""
         for j in range(self.replica.num_shards):
             self.replica.optimizer.create(j)
             self._applied[j] = self.replica.round - 1
+
+    def restored(self, shards: list[int]) -> None:
+        """The replica went on from a checkpoint: it has the state of these shards, and of no others."""
+        self._applied = {j: self.replica.round - 1 for j in shards}
+
+    def follows(self, shard_index: int, round_index: int) -> bool:
+        """The shard's state here is that of the beginning of the round. On the worker."""
+        return self._applied.get(shard_index) == round_index - 1
 
     def holds(self) -> bytes:
         """For the own record: shards whose state is that of the beginning of this round."""
@@ -204,6 +232,7 @@ class Averaging:
         """
         r = self.replica.round
         loop = asyncio.get_running_loop()
+        await self._until_restored(r)
         started = loop.time()
         self.news.tell()
         results: list[bool] = []
@@ -223,6 +252,17 @@ class Averaging:
             self.gossip.add_total("late_shards", results.count(False))
         took = loop.time() - started
         self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
+
+    async def _until_restored(self, r: int) -> None:
+        """When a whole swarm goes on from checkpoints, its peers become active one after the other; the
+        state that the last one brings is not to be taken for lost."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + RESTORE_WAIT_S
+        while loop.time() < end and any(
+            m.state == JOINING and m.restorable and m.round == r and m.digests
+            for m in self.gossip.view.members(self.replica.index, loop.time())
+        ):
+            await self.gossip.news.wait(LOOK_AGAIN_S)
 
     async def _shard(self, r: int, j: int, num_tokens: int) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted."""
@@ -407,6 +447,8 @@ class Averaging:
             if not math.isfinite(squares):
                 raise ProtocolViolation(f"the gradient of shard {j} is not finite")
             clip = await self._clip(r, j, squares / num_tokens**2)
+            if self._past(r):
+                raise NotReady("the round was finished without this replica", round=r)
             await self._step_everywhere(update, total, clip / num_tokens)
         except Exception:
             update.parameters = None

@@ -63,6 +63,7 @@ class RoundOfFeeder:
 
 
 OnRound = Callable[[int, list[int]], None]
+OnCommit = Callable[[int, int], None]
 
 
 @dataclass
@@ -78,6 +79,8 @@ class Feeder:
     data: Data
     on_round: OnRound = lambda round_index, ids: None
     """Hears the ids of the microbatches that a round counted, when it is over."""
+    on_commit: OnCommit = lambda round_index, the_id: None
+    """Hears the id of each microbatch as soon as it counts."""
 
     def __post_init__(self) -> None:
         self._tasks = Tasks("feeder")
@@ -238,6 +241,7 @@ class Feeder:
     def _committed(self, mine: RoundOfFeeder, the_id: int, reply: StepReply) -> None:
         """The whole gradient is there: the microbatch counts, and its path hears so."""
         mine.committed[the_id] = reply.path
+        self.on_commit(mine.round, the_id)
         count = self.gossip.own.count(mine.round)
         self.gossip.update_count(
             RoundCount(

@@ -11,10 +11,11 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.protocol import assignment, progress
+from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.records import (
     ACTIVE,
     JOINING,
@@ -30,6 +31,7 @@ from swarmnet.swarm.feeder import Feeder, OnRound
 from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.ports import Data, Device, Optimizer, Stage, Worker
+from swarmnet.swarm.recovery import Checkpointing, Disk, Recovery
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.rounds import Rounds
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -64,6 +66,8 @@ class Machine:
     device: Device
     worker: Worker
     data: Data | None = None
+    disk: Disk | None = None
+    """Where checkpoints are kept; None for nowhere."""
 
 
 @dataclass
@@ -96,6 +100,7 @@ class Peer:
     on_round: OnRound = lambda round_index, ids: None
 
     def __post_init__(self) -> None:
+        disk = self.machine.disk
         self.view = View(self.transport.peer_id)
         own = Record(
             peer_id=self.transport.peer_id,
@@ -108,6 +113,12 @@ class Peer:
         )
         self.gossip = Gossip(
             self.transport, self.view, self.signer, own, self.rng, self.gossip_settings
+        )
+        self.recovery = Recovery(self.gossip, self.settings.num_stages, disk)
+        # Before anybody asks: who sees this record must not begin the run anew.
+        self.gossip.own = replace(own, restorable=self.recovery.offers())
+        self.checkpointing = (
+            Checkpointing(self.gossip, disk, self.settings.rounds) if disk is not None else None
         )
         self.wiring = Wiring(
             self.transport, self.gossip, self.limits, self.settings.num_stages,
@@ -125,6 +136,7 @@ class Peer:
         self.replica: Replica | None = None
         self._tasks = Tasks("peer")
         self._stopping = asyncio.Event()
+        self._moved_at = float("-inf")
         self.transport.handle("spec", self._on_spec)
 
     # ---- life -------------------------------------------------------------------------------
@@ -156,13 +168,16 @@ class Peer:
     async def _live(self, neighbours: list[str]) -> None:
         await self._meet(neighbours)
         stage_index = await self._claim_stage()
-        stage, optimizer = await self.machine.worker.run(lambda: self.machine.build(stage_index))
-        replica = Replica(
-            stage, optimizer, self.machine.device, self.machine.worker,
-            progress.newest_round(self.view, asyncio.get_running_loop().time()),
-        )
-        self.replica = self.steps.replica = replica
-        await self._serve(replica)
+        while True:
+            stage, optimizer = await self.machine.worker.run(
+                lambda k=stage_index: self.machine.build(k)  # type: ignore[misc]
+            )
+            replica = Replica(
+                stage, optimizer, self.machine.device, self.machine.worker,
+                progress.newest_round(self.view, asyncio.get_running_loop().time()),
+            )
+            self.replica = self.steps.replica = replica
+            stage_index = await self._serve_until_moved(replica)
 
     async def _meet(self, neighbours: list[str]) -> None:
         """Hears of the run from at least one neighbour, where there are any: who is cut off from all of
@@ -182,14 +197,17 @@ class Peer:
         """Chooses a stage and says so; chooses again where another newcomer chose the same."""
         loop = asyncio.get_running_loop()
         num_stages = self.settings.num_stages
-        if self.wanted_stage is not None:
-            self.gossip.update(state=JOINING, stage=self.wanted_stage, urgent=True)
-            return self.wanted_stage
+        wanted = self.recovery.old_stage() if self.wanted_stage is None else self.wanted_stage
+        if wanted is not None:
+            offers = self.recovery.offers(wanted)
+            self.gossip.update(state=JOINING, stage=wanted, restorable=offers, urgent=True)
+            return wanted
         for _ in range(MAX_CLAIMS):
             chosen = assignment.choose_stage(
                 self.view, num_stages, loop.time(), self.rng, costs=self.stage_costs
             )
-            self.gossip.update(state=JOINING, stage=chosen, urgent=True)
+            offers = self.recovery.offers(chosen)
+            self.gossip.update(state=JOINING, stage=chosen, restorable=offers, urgent=True)
             await asyncio.sleep(CLAIM_S)
             if not self._gives_way(chosen):
                 return chosen
@@ -209,6 +227,69 @@ class Peer:
 
     # ---- serving ----------------------------------------------------------------------------
 
+    async def _serve_until_moved(self, replica: Replica) -> int:
+        """Serves a stage; returns the one to serve instead, when that helps the swarm more."""
+        serving = Tasks("serve")
+        balancing = self._tasks.start(self._balance(replica))
+        ended = serving.start(self._serve(replica))
+        feeding = serving.start(self.feeder.run(replica)) if self.feeder is not None else ended
+        try:
+            await asyncio.wait((balancing, ended, feeding), return_when=asyncio.FIRST_COMPLETED)
+            for task in (ended, feeding):
+                if task.done():
+                    task.result()
+            target = balancing.result()
+        finally:
+            balancing.cancel()
+            await serving.close()
+        self.steps.drop_round(replica.round)
+        self.gossip.add_total("moved")
+        self.gossip.update(
+            state=JOINING, stage=target, digests=b"", holds=b"", samples_per_s=0.0, urgent=True
+        )
+        return target
+
+    async def _balance(self, replica: Replica) -> int:
+        """Looks every so often whether this peer should serve another stage (`assignment.propose_move`),
+        and hands over what it holds; returns the stage to go to. No move uncovers a stage: this peer
+        goes only while another serves the one that it leaves."""
+        loop = asyncio.get_running_loop()
+        gate = assignment.MoveGate(
+            self.gossip.own.peer_id,
+            times=self.limits.move_proposals,
+            cooldown_s=self.limits.move_cooldown_s,
+        )
+        gate_opens = self._moved_at + self.limits.move_cooldown_s
+        while True:
+            await asyncio.sleep(self.limits.balance_every_s * self.rng.uniform(0.7, 1.3))
+            if self.wanted_stage is not None or self.gossip.own.state != ACTIVE:
+                continue
+            move = assignment.propose_move(
+                self.view, self.settings.num_stages, loop.time(),
+                margin=self.limits.move_margin, min_rounds=self.limits.move_min_rounds,
+                costs=self.stage_costs,
+            )
+            if loop.time() < gate_opens or not gate.decide(move, loop.time()):
+                continue
+            assert move is not None
+            log.info("stage %d needs this peer more than stage %d", move.target, move.source)
+            if await self._hand_over(replica, alone=False):
+                self._moved_at = loop.time()
+                return move.target
+            self.gossip.update(state=ACTIVE, active_from=replica.round + 1, urgent=True)
+
+    async def _hand_over(self, replica: Replica, *, alone: bool) -> bool:
+        """Takes no more microbatches, and returns when this peer is not needed in its stage any more; False
+        where that did not come about in time. `alone`: may leave a stage without a replica."""
+        self.gossip.update(state=LEAVING, urgent=True)
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while not self._handed_over(replica, alone):
+                    await self.gossip.news.wait(JOIN_RETRY_S)
+        except TimeoutError:
+            return False
+        return True
+
     async def _serve(self, replica: Replica) -> None:
         """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
         averaging = Averaging(self.transport, self.gossip, self.settings, self.limits, replica)
@@ -219,8 +300,6 @@ class Peer:
         )
         self.averaging = averaging
         await replica.measure_digests()
-        if self.feeder is not None:
-            self._tasks.start(self.feeder.run(replica))
         try:
             while True:
                 try:
@@ -245,10 +324,14 @@ class Peer:
         while not replica.synced:
             donors = sync.donors()
             if donors:
+                self.recovery.forget_loaded()
                 await self._follow(max(d.round for d in donors), replica, sync, rounds)
             elif self.view.replicas(replica.index, loop.time()):
                 alone_since = loop.time()
                 await self.gossip.news.wait(JOIN_RETRY_S)
+            elif await self.recovery.attend(replica, averaging):
+                if replica.synced and self.checkpointing is not None:
+                    self.checkpointing.restored(replica.round)
             elif loop.time() - alone_since >= self._patience_with_empty_stage():
                 await self._begin_stage(replica, averaging)
             else:
@@ -275,6 +358,8 @@ class Peer:
         if round_index:
             log.warning("stage %d had no replica left: it starts afresh", replica.index)
             self.gossip.add_total("stage_restarted")
+        if not recovering.is_running(self.view.live(now)):
+            self.gossip.update(history=self.recovery.new_history())
         await replica.open_round(round_index, synced=True)
         averaging.start_fresh()
 
@@ -313,7 +398,8 @@ class Peer:
         own = self.gossip.own
         rate = self.settings.samples_per_microbatch / replica.service_s if replica.service_s else 0
         joined = own.state == JOINING
-        fresh = joined and len(averaging.holds().strip(b"\0")) > 0
+        holds_any = len(averaging.holds().strip(b"\0")) > 0
+        fresh = joined and (holds_any or self.recovery.restored is not None)
         self.gossip.update(
             state=ACTIVE if own.state == JOINING else own.state,
             stage=replica.index,
@@ -325,9 +411,14 @@ class Peer:
             else own.active_from,
             samples_per_s=rate,
             queue_length=replica.device.num_waiting,
+            restorable=(),
+            history=self.recovery.history(),
             urgent=True,
         )
+        self.recovery.forget_loaded()
         self._tasks.start(averaging.follow_owners())
+        if self.checkpointing is not None:
+            self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
 
@@ -337,18 +428,13 @@ class Peer:
         """Drains, waits until others hold the shards, says goodbye."""
         replica = self.replica
         if replica is not None and replica.synced and not living.done():
-            self.gossip.update(state=LEAVING, urgent=True)
-            try:
-                async with asyncio.timeout(DRAIN_S):
-                    while not self._handed_over(replica):
-                        await self.gossip.news.wait(JOIN_RETRY_S)
-            except TimeoutError:
+            if not await self._hand_over(replica, alone=True):
                 log.warning("left before others had taken over every shard")
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
         await self.gossip.publish_now()
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
 
-    def _handed_over(self, replica: Replica) -> bool:
+    def _handed_over(self, replica: Replica, alone: bool) -> bool:
         """No microbatch and no gradient is inside, and every shard held here is held elsewhere too (or nobody else
         is left in the stage)."""
         now = asyncio.get_running_loop().time()
@@ -358,7 +444,9 @@ class Peer:
         ]
         if self.steps.num_flying or replica.closed or replica.ledger.num_samples(replica.round):
             return False
-        if not others or replica.round >= self.settings.rounds:
+        if not others:
+            return alone
+        if replica.round >= self.settings.rounds:
             return True
         return all(
             any(o.holds_shard(j) and o.round >= replica.round for o in others)

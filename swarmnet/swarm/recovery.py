@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol import recovery
+from swarmnet.protocol import progress, recovery
 from swarmnet.protocol.records import ACTIVE, MAX_RESTORABLE, Restorable, bitmap
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.gossip import Gossip
@@ -64,7 +64,7 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._last: tuple[int, int] | None = None
+        self._last_round: int | None = None
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has opened: saves its beginning when it is due. A checkpoint that is due
@@ -85,13 +85,13 @@ class Checkpointing:
         except TimeoutError:
             log.warning("left before its last checkpoint was written")
 
-    def restored(self, history: int, round_index: int) -> None:
-        """This state is on the disk already."""
-        self._last = (history, round_index)
+    def restored(self, round_index: int) -> None:
+        """The beginning of this round came from the disk."""
+        self._last_round = round_index
 
     async def _save(self, replica: Replica, averaging: Averaging) -> None:
         async with self._turn:
-            if self._last == (self.gossip.own.history, replica.round):
+            if self._last_round == replica.round:
                 return
             try:
                 for _ in range(MAX_SNAPSHOTS):
@@ -105,7 +105,7 @@ class Checkpointing:
 
     async def _write(self, snapshot: Snapshot) -> None:
         await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
-        self._last = (snapshot.history, snapshot.round)
+        self._last_round = snapshot.round
         self.gossip.add_total("checkpoints")
 
     async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
@@ -173,6 +173,10 @@ class Recovery:
             return None
         return old
 
+    def forget_loaded(self) -> None:
+        """What was loaded is no longer what the replica has."""
+        self.restored = None
+
     # ---- histories --------------------------------------------------------------------------
 
     def history(self) -> int:
@@ -202,7 +206,9 @@ class Recovery:
         if isinstance(decision, recovery.Begin):
             if decision.reason:
                 log.warning("nothing to go on from (%s): the run begins anew", decision.reason)
-            self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
+            if self.restored is not None:  # what was loaded did not suffice
+                self.restored = None
+                self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
             return False
         if isinstance(decision, recovery.Wait):
             self._say(decision.reason, now)
@@ -246,10 +252,7 @@ class Recovery:
         self, replica: Replica, averaging: Averaging, now: float
     ) -> bool:
         """The run lives, but this stage has no replica."""
-        live = self.gossip.view.live(now)
-        r = max(m.round for m in live if m.stage >= 0 and m.state == ACTIVE) if any(
-            m.stage >= 0 and m.state == ACTIVE for m in live
-        ) else 0
+        r = progress.newest_round(self.gossip.view, now)
         best = recovery.for_running(self.offers(replica.index), r)
         if best is not None and best.round == r:
             await self._open(best, r, replica, averaging)

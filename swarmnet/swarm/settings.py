@@ -54,3 +54,13 @@ class Limits:
     """Shards that a joiner asks for at a time."""
     commit_question_s: float = 3.0
     """How long a feeder may take to say whether it committed an orphan."""
+    balance_every_s: float = 60.0
+    """Mean time between a peer's looks at whether it should serve another stage."""
+    move_margin: float = 0.15
+    """By what fraction a move must speed up the poorer of its two stages."""
+    move_proposals: int = 2
+    """Looks in a row that must name the same move."""
+    move_cooldown_s: float = 300.0
+    """Rest of a peer after a move."""
+    move_min_rounds: int = 3
+    """Rounds that a replica serves a stage before it may leave it."""

@@ -151,10 +151,10 @@ class DeviceThread:
 
 
 class WorkerThread:
-    """A thread for averaging, digests and data; implements `swarm.ports.Worker`."""
+    """A thread for averaging, digests and data, or for the disk; implements `swarm.ports.Worker`."""
 
-    def __init__(self) -> None:
-        self._thread = _WorkThread("averaging")
+    def __init__(self, name: str = "averaging") -> None:
+        self._thread = _WorkThread(name)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` when closed."""

@@ -114,10 +114,17 @@ class Swarm:
         speed: float = 1.0,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives."""
-        seconds = {"forward": FORWARD_S / speed, "backward": BACKWARD_S / speed}
+
+        def work_s(kind: str) -> float:
+            replica = peer.replica
+            if kind == "forward" and replica is not None and replica.index == last_stage:
+                return (FORWARD_S + BACKWARD_S) / speed  # forward and backward in one
+            return {"forward": FORWARD_S, "backward": BACKWARD_S}.get(kind, OTHER_S) / speed
+
+        last_stage = self.spec.pipeline.num_stages - 1
         machine = Machine(
             build or self.build,
-            SyntheticDevice(lambda kind: seconds.get(kind, OTHER_S)),
+            SyntheticDevice(work_s),
             InlineWorker(),
             data or self.data,
         )

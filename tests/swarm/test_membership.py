@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.swarm.settings import Limits
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 
@@ -93,3 +94,36 @@ def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
         await swarm.until_round(12)
 
     in_virtual_time(scenario, spec)
+
+
+def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0)
+        await swarm.until_round(2)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None  # started unevenly; from now on they choose
+        await swarm.until_round(60)
+        stages = sorted(m.peer.gossip.own.stage for m in swarm.members.values())
+        assert stages == [0, 0, 1, 1]
+        assert swarm.total("moved") == 1
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+        trainer = replay(spec, swarm.counted, 60)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-3
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
+    limits = Limits(balance_every_s=1.0, move_cooldown_s=2.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", speed=1.0 + 0.1 * i)
+        await swarm.until_round(60)
+        assert swarm.total("moved") == 0
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2, rounds=60), limits=limits)

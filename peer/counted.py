@@ -1,0 +1,96 @@
+"""Which microbatches each round counted: a feeder's file, and how several are read as one.
+
+A feeder appends a line for every microbatch as soon as it counts:
+
+    {"run_id": "...", "history": 1764..., "round": 12, "ids": [5823...]}
+
+A run that went on from a checkpoint makes some rounds again, and of those the later entry holds. "Later"
+is told by `history`: it grows with every such restart (see `protocol.records.Record.history`), and a
+history voids, from its first round on, all that older ones have. Two peers that begin a history
+at the same instant may name it differently for a moment; `"was"` on a line says that its history
+is the one that this peer named so before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarmnet.errors import UserError
+
+log = logging.getLogger("swarmnet.peer")
+
+COUNTED_FILE = "microbatches.jsonl"
+
+
+class CountedMicrobatches:
+    """Appends to one peer's file."""
+
+    def __init__(self, path: Path, run_id: str, history: Callable[[], int]) -> None:
+        """`history()`: of the run as it goes on now."""
+        self._path = path
+        self._run_id = run_id
+        self._history = history
+        self._last: tuple[int, int] | None = None
+
+    def __call__(self, round_index: int, the_id: int) -> None:
+        """A microbatch counts. Never raises: a full disk does not stop training."""
+        history = self._history()
+        line = {"run_id": self._run_id, "history": history, "round": round_index, "ids": [the_id]}
+        if self._last is not None and self._last[0] != history and self._last[1] <= round_index:
+            line["was"] = self._last[0]
+        self._last = (history, round_index)
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as e:
+            log.warning(
+                "%s: %s; microbatch %d of round %d is not on record",
+                self._path, e.strerror, the_id, round_index,
+            )
+
+
+def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, list[int]]:
+    """The microbatches that each round counted, by round, ids ascending; `paths`: the files of all
+    feeders. A plain loop over them makes the run's updates again.
+
+    `run_id`: of the run that is meant, where the files hold several. Raises `UserError` where a
+    file cannot be read, or several runs are in them and none is named.
+    """
+    lines = [line for path in paths for line in _lines(path)]
+    runs = sorted({line["run_id"] for line in lines})
+    if run_id is None and len(runs) > 1:
+        raise UserError(f"microbatches of {len(runs)} runs are on record; name one of {runs}")
+    lines = [line for line in lines if run_id in (None, line["run_id"])]
+    same_as = {line["was"]: line["history"] for line in lines if "was" in line}
+    by_history: dict[int, dict[int, set[int]]] = {}
+    for line in lines:
+        history = line["history"]
+        while same_as.get(history, history) > history:
+            history = same_as[history]
+        rounds = by_history.setdefault(history, {})
+        rounds.setdefault(line["round"], set()).update(line["ids"])
+    counted: dict[int, set[int]] = {}
+    for _, rounds in sorted(by_history.items()):
+        first = min(rounds)
+        counted = {r: ids for r, ids in counted.items() if r < first} | rounds
+    return {r: sorted(ids) for r, ids in sorted(counted.items())}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """A last line that was cut off is left out."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+    for line in text.splitlines():
+        try:
+            values = json.loads(line)
+            numbers = [values["history"], values["round"], values.get("was", 0), *values["ids"]]
+            if isinstance(values["run_id"], str) and all(type(n) is int for n in numbers):
+                yield values
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue

@@ -1,0 +1,190 @@
+"""`swarmnet simulate`: a swarm in virtual time, against the bound of what was alive; or a sweep of
+small swarms with every kind of fault."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from json import dumps
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.simulation.churn import ChurnRates, read_trace
+from swarmnet.simulation.scenario import Result, Scenario, large_swarm, small_swarm
+from swarmnet.simulation.swarm import simulate
+
+Say = Callable[[str], None]
+
+
+class InvariantFailed(SwarmnetError):
+    """A simulated swarm did what it must not do."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What to simulate."""
+
+    peers: int = 40
+    stages: int = 4
+    hours: float = 0.1
+    churn: float = 0.3
+    """Part of the peers that is replaced in an hour."""
+    seed: int = 0
+    speed_ratio: float = 10.0
+    """Fastest machine over slowest."""
+    home_links: bool = True
+    trace: Path | None = None
+    """Churn events, one JSON object a line, in place of `churn`."""
+    sweep: int = 0
+    """Run so many small swarms with every kind of fault instead, from `seed` on."""
+    replay: int | None = None
+    """Run this seed of the sweep and print its event log."""
+    plot: Path | None = None
+    as_json: bool = False
+
+
+def run_simulation(options: SimulateOptions, say: Say = print) -> None:
+    """Runs and prints; raises `InvariantFailed` where an invariant broke, `UserError` where
+    the plot cannot be drawn or the trace not read."""
+    logging.getLogger("swarmnet").setLevel(logging.CRITICAL)
+    if options.plot is not None:
+        _import_pyplot()  # a missing library is to be known before the hours, not after
+    if options.sweep:
+        _sweep(options, say)
+    elif options.replay is not None:
+        _replay(options.replay, say)
+    else:
+        _large(options, say)
+
+
+def _sweep(options: SimulateOptions, say: Say) -> None:
+    began = time.perf_counter()
+    failed = []
+    for seed in range(options.seed, options.seed + options.sweep):
+        result = simulate(replace(small_swarm(seed), keep_log=False))
+        if result.broken is not None:
+            failed.append(seed)
+            say(f"seed {seed}: {result.broken}\n  replay it: swarmnet simulate --replay {seed}")
+    took_s = time.perf_counter() - began
+    say(f"{options.sweep} swarms, {len(failed)} broken invariants, {took_s:.0f} s")
+    if failed:
+        raise InvariantFailed(f"an invariant broke at seeds {', '.join(map(str, failed[:20]))}")
+
+
+def _replay(seed: int, say: Say) -> None:
+    result = simulate(small_swarm(seed))
+    for line in result.log:
+        say(line)
+    say(f"event log {result.log_hash}")
+    if result.broken is not None:
+        raise InvariantFailed(f"seed {seed}: {result.broken}")
+
+
+def _large(options: SimulateOptions, say: Say) -> None:
+    scenario = scenario_of(options)
+    began = time.perf_counter()
+    result = simulate(scenario)
+    took_s = time.perf_counter() - began
+    if options.as_json:
+        say(dumps(summary(result, took_s)))
+    else:
+        for name, text in lines(result, took_s):
+            say(f"{name:<34} {text}")
+    if options.plot is not None:
+        draw(result, options.plot)
+    if result.broken is not None:
+        raise InvariantFailed(result.broken)
+
+
+def scenario_of(options: SimulateOptions) -> Scenario:
+    """The scenario that the options describe."""
+    scenario = large_swarm(
+        options.peers,
+        options.stages,
+        options.hours * 3600.0,
+        ChurnRates.replacing(options.peers, options.churn),
+        options.seed,
+    )
+    return replace(
+        scenario,
+        speed_ratio=options.speed_ratio,
+        home_links=options.home_links,
+        trace=() if options.trace is None else tuple(read_trace(options.trace)),
+    )
+
+
+def summary(result: Result, took_s: float) -> dict[str, Any]:
+    """A result as plain values, without its event log."""
+    values = asdict(replace(result, log=()))
+    del values["log"]
+    values["wall_s"] = took_s
+    return values
+
+
+def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
+    """A result for people."""
+    recovery = sorted(result.recovery_s)
+    recovered = (
+        f"median {median(recovery):.1f} s, longest {recovery[-1]:.1f} s, of {len(recovery)}"
+        if recovery
+        else "no microbatch had to be rescued"
+    )
+    faults = ", ".join(f"{n} {name}" for name, n in result.faults.items()) or "none"
+    speed = result.virtual_s / max(took_s, 1e-9)
+    return [
+        ("simulated", f"{result.virtual_s:.0f} s in {took_s:.1f} s ({speed:.0f} times real time)"),
+        ("throughput", f"{result.samples_per_s:.1f} samples/s"),
+        ("max-flow bound, as they served", f"{result.bound_per_s:.1f} samples/s"),
+        ("of that bound", f"{100 * result.fraction_of_bound:.1f} %"),
+        ("bound of the best assignment", f"{result.best_per_s:.1f} samples/s"),
+        ("of the best assignment", f"{100 * result.fraction_of_best:.1f} %"),
+        ("rounds", f"{result.rounds}"),
+        ("what happened", faults),
+        ("re-routes", f"{result.rerouted}"),
+        ("retracted microbatches", f"{result.retracted}"),
+        ("moves", f"{result.moved}"),
+        ("samples lost", f"{result.samples_lost} of {result.samples}"),
+        ("stages begun afresh", f"{result.stages_restarted}"),
+        ("optimizer shards reset", f"{result.shards_reset}"),
+        ("recovery after a crash", recovered),
+        ("control traffic", f"{result.control_bytes_per_peer_s:.0f} bytes/s a peer"),
+        ("all traffic", f"{result.bytes_per_peer_s:.0f} bytes/s a peer"),
+        ("event log", result.log_hash),
+    ]
+
+
+def draw(result: Result, path: Path) -> None:
+    """Throughput against the bounds, peers and recovery times, as a picture."""
+    pyplot = _import_pyplot()
+    figure, (above, middle, below) = pyplot.subplots(3, 1, figsize=(9, 9), layout="constrained")
+    hours = [s.at_s / 3600.0 for s in result.samples_over_time]
+    for values, label in (
+        ([s.best_per_s for s in result.samples_over_time], "bound of the best assignment"),
+        ([s.bound_per_s for s in result.samples_over_time], "max-flow bound, as they served"),
+        ([s.samples_per_s for s in result.samples_over_time], "throughput"),
+    ):
+        above.plot(hours, values, label=label)
+    above.set(ylabel="samples/s", xlabel="hours", ylim=(0, None))
+    above.set_title(f"{100 * result.fraction_of_bound:.1f} % of the bound")
+    above.legend()
+    middle.plot(hours, [s.peers for s in result.samples_over_time])
+    middle.set(ylabel="peers alive", xlabel="hours", ylim=(0, None))
+    below.hist(result.recovery_s, bins=40)
+    below.set(xlabel="recovery after a crash, s", ylabel="crashes")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _import_pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'swarmnet[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
