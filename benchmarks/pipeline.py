@@ -231,7 +231,7 @@ def profile_peers(peers: list[subprocess.Popen[bytes]], metrics: Path, folder: P
         time.sleep(0.2)
     samplers = [
         subprocess.Popen(
-            ["py-spy", "record", "-p", str(p.pid), "-d", "15", "-r", "200", "-f", "raw", "-t",
+            [str(Path(sys.executable).with_name("py-spy")), "record", "-p", str(p.pid), "-d", "15", "-r", "200", "-f", "raw", "-t",
              "-o", str(folder / f"profile-{k}.txt")],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )

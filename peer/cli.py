@@ -190,6 +190,13 @@ def local(
     threads: Annotated[
         int, typer.Option(min=0, help="Threads of each peer; 0 = this machine's cores, shared out.")
     ] = 0,
+    chaos: Annotated[
+        str,
+        typer.Option(
+            metavar="RATES",
+            help="Harm peers at random while you watch: kill=6/min, or kill=6/min,stop=2/min.",
+        ),
+    ] = "",
     plain: PlainOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -211,6 +218,7 @@ def local(
             threads=threads or _threads_each(peers),
             screen="plain" if plain else "auto",
             debug=debug,
+            chaos=chaos,
         )
         _run(run_local(options))
 
@@ -292,6 +300,43 @@ def simulate(
                 as_json=as_json,
             )
         )
+
+    _guarded(work, debug)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="Take the model from the live run behind this address."),
+    ] = None,
+    state_dir: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Take it from the checkpoints in these peers' state folders; repeat it until "
+            "every stage is there.",
+        ),
+    ] = None,
+    transport: TransportOption = "p2pd",
+    debug: DebugOption = False,
+) -> None:
+    """Write the model as a Hugging Face folder: safetensors and config.json."""
+
+    def work() -> None:
+        if bool(join) == bool(state_dir):
+            raise UsageError("give --join ADDR for a live run, or --state-dir DIR for checkpoints")
+        from peer.export import export_checkpoints, export_live
+
+        if state_dir:
+            typer.echo(export_checkpoints(state_dir, out))
+            return
+
+        async def export_joined() -> None:
+            typer.echo(await export_live(join or (), out, transport=transport))
+
+        _run(export_joined())
 
     _guarded(work, debug)
 

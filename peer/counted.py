@@ -7,8 +7,8 @@ A feeder appends a line for every microbatch as soon as it counts:
 A run that went on from a checkpoint makes some rounds again, and of those the later entry holds. "Later"
 is told by `history`: it grows with every such restart (see `protocol.records.Record.history`), and a
 history voids, from its first round on, all that older ones have. Two peers that begin a history
-at the same instant may name it differently for a moment; `"was"` on a line says that its history
-is the one that this peer named so before.
+at the same instant name it differently until they hear of each other; `"was"` on a line says that its
+history is the one that this peer named so before.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ class CountedMicrobatches:
         self._path = path
         self._run_id = run_id
         self._history = history
-        self._last: tuple[int, int] | None = None
 
     def __call__(self, round_index: int, the_id: int) -> None:
-        """A microbatch counts. Never raises: a full disk does not stop training."""
-        history = self._history()
-        line = {"run_id": self._run_id, "history": history, "round": round_index, "ids": [the_id]}
-        if self._last is not None and self._last[0] != history and self._last[1] <= round_index:
-            line["was"] = self._last[0]
-        self._last = (history, round_index)
+        """A microbatch counts."""
+        self._append({"history": self._history(), "round": round_index, "ids": [the_id]})
+
+    def renamed(self, old: int, new: int) -> None:
+        """The run's history has another name now."""
+        self._append({"history": new, "was": old})
+
+    def _append(self, values: dict[str, Any]) -> None:
+        """Never raises: a full disk does not stop training."""
         try:
             with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({"run_id": self._run_id, **values}) + "\n")
         except OSError as e:
-            log.warning(
-                "%s: %s; microbatch %d of round %d is not on record",
-                self._path, e.strerror, the_id, round_index,
-            )
+            log.warning("%s: %s; not on record: %s", self._path, e.strerror, values)
 
 
 def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, list[int]]:
@@ -71,8 +70,9 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
         history = line["history"]
         while same_as.get(history, history) > history:
             history = same_as[history]
-        rounds = by_history.setdefault(history, {})
-        rounds.setdefault(line["round"], set()).update(line["ids"])
+        if "round" in line:
+            rounds = by_history.setdefault(history, {})
+            rounds.setdefault(line["round"], set()).update(line["ids"])
     counted: dict[int, set[int]] = {}
     for _, rounds in sorted(by_history.items()):
         first = min(rounds)
@@ -89,7 +89,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             values = json.loads(line)
-            numbers = [values["history"], values["round"], values.get("was", 0), *values["ids"]]
+            numbers = [values["history"], values.get("was", 0)]
+            numbers += [values["round"], *values["ids"]] if "round" in values else []
             if isinstance(values["run_id"], str) and all(type(n) is int for n in numbers):
                 yield values
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -276,9 +276,10 @@ def compose(
         feeds=options.feed,
     )
     if peer.feeder is not None:
-        peer.feeder.on_commit = CountedMicrobatches(
+        counted = CountedMicrobatches(
             options.state_dir / COUNTED_FILE, spec.run_id, lambda: peer.gossip.own.history
         )
+        peer.feeder.on_commit, peer.on_history = counted, counted.renamed
     return peer
 
 
@@ -311,7 +312,7 @@ class Observer:
         self.spec = spec
         self.gossip = gossip
         self.view = gossip.view
-        self._transport = transport
+        self.transport = transport
         self._tasks = Tasks("observer")
         self._wiring = Wiring(
             transport,
@@ -377,7 +378,7 @@ class Observer:
     async def close(self) -> None:
         """Leaves; nobody notices."""
         await self._tasks.close()
-        await self._transport.close()
+        await self.transport.close()
 
     async def __aenter__(self) -> Observer:
         return self

@@ -4,6 +4,7 @@ this process as the observer that watches it."""
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from peer.chaos import Chaos, parse_chaos
 from peer.metrics import open_metrics
 from peer.observing import JoinRun, RunObserver, join_run
 from peer.options import (
@@ -55,6 +57,8 @@ class LocalOptions:
     """Torch threads of each peer."""
     screen: ScreenName = "auto"
     debug: bool = False
+    chaos: str = ""
+    """Faults on purpose; see `peer.chaos`."""
 
 
 async def run_local(
@@ -75,6 +79,7 @@ async def run_local(
         load_spec(options.spec or default_spec_path()), rounds=options.rounds, seed=options.seed
     )
     _check(options, spec)
+    rates = parse_chaos(options.chaos) if options.chaos else {}
     with (
         open_metrics(options.metrics, append=False) as metrics,
         Reporter(spec, options.screen, metrics) as reporter,
@@ -82,7 +87,7 @@ async def run_local(
     ):
         processes = PeerProcesses(folder, command)
         try:
-            await _run(options, spec, reporter, processes, join)
+            await _run(options, spec, reporter, processes, join, rates)
         finally:
             await processes.stop()
 
@@ -99,6 +104,7 @@ async def _run(
     reporter: Reporter,
     processes: PeerProcesses,
     join: JoinRun,
+    rates: dict[str, float],
 ) -> None:
     screen = reporter.screen
     screen.say(describe(spec))
@@ -112,15 +118,43 @@ async def _run(
     try:
         if observer.spec.run_id != spec.run_id:
             raise SwarmnetError("the peers train another run than the one they were given")
-        await _watch(observer, reporter, processes)
+        chaos = Chaos(
+            rates,
+            processes,
+            observer.view,
+            lambda: _start_newcomer(options, spec, observer, processes),
+            screen.say,
+            random.Random(spec.seed),
+        )
+        harming = asyncio.get_running_loop().create_task(chaos.run())
+        try:
+            await _watch(observer, reporter, processes)
+        finally:
+            harming.cancel()
+            await asyncio.gather(harming, return_exceptions=True)
         sample = await _sample(observer)
     finally:
         await observer.close()
     screen.close()
     screen.draw(summary_table(reporter.monitor.summary()))
     screen.draw(peers_table(reporter.monitor.view_model().peers))
+    if rates:
+        screen.say(
+            f"chaos: {chaos.num_killed} peers killed, {chaos.num_stopped} stopped for a while"
+        )
     for line in sample:
         screen.say(line)
+
+
+async def _start_newcomer(
+    options: LocalOptions, spec: RunSpec, observer: RunObserver, processes: PeerProcesses
+) -> None:
+    """One more peer, through the address of any that lives."""
+    now = asyncio.get_running_loop().time()
+    addresses = [r.addresses[0] for r in observer.view.live(now) if r.is_replica and r.addresses]
+    if addresses:
+        name = f"peer-{len(processes.children) + 1}"
+        await processes.start(name, _joiner_arguments(options, spec, addresses[0]))
 
 
 def _shared_arguments(options: LocalOptions) -> list[str]:
@@ -215,6 +249,8 @@ def summary_table(summary: Summary) -> Table:
         ("tokens/s", number(summary.tokens_per_s)),
         *((name, f"{number(a, 3)} -> {number(b, 3)}") for name, a, b in measured if a),
         ("re-routes", number(summary.rerouted)),
+        ("retracted", number(summary.retracted)),
+        ("samples lost with a peer", number(summary.samples_lost)),
         ("bytes sent per token", size(summary.bytes_per_token)),
     ):
         table.add_row(Text(name), Text(value))

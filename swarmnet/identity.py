@@ -41,7 +41,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity in a file, made there (mode 0600) where there is none. Raises `UserError`."""
+        """The identity in a file, made there (mode 0600) if there is none. Raises `UserError`."""
         try:
             return cls._parse(path.read_bytes(), path)
         except FileNotFoundError:

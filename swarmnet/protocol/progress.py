@@ -44,9 +44,11 @@ def round_progress(view: View, round_index: int, now: float, global_batch: int) 
     loss_sum = 0.0
     all_sealed = True
     for record in view.records():
-        if not record.counts:
+        for count in record.counts:
+            if count.round == round_index:
+                break
+        else:
             continue
-        count = record.count(round_index)
         committed += count.committed
         tokens += count.tokens
         loss_sum += count.loss_sum

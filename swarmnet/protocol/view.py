@@ -143,7 +143,7 @@ class View:
             return False
         if peer_id == self.own_peer_id:
             return True
-        return peer_id not in self._suspected and now - known.heard_at <= self.silence_s
+        return peer_id not in self._suspected and known.heard_at >= now - self.silence_s
 
     def live(self, now: float) -> list[Record]:
         """Records of the live peers, by peer id."""
@@ -180,7 +180,14 @@ class View:
     # -- within ----------------------------------------------------------------------------
 
     def _live_of(self, peer_ids: Iterable[str], now: float) -> list[Record]:
-        return [self._known[p].record for p in peer_ids if self.is_live(p, now)]
+        known, suspected, since = self._known, self._suspected, now - self.silence_s
+        live = []
+        for peer_id in peer_ids:  # `is_live` for many, without its calls: the hot path of a swarm
+            entry = known[peer_id]
+            sound = entry.heard_at >= since and peer_id not in suspected
+            if (sound or peer_id == self.own_peer_id) and entry.record.state != LEFT:
+                live.append(entry.record)
+        return live
 
     def _stamp(self, peer_id: str) -> Stamp:
         known = self._known.get(peer_id)

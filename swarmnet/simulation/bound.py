@@ -5,8 +5,8 @@ device computes, and what its link carries of the activations in and out and of 
 Any replica can hand over to any of the next stage and the core of the network is free, so that
 the graph between two stages is complete, every minimum cut lies in the nodes of a single stage,
 and the maximum flow is the least over the stages of the sum of their capacities (Ford and
-Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not charged: the bound is above
-what any schedule can reach.
+Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not charged: the bound
+is above what any schedule can reach.
 """
 
 from __future__ import annotations

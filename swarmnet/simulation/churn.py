@@ -59,7 +59,9 @@ class ChurnRates:
         return cls(join=gone, leave=0.25 * gone, crash=0.75 * gone)
 
 
-def poisson(rates: ChurnRates, until_s: float, rng: random.Random, begin_s: float = 0.0) -> list[ChurnEvent]:
+def poisson(
+    rates: ChurnRates, until_s: float, rng: random.Random, begin_s: float = 0.0
+) -> list[ChurnEvent]:
     """Independent events at these rates, in order of time."""
     events = []
     means = {

@@ -3,7 +3,8 @@
 `Monitor` hears of every piece of work at once (from the synthetic stages and optimizers) and looks
 at the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
 
-1. A microbatch of round r meets only the parameters of round r, and its backward the same as its forward.
+1. A microbatch of round r meets only the parameters of round r, and its backward the same as its
+   forward.
 2. No optimizer step contains a microbatch twice, or one of another round, and no optimizer state
    sees two steps of one round; sums are what their microbatches add up to.
 3. What a stage averaged in a round was committed by a feeder; committed = averaged + lost.
@@ -282,17 +283,19 @@ class Monitor:
         for s in range(self.num_stages):
             for j in range(self.num_shards):
                 results = book.averaged.get((s, j), [])
-                averaged = max(results, key=lambda ids: (len(ids), sorted(ids)), default=frozenset())
+                averaged = max(
+                    results, key=lambda ids: (len(ids), sorted(ids)), default=frozenset()
+                )
                 extra = sorted(averaged - committed)
                 if extra:
                     self.fail(
                         f"round {r} stage {s} shard {j}: {len(extra)} microbatches were averaged "
                         f"that no feeder committed: {extra[0]}"
                     )
-                lost = len(committed) - len(averaged & committed)
-                self.lost[(r, s)] = max(self.lost[(r, s)], lost)
-        lost = {s: self.lost[(r, s)] for s in range(self.num_stages) if self.lost[(r, s)]}
-        self.log("closed", round=r, committed=len(committed), lost=sorted(lost.items()))
+                missing = len(committed) - len(averaged & committed)
+                self.lost[(r, s)] = max(self.lost[(r, s)], missing)
+        lost = [(s, self.lost[(r, s)]) for s in range(self.num_stages) if self.lost[(r, s)]]
+        self.log("closed", round=r, committed=len(committed), lost=lost)
 
     def describe(self) -> str:
         """Every peer in a line, for a message."""

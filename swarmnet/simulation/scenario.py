@@ -43,7 +43,7 @@ class Scenario:
     max_peers: int = 12
     clip: bool = True
     settled_rounds: int = 0
-    """Where set, the run ends so many rounds after `churn_until_s`, when all replicas have made them."""
+    """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
     start_s: float = 2.0
     check_s: float = 0.25
     bounds: Bounds = field(default_factory=Bounds)

@@ -234,7 +234,12 @@ class SyntheticOptimizer:
         return math.fsum(x * x for x in _FLOATS.unpack(values.data))
 
     def step(
-        self, shard_index: int, parameters: Array, gradient_sum: Array, scale: float, round_index: int
+        self,
+        shard_index: int,
+        parameters: Array,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
     ) -> Array:
         steps, momentum = self._state[shard_index]
         gradient: Gradient = gradient_sum.data

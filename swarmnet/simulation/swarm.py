@@ -342,7 +342,8 @@ class Simulation:
         if replica is None:
             return
         own = member.peer.gossip.own.peer_id
-        for entry in (*replica.ledger.running(replica.round), *replica.ledger.pending(replica.round)):
+        ledger, r = replica.ledger, replica.round
+        for entry in (*ledger.running(r), *ledger.pending(r)):
             if entry.feeder != own:
                 self._waiting[entry.key] = self._now()
 
@@ -421,6 +422,7 @@ class Simulation:
         self._bound.set(max_flow(serving, scenario.stages, per_sample), now)
         self._best.set(best_flow(alive, scenario.stages, per_sample), now)
         at, committed, bound, best = self._marks
+        newest = max((m.peer.gossip.own.round for m in self.monitor.members.values()), default=0)
         if now - at >= scenario.until_s / SAMPLES_KEPT:
             samples = self.monitor.num_committed * scenario.samples_per_microbatch
             self._curve.append(
@@ -430,7 +432,7 @@ class Simulation:
                     (self._bound.total - bound) / (now - at),
                     (self._best.total - best) / (now - at),
                     len(self.monitor.members),
-                    max((m.peer.gossip.own.round for m in self.monitor.members.values()), default=0),
+                    newest,
                 )
             )
             self._marks = [now, samples, self._bound.total, self._best.total]

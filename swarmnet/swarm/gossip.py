@@ -17,6 +17,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from swarmnet.errors import ProtocolViolation, RemoteError, SwarmnetError, WrongRun
@@ -33,6 +34,14 @@ PUSH_FANOUT = 16
 PROBE_TIMEOUT_S = 2.0
 FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
+DECODED_RECORDS = 8192
+"""Kept in their decoded form."""
+
+
+@lru_cache(maxsize=DECODED_RECORDS)
+def _decode(payload: bytes) -> Record:
+    """The same record arrives from several peers; it is checked once."""
+    return unpack(payload, Record)
 
 
 class Signer(Protocol):
@@ -304,7 +313,7 @@ class Gossip:
 
     def take(self, envelope: SignedRecord) -> bool:
         """Checks and merges one record; True when it was news. Raises `ProtocolViolation`."""
-        record = unpack(envelope.payload, Record)
+        record = _decode(envelope.payload)
         if record.run_id != self.own.run_id:
             raise ProtocolViolation(f"a record of run {record.run_id[:8]}, not of this one")
         if record.peer_id == self.own.peer_id:

@@ -98,6 +98,8 @@ class Peer:
     feeds: bool = True
     stage_costs: tuple[float, ...] | None = None
     on_round: OnRound = lambda round_index, ids: None
+    on_history: Callable[[int, int], None] = lambda old, new: None
+    """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
 
     def __post_init__(self) -> None:
         disk = self.machine.disk
@@ -331,7 +333,7 @@ class Peer:
                 await self.gossip.news.wait(JOIN_RETRY_S)
             elif await self.recovery.attend(replica, averaging):
                 if replica.synced and self.checkpointing is not None:
-                    self.checkpointing.restored(replica.round)
+                    self.checkpointing.restored(replica)
             elif loop.time() - alone_since >= self._patience_with_empty_stage():
                 await self._begin_stage(replica, averaging)
             else:
@@ -398,6 +400,9 @@ class Peer:
         own = self.gossip.own
         rate = self.settings.samples_per_microbatch / replica.service_s if replica.service_s else 0
         joined = own.state == JOINING
+        history = self.recovery.history()
+        if not joined and history != own.history:
+            self.on_history(own.history, history)
         holds_any = len(averaging.holds().strip(b"\0")) > 0
         fresh = joined and (holds_any or self.recovery.restored is not None)
         self.gossip.update(
@@ -412,7 +417,7 @@ class Peer:
             samples_per_s=rate,
             queue_length=replica.device.num_waiting,
             restorable=(),
-            history=self.recovery.history(),
+            history=history,
             urgent=True,
         )
         self.recovery.forget_loaded()
@@ -430,6 +435,8 @@ class Peer:
         if replica is not None and replica.synced and not living.done():
             if not await self._hand_over(replica, alone=True):
                 log.warning("left before others had taken over every shard")
+            if self.checkpointing is not None:
+                await self.checkpointing.leaving(replica, self.averaging)
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
         await self.gossip.publish_now()
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
@@ -442,10 +449,10 @@ class Peer:
             m for m in self.view.members(replica.index, now)
             if m.peer_id != self.gossip.own.peer_id and m.state == ACTIVE
         ]
+        if not others:  # nobody is left to hand over to
+            return alone
         if self.steps.num_flying or replica.closed or replica.ledger.num_samples(replica.round):
             return False
-        if not others:
-            return alone
         if replica.round >= self.settings.rounds:
             return True
         return all(

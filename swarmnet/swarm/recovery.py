@@ -64,7 +64,8 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._last_round: int | None = None
+        self._last: tuple[int, int] | None = None
+        """(stage, round) of the newest state that is on the disk."""
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has opened: saves its beginning when it is due. A checkpoint that is due
@@ -85,13 +86,13 @@ class Checkpointing:
         except TimeoutError:
             log.warning("left before its last checkpoint was written")
 
-    def restored(self, round_index: int) -> None:
-        """The beginning of this round came from the disk."""
-        self._last_round = round_index
+    def restored(self, replica: Replica) -> None:
+        """The replica's state came from the disk."""
+        self._last = (replica.index, replica.round)
 
     async def _save(self, replica: Replica, averaging: Averaging) -> None:
         async with self._turn:
-            if self._last_round == replica.round:
+            if self._last == (replica.index, replica.round):
                 return
             try:
                 for _ in range(MAX_SNAPSHOTS):
@@ -105,7 +106,7 @@ class Checkpointing:
 
     async def _write(self, snapshot: Snapshot) -> None:
         await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
-        self._last_round = snapshot.round
+        self._last = (snapshot.stage, snapshot.round)
         self.gossip.add_total("checkpoints")
 
     async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
@@ -223,6 +224,7 @@ class Recovery:
         """Nobody is active: loads the chosen round, and opens it when the others have it too."""
         if self._chosen != candidate:
             self._chosen, self._chosen_at = candidate, now
+            self._said_at = now  # nothing to say as long as it is quick
         key = (candidate.history, candidate.round)
         mine = next((o for o in self._offers if (o.history, o.round) == key), None)
         if mine is not None and self.restored != key:

@@ -1,18 +1,18 @@
-"""Frames: how messages lie on a byte stream. Sans I/O; `docs/protocol.md` specifies it byte by byte.
+"""Frames: how messages lie on a byte stream. Sans I/O; specified by `docs/protocol.md`.
 
 A message is a head frame (msgpack: method, body, what arrays follow) and, for its arrays, part
 frames of raw bytes. Parts of different messages interleave, so that a small message never waits
-behind a tensor. The last frame of a message carries the END flag.
+behind a tensor. The last frame of a message carries the END flag. A sender that gives a request up
+in the middle says CANCEL, and no more parts of it follow.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
@@ -24,53 +24,91 @@ HEADER = struct.Struct("<2sBBIIII")
 """Magic, frame version, kind, call id, head bytes, payload bytes, checksum."""
 CHECKED_BYTES = HEADER.size - 4
 
-HELLO, REQUEST, REPLY, ERROR, PROGRESS, NOTIFY, REQUEST_PART, REPLY_PART = range(1, 9)
+HELLO, REQUEST, REPLY, ERROR, PROGRESS, NOTIFY, REQUEST_PART, REPLY_PART, CANCEL = range(1, 10)
 END = 0x80
-KINDS = range(HELLO, REPLY_PART + 1)
-PARTS = (REQUEST_PART, REPLY_PART)
+KINDS = range(HELLO, CANCEL + 1)
+PARTS_OF = {REQUEST: REQUEST_PART, REPLY: REPLY_PART}
+"""Kinds that may carry arrays, and the kind of the parts that do."""
+PARTS = tuple(PARTS_OF.values())
 
 PART_BYTES = 256 << 10
 """Payload of a part at most."""
-MAX_HEAD_BYTES = MAX_BODY_BYTES + (64 << 10)
 MAX_MESSAGE_BYTES = 1 << 30
 """Bytes of all arrays of a message."""
+MAX_RECEIVING_BYTES = 4 << 30
+"""Array bytes of one direction of a stream that are announced and have not come."""
 DIRECT_BYTES = 16 << 10
 """Payload from which on the stream is read straight into an array."""
 BUFFER_BYTES = 128 << 10
 
 
-def frame(kind: int, call_id: int, head: bytes, payload: Any = b"") -> bytes:
-    """The header of a frame; head and payload follow it on the stream."""
+def frame_header(kind: int, call_id: int, head: Any, payload: Any = b"") -> bytes:
+    """The header of a frame; head or payload follows it on the stream."""
     checked = HEADER.pack(MAGIC, FRAME_VERSION, kind, call_id, len(head), len(payload), 0)
-    digest = xxhash.xxh3_64(checked[:CHECKED_BYTES])
-    digest.update(head)
-    digest.update(payload)
-    return checked[:CHECKED_BYTES] + struct.pack("<I", digest.intdigest() & 0xFFFFFFFF)
+    checked = checked[:CHECKED_BYTES]
+    return checked + struct.pack("<I", _checksum(checked, head or payload))
 
 
-def head_frame(kind: int, call_id: int, head: dict[str, Any], arrays: tuple[Array, ...]) -> bytes:
-    """The whole first frame of a message. Raises `ProtocolViolation` where the body is too long."""
+def head_frame(
+    kind: int, call_id: int, head: dict[str, Any], arrays: tuple[Array, ...] = ()
+) -> bytes:
+    """The whole first frame of a message. Raises `ProtocolViolation` where it cannot travel:
+    what the receiver would not take must fail here, where the mistake is."""
+    num_bytes = check_arrays(kind, arrays)
     described = [(a.dtype, a.shape) for a in arrays]
-    packed = pack({**head, "a": described} if described else head)
-    if len(packed) > MAX_HEAD_BYTES:
+    try:
+        packed = pack({**head, "a": described} if described else head)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise ProtocolViolation(f"a body that cannot travel: {str(e)[:100]}") from None
+    if len(packed) > MAX_BODY_BYTES:
         raise ProtocolViolation(f"a body of {len(packed)} bytes; at most {MAX_BODY_BYTES}")
-    flag = 0 if any(a.num_bytes for a in arrays) else END
-    return frame(kind | flag, call_id, packed) + packed
+    return frame_header(kind | (0 if num_bytes else END), call_id, packed) + packed
+
+
+def check_arrays(kind: int, arrays: tuple[Array, ...]) -> int:
+    """Bytes of the arrays. Raises `ProtocolViolation` where they may not travel with this kind."""
+    if arrays and kind not in PARTS_OF:
+        raise ProtocolViolation("arrays travel with requests and replies only")
+    if len(arrays) > MAX_ARRAYS:
+        raise ProtocolViolation(f"{len(arrays)} arrays; at most {MAX_ARRAYS}")
+    total = 0
+    for array in arrays:
+        view = memoryview(array.data)
+        if view.nbytes != array.num_bytes or not view.c_contiguous:
+            raise ProtocolViolation(
+                f"an array of {array.num_bytes} bytes has {view.nbytes}, or they lie scattered"
+            )
+        total += view.nbytes
+    if total > MAX_MESSAGE_BYTES:
+        raise ProtocolViolation(f"arrays of {total} bytes; at most {MAX_MESSAGE_BYTES}")
+    return total
 
 
 def part_frames(
     kind: int, call_id: int, arrays: tuple[Array, ...]
-) -> Iterator[tuple[bytes, memoryview]]:
-    """Header and payload of each part, in order. A part never reaches beyond one array."""
+) -> Iterator[tuple[bytes, bytes]]:
+    """Header and payload of each part, in order. A part never reaches beyond one array.
+
+    Each payload is copied when its turn comes: the stream may write it later than its owner
+    changes the array, and then bytes and checksum would differ.
+    """
     left = sum(a.num_bytes for a in arrays)
     for array in arrays:
+        if not array.num_bytes:
+            continue  # a view of no bytes cannot be cast
         data = memoryview(array.data)
         data = data if data.format == "B" and data.ndim == 1 else data.cast("B")
         for start in range(0, len(data), PART_BYTES):
-            payload = data[start : start + PART_BYTES]
+            payload = bytes(data[start : start + PART_BYTES])
             left -= len(payload)
-            flag = END if left == 0 else 0
-            yield frame(kind | flag, call_id, b"", payload), payload
+            yield frame_header(kind | (0 if left else END), call_id, b"", payload), payload
+
+
+def _checksum(checked: bytes, content: Any) -> int:
+    """The low 32 bits of xxh3-64 over a header without its checksum and what follows it."""
+    digest = xxhash.xxh3_64(checked)
+    digest.update(content)
+    return int(digest.intdigest() & 0xFFFFFFFF)
 
 
 @dataclass(slots=True)
@@ -80,44 +118,56 @@ class Head:
     kind: int
     call_id: int
     values: dict[str, Any]
-    arrays: tuple[Array, ...]
-    """With memory for what the parts will bring."""
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    """Dtype and shape of each array that follows."""
+    array_bytes: int
+    """Of all of them."""
 
 
 class Assembly:
     """A message whose parts are still coming."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, allocate: Callable[[int], memoryview] | None) -> None:
+        """`allocate`: gives memory of a size; None: nobody wants the arrays any more, and one
+        part's memory is enough to read past them."""
         self.head = head
-        self._left = [memoryview(a.data) for a in head.arrays if a.num_bytes]
-        self.left_bytes = sum(len(m) for m in self._left)
+        self.left_bytes = head.array_bytes
+        sizes = [array_bytes(dtype, shape) for dtype, shape in head.arrays]
+        self._left = [size for size in sizes if size]
+        self._scratch = memoryview(bytearray(PART_BYTES)) if allocate is None else None
+        self._memory = [] if allocate is None else [allocate(size) for size in sizes]
+        self._targets = [m for m in self._memory if len(m)]
 
     def take(self, num_bytes: int) -> memoryview:
         """Where the next `num_bytes` of payload belong."""
-        if not self._left or num_bytes == 0 or num_bytes > len(self._left[0]):
+        if not self._left or not 0 < num_bytes <= self._left[0]:
             raise ProtocolViolation("a part beyond the arrays that were declared")
-        target = self._left[0][:num_bytes]
-        self._left[0] = self._left[0][num_bytes:]
-        if not self._left[0]:
-            self._left.pop(0)
         self.left_bytes -= num_bytes
-        return target
+        self._left[0] -= num_bytes
+        target = self._scratch
+        if target is None:
+            target, self._targets[0] = self._targets[0], self._targets[0][num_bytes:]
+        if not self._left[0]:
+            del self._left[:1], self._targets[:1]
+        return target[:num_bytes]
+
+    def arrays(self) -> tuple[Array, ...]:
+        """What has arrived."""
+        pairs = zip(self.head.arrays, self._memory)
+        return tuple(Array(dtype, shape, memory) for (dtype, shape), memory in pairs)
 
 
 class Sink(Protocol):
-    """Who hears of frames."""
+    """Who hears of frames. Every method may raise `ProtocolViolation`."""
 
-    def head(self, head: Head) -> None:
-        """The first frame of a message; its arrays, if any, are still empty."""
+    def head(self, head: Head, num_bytes: int) -> None:
+        """The first frame of a message, of `num_bytes` on the stream."""
 
     def assembly(self, kind: int, call_id: int) -> Assembly:
-        """The message that a part belongs to. Raises `ProtocolViolation`."""
+        """The message that a part belongs to."""
 
-    def part(self, kind: int, call_id: int, num_bytes: int, is_end: bool) -> None:
+    def part(self, kind: int, call_id: int, payload_bytes: int, is_end: bool) -> None:
         """A part has arrived and its checksum is right."""
-
-    def received(self, call_id: int, kind: int, num_bytes: int) -> None:
-        """For the books: a frame of so many bytes."""
 
 
 class Reader:
@@ -126,7 +176,7 @@ class Reader:
     To be driven like an `asyncio.BufferedProtocol`: large payloads are received where they belong.
     """
 
-    def __init__(self, sink: Sink, max_receiving_bytes: int = 4 << 30) -> None:
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._filled = 0
@@ -134,7 +184,6 @@ class Reader:
         self._target_filled = 0
         self._header: tuple[int, int, int, int] | None = None
         self._header_bytes = b""
-        self._max_receiving_bytes = max_receiving_bytes
 
     def get_buffer(self) -> memoryview:
         """Memory for what comes next."""
@@ -196,7 +245,7 @@ class Reader:
             raise ProtocolViolation(f"frames of version {version}; this side knows {FRAME_VERSION}")
         if kind not in KINDS:
             raise ProtocolViolation(f"a frame of unknown kind {kind}")
-        if head_bytes > MAX_HEAD_BYTES or payload_bytes > PART_BYTES:
+        if head_bytes > MAX_BODY_BYTES or payload_bytes > PART_BYTES:
             raise ProtocolViolation("a frame that is too long")
         if (kind in PARTS) == bool(head_bytes) or (kind in PARTS) != bool(payload_bytes):
             raise ProtocolViolation("a frame with the wrong parts")
@@ -213,43 +262,39 @@ class Reader:
         assert self._header is not None
         assert self._target is not None
         flagged, call_id, head_bytes, payload_bytes = self._header
+        raw = self._header_bytes
         target, self._target, self._header = self._target, None, None
-        digest = xxhash.xxh3_64(self._header_bytes[:CHECKED_BYTES])
-        digest.update(target)
-        if digest.intdigest() & 0xFFFFFFFF != struct.unpack("<I", self._header_bytes[-4:])[0]:
+        if _checksum(raw[:CHECKED_BYTES], target) != int.from_bytes(raw[CHECKED_BYTES:], "little"):
             raise ProtocolViolation("a wrong checksum")
         kind, is_end = flagged & ~END, bool(flagged & END)
-        self._sink.received(call_id, kind, HEADER.size + head_bytes + payload_bytes)
         if payload_bytes:
             self._sink.part(kind, call_id, payload_bytes, is_end)
         else:
             head = parse_head(kind, call_id, target)
-            if is_end == any(a.num_bytes for a in head.arrays):
+            if is_end == bool(head.array_bytes):
                 raise ProtocolViolation("a message that ends too early or not at all")
-            self._sink.head(head)
+            self._sink.head(head, HEADER.size + head_bytes)
 
 
-def parse_head(kind: int, call_id: int, packed: memoryview) -> Head:
-    """Checks a head frame's msgpack; makes room for the arrays that it declares."""
+def parse_head(kind: int, call_id: int, packed: Any) -> Head:
+    """Checks the msgpack of a head frame. Raises `ProtocolViolation`."""
     values = unpack_plain(packed)
     if not isinstance(values, dict):
         raise ProtocolViolation("a head that is no map")
     described = values.pop("a", [])
     if not isinstance(described, list) or len(described) > MAX_ARRAYS:
         raise ProtocolViolation("too many arrays")
-    shapes = []
+    if described and kind not in PARTS_OF:
+        raise ProtocolViolation("arrays where none may be")
+    arrays, total = [], 0
     for entry in described:
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
             raise ProtocolViolation("an array without dtype and shape")
-        shapes.append((entry[0] if isinstance(entry[0], str) else "", tuple(entry[1])))
-    total = sum(array_bytes(dtype, shape) for dtype, shape in shapes)
+        dtype, shape = entry[0] if isinstance(entry[0], str) else "", tuple(entry[1])
+        total += array_bytes(dtype, shape)
+        if any(n > MAX_MESSAGE_BYTES for n in shape):  # beside a 0, a size could be anything
+            raise ProtocolViolation("an impossible shape")
+        arrays.append((dtype, shape))
     if total > MAX_MESSAGE_BYTES:
         raise ProtocolViolation(f"arrays of {total} bytes; at most {MAX_MESSAGE_BYTES}")
-    if shapes and kind not in (REQUEST, REPLY):
-        raise ProtocolViolation("arrays where none may be")
-    # numpy leaves the memory as it is: it is about to be written over.
-    arrays = tuple(
-        Array(dtype, shape, memoryview(np.empty(array_bytes(dtype, shape), dtype=np.uint8)))
-        for dtype, shape in shapes
-    )
-    return Head(kind, call_id, values, arrays)
+    return Head(kind, call_id, values, tuple(arrays), total)

@@ -33,6 +33,8 @@ log = logging.getLogger("swarmnet.transport")
 OVERHEAD_BYTES = 40
 """Headers of the frames of a message, about."""
 LOCAL_DELAY_S = 0.0005
+MANY_ENTRIES = 32
+"""A mapping with more is measured by its first entry."""
 UNREACHABLE_AFTER_S = 5.0
 """How long it takes to find out that nobody answers behind a partition."""
 
@@ -385,6 +387,9 @@ def estimated_bytes(value: Any) -> int:
         return 9
     if isinstance(value, (str, bytes)):
         return len(value) + 2
+    if isinstance(value, dict) and len(value) > MANY_ENTRIES:  # such as stamps: all about as long
+        key = next(iter(value))
+        return 3 + len(value) * (estimated_bytes(key) + estimated_bytes(value[key]))
     if isinstance(value, dict):
         return 3 + sum(estimated_bytes(k) + estimated_bytes(v) for k, v in value.items())
     if isinstance(value, (list, tuple)):

@@ -46,6 +46,7 @@ COMMANDS = {
         "--metrics",
         "--transport",
         "--threads",
+        "--chaos",
         "--plain",
         "--debug",
     },

@@ -19,7 +19,7 @@ def test_a_stage_without_a_machine_stops_the_flow() -> None:
 
 
 def test_a_slow_upload_bounds_a_machine_and_twice_in_the_middle() -> None:
-    """10 samples/s would compute; 4,000 bytes/s carry 4 activations of 1,000 bytes, or 2 and 2 gradients."""
+    """It would compute 10 samples/s; its link carries 4 activations, or 2 and 2 gradients."""
     machine = Capacity(10.0, 4_000.0, 1e9)
     assert replica_rate(machine, 0, 3, 1000.0) == 4.0
     assert replica_rate(machine, 1, 3, 1000.0) == 2.0

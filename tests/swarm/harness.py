@@ -4,6 +4,7 @@ transport, devices whose work takes virtual seconds."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.ports import Data
+from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.data import open_data
 from swarmnet.training.reference import ReferenceTrainer
@@ -101,6 +103,7 @@ class Swarm:
 
     def __post_init__(self) -> None:
         self.data = open_data(self.spec)
+        self._incarnations = itertools.count(1)
 
     def start(
         self,
@@ -112,6 +115,7 @@ class Swarm:
         build: Callable[[int], tuple[Any, Any]] | None = None,
         neighbours: Sequence[str] | None = None,
         speed: float = 1.0,
+        disk: Disk | None = None,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives."""
 
@@ -127,11 +131,12 @@ class Swarm:
             SyntheticDevice(work_s),
             InlineWorker(),
             data or self.data,
+            disk,
         )
         peer = Peer(
             transport=self.hub.transport(name),
             signer=OpenSigner(),
-            identity=Identity(self.spec.run_id, self.spec.canonical(), len(self.members) + 1),
+            identity=Identity(self.spec.run_id, self.spec.canonical(), next(self._incarnations)),
             settings=run_settings(self.spec),
             machine=machine,
             rng=random.Random(f"{self.seed}|{name}"),

@@ -1,0 +1,145 @@
+"""What a channel has to send, and in which order. Sans I/O.
+
+Small messages go first, then notifications, then one part of each large message in turn: so gossip
+never waits behind a tensor. What waits is bounded: notifications by dropping the oldest, small
+messages by giving the stream up (`Stalled`), large ones because only a few are begun at a time and
+those that wait hold nothing but references to their senders' arrays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarmnet.errors import TransportError
+from swarmnet.transport.frames import (
+    MAX_RECEIVING_BYTES,
+    PARTS_OF,
+    head_frame,
+    part_frames,
+)
+from swarmnet.wire import Array
+
+MAX_NOTES = 256
+"""Notifications that wait; beyond it the oldest are dropped."""
+MAX_SMALL_BYTES = 64 << 20
+"""Small messages that wait; a peer that leaves more unread is not reading."""
+MAX_TURNS = 16
+"""Large messages that are begun at a time."""
+
+
+class Stalled(TransportError):
+    """The peer does not read what is sent to it."""
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A message on its way out."""
+
+    kind: int
+    call_id: int
+    method: str
+    first: bytes
+    """Its first frame."""
+    arrays: tuple[Array, ...] = ()
+    left_bytes: int = 0
+    """Of the arrays, not yet taken."""
+    is_begun: bool = False
+    parts: Iterator[tuple[bytes, bytes]] = field(default_factory=lambda: iter(()))
+
+
+def outgoing(
+    kind: int, call_id: int, head: dict[str, object], arrays: tuple[Array, ...], method: str
+) -> Outgoing:
+    """Makes a message ready to be sent. Raises `ProtocolViolation` where it cannot travel."""
+    first = head_frame(kind, call_id, head, arrays)
+    num_bytes = sum(a.num_bytes for a in arrays)
+    return Outgoing(kind, call_id, method, first, arrays if num_bytes else (), num_bytes)
+
+
+class Outbox:
+    """Messages in, frames out."""
+
+    def __init__(self) -> None:
+        self._small: deque[Outgoing] = deque()
+        self._small_bytes = 0
+        self._notes: deque[Outgoing] = deque(maxlen=MAX_NOTES)
+        self._waiting: deque[Outgoing] = deque()
+        self._turns: deque[Outgoing] = deque()
+        self._turns_bytes = 0
+        self.dropped_notes = 0
+
+    def put(self, message: Outgoing) -> None:
+        """Raises `Stalled`."""
+        if message.arrays:
+            self._waiting.append(message)
+            return
+        if self._small_bytes + len(message.first) > MAX_SMALL_BYTES and self._small:
+            raise Stalled("it does not read what is sent to it")
+        self._small.append(message)
+        self._small_bytes += len(message.first)
+
+    def put_note(self, message: Outgoing) -> None:
+        """As `put`, for a message that may be dropped."""
+        self.dropped_notes += len(self._notes) == MAX_NOTES
+        self._notes.append(message)
+
+    def withdraw(self, message: Outgoing) -> bool:
+        """Sends no more of a message; False where not a byte of it was taken."""
+        if message in self._turns:
+            self._turns.remove(message)
+            self._turns_bytes -= message.left_bytes
+        elif message in self._waiting:
+            self._waiting.remove(message)
+        elif message in self._small:
+            self._small.remove(message)
+            self._small_bytes -= len(message.first)
+        return message.is_begun
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._small.clear()
+        self._notes.clear()
+        self._waiting.clear()
+        self._turns.clear()
+        self._small_bytes = self._turns_bytes = 0
+
+    def take(self) -> tuple[str, tuple[bytes, ...]] | None:
+        """What is to be written next, and the method that it is for; None where nothing is."""
+        if self._small:
+            message = self._small.popleft()
+            self._small_bytes -= len(message.first)
+        elif self._notes:
+            message = self._notes.popleft()
+        elif self._waiting and self._fits(self._waiting[0]):
+            message = self._begin(self._waiting.popleft())
+        elif self._turns:
+            return self._turn()
+        else:
+            return None
+        message.is_begun = True
+        return message.method, (message.first,)
+
+    def _fits(self, message: Outgoing) -> bool:
+        """May it be begun now, so that the receiver never has more than it takes?"""
+        return not self._turns or (
+            len(self._turns) < MAX_TURNS
+            and self._turns_bytes + message.left_bytes <= MAX_RECEIVING_BYTES
+        )
+
+    def _begin(self, message: Outgoing) -> Outgoing:
+        message.parts = part_frames(PARTS_OF[message.kind], message.call_id, message.arrays)
+        self._turns.append(message)
+        self._turns_bytes += message.left_bytes
+        return message
+
+    def _turn(self) -> tuple[str, tuple[bytes, ...]]:
+        """The next part of the message whose turn it is."""
+        message = self._turns.popleft()
+        header, payload = next(message.parts)
+        message.left_bytes -= len(payload)
+        self._turns_bytes -= len(payload)
+        if message.left_bytes:
+            self._turns.append(message)
+        return message.method, (header, payload)

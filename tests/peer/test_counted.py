@@ -1,0 +1,59 @@
+"""Which microbatches a round counted, from the files of all feeders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peer.counted import CountedMicrobatches, read_counted
+from swarmnet.errors import UserError
+
+
+def feed(path: Path, history: int, rounds: dict[int, list[int]], run_id: str = "run") -> None:
+    counted = CountedMicrobatches(path, run_id, lambda: history)
+    for r, ids in rounds.items():
+        for the_id in ids:
+            counted(r, the_id)
+
+
+def test_the_files_of_all_feeders_are_one_record(tmp_path: Path) -> None:
+    feed(tmp_path / "a", 1, {0: [5, 3], 1: [7]})
+    feed(tmp_path / "b", 1, {0: [4], 2: [9]})
+    assert read_counted([tmp_path / "a", tmp_path / "b"]) == {0: [3, 4, 5], 1: [7], 2: [9]}
+
+
+def test_a_run_that_went_on_from_an_older_round_voids_what_it_makes_again(tmp_path: Path) -> None:
+    """Feeder b does not feed in the second life; its old entries are void all the same."""
+    feed(tmp_path / "a", 1, {0: [1], 1: [2], 2: [3]})
+    feed(tmp_path / "b", 1, {0: [11], 1: [12], 2: [13], 3: [14]})
+    feed(tmp_path / "a", 5, {1: [21], 2: [22]})
+    assert read_counted([tmp_path / "a", tmp_path / "b"]) == {0: [1, 11], 1: [21], 2: [22]}
+
+
+def test_a_history_that_was_named_twice_is_one(tmp_path: Path) -> None:
+    feed(tmp_path / "a", 1, {0: [1]})
+    CountedMicrobatches(tmp_path / "a", "run", lambda: 2).renamed(1, 2)
+    feed(tmp_path / "b", 2, {0: [11], 1: [12]})
+    assert read_counted([tmp_path / "a", tmp_path / "b"]) == {0: [1, 11], 1: [12]}
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    feed(tmp_path / "a", 1, {0: [1], 1: [2]})
+    text = (tmp_path / "a").read_text()
+    (tmp_path / "a").write_text(text[:-9])
+    assert read_counted([tmp_path / "a"]) == {0: [1]}
+
+
+def test_runs_are_told_apart(tmp_path: Path) -> None:
+    feed(tmp_path / "a", 1, {0: [1]})
+    feed(tmp_path / "a", 1, {0: [2]}, run_id="other")
+    with pytest.raises(UserError, match="2 runs"):
+        read_counted([tmp_path / "a"])
+    assert read_counted([tmp_path / "a"], "other") == {0: [2]}
+
+
+def test_a_disk_that_fails_does_not_stop_training(tmp_path: Path) -> None:
+    feed(tmp_path / "no" / "such" / "folder", 1, {0: [1]})
+    with pytest.raises(UserError, match="No such file"):
+        read_counted([tmp_path / "no"])

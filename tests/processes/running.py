@@ -1,0 +1,352 @@
+"""Real `swarmnet` processes over real libp2p, on loopback, for tests.
+
+Every process that is started here carries the test's own folder as its `TMPDIR`, and so does
+whatever it starts: that is how leftovers are found, and how everything is ended, by pid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer.daemon import fetch_run, open_net
+from peer.ready import Ready, read_ready_file
+from swarmnet.errors import SwarmnetError
+from swarmnet.identity import Identity
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.messages import FetchRequest
+from swarmnet.training.stage import build_stage
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Message
+
+LOOK_S = 0.05
+START_LIMIT_S = 90.0
+RUN_LIMIT_S = 90.0
+END_LIMIT_S = 45.0
+"""Bounds of waits, generous: a machine may be busy. None is ever waited for in full on success."""
+SWARMNET = (sys.executable, "-m", "peer")
+FOLDER_PREFIX = "sn-"
+
+
+def tiny_run(
+    folder: Path, *, num_stages: int = 2, rounds: int = 20, seed: int = 1, data: str | None = None
+) -> Path:
+    """A run.toml of a Llama that computes in no time, on text that is made here."""
+    text = folder / "text.txt"
+    rng = random.Random(0)
+    text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
+    spec = folder / f"run-{seed}.toml"
+    spec.write_text(f"""
+seed = {seed}
+[model]
+kind = "llama"
+hidden_size = 32
+num_hidden_layers = {max(3, num_stages)}
+num_attention_heads = 4
+num_key_value_heads = 2
+intermediate_size = 64
+vocab_size = 256
+max_position_embeddings = 16
+[data]
+paths = ["{data or text}"]
+tokenizer = "bytes"
+held_out_microbatches = 1
+[optimizer]
+learning_rate = 1e-3
+warmup_rounds = 3
+rounds = {rounds}
+grad_clip_norm = 0.5
+[pipeline]
+num_stages = {num_stages}
+global_batch = 32
+microbatch = 4
+evaluate_every = 0
+[sync]
+shard_parameters = 4096
+""")
+    return spec
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Live processes whose `TMPDIR` is `folder`: command lines by pid."""
+    mark = b"\0TMPDIR=" + str(folder).encode() + b"\0"
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if mark in b"\0" + (entry / "environ").read_bytes():
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(entry.name)] = line.decode(errors="replace").strip()
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of its children now."""
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def sockets_in(folder: Path) -> list[Path]:
+    """Runtime folders and sockets below a `TMPDIR`."""
+    return [p for p in folder.rglob("*") if p.is_socket() or p.name.startswith("swarmnet-")]
+
+
+@dataclass
+class Command:
+    """One `swarmnet` process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def output(self) -> str:
+        """What it has printed."""
+        return (self.folder / f"{self.name}.out").read_text(errors="replace")
+
+    def errors(self) -> list[str]:
+        """The lines of its stderr."""
+        return (self.folder / f"{self.name}.err").read_text(errors="replace").splitlines()
+
+    def describe(self) -> str:
+        code = self.process.poll()
+        tail = "\n  ".join([*self.output().splitlines()[-5:], *self.errors()[-12:]])
+        return f"{self.name} ({'alive' if code is None else f'exit code {code}'})\n  {tail}"
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Complete lines of its `--metrics` with this event."""
+        path = self.folder / f"{self.name}.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [e for e in map(json.loads, lines) if e["event"] == name]
+
+    def ready(self) -> Ready | None:
+        return read_ready_file(self.folder / f"{self.name}.ready")
+
+    @property
+    def address(self) -> str:
+        ready = self.ready()
+        assert ready is not None, self.describe()
+        return ready.address
+
+    @property
+    def peer_id(self) -> str:
+        return self.address.rpartition("/p2p/")[2]
+
+    def counted(self) -> dict[int, list[int]]:
+        """Microbatch ids by round that it has on record as a feeder."""
+        path = self.folder / self.name / "microbatches.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return {line["round"]: line["ids"] for line in map(json.loads, lines)}
+
+
+@dataclass
+class Machine:
+    """The processes of one test. Nothing that it waits for is waited for without a bound."""
+
+    folder: Path
+    commands: list[Command] = field(default_factory=list)
+
+    def start(self, name: str, *arguments: str, command: Sequence[str] = SWARMNET) -> Command:
+        """Starts `swarmnet ARGUMENTS`."""
+        environment = {
+            **os.environ,
+            "TMPDIR": str(self.folder),
+            "XDG_STATE_HOME": str(self.folder / "state"),
+            "OMP_NUM_THREADS": "1",
+        }
+        with (
+            (self.folder / f"{name}.out").open("wb") as out,
+            (self.folder / f"{name}.err").open("wb") as err,
+        ):
+            process = subprocess.Popen(
+                [*command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+        started = Command(name, process, self.folder)
+        self.commands.append(started)
+        return started
+
+    def start_peer(self, name: str, *arguments: str, command: Sequence[str] = SWARMNET) -> Command:
+        """Starts `swarmnet peer` on loopback with a state folder, ready file and metrics."""
+        return self.start(
+            name, "peer", "--plain", "--host", "127.0.0.1", "--threads", "1",
+            "--state-dir", str(self.folder / name),
+            "--ready-file", str(self.folder / f"{name}.ready"),
+            "--metrics", str(self.folder / f"{name}.jsonl"),
+            *arguments, command=command,
+        )  # fmt: skip
+
+    def start_swarm(self, spec: Path, joiners: Sequence[Sequence[str]]) -> list[Command]:
+        """A first peer and others that join it, with further arguments each."""
+        first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0")
+        self.until_ready(first)
+        data = str(self.folder / "text.txt")
+        join = ("--join", first.address, "--data", data)
+        others = [
+            self.start_peer(f"peer-{i}", *join, *extra) for i, extra in enumerate(joiners, start=1)
+        ]
+        self.until_ready(*others)
+        return [first, *others]
+
+    def until_ready(self, *peers: Command) -> None:
+        """The peers listen; fails at once where one has ended."""
+
+        def listen() -> bool:
+            for peer in peers:
+                assert peer.process.poll() is None, peer.describe()
+            return all(peer.ready() is not None for peer in peers)
+
+        self.until(listen, START_LIMIT_S)
+
+    def until(self, condition: Callable[[], object], limit_s: float = RUN_LIMIT_S) -> None:
+        """Waits for a condition; fails with what every process said where it does not come."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > end:
+                raise AssertionError(f"not within {limit_s:.0f} s:\n{self.describe()}")
+            time.sleep(LOOK_S)
+
+    def until_round(self, peer: Command, number: int) -> None:
+        """A peer has told that so many rounds are over (short ones may go untold)."""
+
+        def over() -> bool:
+            assert peer.process.poll() is None, peer.describe()
+            return any(event["round"] + 1 >= number for event in peer.events("round"))
+
+        self.until(over)
+
+    def wait(self, command: Command, limit_s: float = END_LIMIT_S) -> int:
+        """The exit code of a command that is about to end."""
+        self.until(lambda: command.process.poll() is not None, limit_s)
+        code = command.process.returncode
+        assert code is not None
+        return code
+
+    def interrupt(self, command: Command) -> None:
+        """Ctrl-C."""
+        command.process.send_signal(signal.SIGINT)
+
+    def kill(self, command: Command) -> None:
+        """kill -9."""
+        command.process.kill()
+        command.process.wait()
+
+    def describe(self) -> str:
+        return "\n".join(c.describe() for c in self.commands)
+
+    def end(self) -> None:
+        """Ends whatever is left, by pid."""
+        for pid in processes_of(self.folder):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for command in self.commands:
+            command.process.kill()
+            command.process.wait()
+
+
+@contextmanager
+def machine() -> Iterator[Machine]:
+    """A folder of its own with a short name (sockets in it have paths of at most 107 bytes);
+    at the end every process is gone, whatever happened."""
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
+    running = Machine(folder)
+    try:
+        yield running
+    finally:
+        running.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- looking in from outside ----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def stranger(spec: RunSpec | None = None) -> AsyncIterator[Transport]:
+    """A transport in this process that speaks to peers; says that it belongs to the run of
+    `spec`."""
+    net = await open_net("p2pd", Identity.generate(), host="127.0.0.1", port=0, announce=())
+    if spec is not None:
+        net.transport.set_run(spec.run_id)
+    try:
+        yield net.transport
+    finally:
+        await net.transport.close()
+
+
+async def parameters_of(spec: RunSpec, addresses: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The model by name with which the peers at `addresses` ended the run, each of them asked
+    for its stage; asserts that the replicas of a stage have the same bits."""
+    stages = [build_stage(spec, index) for index in range(spec.pipeline.num_stages)]
+    flats: dict[int, torch.Tensor] = {}
+    async with stranger(spec) as transport:
+        for address in addresses:
+            peer_id = await transport.dial(address)
+            assert (await fetch_run(transport, peer_id)).run_id == spec.run_id
+            index, flat = await _flat(transport, peer_id, spec, stages)
+            assert torch.equal(flats.setdefault(index, flat), flat), "replicas differ"
+    assert sorted(flats) == list(range(len(stages))), "a stage has no replica"
+    return {
+        r.name: flats[index][r.start : r.stop].view(r.shape)
+        for index, stage in enumerate(stages)
+        for r in stage.parameter_ranges
+    }
+
+
+async def _flat(
+    transport: Transport, peer_id: str, spec: RunSpec, stages: Sequence[Any]
+) -> tuple[int, torch.Tensor]:
+    """A peer's stage and its parameters when the run was over."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + START_LIMIT_S
+    error: SwarmnetError | None = None
+    while loop.time() < end:
+        for index, stage in enumerate(stages):
+            try:
+                parts = []
+                for shard in range(len(stage.shard_sizes)):
+                    request = FetchRequest(spec.optimizer.rounds, index, shard)
+                    reply = await transport.call(
+                        peer_id, "fetch_parameters", Message(request), timeout_s=20.0
+                    )
+                    data = bytearray(reply.arrays[0].data)
+                    parts.append(torch.frombuffer(data, dtype=torch.float32))
+                return index, torch.cat(parts)
+            except SwarmnetError as e:  # of the other stage, or not there yet
+                error = e
+        await asyncio.sleep(LOOK_S)
+    raise AssertionError(f"{peer_id} gave no parameters: {error}")
+
+
+def counted_by(peers: Sequence[Command], rounds: int) -> dict[int, list[int]]:
+    """Microbatch ids that each round counted, by the word of all feeders."""
+    records = [peer.counted() for peer in peers]
+    return {r: sorted(i for record in records for i in record.get(r, [])) for r in range(rounds)}

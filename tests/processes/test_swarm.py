@@ -1,0 +1,162 @@
+"""Separate processes over libp2p train one model, and it is the model of a plain loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from swarmnet.spec import load_spec
+from tests.processes.running import (
+    Command,
+    Machine,
+    children_of,
+    counted_by,
+    parameters_of,
+    processes_of,
+    sockets_in,
+    tiny_run,
+)
+from tests.swarm.harness import relative_difference, replay
+
+pytestmark = pytest.mark.processes
+ROUNDS, GLOBAL_BATCH = 20, 32
+P2PD, PY_LIBP2P = ("--transport", "p2pd"), ("--transport", "py-libp2p")
+
+
+@pytest.mark.parametrize(
+    "joiners",
+    [
+        pytest.param((P2PD, P2PD, P2PD), id="p2pd"),
+        pytest.param((P2PD, PY_LIBP2P, PY_LIBP2P), id="mixed"),
+    ],
+)
+def test_processes_make_the_updates_of_one_process(
+    running: Machine, joiners: Sequence[Sequence[str]]
+) -> None:
+    path = tiny_run(running.folder, rounds=ROUNDS)
+    spec = load_spec(path)
+    stages = (1, 0, 1)  # with the first peer's 0, one replica of each stage on each transport
+    arguments = [(*extra, "--stage", str(stage)) for extra, stage in zip(joiners, stages)]
+    peers = running.start_swarm(path, arguments)
+    running.until_round(peers[0], ROUNDS)
+    running.until(lambda: _is_all_on_record(peers, spec.pipeline.microbatch))
+
+    model = asyncio.run(parameters_of(spec, [peer.address for peer in peers]))
+    trainer = replay(spec, counted_by(peers, ROUNDS), ROUNDS)
+    assert relative_difference(model, trainer.state_dict()) < 1e-4
+
+    seen = _status(running, peers[-1])
+    assert seen["run_id"] == spec.run_id
+    assert (seen["round"], len(seen["peers"])) == (ROUNDS, 4)
+    assert [stage["num_replicas"] for stage in seen["stages"]] == [2, 2]
+    assert seen["held_out_round"] == ROUNDS
+    served = {p["peer_id"]: p["samples_per_s"] for p in seen["peers"]}
+    assert all(served[peer.peer_id] > 0 for peer in peers), "a replica got no microbatch"
+
+    for peer in peers:
+        running.interrupt(peer)
+    assert [running.wait(peer) for peer in peers] == [0, 0, 0, 0], running.describe()
+    _assert_nothing_left(running)
+
+
+def test_a_run_survives_its_first_peer(running: Machine) -> None:
+    """The bootstrap peer is killed; a newcomer joins through another one and a third one leaves."""
+    rounds = 150
+    path = tiny_run(running.folder, rounds=rounds)
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    victim, witness = peers[0], peers[1]
+    running.until_round(witness, 5)
+    daemons = children_of(victim.pid)
+    assert daemons, "the peer has no daemon"
+    running.kill(victim)
+    running.until(lambda: not any(pid in processes_of(running.folder) for pid in daemons), 10)
+
+    newcomer = running.start_peer(
+        "late", "--join", witness.address, "--data", str(running.folder / "text.txt")
+    )
+    running.until_round(newcomer, 3)
+    stale = [p for p in sockets_in(running.folder) if f"swarmnet-{victim.pid}-" in str(p)]
+    assert not stale, "the runtime folder of a killed peer was not cleaned up"
+    running.interrupt(peers[3])
+    assert running.wait(peers[3]) == 0, peers[3].describe()
+    assert "left before" not in " ".join(peers[3].errors())
+
+    running.until_round(witness, rounds)
+    alive = [witness, peers[2], newcomer]
+    model = asyncio.run(parameters_of(load_spec(path), [peer.address for peer in alive]))
+    assert all(bool(p.isfinite().all()) for p in model.values())
+    losses = [event["loss"] for event in witness.events("round")]
+    assert losses[-1] < 0.6 * losses[0]
+    lost = {event["peer_id"]: event["clean"] for event in witness.events("peer_lost")}
+    assert lost[victim.peer_id] is False
+    assert lost[peers[3].peer_id] is True
+    assert not witness.events("shard_reset")
+
+
+def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=100_000)
+    local = running.start(
+        "local", "local", "--peers", "2", "--spec", str(path), "--plain",
+        "--metrics", str(running.folder / "local.jsonl"),
+    )  # fmt: skip
+    running.until(lambda: local.events("round"))
+    running.interrupt(local)
+    assert running.wait(local) == 1
+    assert local.errors() == []
+    _assert_nothing_left(running)
+
+
+def test_local_that_is_killed_leaves_no_process(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=100_000)
+    local = running.start("local", "local", "--peers", "2", "--spec", str(path), "--plain")
+    running.until(lambda: len(children_of(local.pid)) == 2)
+    running.kill(local)
+    running.until(lambda: not processes_of(running.folder), 30)
+
+
+def test_ctrl_c_on_status_and_on_a_peer_that_is_alone(running: Machine) -> None:
+    path = tiny_run(running.folder, num_stages=1, rounds=100_000)
+    peer = running.start_peer("peer-0", "--spec", str(path))
+    running.until_round(peer, 1)
+    status = running.start("status", "status", peer.address)
+    running.until(lambda: any(_is_daemon(pid) for pid in children_of(status.pid)))
+    running.interrupt(status)
+    assert running.wait(status) == 1
+    assert status.errors() == []
+    running.interrupt(peer)
+    assert running.wait(peer) == 0
+    assert peer.errors() == []
+    _assert_nothing_left(running)
+
+
+def _is_all_on_record(peers: Sequence[Command], microbatch: int) -> bool:
+    """Every sample that a round counted is in some feeder's list."""
+    counted = counted_by(peers, ROUNDS)
+    told = {e["round"]: e["samples"] for peer in peers for e in peer.events("round")}
+    samples = {r: told.get(r, GLOBAL_BATCH) for r in range(ROUNDS)}
+    return all(len(counted[r]) * microbatch == samples[r] for r in samples)
+
+
+def _status(running: Machine, peer: Command) -> dict[str, object]:
+    status = running.start("status", "status", peer.address, "--json")
+    assert running.wait(status) == 0, status.describe()
+    assert status.errors() == []
+    seen: dict[str, object] = json.loads(status.output())
+    return seen
+
+
+def _is_daemon(pid: int) -> bool:
+    try:
+        return b"p2pd" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    except OSError:
+        return False
+
+
+def _assert_nothing_left(running: Machine) -> None:
+    left = processes_of(running.folder)
+    assert not left, f"left running: {left}"
+    assert sockets_in(running.folder) == []

@@ -1,0 +1,156 @@
+"""From which round a run goes on when everybody was gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
+from swarmnet.protocol.recovery import (
+    RESTORE_PATIENCE_S,
+    SETTLE_S,
+    Begin,
+    Restore,
+    Settling,
+    Wait,
+    candidates,
+    for_running,
+    is_covered,
+    is_running,
+)
+from swarmnet.wire import pack, unpack
+
+SHARDS = 3
+
+
+def offer(round_index: int, stage: int, held: list[int] | None = None, history: int = 1) -> Restorable:
+    holds = bitmap(list(range(SHARDS)) if held is None else held, SHARDS)
+    return Restorable(round_index, stage, SHARDS, holds, history)
+
+
+def joiner(name: str, stage: int, *offers: Restorable) -> Record:
+    return Record(name, "run", 1, 1, stage=stage, restorable=offers)
+
+
+def loaded(record: Record, round_index: int) -> Record:
+    return replace(record, round=round_index, digests=bytes(8 * SHARDS))
+
+
+def settled(records: list[Record], num_stages: int, now: float = SETTLE_S) -> object:
+    settling = Settling()
+    settling.decide(records, num_stages, 0.0)
+    return settling.decide(records, num_stages, now)
+
+
+def test_where_nobody_has_anything_the_run_begins_at_once() -> None:
+    assert Settling().decide([joiner("a", 0), joiner("b", 1)], 2, 0.0) == Begin()
+
+
+def test_the_newest_whole_round_is_taken_once_the_offers_have_settled() -> None:
+    a = joiner("a", 0, offer(10, 0), offer(20, 0))
+    b = joiner("b", 1, offer(10, 1), offer(20, 1))
+    settling = Settling()
+    assert settling.decide([a], 2, 0.0) == Wait()
+    assert settling.decide([a, b], 2, SETTLE_S - 0.1) == Wait(), "the offers had just changed"
+    decision = settling.decide([a, b], 2, 2 * SETTLE_S)
+    assert isinstance(decision, Restore)
+    assert (decision.candidate.round, decision.candidate.is_whole) == (20, True)
+
+
+def test_a_round_that_lacks_a_shard_is_passed_over() -> None:
+    a = joiner("a", 0, offer(10, 0), offer(20, 0, [0, 1]))
+    b = joiner("b", 0, offer(10, 0), offer(20, 0, [0]))
+    decision = settled([a, b], 1)
+    assert isinstance(decision, Restore)
+    assert decision.candidate.round == 10
+    assert candidates([a, b], 1)[0].missing_shards == ((0, 2),)
+
+
+def test_shards_may_be_spread_over_the_peers_of_a_stage() -> None:
+    records = [joiner("a", 0, offer(20, 0, [0])), joiner("b", 0, offer(20, 0, [1, 2]))]
+    assert settled(records, 1) == Restore(candidates(records, 1)[0])
+    assert candidates(records, 1)[0].is_whole
+
+
+def test_without_a_whole_round_patience_then_the_newest_with_all_parameters() -> None:
+    a = joiner("a", 0, offer(20, 0, [0, 1]), offer(30, 0))
+    b = joiner("b", 1, offer(20, 1))
+    settling = Settling()
+    settling.decide([a, b], 2, 0.0)
+    waiting = settling.decide([a, b], 2, RESTORE_PATIENCE_S - 1)
+    assert isinstance(waiting, Wait)
+    assert waiting.reason == "round 30 lacks stage 1"
+    decision = settling.decide([a, b], 2, RESTORE_PATIENCE_S)
+    assert isinstance(decision, Restore)
+    assert decision.candidate.round == 20
+    assert decision.candidate.missing_shards == ((0, 2),)
+
+
+def test_without_all_parameters_the_run_begins_anew_and_says_why() -> None:
+    decision = settled([joiner("a", 0, offer(30, 0))], 2, RESTORE_PATIENCE_S)
+    assert decision == Begin("round 30 lacks stage 1")
+
+
+def test_checkpoints_of_two_histories_do_not_fit_together() -> None:
+    a = joiner("a", 0, offer(20, 0, history=2), offer(10, 0, history=1))
+    b = joiner("b", 1, offer(20, 1, history=1), offer(10, 1, history=1))
+    decision = settled([a, b], 2)
+    assert isinstance(decision, Restore)
+    assert decision.candidate.round == 10
+
+
+def test_the_newest_history_wins_over_a_later_round_of_an_older_one() -> None:
+    records = [joiner("a", 0, offer(50, 0, history=1), offer(20, 0, history=2))]
+    decision = settled(records, 1)
+    assert isinstance(decision, Restore)
+    assert (decision.candidate.history, decision.candidate.round) == (2, 20)
+
+
+def test_a_round_begins_only_when_all_that_was_found_is_loaded() -> None:
+    a, b = joiner("a", 0, offer(20, 0, [0])), joiner("b", 0, offer(20, 0, [1, 2]))
+    c = joiner("c", 1, offer(20, 1))
+    [chosen] = candidates([a, b, c], 2)
+    assert not is_covered([loaded(a, 20), b, loaded(c, 20)], chosen, 2)
+    assert not is_covered([loaded(a, 20), loaded(b, 20), c], chosen, 2)
+    assert not is_covered([loaded(a, 20), loaded(b, 10), loaded(c, 20)], chosen, 2)
+    assert is_covered([loaded(a, 20), loaded(b, 20), loaded(c, 20)], chosen, 2)
+
+
+def test_a_redundant_holder_is_not_waited_for() -> None:
+    a, b = joiner("a", 0, offer(20, 0)), joiner("b", 0, offer(20, 0, [0]))
+    [chosen] = candidates([a, b], 1)
+    assert is_covered([loaded(a, 20), b], chosen, 1)
+
+
+def test_an_active_replica_makes_the_run_live() -> None:
+    a = joiner("a", 0, offer(20, 0))
+    assert not is_running([a])
+    assert is_running([a, replace(a, peer_id="b", state=ACTIVE)])
+
+
+def test_a_stage_of_a_running_swarm_takes_the_very_round_or_the_one_before() -> None:
+    own = [offer(10, 0), offer(20, 0), offer(30, 0)]
+    assert for_running(own, 20) == own[1]
+    assert for_running(own, 25) == own[1]
+    assert for_running(own, 5) is None
+
+
+def test_one_peer_with_nonsense_is_outvoted() -> None:
+    honest = [joiner(name, 0, offer(20, 0)) for name in "ab"]
+    liar = joiner("c", 0, Restorable(20, 0, 60_000, bitmap([], 60_000), 1))
+    assert isinstance(settled([*honest, liar], 1), Restore)
+
+
+def test_offers_travel_in_a_record_and_are_checked() -> None:
+    record = joiner("a", 0, offer(20, 0))
+    assert unpack(pack(record), Record) == record
+    with pytest.raises(ValueError, match="shards of a checkpoint"):
+        Restorable(20, 0, 9, b"\1")
+    many = tuple(offer(r, 0) for r in range(MAX_RESTORABLE + 1))
+    with pytest.raises(ValueError, match="checkpoints are out of range"):
+        joiner("a", 0, *many)
+    body = pack(record).replace(b"num_shards\x03", b"num_shards\x00")
+    with pytest.raises(ProtocolViolation):
+        unpack(body, Record)

@@ -1,0 +1,187 @@
+"""A checkpoint is all there, or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import Snapshot
+from swarmnet.training import checkpoint
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.checkpoint import FILES, META_FILE, CheckpointError, CheckpointStore
+from swarmnet.training.shards import build_optimizer
+from swarmnet.training.stage import TorchStage, build_stage
+from tests.training.specs import small_spec
+
+SPEC = small_spec()
+
+
+def snapshot(round_index: int, *, history: int = 1, stage_index: int = 0) -> Snapshot:
+    """Of a fresh stage whose shards 0 and 2 have made one step."""
+    stage = build_stage(SPEC, stage_index)
+    optimizer = build_optimizer(SPEC, stage)
+    for j in (0, 2):
+        optimizer.create(j)
+        gradient = from_tensor(torch.full((stage.shard_sizes[j],), 0.5 + round_index))
+        optimizer.step(j, stage.parameter_shard(j), gradient, 1.0, 0)
+    num_shards = len(stage.shard_sizes)
+    return Snapshot(
+        round=round_index,
+        history=history,
+        stage=stage_index,
+        parameters=tuple(stage.parameter_shard(j) for j in range(num_shards)),
+        digests=b"".join(stage.digest(j) for j in range(num_shards)),
+        optimizer={j: optimizer.export(j) for j in optimizer.owned()},
+    )
+
+
+def store(path: Path, spec: RunSpec = SPEC, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(path, spec, keep=keep)
+
+
+def rounds(path: Path, spec: RunSpec = SPEC) -> list[int]:
+    return [saved.round for saved in store(path, spec).available()]
+
+
+def test_what_was_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+    before = snapshot(10)
+    store(tmp_path).save(before)
+    [saved] = store(tmp_path).available()
+    assert (saved.round, saved.history, saved.stage, saved.held) == (10, 1, 0, (0, 2))
+    after = store(tmp_path).load(10)
+    assert after.digests == before.digests
+    for a, b in zip(after.parameters, before.parameters, strict=True):
+        assert torch.equal(to_tensor(a), to_tensor(b))
+    assert after.optimizer.keys() == before.optimizer.keys()
+    for j, (values, arrays) in before.optimizer.items():
+        assert after.optimizer[j][0] == values
+        for a, b in zip(after.optimizer[j][1], arrays, strict=True):
+            assert torch.equal(to_tensor(a), to_tensor(b))
+
+
+def test_parameters_carry_hugging_face_names(tmp_path: Path) -> None:
+    store(tmp_path).save(snapshot(10))
+    named = load_file(tmp_path / "checkpoints" / "round-00000010" / "stage.safetensors")
+    stage = build_stage(SPEC, 0)
+    assert isinstance(stage, TorchStage)
+    assert named.keys() == stage.state_dict().keys()
+    assert "model.embed_tokens.weight" in named
+
+
+@pytest.mark.parametrize("name", [*FILES, META_FILE])
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "longer"])
+def test_a_cut_off_file_makes_the_checkpoint_none(tmp_path: Path, name: str, how: str) -> None:
+    store(tmp_path).save(snapshot(10))
+    store(tmp_path).save(snapshot(20))
+    path = tmp_path / "checkpoints" / "round-00000020" / name
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "longer": data + b"x"}[how])
+    assert rounds(tmp_path) == [10]
+    with pytest.raises(CheckpointError):
+        store(tmp_path).load(20)
+    assert store(tmp_path).load(10).round == 10
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found_on_loading(tmp_path: Path, name: str) -> None:
+    store(tmp_path).save(snapshot(10))
+    path = tmp_path / "checkpoints" / "round-00000010" / name
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"damaged \(its checksum is wrong\)"):
+        store(tmp_path).load(10)
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_a_death_while_writing_leaves_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """The process dies at the n-th flush; the next save removes what was left."""
+    store(tmp_path).save(snapshot(10))
+    real, num_left = checkpoint._flush, writes
+
+    def flush(path: Path) -> None:
+        nonlocal num_left
+        if num_left == 0:
+            raise KeyboardInterrupt
+        num_left -= 1
+        real(path)
+
+    monkeypatch.setattr(checkpoint, "_flush", flush)
+    try:
+        store(tmp_path).save(snapshot(20))
+    except KeyboardInterrupt:
+        pass
+    monkeypatch.undo()
+    assert rounds(tmp_path) in ([10], [10, 20])
+    for r in rounds(tmp_path):
+        assert store(tmp_path).load(r).round == r
+    store(tmp_path).save(snapshot(30))
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert all(name.startswith("round-") for name in names), "leftovers"
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    for r in (10, 20, 30, 40):
+        store(tmp_path, keep=3).save(snapshot(r))
+    assert rounds(tmp_path) == [20, 30, 40]
+
+
+def test_a_new_history_does_not_destroy_the_older_one_too_early(tmp_path: Path) -> None:
+    """The run went on from round 20: its checkpoint stays until the new history has two of its own,
+    and what the old one had beyond stays until the new one has come as far."""
+    for r in (20, 60):
+        store(tmp_path).save(snapshot(r))
+    store(tmp_path).save(snapshot(30, history=2))
+    assert rounds(tmp_path) == [20, 30, 60]
+    store(tmp_path).save(snapshot(40, history=2))
+    assert rounds(tmp_path) == [30, 40, 60]
+    store(tmp_path).save(snapshot(60, history=2))
+    assert [s.history for s in store(tmp_path).available()] == [2, 2]
+    assert rounds(tmp_path) == [40, 60]
+
+
+def test_a_round_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
+    store(tmp_path).save(snapshot(10))
+    store(tmp_path).save(snapshot(10, history=2, stage_index=1))
+    [saved] = store(tmp_path).available()
+    assert (saved.history, saved.stage) == (2, 1)
+    assert store(tmp_path).load(10).stage == 1
+
+
+def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    other = small_spec(optimizer={"learning_rate": 0.5})
+    store(tmp_path).save(snapshot(10))
+    assert rounds(tmp_path, other) == []
+    with pytest.raises(CheckpointError, match="another run"):
+        store(tmp_path, other).load(10)
+    for r in (20, 30):
+        store(tmp_path, other).save(snapshot(r))
+    assert rounds(tmp_path, other) == [20, 30]
+    assert rounds(tmp_path) == [10]
+
+
+def test_a_disk_that_fails_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError) as caught:
+        store(tmp_path).save(snapshot(10))
+    assert "\n" not in str(caught.value)
+    assert "checkpoints" in str(caught.value)
+
+
+def test_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
+    store(tmp_path).save(snapshot(10))
+    path = tmp_path / "checkpoints" / "round-00000010" / META_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    assert rounds(tmp_path) == []
+    with pytest.raises(CheckpointError, match="format 2"):
+        store(tmp_path).load(10)
