@@ -17,6 +17,7 @@ with py-spy (if it is installed) and prints where their time goes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -70,7 +71,7 @@ def rounds_of(path: Path) -> list[float]:
 
 def intervals(times: list[float]) -> list[float]:
     """Seconds between the ends of rounds, the warm-up left out."""
-    return [b - a for a, b in zip(times, times[1:], strict=False)][WARM_ROUNDS:]
+    return [b - a for a, b in itertools.pairwise(times)][WARM_ROUNDS:]
 
 
 # ---- (a) and (b): children of this script ------------------------------------------------------
@@ -188,30 +189,51 @@ def time_swarm(folder: Path, rounds: int, profile: bool) -> list[float]:
     common += ["--quiet", "--exit-when-done"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(
-        [*common, "--spec", str(spec), "--ready-file", str(ready), "--metrics", str(metrics),
-         "--state-dir", str(folder / "state-1"), "--stage", "0"],
-        env=env, stdout=subprocess.DEVNULL,
+        [
+            *common,
+            "--spec",
+            str(spec),
+            "--ready-file",
+            str(ready),
+            "--metrics",
+            str(metrics),
+            "--state-dir",
+            str(folder / "state-1"),
+            "--stage",
+            "0",
+        ],
+        env=env,
+        stdout=subprocess.DEVNULL,
     )
     peers = [first]
     try:
         end = time.time() + CHILD_TIMEOUT_S
         while not ready.exists():
-            assert first.poll() is None and time.time() < end, "the first peer did not start"
+            assert first.poll() is None, "the first peer ended early"
+            assert time.time() < end, "the first peer did not start"
             time.sleep(0.1)
         address = json.loads(ready.read_text())["address"]
         peers.append(
             subprocess.Popen(
-                [*common, "--join", address, "--state-dir", str(folder / "state-2"),
-                 "--stage", "1"],
-                env=env, stdout=subprocess.DEVNULL,
+                [
+                    *common,
+                    "--join",
+                    address,
+                    "--state-dir",
+                    str(folder / "state-2"),
+                    "--stage",
+                    "1",
+                ],
+                env=env,
+                stdout=subprocess.DEVNULL,
             )
         )
         if profile:
             profile_peers(peers, metrics, folder)
         while len(rounds_of(metrics)) < rounds:
-            assert time.time() < end and all(p.poll() is None for p in peers) or len(
-                rounds_of(metrics)
-            ) >= rounds, "a peer ended early"
+            alive = all(p.poll() is None for p in peers)
+            assert alive or len(rounds_of(metrics)) >= rounds, "a peer ended early"
+            assert time.time() < end, "the run took too long"
             time.sleep(0.2)
     finally:
         for process in peers:
@@ -231,9 +253,23 @@ def profile_peers(peers: list[subprocess.Popen[bytes]], metrics: Path, folder: P
         time.sleep(0.2)
     samplers = [
         subprocess.Popen(
-            [str(Path(sys.executable).with_name("py-spy")), "record", "-p", str(p.pid), "-d", "15", "-r", "200", "-f", "raw", "-t",
-             "-o", str(folder / f"profile-{k}.txt")],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [
+                str(Path(sys.executable).with_name("py-spy")),
+                "record",
+                "-p",
+                str(p.pid),
+                "-d",
+                "15",
+                "-r",
+                "200",
+                "-f",
+                "raw",
+                "-t",
+                "-o",
+                str(folder / f"profile-{k}.txt"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         for k, p in enumerate(peers)
     ]

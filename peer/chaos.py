@@ -1,9 +1,8 @@
 """Faults on purpose: `swarmnet local --chaos kill=6/min,stop=2/min`.
 
-A killed peer (SIGKILL) is replaced by a newcomer, a stopped one (SIGSTOP) goes on after a few seconds. Both
-come at random, as a Poisson process of the given rate, and never to the last replica of a stage:
-what that costs is known.
-"""
+A killed peer (SIGKILL) is replaced by a newcomer, a stopped one (SIGSTOP) goes on after a few
+seconds. Both come at random, as a Poisson process of the given rate, and never to the last replica
+of a stage: what that costs is known."""
 
 from __future__ import annotations
 

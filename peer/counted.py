@@ -4,10 +4,10 @@ A feeder appends a line for every microbatch as soon as it counts:
 
     {"run_id": "...", "history": 1764..., "round": 12, "ids": [5823...]}
 
-A run that went on from a checkpoint makes some rounds again, and of those the later entry holds. "Later"
-is told by `history`: it grows with every such restart (see `protocol.records.Record.history`), and a
-history voids, from its first round on, all that older ones have. Two peers that begin a history
-at the same instant name it differently until they hear of each other; `"was"` on a line says that its
+A run that went on from a checkpoint makes some rounds again, and of those the later entry holds.
+"Later" is told by `history`: it grows with every such restart (see `Record.history`), and a history
+voids, from its first round on, all that older ones have. Two peers that begin a history at the
+same instant name it differently until they hear of each other; `"was"` on a line says that its
 history is the one that this peer named so before.
 """
 

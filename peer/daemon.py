@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from peer.counted import COUNTED_FILE, CountedMicrobatches
+from peer.options import PeerOptions, TransportName, with_overrides
+from peer.ready import write_ready_file
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
@@ -31,18 +33,14 @@ from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.discovery import Directory
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import LOGITS, InferRequest
-from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.peer import Identity, Machine, Peer, fetch_spec
+from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.step import infer_through
 from swarmnet.swarm.wiring import Wiring
 from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.wire import Array
-
-from peer.counted import COUNTED_FILE, CountedMicrobatches
-from peer.options import PeerOptions, TransportName, with_overrides
-from peer.ready import write_ready_file
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -101,7 +99,8 @@ async def open_net(
 
 
 async def dial_any(transport: Transport, addresses: Sequence[str]) -> str:
-    """The peer id behind the first address that answers. Raises `AddressError` with the reason of each."""
+    """The peer id behind the first address that answers. Raises `AddressError` with the reason of
+    each."""
     reasons = []
     for address in addresses:
         try:
@@ -111,6 +110,17 @@ async def dial_any(transport: Transport, addresses: Sequence[str]) -> str:
         except SwarmnetError as e:
             reasons.append(f"{address}: {e}")
     raise AddressError("; ".join(reasons) or "no address was given")
+
+
+def learn_others(transport: Transport, addresses: Sequence[str], known: str) -> list[str]:
+    """Makes the other addresses of a command line known; returns their peer ids."""
+    others: list[str] = []
+    for address in addresses:
+        peer_id = address.rpartition("/p2p/")[2]
+        if peer_id not in (known, transport.peer_id, *others):
+            transport.learn(peer_id, [address])
+            others.append(peer_id)
+    return others
 
 
 async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
@@ -216,6 +226,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if spec is None:
             neighbours = [await dial_any(net.transport, options.join)]
             spec = await fetch_run(net.transport, neighbours[0])
+            neighbours += learn_others(net.transport, options.join, neighbours[0])
         machine = await asyncio.to_thread(build_machine, spec, options)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)

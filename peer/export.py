@@ -17,7 +17,7 @@ from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.model_fetch import fetch_model
 from swarmnet.swarm.settings import Limits
-from swarmnet.training.checkpoint import FOLDER, Meta, load_parameters, read_metas
+from swarmnet.training.checkpoint import Meta, find_checkpoints, load_parameters
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.transport.base import Transport
 
@@ -30,7 +30,7 @@ Parameters of round {round} of the swarmnet run `{run_id}`, fp32.
 """
 BYTES_NOTE = (
     "There is no tokenizer file: a token is a byte. Encode with `list(text.encode())`, decode with "
-    "`bytes(tokens).decode(errors=\"replace\")`."
+    '`bytes(tokens).decode(errors="replace")`.'
 )
 
 
@@ -72,7 +72,7 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path) -> str:
     """Writes the newest round of which the folders hold every stage; returns what was done, in a
     line. Raises `UserError`."""
     _check_out(out)
-    found = [(path / FOLDER, meta) for path in state_dirs for meta in read_metas(path / FOLDER)]
+    found = [checkpoint for path in state_dirs for checkpoint in find_checkpoints(path)]
     if not found:
         raise UserError(f"no checkpoint in {', '.join(str(path) for path in state_dirs)}")
     runs = sorted({meta.run_id for _, meta in found})
@@ -168,15 +168,13 @@ def _newest_with_all_stages(metas: Sequence[Meta]) -> Meta:
     return next(m for m in metas if (m.history, m.round) == max(whole))
 
 
-def _load_stage(
-    found: Sequence[tuple[Path, Meta]], chosen: Meta, stage: int
-) -> dict[str, Tensor]:
+def _load_stage(found: Sequence[tuple[Path, Meta]], chosen: Meta, stage: int) -> dict[str, Tensor]:
     """From the first undamaged checkpoint of the stage."""
     error: UserError | None = None
     for folder, meta in found:
         if (meta.history, meta.round, meta.stage) == (chosen.history, chosen.round, stage):
             try:
-                return load_parameters(folder / f"round-{meta.round:08d}", meta)
+                return load_parameters(folder, meta)
             except UserError as e:
                 error = e
     assert error is not None
@@ -197,11 +195,9 @@ def _spec(meta: Meta) -> RunSpec:
 def _readme(spec: RunSpec, round_index: int) -> str:
     note = BYTES_NOTE
     if spec.model.kind != "llama":
-        note = "A custom model: load `model.safetensors` into the model that the run's builder makes."
+        note = "A custom model: load `model.safetensors` into what the run's builder makes."
     elif spec.data.tokenizer != BYTES_TOKENIZER:
         # Not copied: a spec may come over the network, and never chooses files of this machine.
         name = Path(spec.data.tokenizer).name
         note = f"The tokenizer is the run's `{name}`: copy it here as `tokenizer.json`."
-    return NOTE.format(
-        name=spec.name, round=round_index, run_id=spec.run_id, tokenizer=note
-    )
+    return NOTE.format(name=spec.name, round=round_index, run_id=spec.run_id, tokenizer=note)

@@ -38,6 +38,8 @@ LOOK_PAUSE_S = 0.1
 """Shortest time between looks."""
 FINAL_WAIT_S = 30.0
 """After the last update: for the last counts and the last held-out measurement to arrive."""
+JOIN_THROUGH = 4
+"""Addresses that a newcomer is given: any of them may be gone when it starts."""
 SAMPLE_TOKENS = 200
 SAMPLE_WAIT_S = 60.0
 
@@ -154,7 +156,7 @@ async def _start_newcomer(
     addresses = [r.addresses[0] for r in observer.view.live(now) if r.is_replica and r.addresses]
     if addresses:
         name = f"peer-{len(processes.children) + 1}"
-        await processes.start(name, _joiner_arguments(options, spec, addresses[0]))
+        await processes.start(name, _joiner_arguments(options, spec, *addresses[:JOIN_THROUGH]))
 
 
 def _shared_arguments(options: LocalOptions) -> list[str]:
@@ -175,10 +177,10 @@ def _first_arguments(options: LocalOptions) -> list[str]:
     return arguments + _shared_arguments(options)
 
 
-def _joiner_arguments(options: LocalOptions, spec: RunSpec, address: str) -> list[str]:
+def _joiner_arguments(options: LocalOptions, spec: RunSpec, *addresses: str) -> list[str]:
     """A joiner takes neither files nor code from a spec that comes over the network; here both
     are this person's own."""
-    arguments = ["--join", address]
+    arguments = [word for address in addresses for word in ("--join", address)]
     if any(path != PYTHON_STDLIB for path in spec.data.paths):
         for path in spec.data.paths:
             arguments += ["--data", path]

@@ -17,8 +17,9 @@ from peer.screen import Screen
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, describe
 
-LOOK_EVERY_S = 0.5
-"""Between two looks of a peer at its own view."""
+LOOK_EVERY_S = 0.1
+"""Between two looks of a peer at its own view: records tell of the newest `KEPT_ROUNDS` rounds
+only, and those of a small model are short."""
 
 
 class Running(Protocol):

@@ -1,4 +1,5 @@
-"""For every test: one torch thread, since the tests share two cores with the peers that they start."""
+"""For every test: one torch thread, since the tests share two cores with the peers that they
+start."""
 
 from __future__ import annotations
 
@@ -6,6 +7,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)

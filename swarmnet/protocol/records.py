@@ -116,7 +116,8 @@ class Record:
     digests: bytes = b""
     """`DIGEST_BYTES` a shard: of the parameters with which `round` began."""
     holds: bytes = b""
-    """Bit j % 8 of byte j // 8: holds the optimizer state of shard j as of the beginning of `round`."""
+    """Bit j % 8 of byte j // 8: holds the optimizer state of shard j as of the beginning of
+    `round`."""
     held_out: HeldOut | None = None
     totals: dict[str, int] = field(default_factory=dict)
     """Counters since its start, such as `rerouted` or `sent_bytes`."""

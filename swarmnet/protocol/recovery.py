@@ -191,5 +191,5 @@ def _candidate(
 
 
 def _usual(numbers: Sequence[int]) -> int:
-    """The most frequent one, of equally frequent ones the least: one peer's nonsense is outvoted."""
+    """The most frequent, of equally frequent ones the least: one peer's nonsense is outvoted."""
     return min(Counter(numbers).items(), key=lambda item: (-item[1], item[0]))[0]

@@ -8,12 +8,11 @@ stages, steps once, and before it answers has the backups make the same step (Ze
 et al. 2020, with owners that may vanish).
 
 Who is primary. Placement orders the replicas of a stage for each shard. The primary is the first
-live one that *holds* the shard's optimizer state, as its record says since the beginning of the round;
-where nobody holds it, the first live one, which then starts afresh. A replica that comes to
-own a shard fetches its state during one round, follows it through that round's update as a
-backup, and says that it holds it when the next round begins: the primary never changes in the middle of
-an update, unless it dies.
-"""
+live one that *holds* the shard's optimizer state, as its record says since the beginning of the
+round; where nobody holds it, the first live one, which then starts afresh. A replica that comes to
+own a shard fetches its state during one round, follows it through that round's update as a backup,
+and says that it holds it when the next round begins: the primary never changes in the middle of an
+update, unless it dies."""
 
 from __future__ import annotations
 
@@ -210,8 +209,8 @@ class Averaging:
             self._applied[j] = self.replica.round - 1
 
     def restored(self, shards: list[int]) -> None:
-        """The replica went on from a checkpoint: it has the state of these shards, and of no others."""
-        self._applied = {j: self.replica.round - 1 for j in shards}
+        """The replica went on from a checkpoint: it has the state of these shards only."""
+        self._applied = dict.fromkeys(shards, self.replica.round - 1)
 
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round. On the worker."""
@@ -254,8 +253,8 @@ class Averaging:
         self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
 
     async def _until_restored(self, r: int) -> None:
-        """When a whole swarm goes on from checkpoints, its peers become active one after the other; the
-        state that the last one brings is not to be taken for lost."""
+        """When a whole swarm goes on from checkpoints, its peers become active one after the other;
+        the state that the last one brings is not to be taken for lost."""
         loop = asyncio.get_running_loop()
         end = loop.time() + RESTORE_WAIT_S
         while loop.time() < end and any(
@@ -308,13 +307,11 @@ class Averaging:
         return reply.arrays[0], body.counted
 
     async def _call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
-        """A long call that is given up as soon as the callee is not taken for live any more: a silent
-        peer would hold it up to its deadline. Raises as `Transport.call`."""
+        """A long call that is given up as soon as the callee is not taken for live any more: a
+        silent peer would hold it up to its deadline. Raises as `Transport.call`."""
         loop = asyncio.get_running_loop()
         call = loop.create_task(
-            self.transport.call(
-                peer_id, method, message, timeout_s=2 * self.limits.reduce_wait_s
-            )
+            self.transport.call(peer_id, method, message, timeout_s=2 * self.limits.reduce_wait_s)
         )
         try:
             while not call.done():
@@ -429,7 +426,9 @@ class Averaging:
             if self.primary(r, j) != self.gossip.own.peer_id:
                 return
             update.closed = True
-            parts = [(p, c) for p, c in sorted(update.contributions.items()) if c.gradient is not None]
+            parts = [
+                (p, c) for p, c in sorted(update.contributions.items()) if c.gradient is not None
+            ]
             num_tokens = sum(c.num_tokens for _, c in parts)
             gradients = [c.gradient for _, c in parts if c.gradient is not None]
             if j == 0:
@@ -465,10 +464,13 @@ class Averaging:
         if state.tokens > num_tokens:
             lost = round(state.committed * (state.tokens - num_tokens) / state.tokens)
             self.gossip.add_total("samples_lost", lost)
-            log.warning("round %d: %d samples of stage %d died with a peer", r, lost, self.replica.index)
+            log.warning(
+                "round %d: %d samples of stage %d died with a peer", r, lost, self.replica.index
+            )
 
     async def _gather(self, update: ShardUpdate) -> None:
-        """Waits until every live contributor has pushed, the deadline passed, or the shard is another's."""
+        """Waits until every live contributor has pushed, the deadline passed, or the shard is
+        another's."""
         loop = asyncio.get_running_loop()
         limits = self.limits
         wait_s = WAIT_FACTOR * self._exchange_s + limits.reduce_wait_min_s
@@ -486,7 +488,9 @@ class Averaging:
             if end is not None and loop.time() >= end:
                 log.info(
                     "round %d shard %d: went on without %s",
-                    update.round, update.shard, ", ".join(p[-8:] for p in missing),
+                    update.round,
+                    update.shard,
+                    ", ".join(p[-8:] for p in missing),
                 )
                 return
             if probe_at is not None and loop.time() >= probe_at:
@@ -599,8 +603,8 @@ class Averaging:
         self.news.tell()
 
     async def follow_owners(self) -> None:
-        """Early in a round: fetches the state of shards that this replica has come to own, drops that of
-        shards which others own now."""
+        """Early in a round: fetches the state of shards that this replica has come to own, drops
+        that of shards which others own now."""
         r = self.replica.round
         placement = self.placement(r)
         own = self.gossip.own.peer_id

@@ -1,10 +1,9 @@
 """The directory: how a peer that knows one address finds peers of every stage.
 
-A Kademlia DHT (hivemind's `DHTNode`, in our own event loop, over the daemon that carries our channels
-too). Under `swarmnet/<run id>/stage/<k>` lie the signed records of that stage's peers, each under its
-peer id; they expire and are refreshed. What is found is checked like any gossip: nothing in
-the DHT is trusted.
-"""
+A Kademlia DHT (hivemind's `DHTNode`, in our own event loop, over the daemon that carries our
+channels too). Under `swarmnet/<run id>/stage/<k>` lie the signed records of that stage's peers,
+each under its peer id; they expire and are refreshed. What is found is checked like any gossip:
+nothing in the DHT is trusted."""
 
 from __future__ import annotations
 

@@ -267,8 +267,8 @@ class Feeder:
         return Message(CommittedReply(tuple(self.committed(question, request.remote))))
 
     def committed(self, question: CommittedRequest, asker: str) -> list[int]:
-        """Those that count with `asker` on their path at the stage of the question. A microbatch that
-        is still in flight will not be committed any more: the asker's round is closed."""
+        """Those that count with `asker` on their path at the stage of the question. A microbatch
+        that is still in flight will not be committed any more: the asker's round is closed."""
         mine = self._rounds.get(question.round)
         if mine is None:
             return []

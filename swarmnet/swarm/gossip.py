@@ -4,11 +4,10 @@ Every `interval_s` a peer swaps stamps with a random other one and each sends wh
 lacks (anti-entropy). News that cannot wait is pushed at once to the peers that it has channels
 with, at most `PUSH_FANOUT` of them. A view therefore converges whatever is lost.
 
-Liveness. A record is a heartbeat: its version grows at least every `heartbeat_s`, which is
-longer in a large swarm, so that control traffic per peer stays bounded. A channel that
-closes is looked into at once: who cannot be reached again is suspected, the suspicion is
-gossiped, and the suspected peer, if it lives, refutes it with a newer record (SWIM, Das et al. 2002).
-"""
+Liveness. A record is a heartbeat: its version grows at least every `heartbeat_s`, which is longer
+in a large swarm, so that control traffic per peer stays bounded. A channel that closes is looked
+into at once: who cannot be reached again is suspected, the suspicion is gossiped, and the suspected
+peer, if it lives, refutes it with a newer record (SWIM, Das et al. 2002)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 
 from swarmnet.errors import ProtocolViolation, RemoteError, SwarmnetError, WrongRun
 from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
-from swarmnet.protocol.view import View
+from swarmnet.protocol.view import MAX_STAMP_LEAD, View
 from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.swarm.news import News
 from swarmnet.transport.base import Request, Transport
@@ -316,16 +315,16 @@ class Gossip:
         record = _decode(envelope.payload)
         if record.run_id != self.own.run_id:
             raise ProtocolViolation(f"a record of run {record.run_id[:8]}, not of this one")
-        if record.peer_id == self.own.peer_id:
-            if record.stamp > self.own.stamp:  # a copy of this identity runs elsewhere, or did
-                self.own = replace(self.own, version=record.version)
-                self._dirty = True
-            return False
-        present = self.view.get(record.peer_id)
+        is_own = record.peer_id == self.own.peer_id
+        present = self.own if is_own else self.view.get(record.peer_id)
         if present is not None and record.stamp <= present.stamp:
             return False
         if not self.signer.verify(record.peer_id, envelope.payload, envelope.signature):
             raise ProtocolViolation(f"the signature on the record of {record.peer_id} is wrong")
+        if is_own:  # a copy of this identity runs elsewhere, or did
+            self.own = replace(self.own, version=record.version)
+            self._dirty = True
+            return False
         if not self.view.merge(record, asyncio.get_running_loop().time()):
             return False
         self._envelopes[record.peer_id] = envelope
@@ -352,7 +351,10 @@ class Gossip:
     def _refute(self, stamp: tuple[int, int]) -> None:
         if self.quiet or stamp[0] > self.own.incarnation:
             return
-        self.own = replace(self.own, version=max(self.own.version, stamp[1]))
+        # Nobody keeps a suspicion that is further ahead; more would let a stranger use the numbers
+        # up.
+        version = min(stamp[1], self.own.version + MAX_STAMP_LEAD)
+        self.own = replace(self.own, version=max(self.own.version, version))
         self._changed(urgent=True)
 
     # ---- failure detection ------------------------------------------------------------------
@@ -380,7 +382,8 @@ class Gossip:
             self._probing.pop(peer_id, None)
 
     def suspect(self, peer_id: str, stamp: tuple[int, int]) -> None:
-        """Takes a peer for dead until a record newer than `stamp` arrives, and says so to others."""
+        """Takes a peer for dead until a record newer than `stamp` arrives, and says so to
+        others."""
         now = asyncio.get_running_loop().time()
         if not self.view.suspect(peer_id, stamp, now):
             return

@@ -28,7 +28,8 @@ def _index(*numbers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SignedRecord:
-    """A record as its peer signed it: msgpack of `protocol.records.Record` and an Ed25519 signature."""
+    """A record as its peer signed it: msgpack of `protocol.records.Record` and an Ed25519
+    signature."""
 
     payload: bytes
     signature: bytes
@@ -216,7 +217,8 @@ class ReduceReply:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRequest:
-    """The primary's aggregate, for a backup to make the same step. Arrays: the fp32 gradient sum."""
+    """The primary's aggregate, for a backup to make the same step. Arrays: the fp32 gradient
+    sum."""
 
     round: int
     stage: int

@@ -1,8 +1,9 @@
 """Fetching the whole model from a live swarm, all stages of one and the same round.
 
-For onlookers. Each shard comes from any of the stage's replicas and is checked against the digest in
-its donor's signed record, as a joiner does it (`swarm.state_sync`). Replicas serve the parameters of
-their present round only: where the run moves on before all is here, it is begun again.
+For onlookers. Each shard comes from any of the stage's replicas and is checked against the digest
+in its donor's signed record, as a joiner does it (`swarm.state_sync`). Replicas serve the
+parameters of their present round only: where the run moves on before all is here, it is begun
+again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ async def fetch_model(
     limits: Limits,
     rng: random.Random,
 ) -> tuple[int, list[list[Array]]]:
-    """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard of
-    each stage. Raises `UserError` where a stage is not served, or the run is faster than the link."""
+    """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
+    of each stage. Raises `UserError` where a stage is not served, or the run is faster than the
+    link."""
     for _ in range(MAX_ROUNDS):
         round_index = await _common_round(gossip, shard_sizes)
         at_once = asyncio.Semaphore(limits.max_fetching)
@@ -68,9 +70,7 @@ def _donors(gossip: Gossip, stage: int, num_shards: int) -> list[Record]:
     """Live replicas of a stage that have published digests."""
     now = asyncio.get_running_loop().time()
     return [
-        r
-        for r in gossip.view.replicas(stage, now)
-        if len(r.digests) == num_shards * DIGEST_BYTES
+        r for r in gossip.view.replicas(stage, now) if len(r.digests) == num_shards * DIGEST_BYTES
     ]
 
 
@@ -80,8 +80,7 @@ async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
     end = loop.time() + COVER_WAIT_S
     while True:
         rounds = [
-            {r.round for r in _donors(gossip, k, len(sizes))}
-            for k, sizes in enumerate(shard_sizes)
+            {r.round for r in _donors(gossip, k, len(sizes))} for k, sizes in enumerate(shard_sizes)
         ]
         common = set.intersection(*rounds)
         if common:

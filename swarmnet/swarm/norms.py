@@ -92,9 +92,7 @@ class Norms:
     async def total(self, round_index: int, sums: dict[int, float]) -> float:
         """The sum of squares over all shards of all stages, given those of the own shards."""
         shards = tuple(sorted(sums))
-        request = NormRequest(
-            round_index, self.stage_index, shards, tuple(sums[j] for j in shards)
-        )
+        request = NormRequest(round_index, self.stage_index, shards, tuple(sums[j] for j in shards))
         loop = asyncio.get_running_loop()
         end = loop.time() + self.wait_s
         while (left := end - loop.time()) > 0:

@@ -123,14 +123,24 @@ class Peer:
             Checkpointing(self.gossip, disk, self.settings.rounds) if disk is not None else None
         )
         self.wiring = Wiring(
-            self.transport, self.gossip, self.limits, self.settings.num_stages,
-            self.settings.samples_per_microbatch, self.rng,
+            self.transport,
+            self.gossip,
+            self.limits,
+            self.settings.num_stages,
+            self.settings.samples_per_microbatch,
+            self.rng,
         )
         self.steps = StepService(self.transport, self.gossip, self.wiring, self.limits)
         self.feeder = (
             Feeder(
-                self.transport, self.gossip, self.wiring, self.steps,
-                self.settings, self.limits, self.machine.data, self.on_round,
+                self.transport,
+                self.gossip,
+                self.wiring,
+                self.steps,
+                self.settings,
+                self.limits,
+                self.machine.data,
+                self.on_round,
             )
             if self.machine.data is not None and self.feeds
             else None
@@ -152,9 +162,7 @@ class Peer:
         living = self._tasks.start(self._live(neighbours))
         stopping = self._tasks.start(self._stopping.wait())
         try:
-            await asyncio.wait(
-                (gossiping, living, stopping), return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((gossiping, living, stopping), return_when=asyncio.FIRST_COMPLETED)
             for task in (gossiping, living):
                 if task.done():
                     task.result()
@@ -175,15 +183,18 @@ class Peer:
                 lambda k=stage_index: self.machine.build(k)  # type: ignore[misc]
             )
             replica = Replica(
-                stage, optimizer, self.machine.device, self.machine.worker,
+                stage,
+                optimizer,
+                self.machine.device,
+                self.machine.worker,
                 progress.newest_round(self.view, asyncio.get_running_loop().time()),
             )
             self.replica = self.steps.replica = replica
             stage_index = await self._serve_until_moved(replica)
 
     async def _meet(self, neighbours: list[str]) -> None:
-        """Hears of the run from at least one neighbour, where there are any: who is cut off from all of
-        them would otherwise begin the run anew, alone."""
+        """Hears of the run from at least one neighbour, where there are any: who is cut off from
+        all of them would otherwise begin the run anew, alone."""
         loop = asyncio.get_running_loop()
         end = loop.time() + MEET_S
         met = not neighbours
@@ -216,7 +227,8 @@ class Peer:
         return chosen
 
     def _gives_way(self, chosen: int) -> bool:
-        """Another newcomer with a lower id claimed the same stage, and another stage needs one more."""
+        """Another newcomer with a lower id claimed the same stage, and another stage needs one
+        more."""
         now = asyncio.get_running_loop().time()
         own = self.gossip.own.peer_id
         members = [len(self.view.members(s, now)) for s in range(self.settings.num_stages)]
@@ -252,9 +264,9 @@ class Peer:
         return target
 
     async def _balance(self, replica: Replica) -> int:
-        """Looks every so often whether this peer should serve another stage (`assignment.propose_move`),
-        and hands over what it holds; returns the stage to go to. No move uncovers a stage: this peer
-        goes only while another serves the one that it leaves."""
+        """Looks every so often whether this peer should serve another stage
+        (`assignment.propose_move`), and hands over what it holds; returns the stage to go to. No
+        move uncovers a stage: this peer goes only while another serves the one that it leaves."""
         loop = asyncio.get_running_loop()
         gate = assignment.MoveGate(
             self.gossip.own.peer_id,
@@ -267,8 +279,11 @@ class Peer:
             if self.wanted_stage is not None or self.gossip.own.state != ACTIVE:
                 continue
             move = assignment.propose_move(
-                self.view, self.settings.num_stages, loop.time(),
-                margin=self.limits.move_margin, min_rounds=self.limits.move_min_rounds,
+                self.view,
+                self.settings.num_stages,
+                loop.time(),
+                margin=self.limits.move_margin,
+                min_rounds=self.limits.move_min_rounds,
                 costs=self.stage_costs,
             )
             if loop.time() < gate_opens or not gate.decide(move, loop.time()):
@@ -281,8 +296,9 @@ class Peer:
             self.gossip.update(state=ACTIVE, active_from=replica.round + 1, urgent=True)
 
     async def _hand_over(self, replica: Replica, *, alone: bool) -> bool:
-        """Takes no more microbatches, and returns when this peer is not needed in its stage any more; False
-        where that did not come about in time. `alone`: may leave a stage without a replica."""
+        """Takes no more microbatches, and returns when this peer is not needed in its stage any
+        more; False where that did not come about in time. `alone`: may leave a stage without a
+        replica."""
         self.gossip.update(state=LEAVING, urgent=True)
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -297,8 +313,15 @@ class Peer:
         averaging = Averaging(self.transport, self.gossip, self.settings, self.limits, replica)
         sync = StateSync(self.transport, self.gossip, self.limits, replica, self.rng)
         rounds = Rounds(
-            self.transport, self.gossip, self.settings, self.limits, replica,
-            self.steps, averaging, self.feeder, lambda: self._opened(replica, averaging),
+            self.transport,
+            self.gossip,
+            self.settings,
+            self.limits,
+            replica,
+            self.steps,
+            averaging,
+            self.feeder,
+            lambda: self._opened(replica, averaging),
         )
         self.averaging = averaging
         await replica.measure_digests()
@@ -342,8 +365,8 @@ class Peer:
             await self._opened(replica, averaging)
 
     def _patience_with_empty_stage(self) -> float:
-        """In a run that goes on already, a replica of the stage may yet be heard of; where nobody of
-        such a run is live, it is rather this peer that is cut off."""
+        """In a run that goes on already, a replica of the stage may yet be heard of; where nobody
+        of such a run is live, it is rather this peer that is cut off."""
         now = asyncio.get_running_loop().time()
         if progress.newest_round(self.view, now):
             return EMPTY_STAGE_S
@@ -368,8 +391,8 @@ class Peer:
     async def _follow(
         self, round_index: int, replica: Replica, sync: StateSync, rounds: Rounds
     ) -> None:
-        """Fetches a round's parameters; where that round ends first, gets the next one's with its update,
-        like every other replica but without a gradient of its own."""
+        """Fetches a round's parameters; where that round ends first, gets the next one's with its
+        update, like every other replica but without a gradient of its own."""
         if replica.round != round_index:
             replica.round = round_index
         fetching = asyncio.get_running_loop().create_task(sync.fetch(round_index))
@@ -378,9 +401,7 @@ class Peer:
                 if rounds.is_drained(round_index) and round_index < self.settings.rounds:
                     await rounds.finish(round_index)
                     return
-                told = asyncio.get_running_loop().create_task(
-                    self.gossip.news.wait(JOIN_RETRY_S)
-                )
+                told = asyncio.get_running_loop().create_task(self.gossip.news.wait(JOIN_RETRY_S))
                 await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
             if fetching.result() and not rounds.is_drained(round_index):
@@ -442,11 +463,12 @@ class Peer:
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
 
     def _handed_over(self, replica: Replica, alone: bool) -> bool:
-        """No microbatch and no gradient is inside, and every shard held here is held elsewhere too (or nobody else
-        is left in the stage)."""
+        """No microbatch and no gradient is inside, and every shard held here is held elsewhere too
+        (or nobody else is left in the stage)."""
         now = asyncio.get_running_loop().time()
         others = [
-            m for m in self.view.members(replica.index, now)
+            m
+            for m in self.view.members(replica.index, now)
             if m.peer_id != self.gossip.own.peer_id and m.state == ACTIVE
         ]
         if not others:  # nobody is left to hand over to

@@ -16,7 +16,8 @@ from swarmnet.wire import Array
 T = TypeVar("T")
 
 StepKey = tuple[int, int]
-"""(round, microbatch id): what a stage keeps the graph, input and gradients of a microbatch under."""
+"""(round, microbatch id): what a stage keeps the graph, input and gradients of a microbatch
+under."""
 
 BACKWARD, FORWARD, OTHER = "backward", "forward", "other"
 """Kinds of device work, in order of urgency: backward first, for it frees memory."""
@@ -95,8 +96,8 @@ class Stage(Protocol):
         """Drops all that is kept under `key`: after a commit, or for work given up."""
 
     def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
-        """*device* Forward without gradient. A stage before the last returns its activation; the last
-        returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
+        """*device* Forward without gradient. A stage before the last returns its activation; the
+        last returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
 
     def gradient_shard(self, shard_index: int) -> Array:
         """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""
@@ -137,7 +138,12 @@ class Optimizer(Protocol):
         """In fp64."""
 
     def step(
-        self, shard_index: int, parameters: Array, gradient_sum: Array, scale: float, round_index: int
+        self,
+        shard_index: int,
+        parameters: Array,
+        gradient_sum: Array,
+        scale: float,
+        round_index: int,
     ) -> Array:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
         `round_index`. `parameters` is not changed; the new ones are returned."""

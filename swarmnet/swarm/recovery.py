@@ -1,7 +1,8 @@
 """Checkpoints: taken while training goes on, and gone on from when everybody was gone.
 
-`Checkpointing` copies a replica's state right after a round has opened, on the worker thread, a shard at
-a time, and has it written by a thread of its own: neither the device nor the event loop waits for the disk.
+`Checkpointing` copies a replica's state right after a round has opened, on the worker thread, a
+shard at a time, and has it written by a thread of its own: neither the device nor the event loop
+waits for the disk.
 
 `Recovery` does what `protocol.recovery` decides, for a peer that finds no replica of its stage.
 """
@@ -163,8 +164,8 @@ class Recovery:
         return tuple(o for o in self._offers if stage is None or o.stage == stage)
 
     def old_stage(self) -> int | None:
-        """The stage that this peer should serve again, if any: its last one, unless that one is served
-        and another is not."""
+        """The stage that this peer should serve again, if any: its last one, unless that one is
+        served and another is not."""
         if not self._offers:
             return None
         old = max(self._offers, key=lambda o: (o.history, o.round)).stage
@@ -250,9 +251,7 @@ class Recovery:
         self._say(f"others are still loading round {candidate.round}", now)
         await self.gossip.news.wait(LOOK_AGAIN_S)
 
-    async def _attend_running(
-        self, replica: Replica, averaging: Averaging, now: float
-    ) -> bool:
+    async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
         """The run lives, but this stage has no replica."""
         r = progress.newest_round(self.gossip.view, now)
         best = recovery.for_running(self.offers(replica.index), r)
@@ -272,7 +271,8 @@ class Recovery:
         if best is not None and is_mine and waited_s >= OLDER_AFTER_S:
             log.warning(
                 "stage %d had no replica left: it goes on from its checkpoint of round %d",
-                replica.index, best.round,
+                replica.index,
+                best.round,
             )
             self.gossip.add_total("stage_restarted")
             await self._open(best, r, replica, averaging)
@@ -318,7 +318,7 @@ class Recovery:
 
 
 def _put(snapshot: Snapshot, replica: Replica) -> None:
-    """On the worker: a checkpoint's parameters beside the present ones, its moments in place of all."""
+    """On the worker: the parameters beside the present ones, the moments in place of all others."""
     for j, parameters in enumerate(snapshot.parameters):
         replica.stage.stage_parameters(j, parameters)
     for j in replica.optimizer.owned():

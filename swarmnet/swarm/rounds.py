@@ -46,7 +46,8 @@ class Rounds:
     """Called when a round has begun here: publishes it."""
 
     async def run(self) -> None:
-        """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost touch with its stage."""
+        """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
+        touch with its stage."""
         while self.replica.round < self.settings.rounds:
             r = self.replica.round
             if not self.is_drained(r):
@@ -93,7 +94,8 @@ class Rounds:
                 self.replica.ledger.commit(key)
             else:
                 await self.replica.device.run(
-                    BACKWARD, lambda key=key: self.replica.stage.retract(key)  # type: ignore[misc]
+                    BACKWARD,
+                    lambda key=key: self.replica.stage.retract(key),  # type: ignore[misc]
                 )
                 self.replica.ledger.retracted(key)
                 self.gossip.add_total("retracted")

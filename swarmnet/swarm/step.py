@@ -138,9 +138,7 @@ class StepService:
                 reply, grad_inputs = await self._last(replica, key, inputs, targets)
                 next_peer = None
             else:
-                reply, grad_inputs, next_peer = await self._through(
-                    replica, step, inputs, targets
-                )
+                reply, grad_inputs, next_peer = await self._through(replica, step, inputs, targets)
         except BaseException:
             replica.ledger.failed(key)
             replica.stage.forget(key)
@@ -202,7 +200,9 @@ class StepService:
             assert grads is not None
             try:
                 grad_inputs = await replica.run(
-                    BACKWARD, key, lambda grads=grads: stage.backward(key, grads)  # type: ignore[misc]
+                    BACKWARD,
+                    key,
+                    lambda grads=grads: stage.backward(key, grads),  # type: ignore[misc]
                 )
             except ProtocolViolation as e:  # not finite: the fault of what came back
                 log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)
@@ -288,9 +288,7 @@ class StepService:
         targets = arrays[1] if len(arrays) > 1 else None
         last = infer.stage == replica.stage.num_stages - 1
         wanted = None if infer.mode == LOGITS or not last else targets
-        result = await replica.device.run(
-            OTHER, lambda: replica.stage.evaluate(inputs, wanted)
-        )
+        result = await replica.device.run(OTHER, lambda: replica.stage.evaluate(inputs, wanted))
         if isinstance(result, LossResult):
             return Message(InferReply(result.loss_sum, result.num_tokens))
         if last:
@@ -302,9 +300,13 @@ class StepService:
 
 
 async def infer_through(
-    wiring: Wiring, infer: InferRequest, arrays: tuple[Array, ...], timeout_s: float = INFER_TIMEOUT_S
+    wiring: Wiring,
+    infer: InferRequest,
+    arrays: tuple[Array, ...],
+    timeout_s: float = INFER_TIMEOUT_S,
 ) -> Message:
-    """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last error."""
+    """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
+    error."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")

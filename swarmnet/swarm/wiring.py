@@ -31,7 +31,8 @@ log = logging.getLogger("swarmnet.wiring")
 NOT_READY_BACKLOG_S = 0.2
 LOOK_AGAIN_S = 0.25
 DEPTH_GRACE_S = 0.5
-"""Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices first."""
+"""Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices
+first."""
 LONGEST_CALL_S = 600.0
 
 
@@ -202,8 +203,8 @@ class Wiring:
         silence_s: float,
         on_progress: Callable[[Message], None],
     ) -> Message:
-        """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s`: a callee
-        that re-routes says so, and gets the time for it."""
+        """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s`: a
+        callee that re-routes says so, and gets the time for it."""
         loop = asyncio.get_running_loop()
         if peer_id == self.gossip.own.peer_id:
             return await self.call_self("step", message, on_progress)

@@ -1,9 +1,11 @@
 """A peer's checkpoints of its stage, on its own disk.
 
-    STATE_DIR/checkpoints/round-00000120/
+    STATE_DIR/checkpoints/<run>/round-00000120/
         stage.safetensors       the parameters, fp32, under Hugging Face's names
         optimizer.safetensors   the moments of the shards that the peer owned
         meta.json               what, of which run and round; a checksum of each file
+
+`<run>` is the beginning of the run's id: a peer that turns to another run loses nothing of this.
 
 A checkpoint is all there or not there: it is written into a folder beside its place, every file and
 the folder are flushed to the disk, and only then is the folder renamed. What was cut off by a crash
@@ -39,12 +41,14 @@ from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 
 FORMAT = 1
 FOLDER = "checkpoints"
+RUN_CHARACTERS = 16
+"""Of the run's id, in the name of its folder."""
 STAGE_FILE, OPTIMIZER_FILE, META_FILE = "stage.safetensors", "optimizer.safetensors", "meta.json"
 FILES = (STAGE_FILE, OPTIMIZER_FILE)
 MOMENTS = ("mean", "square")
 """The arrays of a shard's AdamW state, in the order of `ShardedAdamW.export`."""
 MIN_KEPT = 2
-"""Peers do not save at the same instant: the newest round that all of them have may be the last but one."""
+"""Peers do not save at the same instant: the newest round that all have may be the last but one."""
 MAX_META_BYTES = 16 << 20
 READ_BYTES = 1 << 22
 NAME = re.compile(r"round-(\d{8,19})")
@@ -101,7 +105,8 @@ class Meta:
             values["steps"] = {int(j): int(n) for j, n in values["steps"].items()}
             meta = cls(**values)
             bytes.fromhex(meta.digests)
-            if not all(isinstance(n, int) and n >= 0 for n in (meta.history, meta.round, meta.stage)):
+            numbers = (meta.history, meta.round, meta.stage, meta.num_stages, meta.num_shards)
+            if not all(isinstance(n, int) and n >= 0 for n in numbers):
                 raise ValueError("negative")
             return meta
         except OSError as e:
@@ -128,7 +133,7 @@ class CheckpointStore:
         machine builds it, where a custom model's code is elsewhere than the run's spec says."""
         if keep < MIN_KEPT:
             raise CheckpointError(f"at least {MIN_KEPT} checkpoints must be kept")
-        self.folder = state_dir / FOLDER
+        self.folder = state_dir / FOLDER / spec.run_id[:RUN_CHARACTERS]
         self._spec = spec
         self._keep = keep
         self._model = model or spec
@@ -138,24 +143,29 @@ class CheckpointStore:
         without changing a file's size is found by `load`. Raises `CheckpointError`."""
         return [m.saved for m in read_metas(self.folder) if m.run_id == self._spec.run_id]
 
+    def path(self, round_index: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.folder / f"round-{round_index:08d}"
+
     def save(self, snapshot: Snapshot) -> None:
         """Writes a checkpoint; one of the same round is replaced. Raises `CheckpointError`."""
-        name = f"round-{snapshot.round:08d}"
-        unfinished = self.folder / f"{UNFINISHED}{name}"
-        with _one_line(self.folder / name):
+        target = self.path(snapshot.round)
+        unfinished = self.folder / f"{UNFINISHED}{target.name}"
+        with _one_line(target):
             self._remove_leftovers()
             unfinished.mkdir(parents=True)
             self._write(unfinished, snapshot)
-            _put(unfinished, self.folder / name)
+            _put(unfinished, target)
             self._prune()
 
     def load(self, round_index: int) -> Snapshot:
         """Raises `CheckpointError` where it is missing or damaged in any way."""
-        folder = self.folder / f"round-{round_index:08d}"
+        folder = self.path(round_index)
         meta = Meta.read(folder)
         if meta.run_id != self._spec.run_id or meta.round != round_index:
             raise CheckpointError(f"{folder}: of another run or round")
-        flat = _flatten(load_parameters(folder, meta), stage_parameter_ranges(self._model, meta.stage), folder)
+        ranges = stage_parameter_ranges(self._model, meta.stage)
+        flat = _flatten(load_parameters(folder, meta), ranges, folder)
         sizes = _shard_sizes(self._model, meta, folder)
         if sum(sizes) != flat.numel():
             raise CheckpointError(f"{folder}: does not fit the model")
@@ -229,8 +239,8 @@ class CheckpointStore:
 
 
 def read_metas(folder: Path) -> list[Meta]:
-    """The meta.json of every complete checkpoint in a `checkpoints` folder, of any run, the oldest
-    round first. Raises `CheckpointError` where the folder cannot be read."""
+    """The meta.json of every complete checkpoint in a run's folder, the oldest round first. Raises
+    `CheckpointError` where the folder cannot be read."""
     metas: list[Meta] = []
     try:
         paths = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -260,6 +270,15 @@ def _is_complete(folder: Path, meta: Meta) -> bool:
 def load_parameters(folder: Path, meta: Meta) -> dict[str, Tensor]:
     """The parameters of a checkpoint by name. Raises `CheckpointError`."""
     return _load_tensors(folder / STAGE_FILE, meta)
+
+
+def find_checkpoints(state_dir: Path) -> list[tuple[Path, Meta]]:
+    """Every complete checkpoint in a peer's state folder, of whatever run, and its folder. Raises
+    `CheckpointError`."""
+    found: list[tuple[Path, Meta]] = []
+    for folder in sorted((state_dir / FOLDER).glob("*/")):
+        found += [(folder / f"round-{m.round:08d}", m) for m in read_metas(folder)]
+    return found
 
 
 def checksum(path: Path) -> str:

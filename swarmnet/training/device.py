@@ -151,7 +151,8 @@ class DeviceThread:
 
 
 class WorkerThread:
-    """A thread for averaging, digests and data, or for the disk; implements `swarm.ports.Worker`."""
+    """A thread for averaging, digests and data, or for the disk; implements
+    `swarm.ports.Worker`."""
 
     def __init__(self, name: str = "averaging") -> None:
         self._thread = _WorkThread(name)

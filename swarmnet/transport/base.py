@@ -82,8 +82,9 @@ class Transport(Protocol):
         on_progress: Callable[[Message], None] | None = None,
     ) -> Message:
         """Calls a peer over the persistent channel to it, opened when there is none. Raises
-        `TransportError`, `RemoteError` or `ProtocolViolation`. A cancelled call is cancelled at the callee
-        only as far as its channel is concerned: the handler runs on, its reply is dropped."""
+        `TransportError`, `RemoteError` or `ProtocolViolation`. A cancelled call is cancelled at the
+        callee only as far as its channel is concerned: the handler runs on, its reply is
+        dropped."""
 
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         """One-way and best effort: never blocks, never raises."""

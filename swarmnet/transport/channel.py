@@ -1,8 +1,8 @@
 """The transport port over any carrier of byte streams: one persistent channel to each peer.
 
-`ChannelTransport` opens channels (`transport.calls.Channel`) when they are needed, finds the handler
-of a request, remembers who broke the protocol, and keeps each side's failures from the other.
-"""
+`ChannelTransport` opens channels (`transport.calls.Channel`) when they are needed, finds the
+handler of a request, remembers who broke the protocol, and keeps each side's failures from the
+other. """
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """The transport port without a network: peers of one process call each other.
 
-For tests and simulation, as public API. Messages pass by value (packed, unpacked, arrays copied), so that
-what could not travel fails here too. Time is the loop's: on a virtual-time loop, hours of network
-pass in seconds. `Network` decides how long a message takes, and whether it arrives; the hub
+For tests and simulation, as public API. Messages pass by value (packed, unpacked, arrays copied),
+so that what could not travel fails here too. Time is the loop's: on a virtual-time loop, hours of
+network pass in seconds. `Network` decides how long a message takes, and whether it arrives; the hub
 can kill, freeze and part peers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from swarmnet.errors import (
     DeadlineExceeded,
     NotReady,
     ProtocolViolation,
-    Refused,
     RemoteError,
     SwarmnetError,
     Unreachable,
 )
 from swarmnet.transport.base import Handler, Request, Traffic
-from swarmnet.wire import Array, Message, pack, unpack_plain
+from swarmnet.transport.calls import as_remote, describe, parse_error
+from swarmnet.transport.frames import NOTIFY, PROGRESS, REPLY, REQUEST, check_arrays
+from swarmnet.wire import MAX_BODY_BYTES, Array, Message, pack, unpack_plain
 
 log = logging.getLogger("swarmnet.transport")
 
@@ -62,7 +64,7 @@ class MemoryHub:
 
     network: Network = field(default_factory=EvenNetwork)
     copy: bool = True
-    """False: bodies and arrays pass by reference, and sizes are estimated. For large simulations."""
+    """False: bodies and arrays pass by reference, sizes are estimated. For large simulations."""
 
     def __post_init__(self) -> None:
         self.transports: dict[str, MemoryTransport] = {}
@@ -79,9 +81,9 @@ class MemoryHub:
     def kill(self, peer_id: str) -> None:
         """As SIGKILL: its channels close at once, and nobody answers at its address."""
         transport = self.transports.pop(peer_id, None)
+        self._frozen.pop(peer_id, None)
         if transport is not None:
             transport.die()
-        self._frozen.pop(peer_id, None)
 
     def freeze(self, peer_id: str) -> None:
         """As SIGSTOP: what is sent to it waits; what it sends waits."""
@@ -105,22 +107,23 @@ class MemoryHub:
 
     # ---- delivery ---------------------------------------------------------------------------
 
+    def when_awake(self, peer_id: str, work: Callable[[], None]) -> None:
+        """Does what happens at a peer: now, or when it is thawed."""
+        if peer_id in self._frozen:
+            self._frozen[peer_id].append(work)
+        else:
+            work()
+
     def send(self, source: str, target: str, num_bytes: int, deliver: Callable[[], None]) -> None:
         """Calls `deliver` when a message has arrived, if it does."""
+        if source in self._frozen:
+            self._frozen[source].append(lambda: self.send(source, target, num_bytes, deliver))
+            return
         loop = asyncio.get_running_loop()
         delay_s = self.network.delivery_s(source, target, num_bytes, loop.time())
         if delay_s is None or (self._parted and self.is_parted(source, target)):
             return
-        if source in self._frozen:
-            self._frozen[source].append(lambda: self.send(source, target, num_bytes, deliver))
-            return
-        loop.call_later(delay_s, self._arrive, target, deliver)
-
-    def _arrive(self, target: str, deliver: Callable[[], None]) -> None:
-        if target in self._frozen:
-            self._frozen[target].append(deliver)
-        else:
-            deliver()
+        loop.call_later(delay_s, self.when_awake, target, deliver)
 
 
 @dataclass
@@ -174,10 +177,16 @@ class MemoryTransport:
         self._disconnected.append(callback)
 
     async def dial(self, address: str, timeout_s: float = 10.0) -> str:
-        if "/p2p/" not in address:
-            raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
         peer_id = address.rpartition("/p2p/")[2]
-        await self._link(peer_id)
+        if "/p2p/" not in address or not peer_id:
+            raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
+        if peer_id == self.peer_id:
+            raise AddressError("that is this peer's own address")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._link(peer_id)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s") from None
         return peer_id
 
     async def call(
@@ -189,15 +198,19 @@ class MemoryTransport:
         timeout_s: float,
         on_progress: Callable[[Message], None] | None = None,
     ) -> Message:
-        sent = self._travelling(message)
+        sent = self._travelling(REQUEST, message)
         try:
             async with asyncio.timeout(timeout_s):
                 remote = await self._link(peer_id)
                 call_id = self._next_call = self._next_call + 1
                 future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
                 self._calls[call_id] = OpenCall(peer_id, method, future, on_progress)
+
+                def arrived() -> None:
+                    remote.requested(self, call_id, method, sent)
+
                 try:
-                    self._send(peer_id, method, sent, lambda: remote.requested(self, call_id, method, sent))
+                    self._send(peer_id, method, sent, arrived)
                     return await future
                 finally:
                     self._calls.pop(call_id, None)
@@ -209,9 +222,13 @@ class MemoryTransport:
         remote = self._hub.transports.get(peer_id)
         if remote is None or self._dead or peer_id == self.peer_id:
             return
+        try:
+            sent = self._travelling(NOTIFY, message)
+        except ProtocolViolation as e:
+            log.warning("%s was not sent: %s", method, e)
+            return
         if not self._hub.is_parted(self.peer_id, peer_id):
             self._know(remote)
-        sent = self._travelling(message)
         self._send(peer_id, method, sent, lambda: remote.notified(self, method, sent))
 
     async def close(self) -> None:
@@ -219,7 +236,8 @@ class MemoryTransport:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._hub.kill(self.peer_id)
+        if self._hub.transports.get(self.peer_id) is self:  # not the one that came after it
+            self._hub.kill(self.peer_id)
 
     # ---- channels ---------------------------------------------------------------------------
 
@@ -239,8 +257,7 @@ class MemoryTransport:
         for one, other in ((self, remote.peer_id), (remote, self.peer_id)):
             if other not in one._links:
                 one._links[other] = None
-                for callback in one._connected:
-                    callback(other)
+                _tell(one._connected, other)
 
     def die(self) -> None:
         """Its process is gone."""
@@ -250,7 +267,8 @@ class MemoryTransport:
         for other in list(self._links):
             remote = self._hub.transports.get(other)
             if remote is not None:
-                remote._lost(self.peer_id)
+                # Bound now: the same id may soon be another's.
+                self._hub.when_awake(other, functools.partial(remote._lost, self.peer_id))
         self._links.clear()
         self._fail(lambda call: True, "closed here")
 
@@ -258,8 +276,7 @@ class MemoryTransport:
         if self._links.pop(peer_id, 0) == 0:
             return
         self._fail(lambda call: call.target == peer_id, "the connection was lost")
-        for callback in self._disconnected:
-            asyncio.get_running_loop().call_soon(callback, peer_id)
+        asyncio.get_running_loop().call_soon(_tell, self._disconnected, peer_id)
 
     def _fail(self, which: Callable[[OpenCall], bool], reason: str) -> None:
         for call in list(self._calls.values()):
@@ -269,15 +286,16 @@ class MemoryTransport:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def _travelling(self, message: Message) -> Message:
-        """The message as it will arrive."""
+    def _travelling(self, kind: int, message: Message) -> Message:
+        """The message as it will arrive. Raises `ProtocolViolation` where it could not travel."""
         if not self._hub.copy:
             return message
-        body = unpack_plain(pack(message.body))
+        check_arrays(kind, message.arrays)
         arrays = tuple(
-            Array(a.dtype, a.shape, bytes(memoryview(a.data).cast("B"))) for a in message.arrays
+            Array(a.dtype, a.shape, bytes(memoryview(a.data).cast("B")) if a.num_bytes else b"")
+            for a in message.arrays
         )
-        return Message(body, arrays)
+        return Message(_by_value(message.body), arrays)
 
     def _send(
         self, target: str, method: str, message: Message, deliver: Callable[[], None]
@@ -313,23 +331,36 @@ class MemoryTransport:
         self, caller: MemoryTransport, call_id: int, method: str, message: Message
     ) -> None:
         def progress(note: Message) -> None:
-            sent = self._travelling(note)
+            try:
+                sent = self._travelling(PROGRESS, note)
+            except ProtocolViolation as e:
+                log.warning("progress of %s was not sent: %s", method, e)
+                return
             self._send(caller.peer_id, method, sent, lambda: caller.progressed(call_id, sent))
 
         try:
-            reply = self._travelling(await self._answer(caller, method, message, progress))
+            answer = await self._answer(caller, method, message, progress)
+            reply = self._travelling(REPLY, answer)
         except SwarmnetError as e:
             self._reply_error(caller, call_id, method, as_remote(e))
         except Exception as e:
             log.exception("%s failed", method)
-            self._reply_error(caller, call_id, method, RemoteError(f"{type(e).__name__}: {e}"))
+            self._reply_error(caller, call_id, method, as_remote(e))
         else:
             self._send(caller.peer_id, method, reply, lambda: caller.replied(call_id, reply))
 
     def _reply_error(
         self, caller: MemoryTransport, call_id: int, method: str, e: RemoteError
     ) -> None:
-        self._send(caller.peer_id, method, Message(), lambda: caller.refused(call_id, e))
+        described = describe(e)
+        if self._hub.copy:
+            try:
+                described = _by_value(described)
+            except ProtocolViolation as wrong:
+                log.warning("the details of an error of %s cannot travel: %s", method, wrong)
+                described = [*described[:2], {}]
+        sent = Message(described)
+        self._send(caller.peer_id, method, sent, lambda: caller.refused(call_id, described))
 
     async def _hear(self, caller: MemoryTransport, method: str, message: Message) -> None:
         try:
@@ -355,7 +386,10 @@ class MemoryTransport:
         """A progress message has arrived."""
         call = self._calls.get(call_id)
         if call is not None and call.on_progress is not None:
-            call.on_progress(note)
+            try:
+                call.on_progress(note)
+            except Exception:
+                log.exception("the progress of %s was not understood", call.method)
 
     def replied(self, call_id: int, reply: Message) -> None:
         """A reply has arrived."""
@@ -363,20 +397,30 @@ class MemoryTransport:
         if call is not None and not call.future.done():
             call.future.set_result(reply)
 
-    def refused(self, call_id: int, error: RemoteError) -> None:
+    def refused(self, call_id: int, described: list[Any]) -> None:
         """An error has arrived."""
         call = self._calls.get(call_id)
         if call is not None and not call.future.done():
-            call.future.set_exception(type(error)(str(error), **error.details))
+            call.future.set_exception(parse_error(described))
 
 
-def as_remote(error: SwarmnetError) -> RemoteError:
-    """What the caller will see of a handler's error."""
-    if isinstance(error, RemoteError):
-        return error
-    if isinstance(error, ProtocolViolation):
-        return Refused(str(error))
-    return RemoteError(f"{type(error).__name__}: {error}")
+def _by_value(body: Any) -> Any:
+    """The body after its journey. Raises `ProtocolViolation` where it could not travel."""
+    try:
+        packed = pack(body)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise ProtocolViolation(f"a body that cannot travel: {str(e)[:100]}") from None
+    if len(packed) > MAX_BODY_BYTES:
+        raise ProtocolViolation(f"a body of {len(packed)} bytes; at most {MAX_BODY_BYTES}")
+    return unpack_plain(packed)
+
+
+def _tell(callbacks: Sequence[Callable[[str], None]], peer_id: str) -> None:
+    for callback in callbacks:
+        try:
+            callback(peer_id)
+        except Exception:
+            log.exception("a listener failed")
 
 
 def estimated_bytes(value: Any) -> int:

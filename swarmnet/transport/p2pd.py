@@ -1,8 +1,8 @@
 """The carrier on hivemind's libp2p daemon, p2pd.
 
-The daemon is a process of ours (started through a tiny Python that asks the kernel to end it with us,
-however we end) and hivemind's `P2P` is attached to it, so that the DHT shares it. Raw streams to
-`/swarmnet/1` come through a unix socket each; their asyncio transports are handed to `Channel`.
+The daemon is a process of ours (started through a tiny Python that asks the kernel to end it with
+us, however we end) and hivemind's `P2P` is attached to it, so that the DHT shares it. Raw streams
+to `/swarmnet/1` come through a unix socket each; their asyncio transports are handed to `Channel`.
 
 A watchdog notices when the daemon dies or stops answering and starts another with the same
 identity and port; channels close, and are opened again when they are needed.

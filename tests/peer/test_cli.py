@@ -32,6 +32,8 @@ COMMANDS = {
         "--seed",
         "--metrics",
         "--exit-when-done",
+        "--checkpoint-every",
+        "--keep-checkpoints",
         "--plain",
         "--quiet",
         "--debug",
@@ -51,6 +53,7 @@ COMMANDS = {
         "--debug",
     },
     "status": {"address", "--json", "--transport", "--debug"},
+    "export": {"--out", "--join", "--state-dir", "--transport", "--debug"},
 }
 """Additions are welcome; a name that vanishes breaks somebody's script."""
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from peer.counted import COUNTED_FILE, read_counted
 from peer.daemon import fetch_run, open_net
 from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError
@@ -155,11 +156,10 @@ class Command:
     def peer_id(self) -> str:
         return self.address.rpartition("/p2p/")[2]
 
-    def counted(self) -> dict[int, list[int]]:
-        """Microbatch ids by round that it has on record as a feeder."""
-        path = self.folder / self.name / "microbatches.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return {line["round"]: line["ids"] for line in map(json.loads, lines)}
+    @property
+    def counted(self) -> Path:
+        """Where it keeps, as a feeder, which microbatches counted."""
+        return self.folder / self.name / COUNTED_FILE
 
 
 @dataclass
@@ -346,7 +346,6 @@ async def _flat(
     raise AssertionError(f"{peer_id} gave no parameters: {error}")
 
 
-def counted_by(peers: Sequence[Command], rounds: int) -> dict[int, list[int]]:
+def counted_by(peers: Sequence[Command]) -> dict[int, list[int]]:
     """Microbatch ids that each round counted, by the word of all feeders."""
-    records = [peer.counted() for peer in peers]
-    return {r: sorted(i for record in records for i in record.get(r, [])) for r in range(rounds)}
+    return read_counted([peer.counted for peer in peers if peer.counted.exists()])

@@ -46,7 +46,7 @@ def test_processes_make_the_updates_of_one_process(
     running.until(lambda: _is_all_on_record(peers, spec.pipeline.microbatch))
 
     model = asyncio.run(parameters_of(spec, [peer.address for peer in peers]))
-    trainer = replay(spec, counted_by(peers, ROUNDS), ROUNDS)
+    trainer = replay(spec, counted_by(peers), ROUNDS)
     assert relative_difference(model, trainer.state_dict()) < 1e-4
 
     seen = _status(running, peers[-1])
@@ -134,11 +134,9 @@ def test_ctrl_c_on_status_and_on_a_peer_that_is_alone(running: Machine) -> None:
 
 
 def _is_all_on_record(peers: Sequence[Command], microbatch: int) -> bool:
-    """Every sample that a round counted is in some feeder's list."""
-    counted = counted_by(peers, ROUNDS)
-    told = {e["round"]: e["samples"] for peer in peers for e in peer.events("round")}
-    samples = {r: told.get(r, GLOBAL_BATCH) for r in range(ROUNDS)}
-    return all(len(counted[r]) * microbatch == samples[r] for r in samples)
+    """The feeders' lists have a whole global batch of every round."""
+    counted = counted_by(peers)
+    return all(len(counted.get(r, ())) * microbatch >= GLOBAL_BATCH for r in range(ROUNDS))
 
 
 def _status(running: Machine, peer: Command) -> dict[str, object]:

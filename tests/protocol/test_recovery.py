@@ -25,7 +25,9 @@ from swarmnet.wire import pack, unpack
 SHARDS = 3
 
 
-def offer(round_index: int, stage: int, held: list[int] | None = None, history: int = 1) -> Restorable:
+def offer(
+    round_index: int, stage: int, held: list[int] | None = None, history: int = 1
+) -> Restorable:
     holds = bitmap(list(range(SHARDS)) if held is None else held, SHARDS)
     return Restorable(round_index, stage, SHARDS, holds, history)
 

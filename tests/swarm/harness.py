@@ -179,7 +179,9 @@ class Swarm:
         """Every living peer serves in this round or a later one."""
         await self.until(lambda: all(r >= round_index for r in self.rounds()), limit_s)
         if round_index >= self.spec.optimizer.rounds:
-            await asyncio.sleep(1.0)  # virtual: for every feeder to tell what its last round counted
+            await asyncio.sleep(
+                1.0
+            )  # virtual: for every feeder to tell what its last round counted
 
     def rounds(self) -> list[int]:
         return [

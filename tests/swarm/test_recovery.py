@@ -52,7 +52,7 @@ def newest_whole_round(folder: Path, num_stages: int) -> int:
     """By what lies on the disks."""
     rounds: dict[int, dict[int, set[int]]] = {}
     shards: dict[int, int] = {}
-    for path in folder.glob("*/checkpoints"):
+    for path in folder.glob("*/checkpoints/*"):
         for meta in read_metas(path):
             rounds.setdefault(meta.round, {}).setdefault(meta.stage, set()).update(meta.steps)
             shards[meta.stage] = meta.num_shards
@@ -127,7 +127,7 @@ def test_a_run_dies_twice_and_histories_are_not_mixed(tmp_path: Path) -> None:
         kill_all(swarm)
         for i in range(4):  # in round 6 only peers 0 and 1 saved
             if i >= 2:
-                shutil.rmtree(folder / f"peer-{i}" / "checkpoints" / "round-00000006")
+                shutil.rmtree(CheckpointStore(folder / f"peer-{i}", spec).path(6))
         (folder / "peer-0").rename(folder / "absent")
         for i in range(1, 4):
             start(swarm, folder, f"peer-{i}")
@@ -208,7 +208,7 @@ def test_without_all_parameters_the_run_begins_anew_after_patience(
         await swarm.until_round(EVERY + 1)
         await asyncio.sleep(0.1)
         kill_all(swarm)
-        for path in folder.glob("*/checkpoints"):
+        for path in folder.glob("*/checkpoints/*"):
             if any(meta.stage == 1 for meta in read_metas(path)):
                 shutil.rmtree(path)
         loop = asyncio.get_running_loop()
@@ -239,7 +239,7 @@ def test_missing_moments_begin_again_and_are_told(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
         kill_all(swarm)
-        for path in folder.glob("*/checkpoints/round-00000003"):
+        for path in folder.glob("*/checkpoints/*/round-00000003"):
             shutil.rmtree(path)
         for stage in range(2):
             start(swarm, folder, next(n for n in stages if stages[n] == stage))
@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         await swarm.until_round(2 * EVERY + 1)
         await asyncio.sleep(0.1)
         kill_all(swarm)
-        path = folder / "peer-1" / "checkpoints" / "round-00000006" / "stage.safetensors"
+        path = CheckpointStore(folder / "peer-1", spec).path(6) / "stage.safetensors"
         spoiled = bytearray(path.read_bytes())
         spoiled[-5] ^= 1
         path.write_bytes(spoiled)
@@ -324,10 +324,10 @@ def test_a_peer_that_leaves_saves_where_it_is(tmp_path: Path) -> None:
         member.peer.stop()
         await swarm.until(lambda: member.life.done(), limit_s=30)
         del swarm.members["peer-2"]
-        newest = read_metas(tmp_path / "peer-2" / "checkpoints")[-1]
+        newest = CheckpointStore(tmp_path / "peer-2", spec).available()[-1]
         assert newest.round >= EVERY + 2
         await swarm.until_round(ROUNDS)
-        last = [m.round for m in read_metas(tmp_path / "peer-0" / "checkpoints")]
+        last = [s.round for s in CheckpointStore(tmp_path / "peer-0", spec).available()]
         assert last[-1] == ROUNDS, "the end of the run was not saved"
 
     in_virtual_time(scenario, spec)
