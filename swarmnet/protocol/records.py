@@ -145,7 +145,9 @@ class Record:
         rates = (self.samples_per_s, self.upload_bytes_per_s, self.started_unix_s)
         if any(not (math.isfinite(x) and x >= 0) for x in rates):
             raise ValueError("a rate of a record is out of range")
-        if len(self.addresses) > MAX_ADDRESSES or any(len(a) > MAX_TEXT * 2 for a in self.addresses):
+        if len(self.addresses) > MAX_ADDRESSES or any(
+            len(a) > MAX_TEXT * 2 for a in self.addresses
+        ):
             raise ValueError("too many or too long addresses")
         if len(self.digests) > MAX_SHARDS * DIGEST_BYTES or len(self.digests) % DIGEST_BYTES:
             raise ValueError("digests of an impossible length")

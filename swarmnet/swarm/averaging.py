@@ -342,6 +342,7 @@ class Averaging:
         self.gossip.check_run(request)
         push = convert(request.message.body, ReduceRequest)
         self._check_shard(push.stage, push.shard)
+        self._check_member(request.remote)
         gradient = self._gradient_of(push, request.message.arrays)
         r = self.replica.round
         if push.round == r - 1:  # a straggler: the parameters of this round are what it lacks
@@ -382,6 +383,12 @@ class Averaging:
             raise NotReady(f"stage {stage_index} is not served here")
         if not self.replica.synced:
             raise NotReady("still joining")
+
+    def _check_member(self, peer_id: str) -> None:
+        """Only replicas of the stage, by their signed records, take part in its update."""
+        record = self.gossip.view.get(peer_id)
+        if record is None or record.stage != self.replica.index:
+            raise NotReady(f"{peer_id[-8:]} is not known here as a replica of this stage")
 
     def _gradient_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> Array | None:
         if push.num_tokens == 0:
@@ -426,25 +433,16 @@ class Averaging:
             if self.primary(r, j) != self.gossip.own.peer_id:
                 return
             update.closed = True
-            parts = [
-                (p, c) for p, c in sorted(update.contributions.items()) if c.gradient is not None
-            ]
-            num_tokens = sum(c.num_tokens for _, c in parts)
-            gradients = [c.gradient for _, c in parts if c.gradient is not None]
+            total, squares, num_tokens = await self._sum(update)
             if j == 0:
                 self._report_lost(r, num_tokens)
-            worker, optimizer = self.replica.worker, self.replica.optimizer
-            if not num_tokens:
+            update.contributions.clear()
+            if total is None:
                 # Even an empty stage takes part in the norm, so that the others need not wait.
                 await self._clip(r, j, 0.0)
                 self._applied[j] = r
                 update.parameters = await self._copy(j)
                 return
-            total = await worker.run(lambda: optimizer.sum(gradients))
-            update.contributions.clear()
-            squares = await worker.run(lambda: optimizer.sum_of_squares(total))
-            if not math.isfinite(squares):
-                raise ProtocolViolation(f"the gradient of shard {j} is not finite")
             clip = await self._clip(r, j, squares / num_tokens**2)
             if self._past(r):
                 raise NotReady("the round was finished without this replica", round=r)
@@ -456,6 +454,38 @@ class Averaging:
             if update.parameters is None:
                 self._updates.pop((r, j), None)
             self.news.tell()
+
+    async def _sum(self, update: ShardUpdate) -> tuple[Array | None, float, int]:
+        """The sum of the contributions, its sum of squares, and the tokens behind it; None where
+        there is nothing to sum. What is not finite does not count: one replica's broken device must
+        not stop its stage."""
+        worker, optimizer = self.replica.worker, self.replica.optimizer
+        parts = [
+            (p, c.gradient, c.num_tokens)
+            for p, c in sorted(update.contributions.items())
+            if c.gradient is not None and c.num_tokens
+        ]
+        while parts:
+            gradients = [gradient for _, gradient, _ in parts]
+            total = await worker.run(lambda g=gradients: optimizer.sum(g))  # type: ignore[misc]
+            squares = await worker.run(lambda t=total: optimizer.sum_of_squares(t))  # type: ignore[misc]
+            if math.isfinite(squares):
+                return total, squares, sum(num_tokens for _, _, num_tokens in parts)
+            sound = []
+            for part in parts:
+                if math.isfinite(
+                    await worker.run(lambda g=part[1]: optimizer.sum_of_squares(g))  # type: ignore[misc]
+                ):
+                    sound.append(part)
+                else:
+                    log.warning(
+                        "round %d shard %d: the gradient of %s is not finite and does not count",
+                        update.round, update.shard, part[0][-8:],
+                    )
+            if len(sound) == len(parts):
+                raise ProtocolViolation(f"the gradient of shard {update.shard} overflows")
+            parts = sound
+        return None, 0.0, 0
 
     def _report_lost(self, r: int, num_tokens: int) -> None:
         """Samples that the feeders count and whose gradient died with a replica of this stage."""
@@ -572,6 +602,7 @@ class Averaging:
         if not await replica.news.until(lambda: replica.round >= r, self.limits.enter_wait_s):
             raise NotReady("the round has not begun here")
         self._check_shard(mirror.stage, j)
+        self._check_member(request.remote)
         if replica.round != r:
             raise Stale(f"round {r} is over here", round=replica.round)
         total = self._gradient_of(

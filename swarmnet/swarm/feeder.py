@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from swarmnet.errors import NoRoute, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.errors import NoRoute, ProtocolViolation, Refused, Stale, SwarmnetError
 from swarmnet.protocol import assignment, progress
 from swarmnet.protocol.records import ACTIVE, HeldOut, RoundCount
 from swarmnet.swarm.gossip import Gossip, Tasks
@@ -227,7 +227,7 @@ class Feeder:
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                     if not replica.is_open(mine.round):
                         return
-                except NoRoute as e:
+                except (NoRoute, Refused) as e:
                     log.info("round %d: a microbatch found no way: %s", mine.round, e)
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                 else:

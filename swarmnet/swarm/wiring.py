@@ -14,6 +14,7 @@ from swarmnet.errors import (
     NoRoute,
     NotReady,
     ProtocolViolation,
+    Refused,
     RemoteError,
     Stale,
     SwarmnetError,
@@ -34,6 +35,8 @@ DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices
 first."""
 LONGEST_CALL_S = 600.0
+MAX_REFUSALS = 3
+"""After so many replicas have found the same arrays wrong, it is the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,13 @@ class Wiring:
 
         `accept` checks a reply's arrays; a `ProtocolViolation` that it raises counts as a failure
         of the callee. `on_path` hears where the microbatch is. Raises `Stale` when the round is
-        over, `NoRoute` when no replica did it in time.
+        over, `NoRoute` when no replica did it in time, `Refused` when the arrays are to blame.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self.limits.route_wait_s
         hint = request.hint
         last_error: SwarmnetError | None = None
+        refusals = 0
         for _ in range(self.limits.max_attempts):
             peer_id = await self._choose(request, hint, give_up, prefer_self)
             if peer_id is None:
@@ -122,6 +126,11 @@ class Wiring:
                 if not isinstance(theirs, int) or theirs >= request.round:
                     raise
                 last_error = e
+            except Refused as e:
+                last_error = e
+                refusals += 1
+                if refusals >= MAX_REFUSALS:
+                    raise
             except SwarmnetError as e:
                 last_error = e
                 log.debug("stage %d at %s: %s", request.stage, peer_id[-8:], e)

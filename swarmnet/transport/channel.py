@@ -2,7 +2,8 @@
 
 `ChannelTransport` opens channels (`transport.calls.Channel`) when they are needed, finds the
 handler of a request, remembers who broke the protocol, and keeps each side's failures from the
-other. """
+other.
+"""
 
 from __future__ import annotations
 

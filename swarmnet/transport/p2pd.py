@@ -4,6 +4,9 @@ The daemon is a process of ours (started through a tiny Python that asks the ker
 us, however we end) and hivemind's `P2P` is attached to it, so that the DHT shares it. Raw streams
 to `/swarmnet/1` come through a unix socket each; their asyncio transports are handed to `Channel`.
 
+The kernel ends the daemon with the *thread* that started it: run the event loop in a thread that
+lives as long as the carrier does (the main one, as a rule).
+
 A watchdog notices when the daemon dies or stops answering and starts another with the same
 identity and port; channels close, and are opened again when they are needed.
 """
@@ -15,9 +18,11 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +35,10 @@ log = logging.getLogger("swarmnet.transport")
 
 START_TIMEOUT_S = 20.0
 START_ATTEMPTS = 3
-PING_EVERY_S = 2.0
-PING_TIMEOUT_S = 4.0
+PING_EVERY_S = 0.5
+PING_TIMEOUT_S = 1.0
+MAX_MISSED_PINGS = 2
+"""More than one: after a pause of *our* process a ping may time out although it was answered."""
 CONNECT_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 END_TIMEOUT_S = 3.0
@@ -39,6 +46,12 @@ MAX_KNOWN_PEERS = 65_536
 MAX_ADDRESSES = 16
 MAX_SOCKET_PATH = 80
 RUNTIME_PREFIX = "swarmnet-"
+MAX_UNLOCKED_S = 3600.0
+"""A runtime folder without a lock file this old was never finished."""
+MAX_REASONS = 1024
+"""Addresses of which the reason of the last failed dial is remembered."""
+DIAL_FAILURE = re.compile(r"\* \[([^\]]+)\] ([^\n]*)")
+"""How the daemon says what was wrong with each address of a peer."""
 
 # PR_SET_PDEATHSIG, and a process group of its own: Ctrl-C is for us, the daemon ends after us.
 END_WITH_PARENT = """
@@ -55,17 +68,30 @@ class RuntimeDir:
     """A folder for sockets that says, by a lock of the kernel's, whether its process lives."""
 
     def __init__(self, base: Path | None = None) -> None:
+        """Raises `TransportError`."""
         base = base or Path(tempfile.gettempdir())
         if len(str(base)) > MAX_SOCKET_PATH - 40:
             base = Path("/tmp")
         clean_up(base)
+        try:
+            self._make(base)
+            while not (self.path / "lock").exists():  # another process cleaned it up half made
+                os.close(self._lock)
+                self._make(base)
+        except OSError as e:
+            raise TransportError(f"cannot make a folder for sockets in {base}: {e}") from None
+        self._is_open = True
+
+    def _make(self, base: Path) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{RUNTIME_PREFIX}{os.getpid()}-", dir=base))
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        """Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
 
 
@@ -73,19 +99,29 @@ def clean_up(base: Path) -> list[Path]:
     """Removes the runtime folders of processes that are gone; returns them."""
     removed = []
     for path in sorted(base.glob(f"{RUNTIME_PREFIX}*-*")):
-        try:
-            lock = os.open(path / "lock", os.O_RDWR)
-        except OSError:
-            continue  # none of ours, or being made
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
-        except OSError:
-            pass  # its process lives
-        finally:
-            os.close(lock)
     return removed
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Is its process gone? Its lock went with it, however it ended."""
+    try:
+        lock = os.open(path / "lock", os.O_RDWR)
+    except FileNotFoundError:  # being made, or its maker died
+        with contextlib.suppress(OSError):
+            return path.is_dir() and time.time() - path.stat().st_mtime > MAX_UNLOCKED_S
+        return False
+    except OSError:  # somebody else's
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
 
 
 class P2pdCarrier:
@@ -120,14 +156,13 @@ class P2pdCarrier:
         self._restart_callbacks: list[Callable[[], None]] = []
         self._starts = 0
         self._last_lines: list[str] = []
+        self._reasons: dict[str, str] = {}
 
     # ---- the port ---------------------------------------------------------------------------
 
     async def start(self, accept: Callable[[ByteStream], None]) -> None:
         self._accept = accept
         self._runtime = RuntimeDir(self._runtime_base)
-        (self._runtime.path / "identity").touch(mode=0o600)
-        (self._runtime.path / "identity").write_bytes(self._identity.to_file_bytes())
         try:
             for address in self._announce:
                 _check_multiaddr(address)
@@ -149,8 +184,14 @@ class P2pdCarrier:
         return list(self._addresses)
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
-        if len(self._known) < MAX_KNOWN_PEERS or peer_id in self._known:
-            self._known[peer_id] = list(addresses)[:MAX_ADDRESSES]
+        bare = [_without_peer(address, peer_id) for address in addresses[:MAX_ADDRESSES]]
+        known = [address for address in bare if address]
+        if not known:
+            return
+        self._known.pop(peer_id, None)
+        if len(self._known) >= MAX_KNOWN_PEERS:
+            del self._known[next(iter(self._known))]
+        self._known[peer_id] = known
 
     def on_restart(self, callback: Callable[[], None]) -> None:
         """`callback()` after the daemon was replaced."""
@@ -163,24 +204,19 @@ class P2pdCarrier:
             raise AddressError(f"{address} does not end in /p2p/<peer id>; copy the whole line")
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer's own address")
-        known = self._known.get(peer_id, [])
-        self.learn(peer_id, [address, *(a for a in known if a != address)])
+        self.learn(peer_id, [address, *self._known.get(peer_id, [])])
         await self._connect(peer_id)
         return peer_id
 
     async def open(self, peer_id: str) -> ByteStream:
-        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2
 
         await self._connect(peer_id)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, reader, writer = await self.p2p.call_binary_stream_handler(
-                    PeerID.from_base58(peer_id), PROTOCOL_NAME
-                )
-        except TimeoutError:
-            raise Unreachable(f"no stream within {CONNECT_TIMEOUT_S:.0f} s") from None
-        except Exception as e:
-            raise Unreachable(_reason(e)) from None
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer_id), proto=[PROTOCOL_NAME]),
+        )
+        reader, writer = await self._ask(peer_id, request)
         return _byte_stream(peer_id, reader, writer)
 
     async def close(self) -> None:
@@ -191,27 +227,76 @@ class P2pdCarrier:
         await self._stop_daemon()
         if self._runtime is not None:
             self._runtime.close()
+            self._runtime = None
 
     # ---- streams ----------------------------------------------------------------------------
 
     async def _connect(self, peer_id: str) -> None:
         """Makes sure that the daemon has a connection to a peer. Raises `Unreachable`."""
-        from hivemind.p2p import PeerID
+        from hivemind.proto import p2pd_pb2
         from multiaddr import Multiaddr
 
-        addresses = [a.rpartition("/p2p/")[0] or a for a in self._known.get(peer_id, [])]
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.CONNECT,
+            connect=p2pd_pb2.ConnectRequest(
+                peer=_peer_bytes(peer_id),
+                addrs=[Multiaddr(a).to_bytes() for a in self._known.get(peer_id, [])],
+            ),
+        )
+        _, writer = await self._ask(peer_id, request)
+        writer.close()
+
+    async def _ask(
+        self, peer_id: str, request: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Asks the daemon for something about a peer, on a control connection of its own, which is
+        closed when it fails. Raises `Unreachable`."""
+        from google.protobuf.message import DecodeError
+        from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+        from hivemind.proto import p2pd_pb2
+
+        if self.p2p is None:
+            raise Unreachable("this peer's network daemon is not running")
+        connector = self.p2p._client.control.daemon_connector
+        writer: asyncio.StreamWriter | None = None
+        response = p2pd_pb2.Response()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self.p2p._client.connect(
-                    PeerID.from_base58(peer_id), [Multiaddr(a) for a in addresses]
-                )
-        except TimeoutError:
-            raise Unreachable(f"no answer within {CONNECT_TIMEOUT_S:.0f} s") from None
-        except Exception as e:
-            raise Unreachable(_reason(e)) from None
+                reader, writer = await connector.open_connection()
+                await write_pbmsg(writer, request)
+                await read_pbmsg_safe(reader, response)
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise Unreachable(self._explain(peer_id, response.error.msg))
+        except BaseException as e:
+            if writer is not None:
+                writer.transport.abort()
+            if isinstance(e, TimeoutError):
+                raise Unreachable(f"no answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+            if isinstance(e, (OSError, EOFError, ValueError, DecodeError)):
+                raise Unreachable("this peer's network daemon does not answer") from None
+            raise
+        return reader, writer
+
+    def _explain(self, peer_id: str, text: str) -> str:
+        """One line: what is wrong with the address that was asked for. The daemon dials none again
+        for some seconds after it failed, and then says only that; the reason is from before."""
+        for address, reason in DIAL_FAILURE.findall(text):
+            if "dial backoff" not in reason:
+                self._reasons.pop(address, None)
+                if len(self._reasons) >= MAX_REASONS:
+                    del self._reasons[next(iter(self._reasons))]
+                self._reasons[address] = _reason(reason)
+        for address in self._known.get(peer_id, []):
+            if f"[{address}]" in text and address in self._reasons:
+                return self._reasons[address]
+        return _reason(text)
 
     async def _on_stream(self, info: Any, reader: Any, writer: Any) -> None:
-        self._accept(_byte_stream(info.peer_id.to_base58(), reader, writer))
+        try:
+            stream = _byte_stream(info.peer_id.to_base58(), reader, writer)
+        except Unreachable:
+            return
+        self._accept(stream)
 
     # ---- the daemon -------------------------------------------------------------------------
 
@@ -229,8 +314,18 @@ class P2pdCarrier:
         binary = str(resources.files("hivemind.hivemind_cli") / "p2pd")
         arguments = self._arguments(control)
         self._last_lines = []
+        identity = folder / "identity"
+        identity.touch(mode=0o600)
+        identity.write_bytes(self._identity.to_file_bytes())
         self._daemon = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid()), binary, *arguments,
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            END_WITH_PARENT,
+            str(os.getpid()),
+            binary,
+            *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -245,15 +340,20 @@ class P2pdCarrier:
         except TimeoutError:
             raise TransportError(f"p2pd did not start within {START_TIMEOUT_S:.0f} s") from None
 
-        class OwnP2P(P2P):  # type: ignore[misc]
+        class OwnP2P(P2P):  # type: ignore[misc,unused-ignore]
             """Keeps its sockets in our folder."""
 
             _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
 
-        self.p2p = await OwnP2P.replicate(Multiaddr(f"/unix{control}"))
-        await self.p2p.add_binary_stream_handler(PROTOCOL_NAME, self._on_stream)
-        visible = [str(a) for a in await self.p2p.get_visible_maddrs()]
-        self._addresses = [*(f"{a}" for a in self._announced()), *visible]
+        identity.unlink()  # the daemon has read it
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self.p2p = await OwnP2P.replicate(Multiaddr(f"/unix{control}"))
+                await self.p2p.add_binary_stream_handler(PROTOCOL_NAME, self._on_stream)
+                visible = [str(a) for a in await self.p2p.get_visible_maddrs()]
+        except Exception as e:
+            raise TransportError(f"p2pd cannot be spoken to: {e!r}") from None
+        self._addresses = [*self._announced(), *visible]
         self._port = _tcp_port(visible) or self._port
 
     def _announced(self) -> list[str]:
@@ -281,11 +381,19 @@ class P2pdCarrier:
 
     def _raise_start_failure(self) -> None:
         text = " ".join(self._last_lines[-3:])
-        if "address already in use" in text or "failed to listen" in text:
+        where = f"port {self._port} on {self._host}"
+        if "address already in use" in text:
             raise AddressError(
-                f"port {self._port} on {self._host} is taken or cannot be used; "
-                "choose another --port, or 0 for any that is free"
+                f"{where} is taken; choose another --port, or 0 for any that is free"
             )
+        if "permission denied" in text:
+            raise AddressError(f"{where} is not allowed to this user; choose a --port above 1023")
+        if "cannot assign requested address" in text:
+            raise AddressError(f"{self._host} is no address of this machine; choose another --host")
+        if "failed to parse multiaddr" in text:
+            raise AddressError(f"{self._host} is no IP address to listen on; choose another --host")
+        if "failed to listen" in text:
+            raise AddressError(f"{where} cannot be used; choose another --host or --port")
         raise TransportError(f"p2pd did not start: {text[-300:]}")
 
     async def _read(self, daemon: asyncio.subprocess.Process, ready: asyncio.Future[bool]) -> None:
@@ -323,8 +431,13 @@ class P2pdCarrier:
     async def _watch(self) -> None:
         """Notices a daemon that died or hangs, and replaces it."""
         backoff_s = FIRST_BACKOFF_S
+        started_s = asyncio.get_running_loop().time()
         while True:
             reason = await self._until_broken()
+            # One that dies again and again is started less and less often.
+            lived_s = asyncio.get_running_loop().time() - started_s
+            backoff_s = FIRST_BACKOFF_S if lived_s > LONGEST_BACKOFF_S else 2 * backoff_s
+            backoff_s = min(backoff_s, LONGEST_BACKOFF_S)
             log.warning("p2pd %s; starting another", reason)
             while True:
                 try:
@@ -332,36 +445,62 @@ class P2pdCarrier:
                     await asyncio.sleep(backoff_s)
                     await self._start_daemon()
                     break
-                except (TransportError, AddressError, OSError) as e:
+                except Exception as e:
                     backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-                    log.warning("%s; trying again in %.1f s", e, backoff_s)
-            backoff_s = FIRST_BACKOFF_S
+                    log.warning("%s; trying again in %.1f s", e or repr(e), backoff_s)
+            started_s = asyncio.get_running_loop().time()
             for callback in self._restart_callbacks:
-                callback()
+                try:
+                    callback()
+                except Exception:
+                    log.exception("a listener failed")
 
     async def _until_broken(self) -> str:
         assert self._daemon is not None
         ended = asyncio.get_running_loop().create_task(self._daemon.wait())
         try:
-            while True:
-                await asyncio.wait((ended,), timeout=PING_EVERY_S)
+            missed = 0
+            while missed < MAX_MISSED_PINGS:
+                await asyncio.wait((ended,), timeout=0 if missed else PING_EVERY_S)
                 if ended.done():
                     return f"ended with code {ended.result()}"
-                try:
-                    async with asyncio.timeout(PING_TIMEOUT_S):
-                        await self.p2p._client.identify()
-                except TimeoutError:
-                    self._daemon.kill()
-                    return "does not answer"
-                except Exception as e:
-                    return f"fails ({_reason(e)})"
+                missed = 0 if await self._ping() else missed + 1
+            with contextlib.suppress(ProcessLookupError):
+                self._daemon.kill()
+            return "does not answer"
         finally:
             ended.cancel()
 
+    async def _ping(self) -> bool:
+        """Does the daemon answer?"""
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                await self.p2p._client.identify()
+            return True
+        except TimeoutError:
+            return False
+        except Exception:  # refused: it has just died, or soon
+            await asyncio.sleep(PING_EVERY_S)
+            return False
+
+
+def _peer_bytes(peer_id: str) -> bytes:
+    """Raises `Unreachable` where that is no peer id."""
+    from hivemind.p2p import PeerID
+
+    try:
+        return bytes(PeerID.from_base58(peer_id).to_bytes())
+    except Exception:
+        raise Unreachable(f"{peer_id[:64]!r} is no peer id") from None
+
 
 def _byte_stream(remote: str, reader: Any, writer: Any) -> ByteStream:
-    """Takes a stream from asyncio's reader and writer, with what was read already."""
+    """Takes a stream from asyncio's reader and writer, with what was read already. Raises
+    `Unreachable` where its other end is gone: a protocol set later would never hear of it."""
     transport = writer.transport
+    if reader._eof or reader.exception() is not None or transport.is_closing():
+        transport.abort()
+        raise Unreachable("the stream ended at once")
     transport.pause_reading()
     return ByteStream(remote, transport, bytes(reader._buffer), keep=(reader, writer))
 
@@ -377,6 +516,20 @@ def _check_multiaddr(address: str) -> None:
         ) from None
 
 
+def _without_peer(address: str, peer_id: str) -> str:
+    """What stands before `/p2p/<peer id>`; empty where the address is malformed or another's."""
+    if not isinstance(address, str):
+        return ""
+    bare, _, named = address.rpartition("/p2p/")
+    if not bare or named != peer_id:
+        bare = address if f"/p2p/{peer_id}" not in address else ""
+    try:
+        _check_multiaddr(bare)
+    except AddressError:
+        return ""
+    return bare
+
+
 def _tcp_port(addresses: Sequence[str]) -> int:
     for address in addresses:
         parts = address.split("/")
@@ -385,16 +538,22 @@ def _tcp_port(addresses: Sequence[str]) -> int:
     return 0
 
 
-def _reason(error: Exception) -> str:
+OTHER_PROTOCOL = "it does not speak this version of swarmnet's protocol"
+
+
+def _reason(text: str) -> str:
     """One line that says which of the things that can be wrong it is."""
-    text = " ".join(str(error).split()) or type(error).__name__
     for sign, reason in (
         ("peer id mismatch", "another peer answers there: the peer id in the address is wrong"),
-        ("refused", "connection refused: nothing listens there"),
-        ("protocols not supported", "it does not speak swarmnet's protocol"),
-        ("protocol not supported", "it does not speak swarmnet's protocol"),
+        ("connection refused", "connection refused: nothing listens there"),
+        ("protocols not supported", OTHER_PROTOCOL),
+        ("protocol not supported", OTHER_PROTOCOL),
         ("no route to host", "no route to that host"),
+        ("network is unreachable", "no route to that host"),
+        ("no transport for protocol", "that kind of address cannot be dialled"),
+        ("failed to negotiate", "what answers there is no libp2p peer"),
         ("no addresses", "no address of it is known"),
+        ("failed to find any peer", "no address of it is known"),
         ("no good addresses", "no address of it can be dialled from here"),
         ("deadline exceeded", "no answer in time"),
         ("i/o timeout", "no answer in time"),
@@ -402,4 +561,4 @@ def _reason(error: Exception) -> str:
     ):
         if sign in text:
             return reason
-    return text[-200:]
+    return " ".join(text.split())[-200:]

@@ -1,0 +1,96 @@
+"""A carrier within one process, for tests: each stream is a pair of connected sockets.
+
+Unlike `transport.memory` it carries bytes: everything above it (frames, channels, calls) is the
+real thing. What it cannot do is authenticate: a peer is who it says it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from swarmnet.errors import AddressError, Unreachable
+from swarmnet.transport.base import ByteStream
+
+
+class LoopbackHub:
+    """Where the carriers of one process find each other."""
+
+    def __init__(self) -> None:
+        self.carriers: dict[str, LoopbackCarrier] = {}
+
+    def carrier(self, peer_id: str) -> LoopbackCarrier:
+        """A new one; reachable once it is started."""
+        return LoopbackCarrier(self, peer_id)
+
+
+class LoopbackCarrier:
+    """A `transport.base.Carrier`."""
+
+    def __init__(self, hub: LoopbackHub, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.opened = 0
+        """Streams that this side asked for."""
+        self._hub = hub
+        self._accept: Callable[[ByteStream], None] | None = None
+        self._transports: list[asyncio.Transport] = []
+
+    async def start(self, accept: Callable[[ByteStream], None]) -> None:
+        self._accept = accept
+        self._hub.carriers[self.peer_id] = self
+
+    def addresses(self) -> list[str]:
+        return [f"/loopback/p2p/{self.peer_id}"]
+
+    def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
+        pass
+
+    async def connect(self, address: str) -> str:
+        peer_id = address.rpartition("/p2p/")[2]
+        if "/p2p/" not in address or not peer_id:
+            raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
+        self._find(peer_id)
+        return peer_id
+
+    async def open(self, peer_id: str) -> ByteStream:
+        self.opened += 1
+        remote = self._find(peer_id)
+        near, far = socket.socketpair()
+        stream = ByteStream(peer_id, await self._wrap(near))
+        remote.accept(ByteStream(self.peer_id, await remote._wrap(far)))
+        return stream
+
+    async def close(self) -> None:
+        if self._hub.carriers.get(self.peer_id) is self:
+            del self._hub.carriers[self.peer_id]
+        for transport in self._transports:
+            transport.abort()
+        self._transports.clear()
+
+    async def raw(self, peer_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The near end of a stream as reader and writer: for peers that do not keep to the
+        protocol."""
+        near, far = socket.socketpair()
+        remote = self._find(peer_id)
+        remote.accept(ByteStream(self.peer_id, await remote._wrap(far)))
+        return await asyncio.open_connection(sock=near)
+
+    def accept(self, stream: ByteStream) -> None:
+        """A stream from another peer."""
+        assert self._accept is not None
+        self._accept(stream)
+
+    def _find(self, peer_id: str) -> LoopbackCarrier:
+        remote = self._hub.carriers.get(peer_id)
+        if remote is None:
+            raise Unreachable(f"{peer_id[-8:]}: connection refused: nothing listens there")
+        return remote
+
+    async def _wrap(self, end: socket.socket) -> asyncio.Transport:
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(asyncio.Protocol, sock=end)
+        transport.pause_reading()
+        self._transports = [t for t in self._transports if not t.is_closing()]
+        self._transports.append(transport)
+        return transport

@@ -1,0 +1,454 @@
+"""Whatever arrives, from whomever: one clear refusal for who sent it, and the swarm goes on to the
+same numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.daemon import KeySigner, fetch_run
+from swarmnet.errors import Busy, Refused, RemoteError, Stale, SwarmnetError, UserError, WrongRun
+from swarmnet.identity import Identity
+from swarmnet.protocol.records import ACTIVE, Record
+from swarmnet.protocol.view import View
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.messages import (
+    GossipRequest,
+    Records,
+    ReduceRequest,
+    SignedRecord,
+    SpecReply,
+    StepRequest,
+    Suspicion,
+)
+from swarmnet.swarm.ports import LossResult
+from swarmnet.transport.base import Request
+from swarmnet.transport.memory import MemoryHub, MemoryTransport
+from swarmnet.wire import Array, Message, pack
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 8
+MICROBATCH, SEQ, WIDTH = 4, 16, 32
+"""Of `tiny_spec`."""
+NAN = float("nan")
+
+
+class Said(logging.Handler):
+    """What swarmnet tells people: the text of every warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    """Not `caplog`: the command line takes swarmnet's log away from the root logger."""
+    handler = Said()
+    logger = logging.getLogger("swarmnet")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def tokens(value: int = 1, *, dtype: str = "int32", batch: int = MICROBATCH) -> Array:
+    """Inputs of stage 0, and targets."""
+    size = {"int32": 4, "int64": 8}[dtype]
+    return Array(dtype, (batch, SEQ), value.to_bytes(size, "little", signed=True) * batch * SEQ)
+
+
+def floats(value: float = 0.1, *, dtype: str = "float32", shape: tuple[int, ...] = ()) -> Array:
+    """An activation, or its gradient."""
+    shape = shape or (MICROBATCH, SEQ, WIDTH)
+    num = 1
+    for n in shape:
+        num *= n
+    return Array(dtype, shape, struct.pack({"float32": "<f", "float64": "<d"}[dtype], value) * num)
+
+
+def step_body(stage: int, **changes: Any) -> dict[str, Any]:
+    body = {"round": 0, "microbatch_id": 7, "stage": stage, "feeder": "stranger", "num_samples": 4}
+    return body | changes
+
+
+def assert_numbers_agree(swarm: Swarm, spec: RunSpec, rounds: int = ROUNDS) -> None:
+    trainer = replay(spec, swarm.counted, rounds)
+    assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+
+BAD_STEPS: list[tuple[str, int, tuple[Array, ...], dict[str, Any], str]] = [
+    ("wrong shape", 0, (tokens(batch=3), tokens()), {}, "inputs"),
+    ("too long", 0, (Array("int32", (4, 64), bytes(4 * 64 * 4)), tokens()), {}, "inputs"),
+    ("wrong dtype", 0, (tokens(dtype="int64"), tokens()), {}, "int64"),
+    ("wrong targets", 0, (tokens(), tokens(batch=1)), {}, "targets"),
+    ("token beyond the vocabulary", 0, (tokens(256), tokens()), {}, "inputs"),
+    ("negative token", 0, (tokens(-5), tokens()), {}, "inputs"),
+    ("activation of another dtype", 1, (floats(dtype="float64"), tokens()), {}, "float64"),
+    ("activation with NaN", 1, (floats(NAN), tokens()), {}, "finite"),
+    ("activation with infinity", 1, (floats(float("inf")), tokens()), {}, "finite"),
+    ("target beyond the vocabulary", 1, (floats(), tokens(1000)), {}, "targets"),
+    ("one array", 0, (tokens(),), {}, "two arrays"),
+    ("no arrays", 0, (), {}, "two arrays"),
+    ("negative round", 0, (tokens(), tokens()), {"round": -1}, "StepRequest"),
+    ("text for a number", 0, (tokens(), tokens()), {"round": "now"}, "StepRequest"),
+    ("a path without end", 0, (tokens(), tokens()), {"hint": ["x"] * 5000}, "StepRequest"),
+]
+
+
+async def patient_step(
+    swarm: Swarm,
+    stranger: MemoryTransport,
+    peer_id: str,
+    stage: int,
+    arrays: tuple[Array, ...],
+    changes: dict[str, Any],
+) -> Message:
+    """A step in the present round, tried again while the replica is busy or between rounds."""
+    end = asyncio.get_running_loop().time() + 30.0
+    while True:
+        body = step_body(stage, **({"round": max(swarm.rounds())} | changes))
+        try:
+            return await stranger.call(peer_id, "step", Message(body, arrays), timeout_s=30.0)
+        except (Busy, Stale):
+            assert asyncio.get_running_loop().time() < end
+            await asyncio.sleep(0.01)
+
+
+def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+    rounds = 16
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 1)
+        stranger = swarm.hub.transport("stranger")
+        stranger.set_run(spec.run_id)
+        await swarm.until_round(1)
+        serving = {m.peer.gossip.own.stage: name for name, m in swarm.members.items()}
+        for what, stage, arrays, changes, text in BAD_STEPS:
+            with pytest.raises(Refused, match=text):
+                await patient_step(swarm, stranger, serving[stage], stage, arrays, changes)
+            assert max(swarm.rounds()) < rounds, f"the run was over before {what}"
+        for name in serving.values():
+            for body in (None, 7, "step", [1, 2]):
+                for method in ("step", "commit", "infer", "gossip", "records", "reduce", "mirror"):
+                    with pytest.raises(RemoteError):
+                        await stranger.call(name, method, Message(body), timeout_s=30.0)
+        await swarm.until_round(rounds)
+        assert swarm.total("rerouted") == 0
+        assert_numbers_agree(swarm, spec, rounds)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_only_replicas_of_a_stage_take_part_in_its_update(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0")
+        stranger = swarm.hub.transport("stranger")
+        stranger.set_run(spec.run_id)
+        for r in range(1, 4):
+            await swarm.until_round(r)
+            gradient = floats(1e6, shape=(4096,))
+            push = Message(ReduceRequest(swarm.rounds()[0], 0, 0, 1000), (gradient,))
+            with pytest.raises(RemoteError, match="not known here as a replica"):
+                await stranger.call("peer-0", "reduce", push, timeout_s=30.0)
+        await swarm.until_round(ROUNDS)
+        assert_numbers_agree(swarm, spec)
+
+    in_virtual_time(scenario, spec)
+
+
+# ---- a replica that gives bad answers -------------------------------------------------------
+
+
+class Tampered:
+    """A stage whose answers are changed on their way out."""
+
+    def __init__(self, stage: Any, **changes: Callable[[Any], Any]) -> None:
+        self._stage = stage
+        self._changes = changes
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._stage, name)
+        change = self._changes.get(name)
+        return value if change is None else lambda *arguments: change(value(*arguments))
+
+
+def with_gradient(grad: Array | None) -> Callable[[LossResult], LossResult]:
+    return lambda result: LossResult(result.loss_sum, result.num_tokens, grad)
+
+
+BAD_ANSWERS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "gradient-nan": {"forward_backward": with_gradient(floats(NAN))},
+    "gradient-infinite": {"forward_backward": with_gradient(floats(float("-inf")))},
+    "gradient-shape": {"forward_backward": with_gradient(floats(shape=(4, 16, 31)))},
+    "gradient-dtype": {"forward_backward": with_gradient(floats(dtype="float64"))},
+    "gradient-missing": {"forward_backward": with_gradient(None)},
+    "loss-nan": {"forward_backward": lambda r: LossResult(NAN, r.num_tokens, r.grad_inputs)},
+    "no-tokens": {"forward_backward": lambda r: LossResult(r.loss_sum, 0, r.grad_inputs)},
+}
+
+
+@pytest.mark.parametrize("fault", sorted(BAD_ANSWERS))
+def test_bad_answers_are_routed_around(tmp_path: Path, fault: str) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            return Tampered(stage, **BAD_ANSWERS[fault]), optimizer
+
+        swarm.start("good-0", stage=0)
+        swarm.start("good-1", stage=1)
+        swarm.start("bad", stage=1, build=build)
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("rerouted") > 0, "the bad replica was never asked"
+        assert_numbers_agree(swarm, spec)
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"forward": lambda _: floats(NAN)}, id="activation-nan"),
+        pytest.param({"forward": lambda _: floats(shape=(4, 16, 31))}, id="activation-shape"),
+        pytest.param({"backward": lambda _: floats(NAN)}, id="gradient-nan"),
+    ],
+)
+def test_a_bad_replica_in_the_middle_is_routed_around(
+    tmp_path: Path, changes: dict[str, Callable[[Any], Any]]
+) -> None:
+    """The next stage refuses what it sends on: whoever called it hears so, in good time."""
+    spec = tiny_spec(tmp_path, num_stages=3, rounds=4)
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            return Tampered(stage, **changes), optimizer
+
+        for stage in range(3):
+            swarm.start(f"good-{stage}", stage=stage)
+        swarm.start("bad", stage=1, build=build)
+        await swarm.until_round(4, limit_s=120.0)
+        assert swarm.total("rerouted") > 0
+        assert_numbers_agree(swarm, spec, 4)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_gradient_that_is_not_finite_does_not_count(tmp_path: Path, said: Said) -> None:
+    """A replica whose buffer is broken takes part in every update: the others' gradients stand."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=4)
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            broken = Tampered(stage, gradient_shard=lambda g: floats(NAN, shape=g.shape))
+            return broken, optimizer
+
+        swarm.start("good-0")
+        swarm.start("good-1")
+        swarm.start("bad", build=build)
+        await swarm.until_round(4, limit_s=120.0)
+        assert any("is not finite and does not count" in line for line in said.lines)
+        assert swarm.total("samples_lost") > 0
+        assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
+        assert swarm.total("shard_reset") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+# ---- another run ----------------------------------------------------------------------------
+
+
+def test_a_peer_of_another_run_is_turned_away(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    (tmp_path / "other").mkdir()
+    other_spec = tiny_spec(tmp_path / "other", num_stages=2, rounds=99)
+    assert other_spec.run_id != spec.run_id
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 1)
+        await swarm.until_round(2)
+        others = Swarm(other_spec, hub=swarm.hub)
+        others.start("lost", neighbours=["peer-0"])
+        life = others.members["lost"].life
+        await asyncio.wait((life,), timeout=60.0)
+        text = f"trains run {spec.run_id[:8]}, not {other_spec.run_id[:8]}"
+        with pytest.raises(WrongRun, match=text):
+            life.result()
+        stranger = swarm.hub.transport("stranger")
+        stranger.set_run(other_spec.run_id)
+        calls: dict[str, Any] = {
+            "gossip": GossipRequest({}),
+            "records": Records(),
+            "step": StepRequest(2, 1, 0, "lost", 4),
+            "commit": {"round": 0, "microbatch_ids": []},
+            "reduce": ReduceRequest(2, 0, 0, 0),
+        }
+        for method, body in calls.items():
+            with pytest.raises(WrongRun):
+                await stranger.call("peer-0", method, Message(body), timeout_s=30.0)
+        await swarm.until_round(ROUNDS)
+        for member in swarm.members.values():
+            assert member.peer.view.get("lost") is None
+        assert_numbers_agree(swarm, spec)
+        await others.close()
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        (lambda spec: SpecReply("0" * 32, spec.canonical()), "does not match its hash"),
+        (lambda spec: SpecReply(spec.run_id, spec.canonical() + b" "), "canonical"),
+        (lambda spec: SpecReply(spec.run_id, b"\xff\x00 no spec"), "spec"),
+        (lambda spec: SpecReply(spec.run_id, b'{"model": {"kind": "abacus"}}'), "kind"),
+        (lambda spec: {"run_id": 7}, "does not tell its run"),
+    ],
+)
+def test_a_spec_from_the_network_is_checked(
+    tmp_path: Path, reply: Callable[[RunSpec], Any], text: str
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1)
+
+    async def main() -> None:
+        hub = MemoryHub()
+        donor, joiner = hub.transport("donor"), hub.transport("joiner")
+
+        async def answer(request: Request) -> Message:
+            return Message(reply(spec))
+
+        donor.handle("spec", answer)
+        with pytest.raises(UserError, match=text) as caught:
+            await fetch_run(joiner, "donor")
+        assert "\n" not in str(caught.value)
+
+    run_virtual(main())
+
+
+# ---- records --------------------------------------------------------------------------------
+
+
+class Bus:
+    """Two peers that gossip with real signatures, and a stranger who may send them anything."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.keys = [Identity.generate() for _ in range(3)]
+        self.gossips = [self._gossip(key) for key in self.keys[:2]]
+        self.stranger: MemoryTransport = self.hub.transport(self.keys[2].peer_id)
+        self.stranger.set_run("run")
+
+    def _gossip(self, key: Identity) -> Gossip:
+        transport = self.hub.transport(key.peer_id)
+        transport.set_run("run")
+        own = Record(key.peer_id, "run", incarnation=5, version=1, state=ACTIVE, stage=0)
+        view = View(key.peer_id)
+        return Gossip(transport, view, KeySigner(key), own, random.Random(key.peer_id))
+
+    async def send(self, body: Records) -> None:
+        """To the first peer, as a notification: nobody answers."""
+        self.stranger.notify(self.keys[0].peer_id, "records", Message(body))
+        await asyncio.sleep(0.1)
+
+    def signed(self, signer: int, record: Record) -> SignedRecord:
+        payload = pack(record)
+        return SignedRecord(payload, self.keys[signer].sign(payload))
+
+    async def still_talks(self) -> None:
+        """The first peer's own changes reach the second, and the other way round."""
+        for gossip, other in (self.gossips, self.gossips[::-1]):
+            gossip.update(round=gossip.own.round + 1)
+            assert await gossip.exchange(other.own.peer_id)
+            await asyncio.sleep(0.1)  # virtual: what the other lacks follows as a notification
+            seen = other.view.get(gossip.own.peer_id)
+            assert seen is not None
+            assert seen.round == gossip.own.round
+
+
+def forgeries(bus: Bus) -> list[tuple[SignedRecord, str]]:
+    """Records that must not be taken in, and a part of the line that says why."""
+    own, other, stranger = (key.peer_id for key in bus.keys)
+    record = Record(other, "run", incarnation=9, version=1, state=ACTIVE, stage=0)
+    good = bus.signed(1, record)
+    far = replace(record, peer_id=own, incarnation=5, version=2**62 - 1)
+    wrong = f"the signature on the record of {other} is wrong"
+    return [
+        (bus.signed(2, record), wrong),
+        (SignedRecord(good.payload, b""), wrong),
+        (SignedRecord(good.payload, good.signature[:-1] + b"?"), wrong),
+        (SignedRecord(pack(replace(record, round=3)), good.signature), wrong),
+        (bus.signed(2, far), f"the signature on the record of {own} is wrong"),
+        (bus.signed(2, Record(stranger, "other", 1, 1)), "a record of run other"),
+        (SignedRecord(pack({"peer_id": 1}), b"x"), "not a Record"),
+        (SignedRecord(b"\xc1\xff", b"x"), "not msgpack"),
+    ]
+
+
+def test_forged_records_are_dropped_with_a_line_each(said: Said) -> None:
+    async def main() -> None:
+        bus = Bus()
+        await bus.still_talks()
+        before = bus.gossips[0].view.records()
+        for envelope, text in forgeries(bus):
+            said.lines.clear()
+            await bus.send(Records(records=(envelope,)))
+            assert len(said.lines) == 1, (text, said.lines)
+            assert text in said.lines[0]
+        assert bus.gossips[0].view.records() == before
+        assert bus.gossips[0].own.version < 100, "a forged record used the own versions up"
+        await bus.still_talks()
+
+    run_virtual(main())
+
+
+def test_a_suspicion_from_the_far_future_silences_nobody() -> None:
+    async def main() -> None:
+        bus = Bus()
+        await bus.still_talks()
+        for _ in range(3):
+            for key in bus.keys[:2]:
+                lie = Suspicion(key.peer_id, incarnation=5, version=2**62 - 2)
+                await bus.send(Records(suspicions=(lie,)))
+        for _ in range(3):
+            await bus.still_talks()
+        now = asyncio.get_running_loop().time()
+        for gossip, other in (bus.gossips, bus.gossips[::-1]):
+            assert gossip.own.version < 10_000
+            assert gossip.view.is_live(other.own.peer_id, now)
+
+    run_virtual(main())
+
+
+def test_too_many_records_at_once_are_refused() -> None:
+    async def main() -> None:
+        bus = Bus()
+        flood = {"records": [], "wanted": ["p"] * 5000, "suspicions": []}
+        with pytest.raises(SwarmnetError, match="Records"):
+            await bus.stranger.call(bus.keys[0].peer_id, "records", Message(flood), timeout_s=10.0)
+        await bus.still_talks()
+
+    run_virtual(main())
+
+
+def test_a_wrong_spec_says_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"hiden_size.*hidden_size") as caught:
+        parse_spec('[model]\nkind = "llama"\nhiden_size = 8\n')
+    assert "\n" not in str(caught.value)

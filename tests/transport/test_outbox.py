@@ -1,0 +1,99 @@
+"""What is sent first, and what is not sent at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnet.transport import outbox as module
+from swarmnet.transport.frames import HEADER, NOTIFY, PART_BYTES, REPLY, REQUEST
+from swarmnet.transport.outbox import MAX_NOTES, MAX_TURNS, Outbox, Outgoing, Stalled, outgoing
+from swarmnet.wire import Array
+
+
+def large(name: str, num_parts: int, call_id: int = 1) -> Outgoing:
+    size = num_parts * PART_BYTES
+    return outgoing(REQUEST, call_id, {}, (Array("uint8", (size,), bytes(size)),), name)
+
+
+def small(name: str, kind: int = REPLY, body: object = None) -> Outgoing:
+    return outgoing(kind, 1, {"b": body}, (), name)
+
+
+def drain(box: Outbox, limit: int = 10**6) -> list[str]:
+    taken = []
+    while len(taken) < limit and (item := box.take()):
+        taken.append(item[0])
+    return taken
+
+
+def test_small_before_notes_before_large_ones_in_turn() -> None:
+    box = Outbox()
+    box.put(large("a", 3))
+    box.put(large("b", 2))
+    box.put_note(small("note", NOTIFY))
+    box.put(small("small"))
+    assert drain(box, 5) == ["small", "note", "a", "b", "a"]  # heads of a and b, a part of a
+    box.put(small("gossip"))
+    assert drain(box) == ["gossip", "b", "a", "b", "a"]
+
+
+def test_only_so_many_large_messages_are_begun_at_a_time() -> None:
+    box = Outbox()
+    for number in range(MAX_TURNS + 2):
+        box.put(large(str(number), 1, number))
+    taken = drain(box, MAX_TURNS)
+    assert taken == [str(n) for n in range(MAX_TURNS)]  # heads
+    assert drain(box, 1) == ["0"]  # its only part, and then another may begin
+    assert drain(box, 1) == [str(MAX_TURNS)]
+
+
+def test_no_more_bytes_are_announced_than_the_receiver_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_RECEIVING_BYTES", 3 * PART_BYTES)
+    box = Outbox()
+    box.put(large("a", 2))
+    box.put(large("b", 2))
+    assert drain(box) == ["a", "a", "b", "a", "b", "b"]
+
+
+def test_notes_beyond_the_bound_drop_the_oldest() -> None:
+    box = Outbox()
+    for number in range(MAX_NOTES + 3):
+        box.put_note(small(str(number), NOTIFY))
+    assert drain(box) == [str(n) for n in range(3, MAX_NOTES + 3)]
+    assert box.dropped_notes == 3
+
+
+def test_a_peer_that_reads_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SMALL_BYTES", 1000)
+    box = Outbox()
+    box.put(small("one message of any size", body=bytes(5000)))
+    with pytest.raises(Stalled):
+        box.put(small("another"))
+
+
+def test_a_message_that_is_withdrawn_is_sent_no_further() -> None:
+    box = Outbox()
+    waiting, begun, short = large("waiting", 1), large("begun", 3), small("short")
+    box.put(begun)
+    assert drain(box, 2) == ["begun", "begun"]
+    box.put(waiting)
+    box.put(short)
+    assert box.withdraw(begun)  # the receiver knows of it
+    assert not box.withdraw(waiting)
+    assert not box.withdraw(short)
+    assert drain(box) == []
+
+
+def test_an_array_may_change_once_its_part_was_taken() -> None:
+    data = bytearray(2 * PART_BYTES)
+    box = Outbox()
+    box.put(outgoing(REQUEST, 1, {}, (Array("uint8", (len(data),), data),), "x"))
+    box.take()
+    item = box.take()
+    assert item is not None
+    data[:] = b"\xff" * len(data)
+    header, payload = item[1]
+    assert len(header) == HEADER.size
+    assert payload == bytes(PART_BYTES)
