@@ -106,7 +106,7 @@ async def dial_any(transport: Transport, addresses: Sequence[str]) -> str:
         try:
             return await transport.dial(address, timeout_s=DIAL_TIMEOUT_S)
         except WrongVersion as e:
-            raise UserError(f"{address}: {e}; update swarmnet on the older side") from None
+            raise UserError(f"{address}: {e}") from None
         except SwarmnetError as e:
             reasons.append(f"{address}: {e}")
     raise AddressError("; ".join(reasons) or "no address was given")
@@ -128,7 +128,7 @@ async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
     try:
         reply = await fetch_spec(transport, peer_id)
     except WrongVersion as e:
-        raise UserError(f"{e}; update swarmnet on the older side") from None
+        raise UserError(str(e)) from None
     except SwarmnetError as e:
         raise AddressError(f"peer {peer_id[-8:]} does not tell its run: {e}") from None
     spec = RunSpec.from_canonical(reply.spec)

@@ -22,6 +22,10 @@ LOOK_EVERY_S = 0.1
 only, and those of a small model are short."""
 
 
+PLAIN_WIDTH = 120
+"""Columns of output that goes to no terminal."""
+
+
 class Running(Protocol):
     """A peer at work; `peer.daemon.RunningPeer` is one."""
 
@@ -47,6 +51,12 @@ def monitor_of(spec: RunSpec) -> Monitor:
     )
 
 
+def make_console() -> Console:
+    """Wide enough for the tables where there is no terminal to ask."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
 class Reporter:
     """A monitor, a screen and, where asked for, a metrics file. A context manager that opens and
     closes the screen; the file belongs to the caller."""
@@ -56,7 +66,7 @@ class Reporter:
     ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
-        self.screen = Screen(Console(highlight=False), mode)
+        self.screen = Screen(make_console(), mode)
         self.metrics = metrics
 
     def look(self, view: View, now: float, unix_s: float) -> list[Event]:

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from peer.events import Event, RoundFinished
+from peer.events import CheckpointSaved, Event, RoundFinished
 from peer.options import ScreenName
 from peer.text import coverage, number, sentence, short_id, size
 from peer.view_model import PeerRow, StageRow, ViewModel
@@ -38,6 +38,10 @@ class Screen:
         self.is_quiet = mode == "quiet"
         self._live: Live | None = None
         self._coverage = ""
+        # Checkpoints are for the metrics; a live screen shows the rounds itself.
+        self._untold: tuple[type[Event], ...] = (CheckpointSaved,)
+        if self.is_live:
+            self._untold += (RoundFinished,)
 
     def __enter__(self) -> Screen:
         if self.is_live:
@@ -70,7 +74,7 @@ class Screen:
         if self.is_quiet:
             return
         for event in events:
-            if not (self.is_live and isinstance(event, RoundFinished)):
+            if not isinstance(event, self._untold):
                 self.say(sentence(event, model.rounds))
         if self._live is not None:
             self._live.update(dashboard(spec, model))

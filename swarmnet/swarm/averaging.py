@@ -60,6 +60,8 @@ WAIT_FACTOR = 4.0
 EXCHANGE_SMOOTHING = 0.3
 PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
+PROBE_CALL_S = 1.0
+"""A callee that has not answered for so long is asked whether it lives."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -313,9 +315,13 @@ class Averaging:
         call = loop.create_task(
             self.transport.call(peer_id, method, message, timeout_s=2 * self.limits.reduce_wait_s)
         )
+        probe_at = loop.time() + PROBE_CALL_S
         try:
             while not call.done():
                 await asyncio.wait((call,), timeout=LOOK_AGAIN_S)
+                if not call.done() and loop.time() >= probe_at:
+                    probe_at = loop.time() + PROBE_CALL_S
+                    self.gossip.probe(peer_id)
                 if not call.done() and not self.gossip.view.is_live(peer_id, loop.time()):
                     raise Unreachable(f"{peer_id[-8:]} has fallen silent")
             return call.result()
@@ -480,7 +486,9 @@ class Averaging:
                 else:
                     log.warning(
                         "round %d shard %d: the gradient of %s is not finite and does not count",
-                        update.round, update.shard, part[0][-8:],
+                        update.round,
+                        update.shard,
+                        part[0][-8:],
                     )
             if len(sound) == len(parts):
                 raise ProtocolViolation(f"the gradient of shard {update.shard} overflows")
@@ -587,9 +595,7 @@ class Averaging:
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
-            await self.transport.call(
-                peer_id, "mirror", Message(request, (total,)), timeout_s=self.limits.fetch_timeout_s
-            )
+            await self._call_while_live(peer_id, "mirror", Message(request, (total,)))
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
 

@@ -114,6 +114,7 @@ class Gossip:
         self._published_at = 0.0
         self._probing: dict[str, asyncio.Task[Any]] = {}
         self._listeners: list[Callable[[Record], None]] = []
+        self._suspected: list[Callable[[str], None]] = []
         self.transport.handle("gossip", self._on_gossip)
         self.transport.handle("records", self._on_records)
         self.transport.handle("ping", self._on_ping)
@@ -346,6 +347,7 @@ class Gossip:
                 if stamp >= self.own.stamp or stamp[0] == self.own.incarnation:
                     self._refute(stamp)
             elif self.view.suspect(s.peer_id, stamp, now):
+                self._tell_suspected(s.peer_id)
                 self.news.tell()
 
     def _refute(self, stamp: tuple[int, int]) -> None:
@@ -381,12 +383,21 @@ class Gossip:
         finally:
             self._probing.pop(peer_id, None)
 
+    def on_suspected(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` when a peer is taken for dead."""
+        self._suspected.append(callback)
+
+    def _tell_suspected(self, peer_id: str) -> None:
+        for callback in self._suspected:
+            callback(peer_id)
+
     def suspect(self, peer_id: str, stamp: tuple[int, int]) -> None:
         """Takes a peer for dead until a record newer than `stamp` arrives, and says so to
         others."""
         now = asyncio.get_running_loop().time()
         if not self.view.suspect(peer_id, stamp, now):
             return
+        self._tell_suspected(peer_id)
         log.debug("%s does not answer", peer_id[-8:])
         self.news.tell()
         message = Message(Records(suspicions=(Suspicion(peer_id, *stamp),)))

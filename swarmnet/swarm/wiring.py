@@ -64,6 +64,11 @@ class Wiring:
     local: dict[str, Handler] = field(default_factory=dict)
     """The own handlers: a peer that serves the next stage itself is a link of zero length."""
     _routers: dict[int, Router] = field(default_factory=dict)
+    _waiting: dict[str, list[asyncio.Timeout]] = field(default_factory=dict)
+    """Deadlines of the open calls, by callee."""
+
+    def __post_init__(self) -> None:
+        self.gossip.on_suspected(self._give_up)
 
     def router(self, stage_index: int) -> Router:
         """The router to a stage, told of the replicas that are alive now."""
@@ -221,14 +226,27 @@ class Wiring:
             async with asyncio.timeout(silence_s) as patience:
 
                 def heard(progress: Message) -> None:
-                    patience.reschedule(loop.time() + silence_s)
+                    if not patience.expired():
+                        patience.reschedule(loop.time() + silence_s)
                     on_progress(progress)
 
-                return await self.transport.call(
-                    peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
-                )
+                waiting = self._waiting.setdefault(peer_id, [])
+                waiting.append(patience)
+                try:
+                    return await self.transport.call(
+                        peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
+                    )
+                finally:
+                    waiting.remove(patience)
         except TimeoutError:
             raise DeadlineExceeded(f"no answer for {silence_s:.1f} s") from None
+
+    def _give_up(self, peer_id: str) -> None:
+        """Nobody waits any longer for a peer that is taken for dead."""
+        now = asyncio.get_running_loop().time()
+        for patience in self._waiting.get(peer_id, ()):
+            if not patience.expired():
+                patience.reschedule(now)
 
     async def call_self(
         self, method: str, message: Message, on_progress: Callable[[Message], None]

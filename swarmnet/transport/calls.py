@@ -320,14 +320,14 @@ class Channel(asyncio.BufferedProtocol):
         return None
 
     def _part_from(self, version: str) -> None:
-        """The peer is of another version: says so once, on both sides."""
+        """The peer is of another version: who opened the stream hears it as `WrongVersion`, who
+        accepted it logs it."""
         if self.ready.done():
             raise ProtocolViolation("a version that changes")
         text = (
             f"{self.remote[-8:]} speaks protocol version {version}, this peer {PROTOCOL_VERSION}; "
             "update swarmnet on the older side"
         )
-        log.warning("%s", text)
         self.ready.set_exception(WrongVersion(text))
         self._timer.cancel()
         # The other side reads our hello before the stream ends, and says the same.

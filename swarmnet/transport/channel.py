@@ -22,6 +22,7 @@ from swarmnet.errors import (
     ProtocolViolation,
     SwarmnetError,
     Unreachable,
+    WrongVersion,
 )
 from swarmnet.transport.base import ByteStream, Carrier, Handler, Request, Traffic
 from swarmnet.transport.buffers import BufferPool
@@ -249,7 +250,7 @@ class ChannelTransport:
         if self._closed or num_open >= MAX_CHANNELS or self._is_banned(stream.remote):
             stream.transport.abort()
         else:
-            self._attach(stream)
+            self._attach(stream).ready.add_done_callback(_tell_wrong_version)
 
     def _attach(self, stream: ByteStream) -> Channel:
         channel = Channel(self, stream.remote)
@@ -339,3 +340,9 @@ class ChannelTransport:
         if handler is None:
             raise NotReady(f"{method[:64]} is not served here")
         return await handler(Request(channel.remote, channel.run_id, method, message, progress))
+
+
+def _tell_wrong_version(ready: asyncio.Future[None]) -> None:
+    """A visitor of another version; nobody here waits to hear of it."""
+    if not ready.cancelled() and isinstance(error := ready.exception(), WrongVersion):
+        log.warning("%s", error)

@@ -1,0 +1,74 @@
+"""Real peers are killed and stopped; the run reaches its last round, and the replicas agree."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from swarmnet.spec import load_spec
+from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
+from tests.swarm.harness import relative_difference, replay
+
+pytestmark = pytest.mark.processes
+ROUNDS = 120
+HARMED_FROM = 10
+"""Round in which the harm is done."""
+
+
+@pytest.mark.parametrize(
+    ("stages", "victims"),
+    [
+        pytest.param("010101", (0, 3), id="a third of six, the first peer and feeder among them"),
+        pytest.param("0101", (1, 2), id="all but one replica of each stage"),
+    ],
+)
+def test_a_run_survives_deaths_at_one_instant(
+    running: Machine, stages: str, victims: Sequence[int]
+) -> None:
+    path = tiny_run(running.folder, rounds=ROUNDS)
+    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]])
+    witness = next(p for i, p in enumerate(peers) if i not in victims)
+    running.until_round(witness, HARMED_FROM)
+    for index in victims:
+        peers[index].process.kill()
+    survivors = [p for i, p in enumerate(peers) if i not in victims]
+    _assert_a_good_end(running, witness, peers, survivors)
+    assert not witness.events("shard_reset"), "moments of the optimizer were lost"
+    lost = {event["peer_id"] for event in witness.events("peer_lost")}
+    assert lost == {peers[index].peer_id for index in victims}
+
+
+def test_a_stopped_peer_is_gone_round_and_is_used_again(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=400)
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    witness, victim = peers[0], peers[3]
+    running.until_round(witness, HARMED_FROM)
+    victim.process.send_signal(signal.SIGSTOP)
+    running.until(lambda: any(e["peer_id"] == victim.peer_id for e in witness.events("peer_lost")))
+    before = len(witness.events("round"))
+    running.until(lambda: len(witness.events("round")) >= before + 5)
+    victim.process.send_signal(signal.SIGCONT)
+    running.until(
+        lambda: sum(e["peer_id"] == victim.peer_id for e in witness.events("peer_joined")) >= 2
+    )
+    running.until_round(witness, 400)
+    asyncio.run(parameters_of(load_spec(path), [peer.address for peer in peers]))
+
+
+def _assert_a_good_end(
+    running: Machine, witness: Command, peers: Sequence[Command], survivors: Sequence[Command]
+) -> None:
+    """The run did its rounds, the replicas agree, and the model is near that of a plain loop over
+    what the feeders counted: only gradients that died with a peer are missing."""
+    spec = load_spec(running.folder / "run-1.toml")
+    running.until_round(witness, ROUNDS)
+    model = asyncio.run(parameters_of(spec, [peer.address for peer in survivors]))
+    counted = counted_by(peers)
+    running.until(lambda: len(counted_by(peers)) >= ROUNDS)
+    trainer = replay(spec, counted, ROUNDS)
+    assert relative_difference(model, trainer.state_dict()) < 0.1
+    losses = [event["loss"] for event in witness.events("round")]
+    assert losses[-1] < 0.6 * losses[0]

@@ -1,0 +1,56 @@
+"""How soon a peer that falls silent is noticed, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+NOTICED_WITHIN_S = 2.0
+
+
+def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(10)
+        name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
+        replica = swarm.members[name].peer.replica
+        assert replica is not None
+        await swarm.until(lambda: replica.closed)  # its part of the update is under way
+        swarm.hub.freeze(name)
+        del swarm.members[name]
+        await swarm.until_round(max(swarm.rounds()) + 3, limit_s=10)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_silent_replica_is_noticed_within_two_seconds_and_used_again(tmp_path: Path) -> None:
+    """Service times of about 50 ms; nothing closes, the peer just says nothing any more."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+
+    async def scenario(swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        swarm.start_grid(2, 2)
+        await swarm.until_round(10)
+        name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
+        silent = swarm.members[name]
+        await swarm.until(lambda: silent.peer.steps.num_flying > 0)  # in the middle of its work
+        swarm.hub.freeze(name)
+        del swarm.members[name]
+        frozen_at = loop.time()
+        await swarm.until(lambda: swarm.total("rerouted") > 0, limit_s=10)
+        assert loop.time() - frozen_at <= NOTICED_WITHIN_S
+        await swarm.until_round(max(swarm.rounds()) + 5)
+        swarm.hub.thaw(name)
+        swarm.members[name] = silent
+        await swarm.until_round(60)
+        assert silent.peer.gossip.own.state == "active"
+        assert swarm.total("shard_reset") == 0
+        trainer = replay(spec, swarm.counted, 60)
+        # What lay in the silent replica's buffer may have missed its round.
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 0.05
+
+    in_virtual_time(scenario, spec)

@@ -1,0 +1,40 @@
+"""A peer on hivemind's daemon in a process of its own: echoes calls until its input ends.
+
+python -m tests.transport.p2pd_process IDENTITY_NUMBER RUNTIME_BASE
+
+Prints one line: its address, the daemon's process id, the folder of its sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from swarmnet.transport.base import Request
+from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.p2pd import P2pdCarrier
+from swarmnet.wire import Message
+from tests.transport.streams import identity
+
+
+async def echo(request: Request) -> Message:
+    return request.message
+
+
+async def main(number: int, base: Path) -> None:
+    carrier = P2pdCarrier(identity(number), runtime_base=base)
+    transport = ChannelTransport(carrier)
+    transport.handle("echo", echo)
+    await transport.start()
+    assert carrier._daemon
+    assert carrier._runtime
+    print(transport.addresses()[0], carrier._daemon.pid, carrier._runtime.path, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await transport.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1]), Path(sys.argv[2])))
