@@ -164,6 +164,7 @@ class Gossip:
     def _seal_own(self) -> SignedRecord:
         """Signs the own record in its present version."""
         if self._dirty or self.own.peer_id not in self._envelopes:
+            self._count_traffic()
             self._merge_own()
             payload = pack(self.own)
             self._envelopes[self.own.peer_id] = SignedRecord(payload, self.signer.sign(payload))
@@ -220,7 +221,6 @@ class Gossip:
         self.view.silence_s = heartbeat_s * self.settings.silent_heartbeats
         if now - self._published_at >= heartbeat_s:
             self._dirty = True
-            self._count_traffic()
         if not self.quiet and self._dirty:
             self._seal_own()
         for peer_id in self.view.forget_old(now, FORGET_AFTER_S):

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -308,6 +310,7 @@ class P2pdCarrier:
         from multiaddr import Multiaddr
 
         assert self._runtime is not None
+        self._check_port()
         self._starts += 1
         folder = self._runtime.path
         control = folder / f"p2pd-{self._starts}.sock"
@@ -356,6 +359,27 @@ class P2pdCarrier:
         self._addresses = [*self._announced(), *visible]
         self._port = _tcp_port(visible) or self._port
 
+    def _check_port(self) -> None:
+        """Daemons listen with SO_REUSEPORT: a second one on a taken port would start, and get some
+        of the first one's visitors. Raises `AddressError`."""
+        if not self._port:
+            return
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, self._port))
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE:
+                    raise self._taken() from None
+                # What else is wrong the daemon says.
+
+    def _taken(self) -> AddressError:
+        return AddressError(
+            f"port {self._port} on {self._host} is taken; choose another --port, "
+            "or 0 for any that is free"
+        )
+
     def _announced(self) -> list[str]:
         end = f"/p2p/{self.peer_id}"
         return [a if a.endswith(end) else a + end for a in self._announce]
@@ -383,9 +407,7 @@ class P2pdCarrier:
         text = " ".join(self._last_lines[-3:])
         where = f"port {self._port} on {self._host}"
         if "address already in use" in text:
-            raise AddressError(
-                f"{where} is taken; choose another --port, or 0 for any that is free"
-            )
+            raise self._taken()
         if "permission denied" in text:
             raise AddressError(f"{where} is not allowed to this user; choose a --port above 1023")
         if "cannot assign requested address" in text:
@@ -489,9 +511,13 @@ def _peer_bytes(peer_id: str) -> bytes:
     from hivemind.p2p import PeerID
 
     try:
-        return bytes(PeerID.from_base58(peer_id).to_bytes())
+        data = bytes(PeerID.from_base58(peer_id).to_bytes())
     except Exception:
-        raise Unreachable(f"{peer_id[:64]!r} is no peer id") from None
+        data = b""
+    # A multihash: of a small key the key itself (0), of a large one its SHA-256 (0x12).
+    if len(data) < 3 or data[0] not in (0, 0x12) or data[1] != len(data) - 2:
+        raise Unreachable(f"{peer_id[:64]!r} is no peer id")
+    return data
 
 
 def _byte_stream(remote: str, reader: Any, writer: Any) -> ByteStream:

@@ -23,6 +23,7 @@ class Collector(asyncio.Protocol):
     def __init__(self, stream: ByteStream, is_reading: bool = True) -> None:
         self.remote = stream.remote
         self.transport = stream.transport
+        self._keep = stream.keep
         self.received = bytearray(stream.leftover)
         self.is_ended = False
         self.is_lost = False

@@ -376,7 +376,9 @@ def test_both_sides_open_at_once_and_no_call_is_lost() -> None:
     async def scenario() -> None:
         for _ in range(20):
             async with peers() as (a, b):
-                both = [call(x, y, array(1000), body=n) for n in range(5) for x, y in ((a, b), (b, a))]
+                both = [
+                    call(x, y, array(1000), body=n) for n in range(5) for x, y in ((a, b), (b, a))
+                ]
                 replies = await asyncio.gather(*both)
                 assert [r.body for r in replies] == [n for n in range(5) for _ in range(2)]
                 assert a.connected() == [b.peer_id]
@@ -588,7 +590,7 @@ def test_a_first_message_that_is_no_hello() -> None:
 )
 def test_what_is_odd_but_allowed_costs_nothing(harmless: bytes) -> None:
     async def scenario() -> None:
-        async with bad_peer() as (bad, victim, _):
+        async with bad_peer() as (bad, _victim, _):
             bad.writer.write(harmless + head_frame(REQUEST, 9, {"m": "echo", "b": 5}))
             answer = head_frame(REPLY, 9, {"b": 5})
             seen = b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -96,7 +97,9 @@ def read(data: bytes, cuts: list[int] | None = None) -> Messages:
 
 
 def test_a_frame_is_as_specified() -> None:
-    assert head_frame(NOTIFY, 7, {"m": "x"}) == raw_frame(NOTIFY | END, 7, msgpack.packb({"m": "x"}))
+    assert head_frame(NOTIFY, 7, {"m": "x"}) == raw_frame(
+        NOTIFY | END, 7, msgpack.packb({"m": "x"})
+    )
     (header, payload), *rest = part_frames(REQUEST_PART, 7, (array(3),))
     assert not rest
     assert header + payload == raw_frame(REQUEST_PART | END, 7, b"", array(3).data)
@@ -163,7 +166,9 @@ def test_a_flipped_bit_or_a_cut_never_gives_another_message(data: st.DataObject)
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),
-    lambda v: st.lists(v, max_size=5) | st.dictionaries(st.text() | st.integers(0, 9), v, max_size=5),
+    lambda v: (
+        st.lists(v, max_size=5) | st.dictionaries(st.text() | st.integers(0, 9), v, max_size=5)
+    ),
     max_leaves=12,
 )
 
@@ -219,7 +224,10 @@ def arrays_head(*described: object) -> bytes:
         (raw_frame(REQUEST, 1, arrays_head(["uint8", [1.5]])), "impossible shape"),
         (raw_frame(REQUEST, 1, arrays_head(["uint8", [1] * 9])), "impossible shape"),
         (raw_frame(REQUEST | END, 1, arrays_head(["uint8", [0, 2**63]])), "impossible shape"),
-        (raw_frame(REQUEST, 1, arrays_head(["uint8", [MAX_MESSAGE_BYTES + 1]])), "arrays? of|shape"),
+        (
+            raw_frame(REQUEST, 1, arrays_head(["uint8", [MAX_MESSAGE_BYTES + 1]])),
+            "arrays? of|shape",
+        ),
         (raw_frame(REQUEST, 1, arrays_head(*[["uint8", [2**30]]] * 2)), "at most"),
         (raw_frame(REQUEST, 1, arrays_head(["uint8"])), "without dtype and shape"),
         (raw_frame(REQUEST, 1, arrays_head(7)), "without dtype and shape"),
@@ -267,3 +275,9 @@ def test_a_message_that_nobody_wants_is_read_past() -> None:
     assert assembly.left_bytes == 0
     with pytest.raises(ProtocolViolation):
         assembly.take(1)
+
+
+def test_the_example_in_the_specification() -> None:
+    example = "73 77 01 86 00 00 00 00 05 00 00 00 00 00 00 00 67 06 57 b7   81 a1 6d a1 78"
+    assert head_frame(NOTIFY, 0, {"m": "x"}) == bytes.fromhex(example)
+    assert example in (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()

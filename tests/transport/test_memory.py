@@ -36,7 +36,7 @@ def test_a_message_takes_what_the_network_says() -> None:
             return num_bytes / 1e6 if source == "a" else 1.0
 
     async def main() -> None:
-        a, b = peers(MemoryHub(network=BySize()))
+        a, _b = peers(MemoryHub(network=BySize()))
         await a.call("b", "echo", Message(None, (Array("uint8", (10**6,), bytes(10**6)),)),
                      timeout_s=10)  # fmt: skip
         assert now() == pytest.approx(2.0, abs=0.001)
@@ -87,7 +87,7 @@ def test_a_frozen_peer_does_nothing_until_it_is_thawed() -> None:
 def test_a_frozen_peer_hears_of_a_death_when_it_wakes() -> None:
     async def main() -> None:
         hub = MemoryHub()
-        a, b = peers(hub)
+        a, _b = peers(hub)
         lost: list[str] = []
         a.on_disconnected(lost.append)
         await a.call("b", "echo", Message(), timeout_s=1)
@@ -105,7 +105,7 @@ def test_a_frozen_peer_hears_of_a_death_when_it_wakes() -> None:
 def test_a_partition_is_silent_on_open_channels_and_unreachable_on_new_ones() -> None:
     async def main() -> None:
         hub = MemoryHub()
-        a, b = peers(hub)
+        a, _b = peers(hub)
         c = hub.transport("c")
         await a.call("b", "echo", Message(), timeout_s=1)
         hub.partition("a", "b")
@@ -154,7 +154,7 @@ def test_a_peer_that_comes_back_is_another() -> None:
 def test_by_reference_for_large_simulations() -> None:
     async def main() -> None:
         hub = MemoryHub(copy=False)
-        a, b = peers(hub)
+        a, _b = peers(hub)
         body, data = {"k": object()}, bytearray(8)
         reply = await a.call("b", "echo", Message(body, (Array("uint8", (8,), data),)), timeout_s=1)
         assert reply.body is body
