@@ -45,6 +45,9 @@ class Rounds:
     on_open: Callable[[], Awaitable[None]]
     """Called when a round has begun here: publishes it."""
 
+    def __post_init__(self) -> None:
+        self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
+
     async def run(self) -> None:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
         touch with its stage."""
@@ -67,15 +70,30 @@ class Rounds:
     async def finish(self, r: int) -> None:
         """Settle, average, open the next round."""
         replica = self.replica
+        loop = asyncio.get_running_loop()
+        closed_at = loop.time()
         await replica.close_round()
         self.steps.drop_round(r)
         if replica.synced:
             await self._settle(r)
         num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
+        settled_at = loop.time()
         await self.averaging.update(num_tokens)
+        averaged_at = loop.time()
         await replica.open_round(r + 1, synced=True)
         self.averaging.finish_round(r)
         await self.on_open()
+        log.debug(
+            "round %d: open for %.3f s, device at work for %.3f s; settled in %.3f s, averaged in "
+            "%.3f s, the next one open after %.3f s",
+            r,
+            closed_at - self._opened_at,
+            replica.device.busy_s - self._busy_s,
+            settled_at - closed_at,
+            averaged_at - settled_at,
+            loop.time() - averaged_at,
+        )
+        self._opened_at, self._busy_s = loop.time(), replica.device.busy_s
 
     # ---- orphans ----------------------------------------------------------------------------
 

@@ -120,9 +120,11 @@ class StepService:
         if self.gossip.own.state == LEAVING:
             raise NotReady("this peer is leaving")
         waiting = replica.device.num_waiting
+        # A place is free when one forward or one backward is done: half a microbatch.
+        over = waiting + 1 - self.limits.max_waiting_forwards
         limits = self.limits
         if waiting >= limits.max_waiting_forwards or self.num_flying >= limits.max_open_steps:
-            raise Busy("the queue is full", backlog_s=waiting * replica.service_s)
+            raise Busy("the queue is full", backlog_s=over * replica.service_s / 2)
 
     @property
     def num_flying(self) -> int:

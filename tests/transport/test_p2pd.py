@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -365,23 +365,49 @@ def test_sigkill_leaves_no_daemon_and_the_next_start_clears_its_folder(base: Pat
     play(scenario())
 
 
-@pytest.mark.processes
-def test_the_kernel_ends_the_daemon_of_a_killed_peer_whatever_it_is_doing(base: Path) -> None:
-    """An idle daemon also ends by itself soon; one that is stopped cannot."""
+START_AND_WAIT = """
+import os, subprocess, sys, time
+wrapper, *command = sys.argv[1:]
+quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+wrapped = [sys.executable, "-I", "-S", "-c", wrapper, str(os.getpid()), *command]
+child = subprocess.Popen(wrapped, **quiet)
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
 
-    async def scenario() -> None:
-        with process(2, base) as (child, (_, pid, folder)):
-            os.kill(int(pid), signal.SIGSTOP)
-            child.send_signal(signal.SIGKILL)
-            try:
-                await until_gone(int(pid))
-            finally:
-                if is_alive(int(pid)):
-                    os.kill(int(pid), signal.SIGKILL)
-                child.wait()  # its last thread may hold the folder's lock a little longer
-                assert [p.name for p in clean_up(base)] == [Path(folder).name]
 
-    play(scenario())
+def test_the_kernel_ends_what_the_wrapper_started_when_its_parent_is_killed() -> None:
+    """With a program that has no reason of its own to end. The daemon is no proof: one that runs
+    ends over its broken pipes, one that is stopped over the SIGHUP of an orphaned group."""
+    sleep = shutil.which("sleep")
+    assert sleep
+    command = [sys.executable, "-c", START_AND_WAIT, p2pd.END_WITH_PARENT, sleep, "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        try:
+            wait_for(lambda: program(pid) == Path(sleep).resolve())
+            parent.kill()
+            parent.wait()
+            wait_for(lambda: not is_alive(pid))
+        finally:
+            parent.kill()
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def program(pid: int) -> Path | None:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/exe"))
+    except FileNotFoundError:
+        return None
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 @pytest.mark.processes
