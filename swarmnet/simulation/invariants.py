@@ -232,9 +232,7 @@ class Monitor:
         moved = left is not None and left >= 0 and own.stage != left and not member.leaving
         if moved:
             self.log("moved", peer=own.peer_id, source=left, target=own.stage)
-            if not any(
-                m.stage == left and m.peer.gossip.own.state == ACTIVE for m in self._live()
-            ):
+            if not any(m.stage == left and m.peer.gossip.own.state == ACTIVE for m in self._live()):
                 self.fail(f"{own.peer_id} moved from stage {left} and left nobody there")
         if serving is None and left is None:
             member.stage = None

@@ -102,9 +102,7 @@ class SyntheticStage:
     """`ports.Stage`. `observer(event, **facts)` hears of every piece of work; see
     `invariants.Monitor`."""
 
-    def __init__(
-        self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer
-    ) -> None:
+    def __init__(self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer) -> None:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards

@@ -441,9 +441,7 @@ class Simulation:
         members = self.monitor.members.values()
         return self._gone.get(name, 0) + sum(m.peer.gossip.own.totals.get(name, 0) for m in members)
 
-    def _result(
-        self, broken: str | None, warm: tuple[int, float, float], warm_at: float
-    ) -> Result:
+    def _result(self, broken: str | None, warm: tuple[int, float, float], warm_at: float) -> Result:
         scenario, monitor, now = self.scenario, self.monitor, self._now()
         span_s = max(1e-9, now - warm_at)
         per_microbatch = scenario.samples_per_microbatch

@@ -84,9 +84,7 @@ def test_optimizer_state_travels() -> None:
     a.step(0, s.parameter_shard(0), a.sum([s.gradient_shard(0)]), 0.1, 0)
     b.load(0, *a.export(0))
     assert b.steps(0) == 1
-    again = [
-        o.step(0, s.parameter_shard(0), o.sum([s.gradient_shard(0)]), 0.1, 1) for o in (a, b)
-    ]
+    again = [o.step(0, s.parameter_shard(0), o.sum([s.gradient_shard(0)]), 0.1, 1) for o in (a, b)]
     assert bytes(again[0].data) == bytes(again[1].data)
 
 
