@@ -159,13 +159,17 @@ class ChannelTransport:
 
     async def close(self) -> None:
         self._closed = True
+        await self._cancel_all()  # while the channels stand: their callers are told
+        for channel in self._all():
+            channel.close()
+        await self._cancel_all()  # what came in meanwhile
+        await self.carrier.close()
+
+    async def _cancel_all(self) -> None:
         tasks = [*self._opening.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for channel in self._all():
-            channel.close()
-        await self.carrier.close()
 
     # ---- channels ---------------------------------------------------------------------------
 
@@ -226,7 +230,8 @@ class ChannelTransport:
             return
         error = task.exception()
         if error is None:
-            for method, message in notes:
+            # Not where it has closed already: the notes would open it again, without end.
+            for method, message in notes if self._open_channel(peer_id) is not None else ():
                 self.notify(peer_id, method, message)
             return
         if not isinstance(error, SwarmnetError):

@@ -15,6 +15,7 @@ from swarmnet.errors import (
     Busy,
     ChannelClosed,
     DeadlineExceeded,
+    NotReady,
     RemoteError,
     Unreachable,
     WrongVersion,
@@ -403,6 +404,71 @@ def test_closing_while_opening_fails_the_call_and_not_its_caller() -> None:
             with pytest.raises(ChannelClosed):
                 await task
             assert not task.cancelled()
+
+    play(scenario())
+
+
+def test_notes_for_a_peer_that_hangs_up_at_once_do_not_dial_it_again_and_again() -> None:
+    async def scenario() -> None:
+        async with peers() as (a, _):
+            carrier = a.carrier
+            assert isinstance(carrier, LoopbackCarrier)
+            rude = carrier._hub.carrier(identity(5).peer_id)
+
+            def hang_up(stream: ByteStream) -> None:
+                stream.transport.write(HELLO_FRAME)
+                stream.transport.close()
+
+            await rude.start(hang_up)
+            gone = asyncio.Event()
+            a.on_disconnected(lambda peer_id: gone.set())
+            a.notify(rude.peer_id, "echo", Message())
+            await gone.wait()
+            for _ in range(50):  # turns of the loop: time enough to dial again
+                await asyncio.sleep(0)
+            assert carrier.opened == 1
+            await rude.close()
+
+    play(scenario())
+
+
+def test_a_request_that_comes_while_the_transport_closes_is_ended_too() -> None:
+    async def scenario() -> None:
+        async with peers() as (a, b):
+            begun, closing, late_begun, late_ended = (asyncio.Event() for _ in range(4))
+
+            async def slow(request: Request) -> Message:
+                begun.set()
+                try:
+                    await asyncio.sleep(PATIENCE_S)
+                finally:
+                    closing.set()
+                    await late_begun.wait()
+                return Message()
+
+            async def late(request: Request) -> Message:
+                late_begun.set()
+                try:
+                    await asyncio.sleep(PATIENCE_S)
+                finally:
+                    late_ended.set()
+                return Message()
+
+            b.handle("slow", slow)
+            b.handle("late", late)
+            calls_made = [
+                asyncio.create_task(a.call(b.peer_id, "slow", Message(), timeout_s=PATIENCE_S))
+            ]
+            await begun.wait()
+            closed = asyncio.create_task(b.close())
+            await closing.wait()
+            calls_made.append(
+                asyncio.create_task(a.call(b.peer_id, "late", Message(), timeout_s=PATIENCE_S))
+            )
+            await closed
+            assert late_ended.is_set()
+            for outcome in await asyncio.gather(*calls_made, return_exceptions=True):
+                assert isinstance(outcome, (ChannelClosed, NotReady))
 
     play(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from pathlib import Path
@@ -33,7 +34,7 @@ from swarmnet.transport.frames import (
     head_frame,
     part_frames,
 )
-from swarmnet.wire import MAX_ARRAYS, MAX_BODY_BYTES, Array
+from swarmnet.wire import ITEM_BYTES, MAX_ARRAYS, MAX_BODY_BYTES, Array
 
 
 class Messages:
@@ -41,11 +42,13 @@ class Messages:
 
     def __init__(self) -> None:
         self.done: list[tuple[int, int, dict[str, object], list[bytes]]] = []
+        self.described: list[list[tuple[str, tuple[int, ...]]]] = []
         self.num_bytes = 0
         self._assemblies: dict[tuple[int, int], Assembly] = {}
 
     def head(self, head: Head, num_bytes: int) -> None:
         self.num_bytes += num_bytes
+        self.described.append(list(head.arrays))
         if head.array_bytes:
             take = lambda n: memoryview(bytearray(n))  # noqa: E731
             self._assemblies[PARTS_OF[head.kind], head.call_id] = Assembly(head, take)
@@ -130,6 +133,22 @@ def test_parts_of_several_messages_interleave() -> None:
     assert [m[0] for m in sink.done] == [NOTIFY, REPLY, REQUEST]
     assert sink.done[1][3] == [bytes(other[0].data)]
     assert sink.done[2][3] == [bytes(one[0].data)]
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 70]), max_size=4).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), max_size=5))
+def test_every_dtype_and_shape_travels(described: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Scalars, and arrays without an element, included."""
+    sizes = [ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in described]
+    arrays = tuple(
+        Array(dtype, shape, random.Random(n).randbytes(n))
+        for (dtype, shape), n in zip(described, sizes, strict=True)
+    )
+    sink = read(message(REQUEST, 1, None, arrays))
+    assert sink.described == [described]
+    assert sink.done[0][3] == [a.data for a in arrays]
 
 
 def test_arrays_of_any_layout_that_is_contiguous_travel() -> None:
