@@ -110,15 +110,23 @@ class Monitor:
         if event == "step":
             self._on_step(peer_id, incarnation, stage_index, **facts)
         elif event in ("forward", "backward"):
-            self._on_microbatch(peer_id, event, **facts)
+            self._on_microbatch(peer_id, incarnation, event, **facts)
         elif event == "retract":
             self.log("retract", peer=peer_id, stage=stage_index, key=facts["key"])
 
     def _on_microbatch(
-        self, peer_id: str, event: str, key: StepKey, weights: bytes, forward_weights: bytes = b""
+        self,
+        peer_id: str,
+        incarnation: int,
+        event: str,
+        key: StepKey,
+        weights: bytes,
+        forward_weights: bytes = b"",
     ) -> None:
         member = self.members.get(peer_id)
-        replica = member.peer.replica if member else None
+        if member is None or member.peer.identity.incarnation != incarnation:
+            return  # a process that was killed while it was stopped: its device is gone too
+        replica = member.peer.replica
         if replica is not None and replica.round != key[0]:
             self.fail(f"{event} of round {key[0]} at {peer_id}, which is in round {replica.round}")
         if forward_weights and forward_weights != weights:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swarmnet.errors import ProtocolViolation
+from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.protocol.records import LEFT, OBSERVER_STAGE
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import SignedRecord
@@ -27,6 +27,8 @@ FIRST_PUBLISH_S = 2.0
 LONELY_LOOK_S = 5.0
 """How often a peer without live partners looks into the directory."""
 CALL_TIMEOUT_S = 20.0
+MAX_CONNECTED = 8
+"""Known peers through which the DHT is joined."""
 MAX_FOUND = 64
 """Records taken from one key."""
 
@@ -55,6 +57,7 @@ class Directory:
         from hivemind.dht.node import DHTNode
 
         self._initial = list(initial_peers)
+        await asyncio.gather(*(self._connect(a) for a in self._initial[:MAX_CONNECTED]))
         self._node = await DHTNode.create(
             p2p=self._p2p(),
             initial_peers=self._initial,
@@ -62,6 +65,13 @@ class Directory:
             num_workers=2,
             strict=False,
         )
+
+    async def _connect(self, address: str) -> None:
+        """hivemind's DHT talks only to peers that the daemon has a connection to."""
+        try:
+            await self._gossip.transport.dial(address)
+        except SwarmnetError as e:
+            log.debug("%s: %s", address, e)
 
     def daemon_restarted(self) -> None:
         """The daemon is a new one: the DHT node is made again with the next use."""
