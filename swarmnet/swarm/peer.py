@@ -219,25 +219,24 @@ class Peer:
             chosen = assignment.choose_stage(
                 self.view, num_stages, loop.time(), self.rng, costs=self.stage_costs
             )
+            own = self.gossip.own.peer_id
+            before = {m.peer_id for m in self.view.members(chosen, loop.time())} - {own}
             offers = self.recovery.offers(chosen)
             self.gossip.update(state=JOINING, stage=chosen, restorable=offers, urgent=True)
             await asyncio.sleep(CLAIM_S)
-            if not self._gives_way(chosen):
+            if not self._gives_way(chosen, before):
                 return chosen
         return chosen
 
-    def _gives_way(self, chosen: int) -> bool:
-        """Another newcomer with a lower id claimed the same stage, and another stage needs one
-        more."""
+    def _gives_way(self, chosen: int, before: set[str]) -> bool:
+        """Others chose the same stage meanwhile, which makes it richer than another one needs to be
+        poor: as many of them as are too many give way, those with the highest ids."""
         now = asyncio.get_running_loop().time()
         own = self.gossip.own.peer_id
-        members = [len(self.view.members(s, now)) for s in range(self.settings.num_stages)]
-        rivals = [
-            m.peer_id
-            for m in self.view.members(chosen, now)
-            if m.state == JOINING and m.peer_id < own
-        ]
-        return bool(rivals) and min(members) < members[chosen] - 1
+        members = [self.view.members(k, now) for k in range(self.settings.num_stages)]
+        too_many = len(members[chosen]) - 1 - min(len(m) for m in members)
+        rivals = sorted(m.peer_id for m in members[chosen] if m.peer_id not in before)
+        return too_many > 0 and len(rivals) > 1 and own in rivals[-too_many:]
 
     # ---- serving ----------------------------------------------------------------------------
 

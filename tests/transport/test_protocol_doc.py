@@ -1,0 +1,123 @@
+"""docs/protocol.md says what the code does: its examples, and no method, field or code left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from swarmnet import errors, identity
+from swarmnet.protocol import placement, records
+from swarmnet.swarm import discovery, feeder, messages
+from swarmnet.transport import base, calls, channel, frames, outbox
+from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
+from tests.transport.test_frames import read
+
+ROOT = Path(__file__).parents[2]
+DOC = (ROOT / "docs" / "protocol.md").read_text()
+NAMES = set(re.findall(r"`([a-z_0-9]+)", DOC))
+
+
+def section(title: str) -> str:
+    """From a heading to the next one of the same level."""
+    level = title.split()[0]
+    return re.split(rf"^{level} ", DOC.split(f"{title}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def dumps() -> list[bytes]:
+    """The examples in hex."""
+    return [bytes.fromhex(block) for block in re.findall(r"```\n([0-9a-f\s]+)```", DOC)]
+
+
+def test_the_dumps_are_what_the_code_writes_and_reads() -> None:
+    note, request, error = dumps()
+    arrays = (Array("float32", (2,), struct.pack("<2f", 1.0, -2.0)),)
+    assert note == frames.head_frame(frames.NOTIFY, 0, {"m": "x"})
+    head = frames.head_frame(frames.REQUEST, 1, {"m": "x", "b": {"k": 1}}, arrays)
+    parts = frames.part_frames(frames.REQUEST_PART, 1, arrays)
+    assert request == head + b"".join(h + p for h, p in parts)
+    busy = calls.describe(errors.Busy("full", backlog_s=0.5))
+    assert error == frames.head_frame(frames.ERROR, 1, {"e": busy})
+    assert [m[:3] for m in read(note + request + error).done] == [
+        (frames.NOTIFY, 0, {"m": "x"}),
+        (frames.REQUEST, 1, {"m": "x", "b": {"k": 1}}),
+        (frames.ERROR, 1, {"e": busy}),
+    ]
+
+
+def test_the_other_examples() -> None:
+    examples = " ".join(section("## Examples").split())
+    key = identity.Identity(bytes(range(32)))
+    assert f"`{key.peer_id}`" in examples
+    assert f"`{key.sign(b'swarmnet').hex()}`" in examples
+    weights = {"a": 1.0, "b": 2.0, "c": 4.0}
+    assert f"shard 7 of stage 1 is {', '.join(placement.owners(1, 7, weights))}," in examples
+    assert f"shard 0 of stage 0 it is {', '.join(placement.owners(0, 0, weights))}." in examples
+    assert f"incarnation 1: {feeder.microbatch_id('r', 'p', 1, 0, 0)}." in examples
+
+
+def test_every_kind_of_frame_has_its_row() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", section("## Frames"), flags=re.M))
+    assert rows == {str(getattr(frames, name)): name for name in rows.values()}
+    assert list(map(int, rows)) == list(frames.KINDS)
+
+
+def test_every_error_code_has_its_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", section("## Calls"), flags=re.M)
+    assert sorted(rows) == sorted(errors.REMOTE_ERRORS)
+
+
+def test_every_method_that_is_served_is_described() -> None:
+    source = "".join(p.read_text() for p in sorted((ROOT / "swarmnet" / "swarm").glob("*.py")))
+    served = set(re.findall(r'\.handle\("(\w+)"', source))
+    assert set(re.findall(r"^\*\*`(\w+)`\*\*", section("## Methods"), flags=re.M)) == served
+
+
+MESSAGES = [
+    cls
+    for module in (messages, records)
+    for _, cls in inspect.getmembers(module, dataclasses.is_dataclass)
+    if cls.__module__ == module.__name__
+]
+
+
+@pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
+def test_every_field_is_named(cls: type) -> None:
+    assert [f.name for f in dataclasses.fields(cls) if f.name not in NAMES] == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"`{base.PROTOCOL_NAME}`",
+        f"header of {frames.HEADER.size} bytes",
+        f"1 to {MAX_BODY_BYTES:,}; 0 in a part",
+        f"1 to {frames.PART_BYTES:,} in a part",
+        f"at most {outbox.MAX_TURNS} large messages",
+        f"at most {outbox.MAX_NOTES} waiting",
+        f"({outbox.MAX_SMALL_BYTES >> 20} MiB of small messages",
+        f"more than {frames.MAX_RECEIVING_BYTES >> 30} GiB",
+        f"within {calls.HELLO_TIMEOUT_S:.0f} s",
+        f"open for {calls.PARTING_S} s",
+        f"at most {calls.MAX_TEXT} characters",
+        f"being served for a peer | {calls.MAX_OPEN_CALLS:,} |",
+        f"streams of a peer | {channel.MAX_CHANNELS} |",
+        f"for {channel.FIRST_BAN_S:.0f} s; with each",
+        f"up to {channel.LONGEST_BAN_S:.0f} s; {channel.FORGIVEN_AFTER_S / 60:.0f} minutes",
+        f"`{' '.join(ITEM_BYTES)}`",
+        f"for {discovery.EXPIRY_S:.0f} s and does",
+        f"again every {discovery.REFRESH_S:.0f} s",
+        f"at most {discovery.MAX_FOUND} of a key",
+        discovery.stage_key("<run_id>", 0)[:-1] + "<k>",
+        f"at most {messages.MAX_RECORDS:,} entries",
+        f"at most {messages.MAX_PATH:,} peer ids",
+        f"at most {messages.MAX_IDS:,})",
+        f"newest rounds, ascending: `{dataclasses.fields(records.RoundCount)[0].name}`",
+    ],
+)
+def test_numbers_and_names_are_those_of_the_code(said: str) -> None:
+    assert said in re.sub(r"\s+", " ", DOC)
