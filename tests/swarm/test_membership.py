@@ -16,7 +16,7 @@ def test_newcomers_spread_over_the_stages(tmp_path: Path) -> None:
         swarm.start_grid(3, 3)
         await swarm.until_round(2)
         stages = [m.peer.gossip.own.stage for m in swarm.members.values()]
-        # All at one instant, each knowing only one other: no stage is left thin (moves do the rest).
+        # All at one instant, each knowing only one other: no stage is left thin.
         assert min(stages.count(k) for k in range(3)) >= 2
 
     in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=3))
