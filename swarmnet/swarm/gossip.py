@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from swarmnet.errors import ProtocolViolation, RemoteError, SwarmnetError, WrongRun
 from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
 from swarmnet.protocol.view import MAX_STAMP_LEAD, View
-from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion
+from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.swarm.news import News
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert, pack, unpack
@@ -264,6 +264,8 @@ class Gossip:
         stamps = self.view.stamps()
         if self.quiet:
             stamps.pop(self.own.peer_id, None)
+        if len(stamps) > MAX_RECORDS:  # as many as a message may have; others another time
+            stamps = {p: stamps[p] for p in self.rng.sample(sorted(stamps), MAX_RECORDS)}
         return stamps
 
     def _suspicions(self) -> tuple[Suspicion, ...]:
