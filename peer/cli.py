@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from peer.options import ANY_INTERFACE, PeerOptions, UsageError
+from peer.options import ANY_INTERFACE, INVITE_VARIABLE, PeerOptions, UsageError
 from swarmnet.errors import SwarmnetError, UserError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -44,6 +44,15 @@ RoundsOption = Annotated[
 ]
 SeedOption = Annotated[
     int | None, typer.Option(min=0, help="Seed of the run, in place of the spec's.")
+]
+InviteOption = Annotated[
+    str,
+    typer.Option(
+        metavar="INVITE",
+        envvar=INVITE_VARIABLE,
+        show_envvar=False,
+        help="The invite to a closed run, or the file that holds it.",
+    ),
 ]
 MetricsOption = Annotated[
     Path | None,
@@ -116,6 +125,7 @@ def peer(
     keep_checkpoints: Annotated[
         int, typer.Option(min=2, help="Keep the newest so many checkpoints.")
     ] = 2,
+    invite: InviteOption = "",
     rounds: RoundsOption = None,
     seed: SeedOption = None,
     metrics: MetricsOption = None,
@@ -166,6 +176,7 @@ def peer(
                 threads=threads,
                 checkpoint_every=checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
+                invite=invite,
                 metrics=metrics,
                 exit_when_done=exit_when_done,
                 ready_file=ready_file,
@@ -197,6 +208,7 @@ def local(
             help="Harm peers at random while you watch: kill=6/min, or kill=6/min,stop=2/min.",
         ),
     ] = "",
+    invite: InviteOption = "",
     plain: PlainOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -219,6 +231,7 @@ def local(
             screen="plain" if plain else "auto",
             debug=debug,
             chaos=chaos,
+            invite=invite,
         )
         _run(run_local(options))
 
@@ -305,6 +318,57 @@ def simulate(
 
 
 @app.command()
+def invite(
+    key: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="The owner's secret key; made where there is none."),
+    ],
+    spec: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Invite to the run of this run.toml.")
+    ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="Invite to the live run behind this address."),
+    ] = None,
+    valid: Annotated[
+        str, typer.Option(metavar="TIME", help="For how long: 90m, 12h, 30d, 4w.")
+    ] = "30d",
+    peer_id: Annotated[
+        str,
+        typer.Option(
+            "--peer", metavar="PEER_ID", help="For this peer only. Default: whoever holds it."
+        ),
+    ] = "",
+    rounds: RoundsOption = None,
+    seed: SeedOption = None,
+    transport: TransportOption = "p2pd",
+    debug: DebugOption = False,
+) -> None:
+    """Let somebody into a closed run: print an invite.
+
+    Without --spec and --join: make the owner's key, and print the lines that close a new run.
+    """
+
+    def work() -> None:
+        from peer.invites import InviteOptions, issue_invite
+
+        if spec is not None and join:
+            raise UsageError("give --spec FILE or --join ADDR, not both")
+        if spec is None and (rounds is not None or seed is not None):
+            raise UsageError("--rounds and --seed go with --spec")
+
+        async def issue() -> None:
+            options = InviteOptions(
+                key, spec, tuple(join or ()), rounds, seed, valid, peer_id, transport
+            )
+            typer.echo(await issue_invite(options))
+
+        _run(issue())
+
+    _guarded(work, debug)
+
+
+@app.command()
 def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
     join: Annotated[
@@ -319,6 +383,7 @@ def export(
             "every stage is there.",
         ),
     ] = None,
+    invite: InviteOption = "",
     transport: TransportOption = "p2pd",
     debug: DebugOption = False,
 ) -> None:
@@ -334,7 +399,7 @@ def export(
             return
 
         async def export_joined() -> None:
-            typer.echo(await export_live(join or (), out, transport=transport))
+            typer.echo(await export_live(join or (), out, transport=transport, invite=invite))
 
         _run(export_joined())
 

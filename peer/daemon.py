@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches
+from peer.invites import Admitted, admission_of, admit, date_of
 from peer.options import PeerOptions, TransportName, with_overrides
 from peer.ready import write_ready_file
 from swarmnet import __version__
@@ -49,6 +50,12 @@ DIAL_TIMEOUT_S = 10.0
 JOIN_ATTEMPTS_S = 30.0
 FINISH_WAIT_S = 60.0
 """How long after its last round a run may take for the last measurement on held-out data."""
+
+WARN_BEFORE_EXPIRY_S = 86_400.0
+LEAVE_BEFORE_EXPIRY_S = 60.0
+"""Of an invite: time enough to hand over."""
+LONGEST_SLEEP_S = 86_400.0
+"""A machine's clock may be set meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +234,17 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             neighbours = [await dial_any(net.transport, options.join)]
             spec = await fetch_run(net.transport, neighbours[0])
             neighbours += learn_others(net.transport, options.join, neighbours[0])
+        admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
         machine = await asyncio.to_thread(build_machine, spec, options)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
         if machine.disk is not None:
             stack.push_async_callback(machine.disk.worker.close)
-        peer = compose(spec, options, net.transport, key, machine)
+        peer = compose(spec, options, net.transport, key, machine, admitted)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
+        if admitted.not_after_unix_s:
+            tasks.start(_stop_when_expired(peer, admitted.not_after_unix_s))
         if net.p2p is not None and net.on_restart is not None:
             directory = Directory(peer.gossip, spec.pipeline.num_stages, net.p2p, peer.rng)
             net.on_restart(directory.daemon_restarted)
@@ -261,7 +271,12 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
 
 
 def compose(
-    spec: RunSpec, options: PeerOptions, transport: Transport, key: Key, machine: Machine
+    spec: RunSpec,
+    options: PeerOptions,
+    transport: Transport,
+    key: Key,
+    machine: Machine,
+    admitted: Admitted = Admitted(),  # noqa: B008  it is immutable
 ) -> Peer:
     """A `Peer` of real parts."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
@@ -278,7 +293,9 @@ def compose(
             incarnation=int(now_unix_s * 1000),
             started_unix_s=now_unix_s,
             agent=AGENT,
+            credential=admitted.credential,
         ),
+        admission=admitted.admission,
         settings=run_settings(spec),
         machine=machine,
         rng=random.Random(f"{key.peer_id}|{now_unix_s}"),
@@ -298,6 +315,20 @@ def best_address(addresses: Sequence[str]) -> str:
     """The address that others are told first: not of loopback, where there is another."""
     outside = [a for a in addresses if "/127." not in a and "/::1/" not in a]
     return (outside or list(addresses) or [""])[0]
+
+
+async def _stop_when_expired(peer: Peer, not_after_unix_s: int) -> None:
+    """Leaves in good order before others refuse this peer."""
+    left_s = not_after_unix_s - time.time()
+    while left_s > LEAVE_BEFORE_EXPIRY_S:
+        if left_s <= WARN_BEFORE_EXPIRY_S:
+            log.warning("your invite ends on %s; ask for a new one", date_of(not_after_unix_s))
+            await asyncio.sleep(left_s - LEAVE_BEFORE_EXPIRY_S)
+        else:
+            await asyncio.sleep(min(left_s - WARN_BEFORE_EXPIRY_S, LONGEST_SLEEP_S))
+        left_s = not_after_unix_s - time.time()
+    log.warning("your invite ends on %s: this peer leaves the run", date_of(not_after_unix_s))
+    peer.stop()
 
 
 async def _stop_when_done(peer: Peer, rounds: int) -> None:
@@ -343,8 +374,11 @@ class Observer:
         transport: TransportName = "p2pd",
         host: str = "127.0.0.1",
         timeout_s: float = JOIN_ATTEMPTS_S,
+        invite: str = "",
     ) -> Observer:
-        """Finds a run through any of the addresses. Raises `AddressError` or `UserError`."""
+        """Finds a run through any of the addresses. Looking needs no invite, not even where the
+        run is closed; what costs its peers something (a sample of text, the parameters) does.
+        Raises `AddressError` or `UserError`."""
         key = Key.generate()
         net = await open_net(transport, key, host=host, port=0, announce=())
         try:
@@ -352,14 +386,23 @@ class Observer:
                 neighbour = await dial_any(net.transport, addresses)
                 spec = await fetch_run(net.transport, neighbour)
                 net.transport.set_run(spec.run_id)
-                own = Record(key.peer_id, spec.run_id, int(time.time() * 1000), 0, state=OBSERVING)
+                shown = admit(spec, key.peer_id, invite, None).credential if invite else b""
+                own = Record(
+                    key.peer_id,
+                    spec.run_id,
+                    int(time.time() * 1000),
+                    0,
+                    state=OBSERVING,
+                    credential=shown,
+                )
                 gossip = Gossip(
                     net.transport,
                     View(key.peer_id),
                     KeySigner(key),
                     own,
                     random.Random(key.peer_id),
-                    quiet=True,
+                    quiet=not shown,
+                    admission=admission_of(spec),
                 )
                 await gossip.exchange(neighbour)
                 return cls(spec, gossip, net.transport)

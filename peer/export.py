@@ -35,14 +35,14 @@ BYTES_NOTE = (
 
 
 async def export_live(
-    addresses: Sequence[str], out: Path, *, transport: TransportName = "p2pd"
+    addresses: Sequence[str], out: Path, *, transport: TransportName = "p2pd", invite: str = ""
 ) -> str:
     """Writes the model of the run behind an address; returns what was done, in a line. Raises
     `UserError`."""
     from peer.daemon import Observer
 
     _check_out(out)
-    async with await Observer.join(addresses, transport=transport) as observer:
+    async with await Observer.join(addresses, transport=transport, invite=invite) as observer:
         round_index, named = await fetch_named(observer.spec, observer.transport, observer.gossip)
         return write_folder(out, observer.spec, round_index, named)
 

@@ -4,10 +4,12 @@ this process as the observer that watches it."""
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -17,6 +19,7 @@ from peer.chaos import Chaos, parse_chaos
 from peer.metrics import open_metrics
 from peer.observing import JoinRun, RunObserver, join_run
 from peer.options import (
+    INVITE_VARIABLE,
     LOOPBACK,
     ScreenName,
     TransportName,
@@ -61,6 +64,8 @@ class LocalOptions:
     debug: bool = False
     chaos: str = ""
     """Faults on purpose; see `peer.chaos`."""
+    invite: str = ""
+    """To a closed run."""
 
 
 async def run_local(
@@ -82,6 +87,9 @@ async def run_local(
     )
     _check(options, spec)
     rates = parse_chaos(options.chaos) if options.chaos else {}
+    if options.invite:
+        os.environ[INVITE_VARIABLE] = options.invite  # of the peers; a command line can be seen
+        join = partial(join, invite=options.invite)
     with (
         open_metrics(options.metrics, append=False) as metrics,
         Reporter(spec, options.screen, metrics) as reporter,

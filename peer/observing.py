@@ -31,12 +31,15 @@ class RunObserver(Protocol):
     async def close(self) -> None: ...
 
 
-JoinRun = Callable[[Sequence[str], TransportName], Awaitable[RunObserver]]
-"""(addresses, transport) -> an observer. Raises `AddressError` or another `SwarmnetError`."""
+JoinRun = Callable[..., Awaitable[RunObserver]]
+"""(addresses, transport, invite="") -> an observer. Raises `AddressError` or another
+`SwarmnetError`."""
 
 
-async def join_run(addresses: Sequence[str], transport: TransportName) -> RunObserver:
+async def join_run(
+    addresses: Sequence[str], transport: TransportName, invite: str = ""
+) -> RunObserver:
     """Joins as an observer over the real network."""
     from peer.daemon import Observer
 
-    return await Observer.join(addresses, transport=transport)
+    return await Observer.join(addresses, transport=transport, invite=invite)

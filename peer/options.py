@@ -15,6 +15,8 @@ ScreenName = Literal["auto", "plain", "quiet"]
 
 LOOPBACK = "127.0.0.1"
 ANY_INTERFACE = "0.0.0.0"
+INVITE_VARIABLE = "SWARMNET_INVITE"
+"""Of the environment: what `--invite` says, unseen by the machine's other users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class PeerOptions:
     """Rounds between two checkpoints of this peer's stage; 0 = none."""
     keep_checkpoints: int = 2
     """The newest so many stay."""
+    invite: str = ""
+    """The invite to a closed run, or the file that it is in; kept in the state folder."""
     metrics: Path | None = None
     """Append events to this file, one JSON object a line."""
     exit_when_done: bool = False

@@ -25,6 +25,7 @@ PUBLIC_HEAD = b"\x00\x24\x08\x01\x12\x20"
 KEY_BYTES = 32
 FILE_BYTES = len(PRIVATE_HEAD) + 2 * KEY_BYTES
 MAX_CACHED_KEYS = 8192
+MAX_PEER_ID_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,14 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return None
 
 
+def is_peer_id(text: str) -> bool:
+    """Is this the id of an Ed25519 key?"""
+    return len(text) <= MAX_PEER_ID_CHARS and _public_key(text) is not None
+
+
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     """Did the peer with this id sign these bytes?"""
-    key = _public_key(peer_id) if len(peer_id) <= 64 else None
+    key = _public_key(peer_id) if len(peer_id) <= MAX_PEER_ID_CHARS else None
     if key is None:
         return False
     try:

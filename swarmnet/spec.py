@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from swarmnet.errors import SpecError
+from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 
 MAX_SPEC_BYTES = 1 << 16
 """A spec that is longer is refused, whether it is a file or comes from a peer."""
@@ -308,8 +309,23 @@ class SyncSpec(_Table):
 class SecuritySpec(_Table):
     """`[security]`: who may take part."""
 
-    admission: Literal["open"] = "open"
-    """`open`: anyone who knows an address."""
+    admission: Literal["open", "invite"] = "open"
+    """`open`: anyone who knows an address. `invite`: who holds an invite of the run's owner
+    (`swarmnet invite`); every peer refuses the others."""
+
+    owner: str = Field(default="", max_length=MAX_PEER_ID_CHARS)
+    """With `invite`: the public key of the run's owner; `swarmnet invite --key FILE` prints it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SecuritySpec:
+        if self.admission == "open" and self.owner:
+            raise ValueError('[security] owner goes with admission = "invite"')
+        if self.admission == "invite" and not is_peer_id(self.owner):
+            raise ValueError(
+                "[security] owner must be a public key; `swarmnet invite --key owner.key` makes "
+                "a key and prints the line"
+            )
+        return self
 
 
 class RunSpec(_Table):

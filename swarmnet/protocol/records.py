@@ -17,6 +17,7 @@ DIGEST_BYTES = 8
 MAX_ADDRESSES = 16
 MAX_TEXT = 256
 MAX_SHARDS = 65_536
+MAX_CREDENTIAL_BYTES = 1024
 MAX_RESTORABLE = 16
 """Checkpoints that a peer offers at most."""
 
@@ -129,6 +130,8 @@ class Record:
     """Incarnation of the peer that began the run as it goes on now, or went on with it from a
     checkpoint; the highest one among the active replicas holds. Rounds of different histories
     have nothing in common but their number."""
+    credential: bytes = b""
+    """What admits this peer to a closed run (see `swarmnet.admission`)."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -157,6 +160,8 @@ class Record:
             len(k) > 64 or not 0 <= v < 2**62 for k, v in self.totals.items()
         ):
             raise ValueError("the totals of a record are out of range")
+        if len(self.credential) > MAX_CREDENTIAL_BYTES:
+            raise ValueError("the credential of a record is too long")
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
 

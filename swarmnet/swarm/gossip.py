@@ -19,7 +19,16 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from swarmnet.errors import ProtocolViolation, RemoteError, SwarmnetError, WrongRun
+from swarmnet.admission import OPEN, Admission
+from swarmnet.errors import (
+    Busy,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    SwarmnetError,
+    WrongRun,
+)
+from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
 from swarmnet.protocol.view import MAX_STAMP_LEAD, View
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records, SignedRecord, Suspicion
@@ -35,6 +44,9 @@ FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
 DECODED_RECORDS = 8192
 """Kept in their decoded form."""
+STRANGER_CALLS_PER_S = 20.0
+STRANGER_BURST = 200.0
+"""Of one peer whose record is not known here; more are answered `Busy`."""
 
 
 @lru_cache(maxsize=DECODED_RECORDS)
@@ -104,8 +116,10 @@ class Gossip:
     settings: GossipSettings = field(default_factory=GossipSettings)
     quiet: bool = False
     """An observer: listens, but makes no record of its own known."""
+    admission: Admission = OPEN
 
     def __post_init__(self) -> None:
+        self._strangers = RateLimiter(STRANGER_CALLS_PER_S, STRANGER_BURST)
         self.news = News()
         self._envelopes: dict[str, SignedRecord] = {}
         self._tasks = Tasks("gossip")
@@ -119,6 +133,8 @@ class Gossip:
         self.transport.handle("records", self._on_records)
         self.transport.handle("ping", self._on_ping)
         self.transport.on_disconnected(self._on_disconnected)
+        if not self.admission.is_open:
+            self.transport.on_connected(self._introduce)
 
     # ---- own record -------------------------------------------------------------------------
 
@@ -272,14 +288,46 @@ class Gossip:
         return tuple(Suspicion(p, s[0], s[1]) for p, s in self.view.suspicions())
 
     def check_run(self, request: Request) -> None:
-        """Raises `WrongRun` for callers that belong to another run."""
+        """Raises `WrongRun` for callers that belong to another run, `Refused` for those that a
+        closed run has not admitted. For every method that costs or changes something."""
+        self._check_same_run(request)
+        if not self.is_admitted(request.remote):
+            raise Refused("this run is closed, and you have shown no valid invite")
+
+    def is_admitted(self, peer_id: str) -> bool:
+        """May a peer take part? In a closed run: those whose record shows it."""
+        if self.admission.is_open:
+            return True
+        record = self.view.get(peer_id)
+        try:
+            self.admission.check(peer_id, record.credential if record is not None else b"")
+        except ProtocolViolation:
+            return False
+        return True
+
+    def check_stranger(self, request: Request) -> None:
+        """For what anyone may ask: raises `Busy` where a stranger asks too often."""
+        if self.view.get(request.remote) is None:
+            now = asyncio.get_running_loop().time()
+            if not self._strangers.allows(request.remote, now):
+                raise Busy("you ask too often", backlog_s=1.0)
+
+    def _check_same_run(self, request: Request) -> None:
         if request.run_id != self.own.run_id:
             raise WrongRun(
                 f"this peer trains run {self.own.run_id[:8]}, not {request.run_id[:8] or 'none'}"
             )
 
+    def _introduce(self, peer_id: str) -> None:
+        """In a closed run the first thing that is said on a channel is who speaks: calls of a peer
+        whose record has not arrived are refused."""
+        if not self.quiet and self.own.run_id:
+            self.transport.notify(peer_id, "records", Message(Records(records=(self._seal_own(),))))
+
     async def _on_gossip(self, request: Request) -> Message:
-        self.check_run(request)
+        """Observers may listen: records are no secret."""
+        self._check_same_run(request)
+        self.check_stranger(request)
         theirs = convert(request.message.body, GossipRequest)
         if not self.quiet:
             self._seal_own()
@@ -289,27 +337,35 @@ class Gossip:
             if r.peer_id in self._envelopes
         )
         wanted = tuple(self.view.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
-        self._hear_suspicions(theirs.suspicions)
+        if self.is_admitted(request.remote):
+            self._hear_suspicions(theirs.suspicions)
         return Message(Records(records=records, wanted=wanted, suspicions=self._suspicions()))
 
     async def _on_records(self, request: Request) -> Message:
-        self.check_run(request)
-        self._take(convert(request.message.body, Records))
+        """A record speaks for itself, whoever brings it."""
+        self._check_same_run(request)
+        self.check_stranger(request)
+        news = convert(request.message.body, Records)
+        self._take(news, suspicions=False)
+        if self.is_admitted(request.remote):
+            self._hear_suspicions(news.suspicions)
         return Message()
 
     async def _on_ping(self, request: Request) -> Message:
+        self.check_stranger(request)
         return Message()
 
     # ---- taking in --------------------------------------------------------------------------
 
-    def _take(self, news: Records) -> None:
+    def _take(self, news: Records, *, suspicions: bool = True) -> None:
         changed = False
         for envelope in news.records:
             try:
                 changed |= self.take(envelope)
             except ProtocolViolation as e:
                 log.warning("a record was dropped: %s", e)
-        self._hear_suspicions(news.suspicions)
+        if suspicions:
+            self._hear_suspicions(news.suspicions)
         if changed:
             self.news.tell()
 
@@ -324,6 +380,10 @@ class Gossip:
             return False
         if not self.signer.verify(record.peer_id, envelope.payload, envelope.signature):
             raise ProtocolViolation(f"the signature on the record of {record.peer_id} is wrong")
+        try:
+            self.admission.check(record.peer_id, record.credential)
+        except ProtocolViolation as e:
+            raise ProtocolViolation(f"{record.peer_id} is not admitted: {e}") from None
         if is_own:  # a copy of this identity runs elsewhere, or did
             self.own = replace(self.own, version=record.version)
             self._dirty = True

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.protocol import assignment, progress
 from swarmnet.protocol import recovery as recovering
@@ -80,6 +81,8 @@ class Identity:
     incarnation: int
     started_unix_s: float = 0.0
     agent: str = ""
+    credential: bytes = b""
+    """What admits this peer to a closed run."""
 
 
 @dataclass
@@ -97,6 +100,7 @@ class Peer:
     wanted_stage: int | None = None
     feeds: bool = True
     stage_costs: tuple[float, ...] | None = None
+    admission: Admission = OPEN
     on_round: OnRound = lambda round_index, ids: None
     on_history: Callable[[int, int], None] = lambda old, new: None
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
@@ -112,9 +116,16 @@ class Peer:
             has_data=self.feeds and self.machine.data is not None,
             agent=self.identity.agent,
             started_unix_s=self.identity.started_unix_s,
+            credential=self.identity.credential,
         )
         self.gossip = Gossip(
-            self.transport, self.view, self.signer, own, self.rng, self.gossip_settings
+            self.transport,
+            self.view,
+            self.signer,
+            own,
+            self.rng,
+            self.gossip_settings,
+            admission=self.admission,
         )
         self.recovery = Recovery(self.gossip, self.settings.num_stages, disk)
         # Before anybody asks: who sees this record must not begin the run anew.
@@ -485,6 +496,7 @@ class Peer:
 
     async def _on_spec(self, request: Request) -> Message:
         """For newcomers who know an address only."""
+        self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
 
 

@@ -89,6 +89,9 @@ class Owner(Protocol):
     def num_running(self, remote: str) -> int:
         """Handlers that work for a peer."""
 
+    def allows(self, remote: str) -> bool:
+        """Counts a call of a peer; False where it calls too often."""
+
     def channel_ready(self, channel: Channel) -> None:
         """The peer has said hello."""
 
@@ -361,6 +364,9 @@ class Channel(asyncio.BufferedProtocol):
     def _on_request(self, head: Head, message: Message) -> None:
         call_id, books, num_bytes = head.call_id, self._books(head), head.array_bytes
         is_full = self._owner.num_running(self.remote) >= MAX_OPEN_CALLS
+        if not self._owner.allows(self.remote):
+            busy = Busy("too many calls a second", backlog_s=BUSY_BACKLOG_S)
+            return self._send_error(call_id, books, busy)
         if is_full or (self._serving and self._serving_bytes + num_bytes > MAX_SERVING_BYTES):
             busy = Busy("too many calls at a time", backlog_s=BUSY_BACKLOG_S)
             return self._send_error(call_id, books, busy)
@@ -397,7 +403,8 @@ class Channel(asyncio.BufferedProtocol):
             self._serving_bytes -= num_bytes
 
     def _on_note(self, head: Head) -> None:
-        if self._owner.num_running(self.remote) < MAX_OPEN_CALLS:
+        is_full = self._owner.num_running(self.remote) >= MAX_OPEN_CALLS
+        if not is_full and self._owner.allows(self.remote):
             message = Message(head.values.get("b"))
             self._owner.run(self.remote, self._hear(_method_of(head), message))
 

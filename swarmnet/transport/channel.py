@@ -24,6 +24,7 @@ from swarmnet.errors import (
     Unreachable,
     WrongVersion,
 )
+from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import ByteStream, Carrier, Handler, Request, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls import Channel
@@ -42,6 +43,8 @@ FIRST_BAN_S, LONGEST_BAN_S = 1.0, 300.0
 FORGIVEN_AFTER_S = 1800.0
 """After so long without another offence a ban starts at the beginning."""
 MAX_OFFENDERS = 4096
+CALLS_PER_S, CALLS_BURST = 5_000.0, 20_000.0
+"""Of one peer, notifications among them; more are answered `Busy`, or dropped."""
 
 
 @dataclass
@@ -63,6 +66,9 @@ class ChannelTransport:
     carrier: Carrier
     agent: str = ""
     traffic: Traffic = field(default_factory=Traffic)
+    calls_per_peer: RateLimiter = field(
+        default_factory=lambda: RateLimiter(CALLS_PER_S, CALLS_BURST)
+    )
 
     def __post_init__(self) -> None:
         self.peer_id = self.carrier.peer_id
@@ -315,6 +321,10 @@ class ChannelTransport:
     def serves(self, method: str) -> bool:
         """`calls.Owner`"""
         return method in self._handlers
+
+    def allows(self, remote: str) -> bool:
+        """`calls.Owner`"""
+        return self.calls_per_peer.allows(remote, asyncio.get_running_loop().time())
 
     def num_running(self, remote: str) -> int:
         """`calls.Owner`"""

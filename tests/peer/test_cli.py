@@ -39,6 +39,7 @@ COMMANDS = {
         "--debug",
         "--ready-file",
         "--parent-pid",
+        "--invite",
     },
     "local": {
         "--peers",
@@ -49,11 +50,23 @@ COMMANDS = {
         "--transport",
         "--threads",
         "--chaos",
+        "--invite",
         "--plain",
         "--debug",
     },
     "status": {"address", "--json", "--transport", "--debug"},
-    "export": {"--out", "--join", "--state-dir", "--transport", "--debug"},
+    "export": {"--out", "--join", "--state-dir", "--invite", "--transport", "--debug"},
+    "invite": {
+        "--key",
+        "--spec",
+        "--join",
+        "--valid",
+        "--peer",
+        "--rounds",
+        "--seed",
+        "--transport",
+        "--debug",
+    },
 }
 """Additions are welcome; a name that vanishes breaks somebody's script."""
 

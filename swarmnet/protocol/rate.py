@@ -1,0 +1,55 @@
+"""How often somebody may: a token bucket for each remote peer.
+
+A bucket fills at a steady rate up to its burst; every call takes from it, and who finds it empty
+is refused. So nobody is slowed down who asks at an ordinary pace, and a flood costs its receiver
+no more than the counting."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """`burst` at once, `per_s` in the long run."""
+
+    per_s: float
+    burst: float
+    tokens: float
+    filled_at: float
+    """Seconds, of the caller's clock."""
+
+    def take(self, now: float, amount: float = 1.0) -> bool:
+        """Takes `amount` if that much is there."""
+        elapsed_s = max(0.0, now - self.filled_at)
+        self.tokens = min(self.burst, self.tokens + elapsed_s * self.per_s)
+        self.filled_at = now
+        if self.tokens < amount:
+            return False
+        self.tokens -= amount
+        return True
+
+
+@dataclass(slots=True)
+class RateLimiter:
+    """A bucket a key, the least recently used of at most `max_keys`.
+
+    A key that falls out begins again with a full bucket, so `max_keys` should exceed the number
+    of remotes that there can be at a time."""
+
+    per_s: float
+    burst: float
+    max_keys: int = 16_384
+    _buckets: OrderedDict[str, TokenBucket] = field(default_factory=OrderedDict)
+
+    def allows(self, key: str, now: float, amount: float = 1.0) -> bool:
+        """Counts one request of `key`; False where it asks too often."""
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            if len(self._buckets) >= self.max_keys:
+                self._buckets.popitem(last=False)
+            bucket = self._buckets[key] = TokenBucket(self.per_s, self.burst, self.burst, now)
+        else:
+            self._buckets.move_to_end(key)
+        return bucket.take(now, amount)
