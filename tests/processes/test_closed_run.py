@@ -1,0 +1,34 @@
+"""A closed run with real processes: who is invited trains, who is not is told why."""
+
+from __future__ import annotations
+
+import pytest
+
+from peer.cli import run_command
+from tests.processes.running import Machine, tiny_run
+
+pytestmark = pytest.mark.processes
+ROUNDS = 12
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert run_command(arguments) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_only_the_invited_train(running: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    key, spec = str(running.folder / "owner.key"), tiny_run(running.folder, rounds=ROUNDS)
+    spec.write_text(f"{spec.read_text()}\n{printed(capsys, 'invite', '--key', key)}\n")
+    invite = printed(capsys, "invite", "--key", key, "--spec", str(spec))
+    first = running.start_peer("first", "--spec", str(spec), "--invite", invite, "--stage", "0")
+    running.until_ready(first)
+    stranger = running.start_peer("stranger", "--join", first.address)
+    assert running.wait(stranger) == 1
+    assert "ask its owner for an invite" in stranger.errors()[-1]
+    assert not first.events("round"), "stage 1 has no replica: nothing can be trained yet"
+    for_guest = printed(capsys, "invite", "--key", key, "--join", first.address)
+    guest = running.start_peer("guest", "--join", first.address, "--invite", for_guest)
+    running.until_round(first, ROUNDS)
+    look = printed(capsys, "status", guest.address, "--json")
+    assert guest.peer_id in look, "an observer may look without an invite"
