@@ -70,7 +70,16 @@ def peer(
         list[str] | None,
         typer.Option(
             metavar="ADDR",
-            help="Join the run behind this address; repeat it to name several peers.",
+            help="Join the run behind this address; repeat it to name several peers. "
+            "@FILE: the addresses in a file.",
+        ),
+    ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Give up when nobody has answered for so long. Default: keep trying.",
         ),
     ] = None,
     stage: Annotated[
@@ -138,6 +147,15 @@ def peer(
         bool, typer.Option("--quiet", help="Print the address to join, and nothing else.")
     ] = False,
     debug: DebugOption = False,
+    health_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="SWARMNET_HEALTH_FILE",
+            show_envvar=False,
+            help="Write FILE every few seconds while this peer is well (for health checks).",
+        ),
+    ] = None,
     ready_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -163,6 +181,7 @@ def peer(
                 state_dir=path,
                 spec=spec,
                 join=tuple(join or ()),
+                patience_s=patience,
                 rounds=rounds,
                 seed=seed,
                 stage=stage,
@@ -179,6 +198,7 @@ def peer(
                 invite=invite,
                 metrics=metrics,
                 exit_when_done=exit_when_done,
+                health_file=health_file,
                 ready_file=ready_file,
                 screen="quiet" if quiet else "plain" if plain else "auto",
             )

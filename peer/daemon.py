@@ -15,16 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches
+from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
+from peer.joining import (
+    KnownPeers,
+    dial_any,
+    fetch_run,
+    find_living,
+    find_run,
+    learn_others,
+    read_addresses,
+)
 from peer.options import PeerOptions, TransportName, with_overrides
 from peer.ready import write_ready_file
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
     DataError,
-    SwarmnetError,
     UserError,
-    WrongVersion,
 )
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
@@ -34,7 +42,7 @@ from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.discovery import Directory
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import LOGITS, InferRequest
-from swarmnet.swarm.peer import Identity, Machine, Peer, fetch_spec
+from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.step import infer_through
@@ -46,7 +54,6 @@ from swarmnet.wire import Array
 log = logging.getLogger("swarmnet.peer")
 
 AGENT = f"swarmnet/{__version__}"
-DIAL_TIMEOUT_S = 10.0
 JOIN_ATTEMPTS_S = 30.0
 FINISH_WAIT_S = 60.0
 """How long after its last round a run may take for the last measurement on held-out data."""
@@ -103,47 +110,6 @@ async def open_net(
     transport = ChannelTransport(other, agent=AGENT)
     await transport.start()
     return Net(transport, None, None)
-
-
-async def dial_any(transport: Transport, addresses: Sequence[str]) -> str:
-    """The peer id behind the first address that answers. Raises `AddressError` with the reason of
-    each."""
-    reasons = []
-    for address in addresses:
-        try:
-            return await transport.dial(address, timeout_s=DIAL_TIMEOUT_S)
-        except WrongVersion as e:
-            raise UserError(f"{address}: {e}") from None
-        except SwarmnetError as e:
-            reasons.append(f"{address}: {e}")
-    raise AddressError("; ".join(reasons) or "no address was given")
-
-
-def learn_others(transport: Transport, addresses: Sequence[str], known: str) -> list[str]:
-    """Makes the other addresses of a command line known; returns their peer ids."""
-    others: list[str] = []
-    for address in addresses:
-        peer_id = address.rpartition("/p2p/")[2]
-        if peer_id not in (known, transport.peer_id, *others):
-            transport.learn(peer_id, [address])
-            others.append(peer_id)
-    return others
-
-
-async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
-    """The spec of the run that a peer belongs to, its hash checked."""
-    try:
-        reply = await fetch_spec(transport, peer_id)
-    except WrongVersion as e:
-        raise UserError(str(e)) from None
-    except SwarmnetError as e:
-        raise AddressError(f"peer {peer_id[-8:]} does not tell its run: {e}") from None
-    spec = RunSpec.from_canonical(reply.spec)
-    if spec.run_id != reply.run_id:
-        raise UserError(
-            f"peer {peer_id[-8:]} gave a spec that does not match its hash; join another"
-        )
-    return spec
 
 
 def run_settings(spec: RunSpec) -> RunSettings:
@@ -229,11 +195,17 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             options.transport, key, host=options.host, port=options.port, announce=options.announce
         )
         stack.push_async_callback(net.transport.close)
-        neighbours = []
+        known = KnownPeers.load(options.state_dir)
+        join = await read_addresses(options.join, _say, patience_s=options.patience_s)
         if spec is None:
-            neighbours = [await dial_any(net.transport, options.join)]
-            spec = await fetch_run(net.transport, neighbours[0])
-            neighbours += learn_others(net.transport, options.join, neighbours[0])
+            found, spec = await find_run(
+                net.transport, join, known, _say, patience_s=options.patience_s
+            )
+            neighbours = [found]
+            neighbours += learn_others(net.transport, join, neighbours[0])
+        else:  # it may be there already: this peer started it once, and starts again
+            neighbours = await find_living(net.transport, known, spec.run_id)
+            join = known.addresses() if neighbours else join
         admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
         machine = await asyncio.to_thread(build_machine, spec, options)
         stack.push_async_callback(machine.device.close)
@@ -248,13 +220,16 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if net.p2p is not None and net.on_restart is not None:
             directory = Directory(peer.gossip, spec.pipeline.num_stages, net.p2p, peer.rng)
             net.on_restart(directory.daemon_restarted)
-            await directory.start(options.join)
+            await directory.start(join)
             tasks.start(directory.run())
+        tasks.start(known.keep(spec.run_id, peer.view))
         address = best_address(net.transport.addresses())
         if options.ready_file is not None:
             write_ready_file(options.ready_file, address, net.transport.peer_id)
         if show is not None:
             tasks.start(show(RunningPeer(spec, peer, address)))
+        if options.health_file is not None:
+            tasks.start(tell_health(options.health_file, peer))
         if options.exit_when_done:
             tasks.start(_stop_when_done(peer, spec.optimizer.rounds))
         life = asyncio.get_running_loop().create_task(peer.run(neighbours))
@@ -268,6 +243,10 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
                 life.cancel()
                 await asyncio.gather(life, return_exceptions=True)
                 raise
+
+
+def _say(line: str) -> None:
+    log.warning("%s", line)
 
 
 def compose(

@@ -29,7 +29,10 @@ class PeerOptions:
     spec: Path | None = None
     """Start a new run from this file."""
     join: tuple[str, ...] = ()
-    """Join the run that these addresses belong to; the first that answers is enough."""
+    """Join the run that these addresses belong to; the first that answers is enough. `@FILE`: the
+    addresses in a file."""
+    patience_s: float | None = None
+    """With `join`: give up when nobody has answered for so long; None = never."""
     rounds: int | None = None
     """With `spec`: another length of the run."""
     seed: int | None = None
@@ -61,6 +64,8 @@ class PeerOptions:
     """Append events to this file, one JSON object a line."""
     exit_when_done: bool = False
     """End when the run has done its rounds, instead of staying to serve the model."""
+    health_file: Path | None = None
+    """Written every few seconds while this peer is well; see `peer.health`."""
     ready_file: Path | None = None
     """Written when this peer listens; see `peer.ready`."""
     screen: ScreenName = "auto"

@@ -7,6 +7,7 @@
     │   └── AddressError       an address is malformed, taken, or nobody answers on it
     ├── TransportError         the link, not what was said over it
     │   ├── Unreachable        no address of the peer answers
+    │   │   └── WrongProtocol  something answers there that is no peer of this version
     │   ├── ChannelClosed      the channel broke while a call was open
     │   └── DeadlineExceeded   the peer did not answer in time
     ├── ProtocolViolation      theirs: what arrived breaks the protocol
@@ -55,6 +56,10 @@ class TransportError(SwarmnetError):
 
 class Unreachable(TransportError):
     """No address of the peer answers."""
+
+
+class WrongProtocol(Unreachable):
+    """Something answers at the address, and does not speak this protocol: no waiting helps."""
 
 
 class ChannelClosed(TransportError):

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import trio
 
-from swarmnet.errors import AddressError, Unreachable
+from swarmnet.errors import AddressError, Unreachable, WrongProtocol
 from swarmnet.transport import libp2p_import as p2p
 from swarmnet.transport.base import PROTOCOL_NAME
 from swarmnet.transport.yamux import MAX_PAYLOAD_BYTES, Stream, StreamReset, Yamux
@@ -207,7 +207,9 @@ class Host:
                 await _select(PROTOCOL_NAME, stream)
             except p2p.ProtocolNotSupportedError:
                 stream.reset()
-                raise Unreachable(f"{connection.peer_id} does not speak {PROTOCOL_NAME}") from None
+                raise WrongProtocol(
+                    f"{connection.peer_id} does not speak {PROTOCOL_NAME}"
+                ) from None
             except Exception as e:
                 stream.reset()
                 raise StreamReset(_reason(e)) from None

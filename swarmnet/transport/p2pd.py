@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarmnet.errors import AddressError, TransportError, Unreachable
+from swarmnet.errors import AddressError, TransportError, Unreachable, WrongProtocol
 from swarmnet.identity import Identity
 from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
 
@@ -268,7 +268,8 @@ class P2pdCarrier:
                 await write_pbmsg(writer, request)
                 await read_pbmsg_safe(reader, response)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise Unreachable(self._explain(peer_id, response.error.msg))
+                reason = self._explain(peer_id, response.error.msg)
+                raise (WrongProtocol if OTHER_PROTOCOL in reason else Unreachable)(reason)
         except BaseException as e:
             if writer is not None:
                 writer.transport.abort()

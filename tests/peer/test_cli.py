@@ -40,6 +40,8 @@ COMMANDS = {
         "--ready-file",
         "--parent-pid",
         "--invite",
+        "--patience",
+        "--health-file",
     },
     "local": {
         "--peers",

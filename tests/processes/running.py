@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from peer.counted import COUNTED_FILE, read_counted
-from peer.daemon import fetch_run, open_net
+from peer.daemon import open_net
+from peer.joining import fetch_run
 from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity

@@ -87,7 +87,9 @@ def test_addresses_that_lead_nowhere(
     where = f"/ip4/127.0.0.1/tcp/{free_port}"
 
     def join(address: str) -> str:
-        line = complaint(["peer", "--join", address, *state, "--transport", transport], capsys)
+        line = complaint(
+            ["peer", "--join", address, "--patience", "0", *state, "--transport", transport], capsys
+        )
         assert len(line) < 400, line
         return line
 

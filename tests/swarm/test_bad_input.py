@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from peer.daemon import KeySigner, fetch_run
+from peer.daemon import KeySigner
+from peer.joining import fetch_run
 from swarmnet.errors import Busy, Refused, RemoteError, Stale, SwarmnetError, UserError, WrongRun
 from swarmnet.identity import Identity
 from swarmnet.protocol.records import ACTIVE, Record

@@ -1,0 +1,184 @@
+"""Finding the run: patience, memory, and one clear line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from peer.joining import (
+    MAX_KNOWN,
+    Backoff,
+    KnownPeers,
+    check_addresses,
+    find_living,
+    find_run,
+    read_addresses,
+)
+from peer.options import default_spec_path
+from swarmnet.errors import AddressError, UserError
+from swarmnet.identity import Identity
+from swarmnet.protocol.records import ACTIVE, OBSERVING, Record
+from swarmnet.protocol.view import View
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.spec import load_spec
+from swarmnet.swarm.messages import SpecReply
+from swarmnet.transport.base import Request
+from swarmnet.transport.memory import MemoryHub, MemoryTransport
+from swarmnet.wire import Message
+
+SPEC = load_spec(default_spec_path())
+IDS = [Identity(bytes([n]) * 32).peer_id for n in range(1, 4)]
+
+
+def address(peer_id: str) -> str:
+    return f"/ip4/127.0.0.1/tcp/4001/p2p/{peer_id}"
+
+
+def serve(hub: MemoryHub, peer_id: str) -> MemoryTransport:
+    transport = hub.transport(peer_id)
+
+    async def on_spec(_: Request) -> Message:
+        return Message(SpecReply(SPEC.run_id, SPEC.canonical()))
+
+    transport.handle("spec", on_spec)
+    return transport
+
+
+def view_of(*peer_ids: str) -> View:
+    view = View("own")
+    for peer_id in peer_ids:
+        record = Record(peer_id, SPEC.run_id, 1, 1, state=ACTIVE, addresses=(address(peer_id),))
+        view.merge(record, 0.0)
+    return view
+
+
+def test_a_peer_waits_for_its_run_and_says_why() -> None:
+    said: list[str] = []
+
+    async def main() -> None:
+        hub = MemoryHub()
+        joiner = hub.transport("joiner")
+        asyncio.get_running_loop().call_later(100.0, serve, hub, IDS[0])
+        found = await find_run(joiner, [address(IDS[0])], KnownPeers(Path("x")), said.append)
+        assert found[0] == IDS[0]
+        assert found[1].run_id == SPEC.run_id
+        assert asyncio.get_running_loop().time() < 100.0 + 75.0
+
+    run_virtual(main())
+    assert 3 <= len(said) <= 12, "it tries more and more seldom"
+    assert all("trying again in" in line and "\n" not in line for line in said)
+
+
+def test_patience_can_end() -> None:
+    async def main() -> None:
+        with pytest.raises(AddressError, match="4001"):
+            await find_run(
+                MemoryHub().transport("joiner"),
+                [address(IDS[0])],
+                KnownPeers(Path("x")),
+                lambda _: None,
+                patience_s=30.0,
+            )
+        assert asyncio.get_running_loop().time() < 60.0
+
+    run_virtual(main())
+
+
+def test_a_run_whose_first_peer_is_gone_is_found_through_those_met_before(tmp_path: Path) -> None:
+    known = KnownPeers.load(tmp_path)
+    known.meet(SPEC.run_id, view_of(*IDS))
+    known.save()
+
+    async def main() -> None:
+        hub = MemoryHub()
+        serve(hub, IDS[2])
+        again = KnownPeers.load(tmp_path)
+        found = await find_run(hub.transport("joiner"), [address(IDS[0])], again, lambda _: None)
+        assert found[0] == IDS[2]
+
+    run_virtual(main())
+
+
+def test_peers_of_another_run_are_not_asked(tmp_path: Path) -> None:
+    known = KnownPeers(tmp_path / "peers.json")
+    known.meet(SPEC.run_id, view_of(*IDS[:2]))
+    assert known.also([address(IDS[2])]) == [], "nobody knows whether that is the same run"
+    assert known.also([address(IDS[0])]) == [address(IDS[1])]
+    known.meet("another run", view_of(IDS[2]))
+    assert known.addresses() == [address(IDS[2])]
+
+
+def test_what_is_remembered_is_bounded_and_without_observers() -> None:
+    known = KnownPeers(Path("x"))
+    view = view_of(*(f"peer-{n}" for n in range(100)))
+    view.merge(Record("watcher", SPEC.run_id, 1, 1, state=OBSERVING, addresses=("/a",)), 0.0)
+    known.meet(SPEC.run_id, view)
+    assert len(known.peers) == MAX_KNOWN
+    assert "watcher" not in known.peers
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": 1}', '{"run_id": "a", "peers": 3}'])
+def test_a_damaged_memory_is_made_again(tmp_path: Path, content: str) -> None:
+    (tmp_path / "peers.json").write_text(content)
+    known = KnownPeers.load(tmp_path)
+    assert known.peers == {}
+    known.meet(SPEC.run_id, view_of(IDS[0]))
+    known.save()
+    assert KnownPeers.load(tmp_path).peers == {IDS[0]: (address(IDS[0]),)}
+
+
+def test_a_first_peer_that_comes_back_finds_its_run_alive(tmp_path: Path) -> None:
+    known = KnownPeers(tmp_path / "peers.json")
+    known.meet(SPEC.run_id, view_of(*IDS))
+
+    async def main() -> None:
+        hub = MemoryHub()
+        first = hub.transport("first")
+        assert await find_living(first, known, SPEC.run_id) == []
+        serve(hub, IDS[1])
+        await asyncio.sleep(5.0)
+        assert await find_living(first, known, SPEC.run_id) == [IDS[1]]
+        assert await find_living(first, known, "another run") == []
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "localhost:4001", "/ip4/1.2.3.4/tcp/1", "/ip4/300.1.1.1/tcp/1/p2p/x", "/p2p/x"]
+)
+def test_an_address_that_cannot_be_is_no_reason_to_wait(wrong: str) -> None:
+    with pytest.raises(AddressError, match="looks like") as caught:
+        check_addresses([wrong])
+    assert "\n" not in str(caught.value)
+
+
+def test_addresses_from_a_file_that_comes_later(tmp_path: Path) -> None:
+    path = tmp_path / "join"
+
+    async def main() -> list[str]:
+        content = json.dumps({"address": address(IDS[0]), "peer_id": IDS[0]})
+        asyncio.get_running_loop().call_later(20.0, path.write_text, content)
+        return await read_addresses([f"@{path}", address(IDS[1])], lambda _: None)
+
+    assert run_virtual(main()) == [address(IDS[0]), address(IDS[1])]
+    path.write_text(f"\n {address(IDS[2])}\n")
+    assert run_virtual(main()) == [address(IDS[2]), address(IDS[1])]
+    with pytest.raises(UserError, match="cannot read"):
+        run_virtual(read_addresses([f"@{tmp_path}"], lambda _: None))
+
+
+def test_waits_double_up_to_a_bound() -> None:
+    said: list[str] = []
+
+    async def main() -> float:
+        backoff = Backoff(None, said.append, random.Random(1))
+        for _ in range(10):
+            await backoff.wait("nobody is there")
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) < 10 * 72.0
+    assert len(said) == 10
