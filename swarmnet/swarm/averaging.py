@@ -243,12 +243,15 @@ class Averaging:
 
         # All at once: with clipping, no shard is done before every shard has been summed.
         shards = _rotated(list(range(self.replica.num_shards)), self.gossip.own.peer_id)
+        behind: Behind | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for j in shards:
                     group.create_task(one(j))
-        except* Behind as behind:
-            raise behind.exceptions[0] from None
+        except* Behind as several:  # what is raised in here would be a group again
+            behind = Behind(str(several.exceptions[0]))
+        if behind is not None:
+            raise behind
         if num_tokens and results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
         took = loop.time() - started
@@ -547,12 +550,13 @@ class Averaging:
         ]
 
     def candidates_any(self, round_index: int) -> list[Record]:
-        """Live replicas of this stage that are not past the round."""
+        """Live replicas of this stage that are not past the round, nor so far behind (after a
+        partition, say) that they cannot have a gradient of it."""
         now = asyncio.get_running_loop().time()
         return [
             r
             for r in self.gossip.view.members(self.replica.index, now)
-            if r.state in (ACTIVE, LEAVING) and r.round <= round_index
+            if r.state in (ACTIVE, LEAVING) and round_index - 1 <= r.round <= round_index
         ]
 
     async def _clip(self, r: int, j: int, squares: float) -> float:

@@ -1,0 +1,56 @@
+"""A replica that was cut off comes back to a stage that went on without it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarmnet.protocol.records import ACTIVE
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 60
+
+
+@pytest.mark.parametrize(("rounds_away", "in_update"), [(2, False), (12, False), (12, True)])
+def test_who_was_cut_off_fetches_the_stage_again(
+    tmp_path: Path, rounds_away: int, in_update: bool
+) -> None:
+    """It neither ends nor holds the others up, wherever it was when the others went on."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        for i in range(6):
+            swarm.start(f"peer-{i}", stage=i % 2, feeds=i < 2)
+        await swarm.until_round(3)
+        away, others = "peer-5", [f"peer-{i}" for i in range(5)]
+        if in_update:
+            replica = swarm.members[away].peer.replica
+            assert replica is not None
+            await swarm.until(lambda: replica.closed)
+        for other in others:
+            swarm.hub.partition(away, other)
+
+        def newest() -> int:
+            rounds = [swarm.members[o].peer.gossip.own.round for o in others]
+            return min(rounds)
+
+        left_at = newest()
+        began = loop.time()
+        await swarm.until(lambda: newest() >= left_at + rounds_away)
+        took_s = loop.time() - began
+        for other in others:
+            swarm.hub.heal(away, other)
+        healed, healed_in = loop.time(), newest()
+        back = swarm.members[away].peer.gossip
+        await swarm.until(lambda: back.own.state == ACTIVE and back.own.round > healed_in, 120.0)
+        # The others' pace is about what it was.
+        per_round_s = (loop.time() - healed) / max(1, newest() - healed_in)
+        assert per_round_s < 5 * took_s / rounds_away + 2.0
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
