@@ -122,6 +122,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         rounds=spec.optimizer.rounds,
         grad_clip_norm=spec.optimizer.grad_clip_norm,
         replication=spec.sync.replication,
+        aggregation=spec.sync.aggregation,
         evaluate_every=spec.pipeline.evaluate_every,
         max_in_flight=spec.pipeline.max_in_flight,
     )

@@ -131,6 +131,25 @@ class CheckpointSaved(Event):
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class ContributionsClipped(Event):
+    """A primary cut gradients of replicas of its stage to the median norm."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionDropped(Event):
+    """A replica's gradients of shards were not finite and did not count."""
+
+    peer_id: str
+    """Who sent them."""
+    count: int
+    reporter: str = ""
+    """The primary that says so."""
+
+
 COUNTED: dict[str, type[Any]] = {
     "rerouted": Rerouted,
     "retracted": Retracted,
@@ -138,5 +157,6 @@ COUNTED: dict[str, type[Any]] = {
     "shard_reset": ShardReset,
     "shard_promoted": ShardPromoted,
     "checkpoints": CheckpointSaved,
+    "contributions_clipped": ContributionsClipped,
 }
 """Keys of `Record.totals` whose growth is an event."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from peer.events import (
     COUNTED,
+    ContributionDropped,
     Event,
     HeldOut,
     Migrated,
@@ -132,6 +133,9 @@ class Monitor:
                     events.append(Migrated(unix_s, record.peer_id, seen.served, record.stage))
                 seen.served = record.stage
         before = old.record.totals if old and same_process else {}
+        if not first_look:
+            known = old.record.strikes if old and same_process else {}
+            events += _strikes(record, known, unix_s)
         return events + self._observe_totals(record, before, first_look, unix_s)
 
     def _observe_totals(
@@ -361,6 +365,15 @@ class Monitor:
             samples_lost=self._totals.get("samples_lost", 0),
             bytes_per_token=sent / self._tokens_watched if self._tokens_watched else 0.0,
         )
+
+
+def _strikes(record: Record, known: dict[str, int], unix_s: float) -> list[Event]:
+    """What a primary newly says of bad contributions."""
+    return [
+        ContributionDropped(unix_s, sender, count - known.get(sender, 0), record.peer_id)
+        for sender, count in sorted(record.strikes.items())
+        if count > known.get(sender, 0)
+    ]
 
 
 def _lost(record: Record, unix_s: float) -> PeerLost:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from peer.events import (
     CheckpointSaved,
+    ContributionDropped,
+    ContributionsClipped,
     Event,
     HeldOut,
     Migrated,
@@ -75,6 +77,16 @@ def sentence(event: Event, rounds: int) -> str:
             return f"optimizer state of {event.count} shards was lost with all its holders"
         case ShardPromoted():
             return f"peer {short_id(event.peer_id)} took over {event.count} shards"
+        case ContributionsClipped():
+            return (
+                f"peer {short_id(event.peer_id)} cut {event.count} gradients to the median norm: "
+                "far larger than the others'"
+            )
+        case ContributionDropped():
+            return (
+                f"peer {short_id(event.peer_id)} sent gradients of {event.count} shards that are "
+                "not finite; they do not count"
+            )
         case CheckpointSaved():
             return f"peer {short_id(event.peer_id)} saved a checkpoint"
     return event.name

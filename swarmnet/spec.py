@@ -305,6 +305,15 @@ class SyncSpec(_Table):
     replication: int = Field(default=2, ge=1, le=64)
     """Replicas that hold each shard's optimizer state."""
 
+    aggregation: Literal["mean", "median_clip", "trimmed_mean", "centered_clip"] = "median_clip"
+    """Of the replicas' gradients. `mean`: all count. `median_clip`: one whose norm is more than
+    twice the median is cut to the median. `trimmed_mean`: by coordinate, without the extremes.
+    `centered_clip`: differences from the middle are clipped. Fewer than 4 contributors: `mean`."""
+
+    optimizer_store: Literal["memory", "disk"] = "memory"
+    """Where a peer keeps its optimizer state: `memory` (of the host, even where the stage is on
+    a GPU), or `disk` (memory-mapped files in the state directory)."""
+
 
 class SecuritySpec(_Table):
     """`[security]`: who may take part."""

@@ -20,6 +20,8 @@ MAX_SHARDS = 65_536
 MAX_CREDENTIAL_BYTES = 1024
 MAX_RESTORABLE = 16
 """Checkpoints that a peer offers at most."""
+MAX_STRIKES = 32
+"""Senders of bad contributions that a record names at most."""
 
 JOINING = "joining"
 ACTIVE = "active"
@@ -122,6 +124,8 @@ class Record:
     held_out: HeldOut | None = None
     totals: dict[str, int] = field(default_factory=dict)
     """Counters since its start, such as `rerouted` or `sent_bytes`."""
+    strikes: dict[str, int] = field(default_factory=dict)
+    """By peer, how many of its contributions to gradients were not finite and did not count."""
     agent: str = ""
     started_unix_s: float = 0.0
     restorable: tuple[Restorable, ...] = ()
@@ -162,6 +166,10 @@ class Record:
             raise ValueError("the totals of a record are out of range")
         if len(self.credential) > MAX_CREDENTIAL_BYTES:
             raise ValueError("the credential of a record is too long")
+        if len(self.strikes) > MAX_STRIKES or any(
+            len(k) > MAX_TEXT or not 0 <= v < 2**62 for k, v in self.strikes.items()
+        ):
+            raise ValueError("the strikes of a record are out of range")
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
 

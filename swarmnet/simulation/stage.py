@@ -228,6 +228,17 @@ class SyntheticOptimizer:
                 total[i] += x
         return Array("float32", contributions[0].shape, Gradient.of(total, ids))
 
+    def aggregate(
+        self,
+        rule: str,
+        contributions: Sequence[Array],
+        tokens: Sequence[int],
+        factors: Sequence[float],
+    ) -> Array:
+        if any(factor != 1.0 for factor in factors):
+            raise ValueError("synthetic gradients count microbatches: none can be made smaller")
+        return self.sum(contributions)
+
     def sum_of_squares(self, values: Array) -> float:
         return math.fsum(x * x for x in _FLOATS.unpack(values.data))
 

@@ -35,6 +35,7 @@ from swarmnet.errors import (
 from swarmnet.protocol import progress
 from swarmnet.protocol.placement import Placement, weights_from
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
+from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import (
     FetchReply,
@@ -115,6 +116,8 @@ class Averaging:
         self._applied: dict[int, int] = {}
         self._mirrored: dict[tuple[int, int], Array] = {}
         self._mirroring: set[int] = set()
+        self._primaries: dict[int, str] = {}
+        """By shard that this replica follows as backup, who made its last step."""
         self._placements: dict[Any, Placement] = {}
         self._exchange_s = 0.0
         self._serving = asyncio.Semaphore(self.limits.max_serving)
@@ -127,6 +130,20 @@ class Averaging:
             self.roots,
             self.limits.norm_wait_s,
         )
+        contributions = ContributionNorms(
+            self.transport,
+            self.gossip,
+            self.replica.index,
+            self.replica.num_shards,
+            self.roots,
+        )
+        self.aggregator = Aggregator(
+            self.settings.aggregation,
+            self.replica.worker,
+            self.replica.optimizer,
+            self.gossip,
+            contributions,
+        )
         self.transport.handle("reduce", self._on_reduce)
         self.transport.handle("mirror", self._on_mirror)
         self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
@@ -134,6 +151,7 @@ class Averaging:
     async def close(self) -> None:
         await self._tasks.close()
         await self.norms.close()
+        await self.aggregator.norms.close()
 
     # ---- who owns what ----------------------------------------------------------------------
 
@@ -465,38 +483,22 @@ class Averaging:
             self.news.tell()
 
     async def _sum(self, update: ShardUpdate) -> tuple[Array | None, float, int]:
-        """The sum of the contributions, its sum of squares, and the tokens behind it; None where
-        there is nothing to sum. What is not finite does not count: one replica's broken device must
-        not stop its stage."""
-        worker, optimizer = self.replica.worker, self.replica.optimizer
+        """The aggregate of the contributions, its sum of squares, and the tokens behind it; None
+        where there is nothing to sum."""
         parts = [
-            (p, c.gradient, c.num_tokens)
+            Part(p, c.num_tokens, c.gradient)
             for p, c in sorted(update.contributions.items())
             if c.gradient is not None and c.num_tokens
         ]
-        while parts:
-            gradients = [gradient for _, gradient, _ in parts]
-            total = await worker.run(lambda g=gradients: optimizer.sum(g))  # type: ignore[misc]
-            squares = await worker.run(lambda t=total: optimizer.sum_of_squares(t))  # type: ignore[misc]
-            if math.isfinite(squares):
-                return total, squares, sum(num_tokens for _, _, num_tokens in parts)
-            sound = []
-            for part in parts:
-                if math.isfinite(
-                    await worker.run(lambda g=part[1]: optimizer.sum_of_squares(g))  # type: ignore[misc]
-                ):
-                    sound.append(part)
-                else:
-                    log.warning(
-                        "round %d shard %d: the gradient of %s is not finite and does not count",
-                        update.round,
-                        update.shard,
-                        part[0][-8:],
-                    )
-            if len(sound) == len(parts):
-                raise ProtocolViolation(f"the gradient of shard {update.shard} overflows")
-            parts = sound
-        return None, 0.0, 0
+        result = await self.aggregator(
+            update.round, update.shard, parts, self._counted_tokens(update.round)
+        )
+        return result.total, result.squares, result.num_tokens
+
+    def _counted_tokens(self, r: int) -> int:
+        """Of the round, by the word of the feeders."""
+        now = asyncio.get_running_loop().time()
+        return progress.round_progress(self.gossip.view, r, now, self.settings.global_batch).tokens
 
     def _report_lost(self, r: int, num_tokens: int) -> None:
         """Samples that the feeders count and whose gradient died with a replica of this stage."""
@@ -576,6 +578,11 @@ class Averaging:
             if r > 0:
                 self.gossip.add_total("shard_reset")
                 log.warning("shard %d: every owner of its optimizer state was lost", j)
+        before = self._primaries.pop(j, None)
+        if before is not None and not self.gossip.view.is_live(
+            before, asyncio.get_running_loop().time()
+        ):
+            self.gossip.add_total("shard_promoted")
         request = MirrorRequest(r, self.replica.index, j, scale, optimizer.steps(j))
         mirrors = [
             self._tasks.start(self._mirror(peer_id, request, total))
@@ -627,6 +634,7 @@ class Averaging:
         self._mirroring.add(j)
         try:
             self._mirrored[(r, j)] = await self._step(r, j, total, mirror.scale)
+            self._primaries[j] = request.remote
         finally:
             self._mirroring.discard(j)
             self.news.tell()
@@ -641,6 +649,7 @@ class Averaging:
         for key in [k for k in self._mirrored if k[0] <= r]:
             del self._mirrored[key]
         self.norms.finish_round(r)
+        self.aggregator.norms.finish_round(r)
         self.news.tell()
 
     async def follow_owners(self) -> None:

@@ -274,6 +274,42 @@ class NormReply:
 
 
 @dataclass(frozen=True, slots=True)
+class ContributionsRequest:
+    """Sums of squares of contributions to shards, for each contributor's norm over all shards."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    peers: tuple[str, ...]
+    """Contributors, ascending."""
+    sums: tuple[float, ...]
+    """By shard, then by peer; 0 where a peer did not contribute to a shard."""
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, *self.shards)
+        _ids(self.peers, MAX_RECORDS)
+        if len(self.sums) != len(self.shards) * len(self.peers) or len(self.shards) > MAX_IDS:
+            raise ValueError("shards, peers and sums do not match")
+        if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionsReply:
+    """Sums of squares over all shards of the stage, by contributor."""
+
+    peers: tuple[str, ...]
+    sums: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _ids(self.peers, MAX_RECORDS)
+        if len(self.sums) != len(self.peers):
+            raise ValueError("peers and sums do not match")
+        if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
+            raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
 class FetchRequest:
     """Asks for a shard: parameters or optimizer state."""
 

@@ -134,6 +134,16 @@ class Optimizer(Protocol):
     def sum(self, contributions: Sequence[Array]) -> Array:
         """Elementwise fp32 sum, in the order given."""
 
+    def aggregate(
+        self,
+        rule: str,
+        contributions: Sequence[Array],
+        tokens: Sequence[int],
+        factors: Sequence[float],
+    ) -> Array:
+        """The aggregate of sums over tokens by a rule of `protocol.robust`, as a sum over all
+        tokens. `factors`: what each contribution is multiplied by, for the rules that add."""
+
     def sum_of_squares(self, values: Array) -> float:
         """In fp64."""
 

@@ -20,6 +20,8 @@ class RunSettings:
     """0 for none."""
     replication: int = 2
     """Owners of each shard's optimizer state."""
+    aggregation: str = "mean"
+    """A rule of `protocol.robust`."""
     evaluate_every: int = 10
     """Rounds between measurements on held-out data; 0 for only at the end."""
     max_in_flight: int = 0

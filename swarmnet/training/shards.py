@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol import robust
 from swarmnet.spec import OptimizerSpec, RunSpec
+from swarmnet.training import aggregation
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.schedule import learning_rate
@@ -78,16 +80,36 @@ class ShardedAdamW:
 
     def sum(self, contributions: Sequence[Array]) -> Array:
         """Raises `ProtocolViolation` where the contributions are not fp32 of one shape."""
-        if not contributions:
-            raise ValueError("a sum of nothing")
-        first = contributions[0]
-        for c in contributions:
-            if c.dtype != "float32" or c.shape != first.shape:
-                raise ProtocolViolation("contributions of unlike dtype or shape")
-        total = to_tensor(first).clone()
+        self._check_alike(contributions)
+        total = to_tensor(contributions[0]).clone()
         for c in contributions[1:]:
             total.add_(to_tensor(c))
         return from_tensor(total)
+
+    def _check_alike(self, contributions: Sequence[Array]) -> None:
+        if not contributions:
+            raise ValueError("a sum of nothing")
+        for c in contributions:
+            if c.dtype != "float32" or c.shape != contributions[0].shape:
+                raise ProtocolViolation("contributions of unlike dtype or shape")
+
+    def aggregate(
+        self,
+        rule: str,
+        contributions: Sequence[Array],
+        tokens: Sequence[int],
+        factors: Sequence[float],
+    ) -> Array:
+        """As the port says. Raises `ProtocolViolation` as `sum`."""
+        if rule in (robust.MEAN, robust.MEDIAN_CLIP) and all(f == 1.0 for f in factors):
+            return self.sum(contributions)
+        self._check_alike(contributions)
+        tensors = [to_tensor(c) for c in contributions]
+        if rule == robust.TRIMMED_MEAN:
+            return from_tensor(aggregation.trimmed_mean(tensors, tokens))
+        if rule == robust.CENTERED_CLIP:
+            return from_tensor(aggregation.centered_clip(tensors, tokens))
+        return from_tensor(aggregation.scaled_sum(tensors, factors))
 
     def sum_of_squares(self, values: Array) -> float:
         norm = torch.linalg.vector_norm(to_tensor(values), dtype=torch.float64).item()

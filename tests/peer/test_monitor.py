@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peer.events import (
+    ContributionDropped,
     Event,
     Migrated,
     PeerJoined,
@@ -198,6 +199,7 @@ def test_event_names_are_those_of_the_contract() -> None:
     names = {cls(0.0, "a", 1).to_json()["event"] for cls in events.COUNTED.values()}
     names |= {PeerJoined(0.0, "a", 1).name, PeerLost(0.0, "a", 1, True).name}
     names.add(Migrated(0.0, "a", 1, 0).name)
+    names.add(ContributionDropped(0.0, "a", 1, "b").name)
     assert names == {
         "peer_joined",
         "peer_lost",
@@ -208,7 +210,21 @@ def test_event_names_are_those_of_the_contract() -> None:
         "samples_lost",
         "retracted",
         "checkpoint_saved",
+        "contributions_clipped",
+        "contribution_dropped",
     }
+
+
+def test_strikes_name_the_sender() -> None:
+    onlooker = Onlooker()
+    a = record("a", strikes={"x": 1})
+    onlooker.look(a)
+    a = replace(a, strikes={"x": 3, "y": 1})
+    assert onlooker.look(a) == [
+        ContributionDropped(1e9 + 2, "x", 2, "a"),
+        ContributionDropped(1e9 + 2, "y", 1, "a"),
+    ]
+    assert onlooker.look(a) == []
 
 
 def test_the_held_out_curve_is_told_once_a_round() -> None:

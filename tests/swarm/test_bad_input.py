@@ -267,6 +267,9 @@ def test_a_gradient_that_is_not_finite_does_not_count(tmp_path: Path, said: Said
         swarm.start("bad", build=build)
         await swarm.until_round(4, limit_s=120.0)
         assert any("is not finite and does not count" in line for line in said.lines)
+        strikes = [m.peer.gossip.own.strikes for m in swarm.members.values()]
+        assert {p for s in strikes for p in s} == {"bad"}
+        assert sum(s.get("bad", 0) for s in strikes) == swarm.total("contributions_dropped")
         assert swarm.total("samples_lost") > 0
         assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
         assert swarm.total("shard_reset") == 0

@@ -1,0 +1,73 @@
+"""How much each contribution to a gradient counts: by its tokens, and by its norm.
+
+A contribution is a sum over the tokens that its sender says it worked on. Both may be false. These
+decisions need the norms and the words of the contributors alone, never their gradients; what needs
+those (trimmed mean, CenteredClip) is in `training.aggregation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median_low
+
+MEAN, MEDIAN_CLIP, TRIMMED_MEAN, CENTERED_CLIP = (
+    "mean",
+    "median_clip",
+    "trimmed_mean",
+    "centered_clip",
+)
+RULES = (MEAN, MEDIAN_CLIP, TRIMMED_MEAN, CENTERED_CLIP)
+MIN_CONTRIBUTORS = 4
+"""With fewer there is no majority to tell who is wrong: every rule is the mean."""
+CLIP_TOLERANCE = 2.0
+"""A contribution is left alone up to so many times its fair norm."""
+TOKEN_SLACK = 1.25
+"""The claims of all contributors may add up to so many times the tokens that the feeders counted:
+what a feeder counted just before it died may be missing from its last record."""
+
+
+def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
+    """The token counts to believe.
+
+    Claims that together are within `TOKEN_SLACK` of what the feeders counted stand as they are, so
+    that among honest peers nothing changes. Beyond that somebody lies, and the largest claims are
+    cut down to one level at which the sum fits. `counted` = 0: unknown, all stand.
+    """
+    room = math.floor(counted * TOKEN_SLACK)
+    if counted <= 0 or sum(claims.values()) <= room:
+        return dict(claims)
+    left = room
+    level = 0
+    ascending = sorted(claims.values())
+    for i, claim in enumerate(ascending):
+        level = left // (len(ascending) - i)
+        if claim > level:
+            break
+        left -= claim
+    return {p: min(claim, max(level, 1)) for p, claim in claims.items()}
+
+
+def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """By contributor, what its sum is to be multiplied by: 1, or less where its norm is too large.
+
+    `squares`: sum of squares of the whole contribution (all shards that are known), `tokens` behind
+    it. Of honest contributors the gradient *per token* has a norm that is alike where the signal
+    prevails, and one that shrinks as 1/sqrt(tokens) where the noise does. The fair norm of a
+    contributor is the larger of the two medians, so that one with few tokens is not taken for an
+    attacker. Up to `CLIP_TOLERANCE` times that it is left alone. Beyond, it is cut to the fair norm,
+    and once more by as much as it is too large: a norm k times the fair one becomes 1/k of it, so
+    that the grossest count least (AdamW gives weights with small gradients as large a step as the
+    others, and noise of the median norm still hides those). The lower median makes sure that at even numbers half of the contributors cannot raise
+    it. Fewer than `MIN_CONTRIBUTORS`: all factors are 1.
+    """
+    if len(squares) < MIN_CONTRIBUTORS:
+        return dict.fromkeys(squares, 1.0)
+    norms = {p: math.sqrt(s) / tokens[p] for p, s in squares.items()}
+    signal = median_low(norms.values())
+    noise = median_low(n * math.sqrt(tokens[p]) for p, n in norms.items())
+    factors = {}
+    for p, norm in norms.items():
+        fair = max(signal, noise / math.sqrt(tokens[p]))
+        factors[p] = 1.0 if norm <= CLIP_TOLERANCE * fair else (fair / norm) ** 2
+    return factors
