@@ -55,11 +55,13 @@ def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dic
     it. Of honest contributors the gradient *per token* has a norm that is alike where the signal
     prevails, and one that shrinks as 1/sqrt(tokens) where the noise does. The fair norm of a
     contributor is the larger of the two medians, so that one with few tokens is not taken for an
-    attacker. Up to `CLIP_TOLERANCE` times that it is left alone. Beyond, it is cut to the fair norm,
-    and once more by as much as it is too large: a norm k times the fair one becomes 1/k of it, so
-    that the grossest count least (AdamW gives weights with small gradients as large a step as the
-    others, and noise of the median norm still hides those). The lower median makes sure that at even numbers half of the contributors cannot raise
-    it. Fewer than `MIN_CONTRIBUTORS`: all factors are 1.
+    attacker. The lower median makes sure that half of the contributors cannot raise it.
+
+    Up to `CLIP_TOLERANCE` times its fair norm a contribution is left alone. Beyond, it is cut to
+    the fair norm, and once more by as much as it was too large: k times the fair norm becomes 1/k
+    of it. So the grossest count least. (Cut to the fair norm alone, noise still hides the smallest
+    gradients, and AdamW makes as large steps on those as on others.) Fewer than
+    `MIN_CONTRIBUTORS`: all factors are 1.
     """
     if len(squares) < MIN_CONTRIBUTORS:
         return dict.fromkeys(squares, 1.0)
