@@ -189,6 +189,8 @@ class ContributionNorms:
     num_shards: int
     roots: Callable[[int], list[str]]
     """As in `norms.Norms`."""
+    num_due: Callable[[int], int] | None = None
+    """By round, how many shards are exchanged in it; all of them where it is left out."""
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundContributions] = {}
@@ -280,7 +282,8 @@ class ContributionNorms:
         for i, j in enumerate(body.shards):
             row = body.sums[i * width : (i + 1) * width]
             heard.shards.setdefault(j, dict(zip(body.peers, row, strict=True)))
-        if heard.whole is None and len(heard.shards) == self.num_shards:
+        due = self.num_shards if self.num_due is None else self.num_due(body.round)
+        if heard.whole is None and len(heard.shards) >= due:
             heard.whole = _summed(heard.shards)
         self._news.tell()
         if not await self._news.until(lambda: heard.whole is not None, wait_s):

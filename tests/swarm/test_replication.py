@@ -1,0 +1,199 @@
+"""Shards on R owners each: any R - 1 of them die at any moment, and no moment of AdamW is lost.
+
+Every microbatch of these runs is the same one. So the mean gradient does not depend on whose
+gradients died with them, and the state at the end, moments and all, must be that of a run in which
+nobody died."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.protocol.records import ACTIVE
+from swarmnet.spec import RunSpec
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.data import open_data
+from swarmnet.wire import Array
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+NUM_PEERS = 4
+ROUNDS = 9
+STRUCK = 4
+"""The round in which peers die."""
+MOMENTS = [("round", (k + 0.5) / 4) for k in range(4)] + [
+    ("update", (k + 0.5) / 12) for k in range(12)
+]
+"""Parts of a round, and of the update at its end, at which peers die."""
+TOLERANCE = 1e-4
+
+State = dict[int, tuple[int, torch.Tensor, torch.Tensor]]
+"""By shard: steps, mean, square."""
+
+
+@dataclass
+class OneMicrobatch:
+    """The same samples under every id."""
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
+        return self.inner.microbatch(0)
+
+
+def spec_of(folder: Path, replication: int) -> RunSpec:
+    spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
+    values = spec.model_dump()
+    values["model"]["num_hidden_layers"] = 1
+    values["sync"] |= {"replication": replication}
+    values["optimizer"]["warmup_rounds"] = 0
+    return RunSpec.model_validate(values)
+
+
+async def start(swarm: Swarm) -> None:
+    data = OneMicrobatch(open_data(swarm.spec))
+    for i in range(NUM_PEERS):
+        swarm.start(f"peer-{i}", data=data)
+    await swarm.until_round(STRUCK)
+
+
+def state_of(swarm: Swarm) -> State:
+    """Of every shard that anybody holds; asserts that its owners hold the same bits."""
+    found: State = {}
+    for member in swarm.members.values():
+        replica = member.peer.replica
+        assert replica is not None
+        for j in replica.optimizer.owned():
+            if not member.peer.averaging.follows(j, replica.round):
+                continue
+            values, arrays = replica.optimizer.export(j)
+            mean, square = (to_tensor(a) for a in arrays)
+            steps, others_mean, others_square = found.setdefault(j, (values["steps"], mean, square))
+            assert steps == values["steps"], f"shard {j}"
+            assert torch.equal(mean, others_mean), f"shard {j}"
+            assert torch.equal(square, others_square), f"shard {j}"
+    return found
+
+
+async def end_of(swarm: Swarm) -> tuple[State, dict[str, torch.Tensor]]:
+    await swarm.until_round(ROUNDS)
+    return state_of(swarm), swarm.parameters()
+
+
+@dataclass
+class Undisturbed:
+    """A run in which nobody died."""
+
+    state: State
+    parameters: dict[str, torch.Tensor]
+    owners: list[tuple[str, ...]]
+    """Of the shards, in `STRUCK`."""
+    windows: dict[str, tuple[float, float]]
+    """Seconds after the beginning of `STRUCK`: of the round, and of the update at its end."""
+
+
+@functools.cache
+def undisturbed(folder: Path, replication: int) -> Undisturbed:
+    results: list[Undisturbed] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        replica = swarm.members["peer-0"].peer.replica
+        assert replica is not None
+        placement = swarm.members["peer-0"].peer.averaging.placement(STRUCK)
+        owners = [placement.owners(j) for j in range(replica.num_shards)]
+        while not replica.closed:  # noqa: ASYNC110 - nobody tells, and time costs nothing here
+            await asyncio.sleep(1e-4)
+        closed_s = loop.time() - began
+        await replica.news.until(lambda: replica.round > STRUCK, 60.0)
+        round_s = loop.time() - began
+        state, parameters = await end_of(swarm)
+        windows = {"round": (0.0, round_s), "update": (closed_s, round_s)}
+        results.append(Undisturbed(state, parameters, owners, windows))
+
+    in_virtual_time(scenario, spec_of(folder, replication))
+    return results[0]
+
+
+def assert_same_state(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for j, (steps, *moments) in expected.items():
+        assert found[j][0] == steps, f"shard {j}: {found[j][0]} steps"
+        for ours, theirs in zip(found[j][1:], moments, strict=True):
+            assert (ours - theirs).norm() <= TOLERANCE * theirs.norm(), f"shard {j}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replication")
+
+
+@pytest.mark.parametrize("moment", range(len(MOMENTS)))
+@pytest.mark.parametrize("replication", [2, 3])
+def test_all_owners_but_one_may_die_at_any_moment(
+    folder: Path, replication: int, moment: int
+) -> None:
+    calm = undisturbed(folder, replication)
+    victims = calm.owners[moment % len(calm.owners)][: replication - 1]  # the primary among them
+    window, part = MOMENTS[moment]
+    start_s, end_s = calm.windows[window]
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        await asyncio.sleep(start_s + part * (end_s - start_s))
+        for name in victims:
+            swarm.kill(name)
+        state, found = await end_of(swarm)
+        assert swarm.total("shard_reset") == 0
+        assert_same_state(state, calm.state)
+        for name, values in calm.parameters.items():
+            assert (found[name] - values).norm() <= 1e-3 * values.norm(), name
+
+    in_virtual_time(scenario, spec_of(folder, replication))
+
+
+def test_promotions_are_told(folder: Path) -> None:
+    owners = undisturbed(folder, 2).owners
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        swarm.kill(owners[0][0])
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("shard_promoted") >= 1
+
+    in_virtual_time(scenario, spec_of(folder, 2))
+
+
+def test_a_shard_that_lost_all_its_owners_begins_again_and_says_so(folder: Path) -> None:
+    """Its moments start from zero, with a bias correction of their own; all else goes on."""
+    calm = undisturbed(folder, 2)
+    owners = calm.owners
+    victims = owners[0]
+    lost = {j for j, found in enumerate(owners) if set(found) <= set(victims)}
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        for name in victims:
+            swarm.kill(name)
+        state, found = await end_of(swarm)
+        assert swarm.total("shard_reset") == len(lost)
+        assert {j for j in state if state[j][0] < ROUNDS} == lost
+        assert all(state[j][0] >= ROUNDS - STRUCK - 1 for j in lost)
+        kept = {j: s for j, s in state.items() if j not in lost}
+        for j, (steps, *_) in kept.items():
+            assert steps == calm.state[j][0]
+        assert all(bool(values.isfinite().all()) for values in found.values())
+        states = [m.peer.gossip.own.state for m in swarm.members.values()]
+        assert states == [ACTIVE] * (NUM_PEERS - len(victims))
+
+    in_virtual_time(scenario, spec_of(folder, 2))
