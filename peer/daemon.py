@@ -54,6 +54,9 @@ from swarmnet.wire import Array
 log = logging.getLogger("swarmnet.peer")
 
 AGENT = f"swarmnet/{__version__}"
+OPTIMIZER_FOLDER = "optimizer"
+"""In the state folder, for `[sync] optimizer_store = "disk"`."""
+DIAL_TIMEOUT_S = 10.0
 JOIN_ATTEMPTS_S = 30.0
 FINISH_WAIT_S = 60.0
 """How long after its last round a run may take for the last measurement on held-out data."""
@@ -134,14 +137,17 @@ def build_machine(spec: RunSpec, options: PeerOptions) -> Machine:
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.shards import build_optimizer
     from swarmnet.training.stage import build_stage
+    from swarmnet.training.store import open_store
 
     if options.threads:
         set_num_threads(options.threads)
     run, spec = spec, spec.with_builder(options.model_builder(spec))
 
+    store = open_store(spec.sync.optimizer_store, options.state_dir / OPTIMIZER_FOLDER)
+
     def build(stage_index: int) -> tuple[Any, Any]:
         stage = build_stage(spec, stage_index)
-        return stage, build_optimizer(spec, stage)
+        return stage, build_optimizer(spec, stage, store)
 
     data = None
     paths = options.data_paths(spec)

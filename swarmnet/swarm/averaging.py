@@ -31,6 +31,7 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
     Unreachable,
+    UserError,
 )
 from swarmnet.protocol import progress
 from swarmnet.protocol.placement import Placement, weights_from
@@ -116,6 +117,8 @@ class Averaging:
         self._applied: dict[int, int] = {}
         self._mirrored: dict[tuple[int, int], Array] = {}
         self._mirroring: set[int] = set()
+        self._failed: UserError | None = None
+        """Why this machine cannot keep optimizer state; ends the peer."""
         self._primaries: dict[int, str] = {}
         """By shard that this replica follows as backup, who made its last step."""
         self._placements: dict[Any, Placement] = {}
@@ -266,8 +269,8 @@ class Averaging:
             async with asyncio.TaskGroup() as group:
                 for j in shards:
                     group.create_task(one(j))
-        except* Behind as several:  # what is raised in here would be a group again
-            behind = Behind(str(several.exceptions[0]))
+        except* (Behind, UserError) as several:  # what is raised in here would be a group again
+            behind = several.exceptions[0]
         if behind is not None:
             raise behind
         if num_tokens and results and not all(results):
@@ -291,6 +294,8 @@ class Averaging:
         gradient = self.replica.stage.gradient_shard(j) if num_tokens else None
         redirected: str | None = None
         for _ in range(MAX_REDIRECTS):
+            if self._failed is not None:
+                raise self._failed
             peer_id = redirected or self.primary(r, j)
             redirected = None
             try:
@@ -474,8 +479,9 @@ class Averaging:
             if self._past(r):
                 raise NotReady("the round was finished without this replica", round=r)
             await self._step_everywhere(update, total, clip / num_tokens)
-        except Exception:
+        except Exception as e:
             update.parameters = None
+            self._failed = e if isinstance(e, UserError) else self._failed
             raise
         finally:
             if update.parameters is None:
@@ -684,6 +690,9 @@ class Averaging:
                     )
                     body = convert(reply.body, FetchReply)
                     await self._load(j, body, reply.arrays)
+                    return
+                except UserError as e:
+                    self._failed = e
                     return
                 except SwarmnetError as e:
                     log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)

@@ -24,6 +24,7 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.schedule import learning_rate
 from swarmnet.training.stage import TorchStage
+from swarmnet.training.store import MemoryStore, Store
 from swarmnet.wire import Array
 
 MAX_STEPS = 1 << 24
@@ -58,7 +59,10 @@ class ShardedAdamW:
         parameters: Sequence[ParameterRange],
         shard_sizes: Sequence[int],
         spec: OptimizerSpec,
+        store: Store | None = None,
     ) -> None:
+        """`store`: where the state lies; in memory where it is left out."""
+        self._store = store or MemoryStore()
         self._spec = spec
         self._sizes = tuple(shard_sizes)
         self._segments = cut_segments(parameters, shard_sizes)
@@ -73,7 +77,8 @@ class ShardedAdamW:
 
     def create(self, shard_index: int) -> None:
         size = self._sizes[shard_index]
-        self._states[shard_index] = ShardState(torch.zeros(size), torch.zeros(size), 0)
+        mean, square = self._store.zeros(size), self._store.zeros(size)
+        self._states[shard_index] = ShardState(mean, square, 0)
 
     def drop(self, shard_index: int) -> None:
         self._states.pop(shard_index, None)
@@ -147,10 +152,13 @@ class ShardedAdamW:
             raise ProtocolViolation("optimizer state with an impossible step count")
         if len(arrays) != 2:
             raise ProtocolViolation("optimizer state is two arrays")
-        mean, square = (self._values(shard_index, "moments", a).clone() for a in arrays)
+        mean, square = (self._values(shard_index, "moments", a) for a in arrays)
         if not _all_finite(mean) or not _all_finite(square) or square.min().item() < 0:
             raise ProtocolViolation("optimizer state with values that cannot be")
-        self._states[shard_index] = ShardState(mean, square, steps)
+        self._states[shard_index] = ShardState(self._kept(mean), self._kept(square), steps)
+
+    def _kept(self, values: Tensor) -> Tensor:
+        return self._store.zeros(values.numel()).copy_(values)
 
     def _values(self, shard_index: int, what: str, array: Array) -> Tensor:
         if array.dtype != "float32" or array.shape != (self._sizes[shard_index],):
@@ -183,9 +191,9 @@ class ShardedAdamW:
             )
 
 
-def build_optimizer(spec: RunSpec, stage: TorchStage) -> ShardedAdamW:
+def build_optimizer(spec: RunSpec, stage: TorchStage, store: Store | None = None) -> ShardedAdamW:
     """The optimizer of a stage's shards; it owns none yet."""
-    return ShardedAdamW(stage.parameter_ranges, stage.shard_sizes, spec.optimizer)
+    return ShardedAdamW(stage.parameter_ranges, stage.shard_sizes, spec.optimizer, store)
 
 
 def cut_segments(

@@ -1,0 +1,83 @@
+"""Where the moments of a shard lie: in memory, or in memory-mapped files.
+
+In memory means the host's, whatever device the stage is on (ZeRO-Offload, Ren et al., 2021); in
+files, the operating system keeps in memory what it has room for (ZeRO-Infinity, Rajbhandari et al.,
+2021). The numbers are the same, bit for bit: both are fp32 tensors to the kernel that steps.
+
+A file has no name from the moment it is mapped: its space is free again when the shard is dropped
+or the process ends, however it ends. It is written in full before it is mapped, since a full disk
+would otherwise be a bus error in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swarmnet.errors import UserError
+
+FP32_BYTES = 4
+_numbers = itertools.count()
+
+
+class MemoryStore:
+    """Zeros in the host's memory."""
+
+    def zeros(self, num_elements: int) -> Tensor:
+        return torch.zeros(num_elements)
+
+
+class DiskStore:
+    """Zeros in files under a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `UserError` where the folder cannot be written to."""
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise _unusable(folder, e) from None
+        self.zeros(1)
+
+    def zeros(self, num_elements: int) -> Tensor:
+        """Raises `UserError` where the disk is full."""
+        path = self._folder / f"shard-{os.getpid()}-{next(_numbers)}"
+        try:
+            with path.open("xb") as file:
+                _fill(file.fileno(), num_elements * FP32_BYTES)
+            return torch.from_file(str(path), shared=True, size=num_elements)
+        except (OSError, RuntimeError) as e:  # torch maps errors of mmap to the latter
+            raise _unusable(self._folder, e) from None
+        finally:
+            path.unlink(missing_ok=True)
+
+
+Store = MemoryStore | DiskStore
+
+
+def open_store(kind: str, folder: Path) -> Store:
+    """`kind`: of `[sync] optimizer_store`."""
+    return DiskStore(folder) if kind == "disk" else MemoryStore()
+
+
+def _fill(descriptor: int, num_bytes: int) -> None:
+    """Claims the space; the file reads as zeros."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    piece = bytes(min(num_bytes, 1 << 20))
+    left = num_bytes
+    while left > 0:
+        left -= os.write(descriptor, piece[:left])
+
+
+def _unusable(folder: Path, error: Exception) -> UserError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
+    return UserError(
+        f"cannot keep optimizer state in {folder} ({reason}): make room or choose another "
+        '--state-dir, or set [sync] optimizer_store = "memory"'
+    )
