@@ -389,6 +389,34 @@ def invite(
 
 
 @app.command()
+def plan(
+    spec: Annotated[Path, typer.Option(metavar="FILE", help="The run.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 1,
+    in_flight: Annotated[
+        int, typer.Option(min=0, help="Microbatches between forward and backward at a replica.")
+    ] = 4,
+    precision: Annotated[
+        Literal["fp32", "mixed"],
+        typer.Option(help="Of the numbers; mixed is the ZeRO paper's 16 bytes a parameter."),
+    ] = "fp32",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for programs.")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say how much memory a replica of each stage needs."""
+
+    def work() -> None:
+        from rich.console import Console
+
+        from peer.plan import PlanOptions, show_plan
+
+        show_plan(PlanOptions(spec, replicas, in_flight, precision, as_json), Console())
+
+    _guarded(work, debug)
+
+
+@app.command()
 def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
     join: Annotated[

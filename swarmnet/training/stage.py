@@ -3,7 +3,8 @@
 Memory. All parameters of the stage are views into one flat fp32 tensor, all gradients views into
 another, in the canonical order of `models.base.parameter_ranges`; so a shard is a slice, a
 network buffer can point straight at it, and autograd adds into it in place. Parameters of the
-coming round stay in the buffers in which they arrived until `finish_round` copies them over.
+coming round wait for `finish_round` where the gradient of their shard was, which nobody needs once
+they are there: a replica never holds more than the two vectors.
 
 Life of a microbatch here: `forward` keeps its input (and the graph, with activations "keep");
 `backward` drops the graph and keeps the output's gradient beside the input, a receipt of which
@@ -85,8 +86,12 @@ class TorchStage:
         recompute: bool = False,
         device: torch.device | str = "cpu",
         inputs: TensorSpec | None = None,
+        reuses_gradient: bool = False,
     ) -> None:
-        """`inputs`: what one sample looks like here; that of the plan for stage 0."""
+        """`inputs`: what one sample looks like here; that of the plan for stage 0.
+        `reuses_gradient`: the coming parameters of a shard may overwrite its gradient; not where
+        microbatches add to it while an exchange goes on."""
+        self._reuses_gradient = reuses_gradient
         self.stage_index = stage_index
         self.num_stages = num_stages
         self._plan = plan
@@ -221,6 +226,8 @@ class TorchStage:
         _check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
         tensor = to_tensor(values)
         _check_finite("parameters", tensor)
+        if self._reuses_gradient:
+            tensor = self._gradient_shards[shard_index].copy_(tensor)
         self._staged[shard_index] = tensor
 
     def finish_round(self) -> None:
@@ -366,6 +373,7 @@ def build_stage(
         recompute=spec.pipeline.activations == "recompute",
         device=device,
         inputs=TensorSpec("float32", before.output_shape) if before else None,
+        reuses_gradient=spec.sync.mode == "zero",
     )
 
 

@@ -56,6 +56,7 @@ COMMANDS = {
         "--plain",
         "--debug",
     },
+    "plan": {"--spec", "--replicas", "--in-flight", "--precision", "--json", "--debug"},
     "status": {"address", "--json", "--transport", "--debug"},
     "export": {"--out", "--join", "--state-dir", "--invite", "--transport", "--debug"},
     "invite": {

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from peer.cli import app
+from tests.swarm.harness import tiny_spec
+
+SPEC = Path(__file__).parents[2] / "peer" / "default.toml"
+
+
+def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
+    result = CliRunner().invoke(app, ["plan", "--spec", str(SPEC), "--replicas", "4"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    header = next(line.split() for line in lines if "activations" in line)
+    assert header == [
+        "stage",
+        "parameters",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "total",
+        "no",
+        "ZeRO",
+    ]
+    assert sum(line.split()[:1] in (["0"], ["1"]) for line in lines) == 2
+    assert "x R / N = 12.00, with R = 2 owners of a shard and N = 4 replicas" in result.stdout
+
+
+def test_for_programs(tmp_path: Path) -> None:
+    tiny_spec(tmp_path, num_stages=1)
+    command = ["plan", "--spec", str(SPEC), "--replicas", "8", "--precision", "mixed", "--json"]
+    result = CliRunner().invoke(app, command)
+    plan = json.loads(result.stdout)
+    assert plan["replicas"] == 8
+    for stage in plan["stages"]:
+        n = stage["num_parameters"]
+        assert stage["unsharded"] == 16 * n
+        assert stage["state"] == 2 * n + 2 * n + 12 * n * 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--spec", "nowhere.toml"], 1), (["--spec", "x", "--replicas", "0"], 2)],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], code: int) -> None:
+    assert CliRunner().invoke(app, ["plan", *arguments]).exit_code == code
