@@ -16,14 +16,14 @@ def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
     result = CliRunner().invoke(app, ["plan", "--spec", str(SPEC), "--replicas", "4"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    header = next(line.split() for line in lines if "activations" in line)
+    header = next(line.split() for line in lines if "params" in line)
     assert header == [
         "stage",
-        "parameters",
+        "params",
         "weights",
-        "gradients",
+        "grads",
         "optimizer",
-        "activations",
+        "activ.",
         "total",
         "no",
         "ZeRO",

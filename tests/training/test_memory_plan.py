@@ -20,7 +20,7 @@ from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.training.specs import small_spec, write_text
 
-ROUNDS = 4
+ROUNDS = 3
 NUM_REPLICAS = 4
 
 
@@ -92,7 +92,7 @@ def tensor_bytes() -> int:
     for thing in gc.get_objects():
         if type(thing) is Array:
             arrays.append(thing)
-        elif isinstance(thing, torch.Tensor):
+        elif issubclass(type(thing), torch.Tensor):  # asks nothing of lazy modules
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     spans = sorted((start, start + num) for start, num in found.items())
@@ -109,7 +109,7 @@ def large(folder: Path) -> RunSpec:
     spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
     values = spec.model_dump()
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
-    values["sync"]["shard_parameters"] = 1024
+    values["sync"]["shard_parameters"] = 2048
     return RunSpec.model_validate(values)
 
 
