@@ -18,6 +18,9 @@ from swarmnet.protocol.records import Record
 
 HASH_BITS = 52
 """Of the hash that are used: (x + 1/2) / 2^52 is exact in a double and never 0 or 1."""
+MAX_RATIO_LOG2 = 4
+MAX_RATIO = 2.0**MAX_RATIO_LOG2
+"""Between the weight of a peer and what is usual, either way."""
 
 
 def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[str]:
@@ -72,9 +75,17 @@ class Placement:
 
 def weights_from(records: Iterable[Record]) -> dict[str, float]:
     """Weights of replicas: their upload bandwidth (bytes/s), rounded to a power of two so that
-    the noise of measuring does not move shards. A peer whose bandwidth is unknown gets the median
-    of the known ones, or 1 where none is known."""
+    the noise of measuring does not move shards.
+
+    None is more than `MAX_RATIO` times above or below what is usual: a huge link does not make its
+    owner hold everything, nor a false claim of one. Usual is the median, itself rounded down to a
+    power of four, so that it does not move with every peer that comes. A peer whose bandwidth is
+    unknown gets the median, or 1 where none is known."""
     rates = {r.peer_id: r.upload_bytes_per_s for r in records}
-    rounded = {p: 2.0 ** round(math.log2(x)) for p, x in rates.items() if x > 0}
-    default = median_low(rounded.values()) if rounded else 1.0
-    return {p: rounded.get(p, default) for p in rates}
+    exponents = {p: round(math.log2(x)) for p, x in rates.items() if x > 0}
+    if not exponents:
+        return dict.fromkeys(rates, 1.0)
+    median = median_low(exponents.values())
+    usual = 2 * (median // 2)
+    low, high = usual - MAX_RATIO_LOG2, usual + MAX_RATIO_LOG2
+    return {p: 2.0 ** min(max(exponents.get(p, median), low), high) for p in rates}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnet.protocol.placement import Placement, owners, weights_from
+from swarmnet.protocol.placement import MAX_RATIO, Placement, owners, weights_from
 from tests.protocol.making import record
 
 NUM_SHARDS = 2000
@@ -111,3 +112,63 @@ def test_weights_ignore_noise_and_guess_the_unknown() -> None:
         "b": 1.0,
     }
     assert weights_from([]) == {}
+
+
+rates_of = st.lists(st.floats(1e4, 1e9), min_size=2, max_size=24)
+
+
+def weights_of(rates: list[float]) -> dict[str, float]:
+    return weights_from(record(f"p{i}", upload_bytes_per_s=rate) for i, rate in enumerate(rates))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 1e6, 2e6, 4e6, 8e6]), min_size=2, max_size=10))
+def test_owners_hold_in_proportion_to_their_measured_bandwidth(rates: list[float]) -> None:
+    weights = weights_of(rates)
+    placement = Placement(0, NUM_SHARDS, weights, replication=1)
+    total = sum(weights.values())
+    for peer_id, weight in weights.items():
+        expected = weight / total
+        spread = 5 * (expected * (1 - expected) / NUM_SHARDS) ** 0.5  # of a binomial
+        assert abs(len(placement.owned_by(peer_id)) / NUM_SHARDS - expected) < spread
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(1e6, 8e6), min_size=3, max_size=12), st.integers(1, 3))
+def test_a_leave_of_one_in_n_moves_its_own_shards_and_little_more(
+    rates: list[float], replication: int
+) -> None:
+    """Owners of a shard, before and after: who is gone is replaced, the others stay. On average
+    over who leaves, that is 1/N of all."""
+    before = Placement(0, 400, weights_of(rates), replication)
+    moved = 0
+    for gone in sorted(before.weights):
+        weights = {p: w for p, w in before.weights.items() if p != gone}
+        after = Placement(0, 400, weights, replication)
+        for j in range(400):
+            new = set(after.owners(j)) - set(before.owners(j))
+            assert len(new) <= (gone in before.owners(j))
+            moved += len(new)
+    assert moved / len(rates) <= 400 * min(replication, len(rates)) / len(rates)
+
+
+@given(rates_of, st.floats(0.98, 1.02), st.randoms(use_true_random=False))
+def test_small_changes_of_a_measurement_mostly_move_nothing(
+    rates: list[float], factor: float, rng: object
+) -> None:
+    """Only at the border between two powers of two can they, and then by that one step."""
+    i = rng.randrange(len(rates))  # type: ignore[attr-defined]
+    changed = [r * factor if k == i else r for k, r in enumerate(rates)]
+    before, after = weights_of(rates), weights_of(changed)
+    assert 0.5 <= after[f"p{i}"] / before[f"p{i}"] <= 2.0
+    rounded = [round(math.log2(r)) for r in (rates[i], changed[i])]
+    if rounded[0] == rounded[1]:
+        assert after == before
+
+
+@given(rates_of)
+def test_no_link_takes_all(rates: list[float]) -> None:
+    weights = weights_of([*rates, 1e15])
+    assert max(weights.values()) <= MAX_RATIO**2 * min(weights.values())
+    ordered = sorted(weights.values())
+    assert ordered[-1] <= 2 * MAX_RATIO * ordered[(len(ordered) - 1) // 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.training.specs import small_spec, write_text
 
-ROUNDS = 3
+ROUNDS = 5
 NUM_REPLICAS = 4
 
 
@@ -106,10 +107,12 @@ def tensor_bytes() -> int:
 
 def large(folder: Path) -> RunSpec:
     """Large enough for parameters to be what counts, in many shards."""
-    spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
+    spec = tiny_spec(folder, num_stages=1)
     values = spec.model_dump()
+    values["optimizer"]["rounds"] = ROUNDS
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     values["sync"]["shard_parameters"] = 2048
+    values["optimizer"]["warmup_rounds"] = 0
     return RunSpec.model_validate(values)
 
 
@@ -133,7 +136,8 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path) -> None:
             assert replica is not None
             sizes = replica.stage.shard_sizes
             own = 8 * sum(sizes[j] for j in replica.optimizer.owned())
-            assert row.weights + row.gradients + own == pytest.approx(row.total, rel=0.05)
+            # Hashing spreads shards as throws of dice do: the more shards, the more evenly.
+            assert own == pytest.approx(row.optimizer, rel=4 / math.sqrt(len(sizes)))
 
     in_virtual_time(scenario, spec)
 
