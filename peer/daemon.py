@@ -56,7 +56,6 @@ log = logging.getLogger("swarmnet.peer")
 AGENT = f"swarmnet/{__version__}"
 OPTIMIZER_FOLDER = "optimizer"
 """In the state folder, for `[sync] optimizer_store = "disk"`."""
-DIAL_TIMEOUT_S = 10.0
 JOIN_ATTEMPTS_S = 30.0
 FINISH_WAIT_S = 60.0
 """How long after its last round a run may take for the last measurement on held-out data."""
