@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -98,10 +99,10 @@ def tensor_bytes() -> int:
             found[storage.data_ptr()] = storage.nbytes()
     spans = sorted((start, start + num) for start, num in found.items())
     for array in arrays:
-        view = memoryview(array.data)
-        at = torch.frombuffer(view, dtype=torch.uint8).data_ptr() if view.nbytes else 0
-        if view.nbytes and not any(start <= at < stop for start, stop in spans):
-            found[at] = view.nbytes
+        values = np.frombuffer(array.data, dtype=np.uint8)
+        at = values.ctypes.data
+        if values.nbytes and not any(start <= at < stop for start, stop in spans):
+            found[at] = values.nbytes
     return sum(found.values())
 
 
