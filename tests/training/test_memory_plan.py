@@ -93,14 +93,16 @@ def tensor_bytes() -> int:
     arrays: list[Array] = []
     for thing in gc.get_objects():
         if type(thing) is Array:
-            if memoryview(thing.data).c_contiguous:  # others are bad input of some test
-                arrays.append(thing)
+            arrays.append(thing)
         elif issubclass(type(thing), torch.Tensor):  # asks nothing of lazy modules
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     spans = sorted((start, start + num) for start, num in found.items())
     for array in arrays:
-        values = np.frombuffer(array.data, dtype=np.uint8)
+        try:
+            values = np.frombuffer(array.data, dtype=np.uint8)
+        except (TypeError, ValueError):  # bad input of another test
+            continue
         at = values.ctypes.data
         if values.nbytes and not any(start <= at < stop for start, stop in spans):
             found[at] = values.nbytes
