@@ -264,7 +264,7 @@ class Averaging:
 
         # All at once: with clipping, no shard is done before every shard has been summed.
         shards = _rotated(list(range(self.replica.num_shards)), self.gossip.own.peer_id)
-        behind: Behind | None = None
+        behind: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for j in shards:
