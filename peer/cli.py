@@ -16,6 +16,8 @@ from swarmnet.errors import SwarmnetError, UserError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 MAX_PORT = 65_535
+FIRST_DIRECT_PORT = 1024
+"""Others dial none below (`swarmnet.transport.direct.FIRST_PORT`)."""
 ClickException: Any = typer.BadParameter.__mro__[2]
 """The root of what the parser of options raises."""
 
@@ -32,6 +34,10 @@ app = typer.Typer(
 TransportOption = Annotated[
     Literal["p2pd", "py-libp2p"],
     typer.Option(help="What carries the bytes; peers with either train together."),
+]
+NoDirectOption = Annotated[
+    bool,
+    typer.Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),
 ]
 DebugOption = Annotated[
     bool, typer.Option("--debug", help="Show a traceback with an error, and more of the log.")
@@ -100,6 +106,16 @@ def peer(
         ),
     ] = None,
     transport: TransportOption = "p2pd",
+    no_direct: NoDirectOption = False,
+    direct_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_PORT,
+            help="Listen for direct connections on this port (1024 or above); 0 = any that is "
+            "free.",
+        ),
+    ] = 0,
     state_dir: Annotated[
         Path | None,
         typer.Option(
@@ -176,6 +192,8 @@ def peer(
             raise UsageError("give --spec FILE to start a run, or --join ADDR to join one")
         if join and (rounds is not None or seed is not None):
             raise UsageError("--rounds and --seed go with --spec; who joins takes the run's")
+        if 0 < direct_port < FIRST_DIRECT_PORT:
+            raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
         with claimed_state_dir(state_dir) as path:
             options = PeerOptions(
                 state_dir=path,
@@ -189,6 +207,8 @@ def peer(
                 port=port,
                 announce=tuple(announce or ()),
                 transport=transport,
+                direct=not no_direct,
+                direct_port=direct_port,
                 data=tuple(data or ()),
                 builder=builder,
                 feed=not no_feed,
@@ -218,6 +238,7 @@ def local(
     seed: SeedOption = None,
     metrics: MetricsOption = None,
     transport: TransportOption = "p2pd",
+    no_direct: NoDirectOption = False,
     threads: Annotated[
         int, typer.Option(min=0, help="Threads of each peer; 0 = this machine's cores, shared out.")
     ] = 0,
@@ -247,6 +268,7 @@ def local(
             seed=seed,
             metrics=metrics,
             transport=transport,
+            direct=not no_direct,
             threads=threads or _threads_each(peers),
             screen="plain" if plain else "auto",
             debug=debug,

@@ -49,6 +49,7 @@ from swarmnet.swarm.step import infer_through
 from swarmnet.swarm.wiring import Wiring
 from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.direct import DirectListener
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.peer")
@@ -96,20 +97,22 @@ async def open_net(
     host: str,
     port: int,
     announce: Sequence[str],
-    run_id: str = "",
+    direct_port: int | None = None,
 ) -> Net:
-    """A started transport of the wanted kind. Raises `AddressError` where the port is taken."""
+    """A started transport of the wanted kind. `direct_port`: where to listen for direct
+    connections; None: none are made. Raises `AddressError` where a port is taken."""
+    direct = None if direct_port is None else DirectListener(host, direct_port)
     if name == "p2pd":
         from swarmnet.transport.p2pd import P2pdCarrier
 
         carrier = P2pdCarrier(key, host=host, port=port, announce=announce)
-        transport = ChannelTransport(carrier, agent=AGENT)
+        transport = ChannelTransport(carrier, agent=AGENT, direct=direct)
         await transport.start()
         return Net(transport, lambda: carrier.p2p, carrier.on_restart)
     from swarmnet.transport.py_libp2p import PyLibp2pCarrier
 
     other = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
-    transport = ChannelTransport(other, agent=AGENT)
+    transport = ChannelTransport(other, agent=AGENT, direct=direct)
     await transport.start()
     return Net(transport, None, None)
 
@@ -198,7 +201,12 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if options.spec is not None:
             spec = with_overrides(load_spec(options.spec), rounds=options.rounds, seed=options.seed)
         net = await open_net(
-            options.transport, key, host=options.host, port=options.port, announce=options.announce
+            options.transport,
+            key,
+            host=options.host,
+            port=options.port,
+            announce=options.announce,
+            direct_port=options.direct_port if options.direct else None,
         )
         stack.push_async_callback(net.transport.close)
         known = KnownPeers.load(options.state_dir)

@@ -58,6 +58,8 @@ class LocalOptions:
     seed: int | None = None
     metrics: Path | None = None
     transport: TransportName = "p2pd"
+    direct: bool = True
+    """Bulk transfers over direct TLS connections."""
     threads: int = 0
     """Torch threads of each peer."""
     screen: ScreenName = "auto"
@@ -169,6 +171,8 @@ async def _start_newcomer(
 
 def _shared_arguments(options: LocalOptions) -> list[str]:
     arguments = ["--host", LOOPBACK, "--transport", options.transport, "--plain"]
+    if not options.direct:
+        arguments.append("--no-direct")
     if options.threads:
         arguments += ["--threads", str(options.threads)]
     if options.debug:

@@ -339,6 +339,9 @@ class Monitor:
                 queue_length=seen.record.queue_length,
                 sent_bytes=seen.record.totals.get("sent_bytes", 0),
                 received_bytes=seen.record.totals.get("received_bytes", 0),
+                links=seen.record.totals.get("links", 0),
+                direct_links=seen.record.totals.get("direct_links", 0),
+                direct_sent_bytes=seen.record.totals.get("direct_sent_bytes", 0),
                 rerouted=seen.record.totals.get("rerouted", 0),
                 agent=seen.record.agent,
             )

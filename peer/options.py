@@ -46,6 +46,10 @@ class PeerOptions:
     announce: tuple[str, ...] = ()
     """Addresses to tell others besides those of the interfaces (behind NAT, for example)."""
     transport: TransportName = "p2pd"
+    direct: bool = True
+    """Bulk transfers over direct TLS connections, where peers can reach each other."""
+    direct_port: int = 0
+    """Where to listen for them; 0 = any that is free."""
     data: tuple[str, ...] = ()
     """Where this machine has the data, in place of the spec's `paths`."""
     builder: str = ""

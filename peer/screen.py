@@ -129,11 +129,11 @@ def _stages(stages: Sequence[StageRow]) -> RenderableType:
 
 def peers_table(peers: Sequence[PeerRow]) -> Table:
     """One row a peer."""
-    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("peer")
     table.add_column("stage", justify="right")
     table.add_column("state")
-    for title in ("round", "samples/s", "queue", "sent", "received", "re-routes"):
+    for title in ("round", "samples/s", "queue", "sent", "received", "direct", "re-routes"):
         table.add_column(title, justify="right")
     for row in peers[:MAX_PEERS_SHOWN]:
         table.add_row(
@@ -145,6 +145,7 @@ def peers_table(peers: Sequence[PeerRow]) -> Table:
             str(row.queue_length),
             size(row.sent_bytes),
             size(row.received_bytes),
+            f"{row.direct_links}/{row.links}",
             str(row.rerouted),
         )
     if len(peers) > MAX_PEERS_SHOWN:

@@ -22,6 +22,12 @@ class PeerRow:
     queue_length: int
     sent_bytes: int
     received_bytes: int
+    links: int
+    """Peers that it is connected with over libp2p."""
+    direct_links: int
+    """Peers that it exchanges bulk data with over a direct connection."""
+    direct_sent_bytes: int
+    """Of those sent."""
     rerouted: int
     agent: str
 

@@ -161,8 +161,12 @@ class Gossip:
             **self.own.totals,
             "sent_bytes": sum(traffic.sent_bytes.values()),
             "received_bytes": sum(traffic.received_bytes.values()),
+            "direct_sent_bytes": traffic.direct_sent_bytes,
+            "links": len(self.transport.connected()),
+            "direct_links": traffic.direct_links,
         }
-        self.own = replace(self.own, totals=totals)
+        upload = traffic.upload.published(asyncio.get_running_loop().time())
+        self.own = replace(self.own, totals=totals, upload_bytes_per_s=upload)
 
     def _changed(self, urgent: bool) -> None:
         self._dirty = True

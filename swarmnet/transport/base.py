@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from swarmnet.protocol.bandwidth import UploadMeter
 from swarmnet.wire import Message
 
 PROTOCOL_VERSION = 1
@@ -41,8 +42,14 @@ class Traffic:
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
     received_bytes: dict[str, int] = field(default_factory=dict)
+    direct_sent_bytes: int = 0
+    """Of those sent, over direct connections."""
+    direct_links: int = 0
+    """Peers with a direct connection now."""
+    upload: UploadMeter = field(default_factory=UploadMeter)
 
-    def add_sent(self, method: str, num_bytes: int) -> None:
+    def add_sent(self, method: str, num_bytes: int, *, is_direct: bool = False) -> None:
+        self.direct_sent_bytes += num_bytes if is_direct else 0
         self.sent_bytes[method] = self.sent_bytes.get(method, 0) + num_bytes
 
     def add_received(self, method: str, num_bytes: int) -> None:

@@ -124,9 +124,11 @@ class Serving:
 class Channel(asyncio.BufferedProtocol):
     """One stream to one peer."""
 
-    def __init__(self, owner: Owner, remote: str) -> None:
+    def __init__(self, owner: Owner, remote: str, *, is_direct: bool = False) -> None:
         loop = asyncio.get_running_loop()
         self.remote = remote
+        self.is_direct = is_direct
+        """Its stream is a connection of our own, not one through libp2p."""
         self.run_id = ""
         self.ready: asyncio.Future[None] = loop.create_future()
         """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
@@ -139,6 +141,9 @@ class Channel(asyncio.BufferedProtocol):
         self._outbox = Outbox()
         self._is_paused = False
         self._is_pumping = False
+        self._written_bytes = 0
+        self._metered_bytes: int | None = None
+        """Taken by the stream when it was last metered; None while it is not saturated."""
         self._last_call_id = 0
         self._calls: dict[int, PendingCall] = {}
         self._serving: dict[int, Serving] = {}
@@ -184,10 +189,27 @@ class Channel(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._is_paused = True
+        self._meter()
 
     def resume_writing(self) -> None:
         self._is_paused = False
+        self._meter()
         self._pump()
+        if not self._is_paused:
+            self._meter(ended=True)
+
+    def _meter(self, ended: bool = False) -> None:
+        """Tells how much a stream that had more to send has taken."""
+        if self._transport is None:
+            return
+        now = asyncio.get_running_loop().time()
+        taken = self._written_bytes - self._transport.get_write_buffer_size()
+        upload = self._owner.traffic.upload
+        if self._metered_bytes is None:
+            upload.began(self, self.remote, now)
+        else:
+            upload.drained(self, max(0, taken - self._metered_bytes), now, ended=ended)
+        self._metered_bytes = None if ended else taken
 
     def _guard(self, work: Callable[[], None]) -> None:
         """What a peer sends may cost it this channel, and nobody anything else."""
@@ -217,6 +239,9 @@ class Channel(asyncio.BufferedProtocol):
         if not self.is_open:
             return
         self.is_open = False
+        if self._metered_bytes is not None:
+            now = asyncio.get_running_loop().time()
+            self._owner.traffic.upload.drained(self, 0, now, ended=True)
         self._timer.cancel()
         self._outbox.clear()
         self._assemblies.clear()
@@ -478,9 +503,10 @@ class Channel(asyncio.BufferedProtocol):
                 if taken is None:
                     return
                 method, buffers = taken
-                for buffer in buffers:
-                    self._transport.write(buffer)
-                self._owner.traffic.add_sent(method, sum(map(len, buffers)))
+                num_bytes = sum(map(len, buffers))
+                self._written_bytes += num_bytes  # before: the stream may be full at once
+                self._transport.writelines(buffers)
+                self._owner.traffic.add_sent(method, num_bytes, is_direct=self.is_direct)
         finally:
             self._is_pumping = False
 

@@ -28,6 +28,8 @@ from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import ByteStream, Carrier, Handler, Request, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls import Channel
+from swarmnet.transport.direct import DirectListener
+from swarmnet.transport.links import DirectLinks
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
@@ -61,7 +63,8 @@ class Offender:
 
 @dataclass
 class ChannelTransport:
-    """A `Transport` over any `Carrier`."""
+    """A `Transport` over any `Carrier`, and beside it over direct connections (`direct`: where to
+    listen for them; None: there are none)."""
 
     carrier: Carrier
     agent: str = ""
@@ -69,6 +72,7 @@ class ChannelTransport:
     calls_per_peer: RateLimiter = field(
         default_factory=lambda: RateLimiter(CALLS_PER_S, CALLS_BURST)
     )
+    direct: DirectListener | None = None
 
     def __post_init__(self) -> None:
         self.peer_id = self.carrier.peer_id
@@ -86,10 +90,17 @@ class ChannelTransport:
         self._num_running: dict[str, int] = {}
         self.pool = BufferPool()
         self._closed = False
+        self.links = None if self.direct is None else DirectLinks(self, self.direct)
 
     async def start(self) -> None:
         """Starts the carrier. Raises `AddressError` or `TransportError`."""
         await self.carrier.start(self._accept)
+        if self.links is not None:
+            try:
+                await self.links.start()
+            except BaseException:
+                await self.carrier.close()
+                raise
 
     # ---- the port ---------------------------------------------------------------------------
 
@@ -140,11 +151,23 @@ class ChannelTransport:
     ) -> Message:
         try:
             async with asyncio.timeout(timeout_s):
-                channel = await self._channel(peer_id)
-                return await channel.call(method, message, on_progress)
+                if self.links is not None:
+                    return await self.links.call(peer_id, method, message, on_progress)
+                return await self.call_libp2p(peer_id, method, message, on_progress)
         except TimeoutError:
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
+
+    async def call_libp2p(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+    ) -> Message:
+        """`links.Home`: a call over the carrier, without a deadline."""
+        channel = await self._channel(peer_id)
+        return await channel.call(method, message, on_progress)
 
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         if self._closed or peer_id == self.peer_id:
@@ -166,6 +189,8 @@ class ChannelTransport:
     async def close(self) -> None:
         self._closed = True
         await self._cancel_all()  # while the channels stand: their callers are told
+        if self.links is not None:
+            await self.links.close()
         for channel in self._all():
             channel.close()
         await self._cancel_all()  # what came in meanwhile
@@ -180,7 +205,9 @@ class ChannelTransport:
     # ---- channels ---------------------------------------------------------------------------
 
     def _all(self) -> list[Channel]:
-        return [c for channels in self._channels.values() for c in channels] + [*self._unready]
+        direct = {} if self.links is None else self.links.channels
+        ready = [c for channels in (*self._channels.values(), *direct.values()) for c in channels]
+        return [*ready, *self._unready]
 
     def _open_channel(self, peer_id: str) -> Channel | None:
         channels = self._channels.get(peer_id)
@@ -257,14 +284,22 @@ class ChannelTransport:
             raise type(error)(str(error))
 
     def _accept(self, stream: ByteStream) -> None:
-        num_open = sum(channel.remote == stream.remote for channel in self._all())
+        num_open = sum(c.remote == stream.remote and not c.is_direct for c in self._all())
         if self._closed or num_open >= MAX_CHANNELS or self._is_banned(stream.remote):
             stream.transport.abort()
         else:
             self._attach(stream).ready.add_done_callback(_tell_wrong_version)
 
-    def _attach(self, stream: ByteStream) -> Channel:
-        channel = Channel(self, stream.remote)
+    def may_attach(self, peer_id: str) -> bool:
+        """`links.Home`"""
+        return not self._closed and not self._is_banned(peer_id)
+
+    def attach_direct(self, stream: ByteStream) -> Channel:
+        """`links.Home`"""
+        return self._attach(stream, is_direct=True)
+
+    def _attach(self, stream: ByteStream, is_direct: bool = False) -> Channel:
+        channel = Channel(self, stream.remote, is_direct=is_direct)
         self._unready[channel] = None
         channel.attach(stream)
         return channel
@@ -273,6 +308,10 @@ class ChannelTransport:
         """A channel's peer has said hello."""
         self._unready.pop(channel, None)
         if not channel.is_open:
+            return
+        if channel.is_direct:
+            if self.links is not None:
+                self.links.ready(channel)
             return
         channels = self._channels.setdefault(channel.remote, [])
         channels.append(channel)
@@ -283,6 +322,10 @@ class ChannelTransport:
     def channel_ended(self, channel: Channel) -> None:
         """A channel's stream is gone."""
         self._unready.pop(channel, None)
+        if channel.is_direct:
+            if self.links is not None:
+                self.links.ended(channel)
+            return
         channels = self._channels.get(channel.remote, [])
         if channel in channels:
             channels.remove(channel)

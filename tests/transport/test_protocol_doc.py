@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet import errors, identity
-from swarmnet.protocol import placement, records
+from swarmnet.protocol import placement, records, upgrade
 from swarmnet.swarm import discovery, feeder, messages
-from swarmnet.transport import base, calls, channel, frames, outbox
+from swarmnet.transport import base, calls, channel, direct, frames, links, outbox
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
 from tests.transport.test_frames import read
 
@@ -73,13 +73,13 @@ def test_every_error_code_has_its_row() -> None:
 
 def test_every_method_that_is_served_is_described() -> None:
     source = "".join(p.read_text() for p in sorted((ROOT / "swarmnet" / "swarm").glob("*.py")))
-    served = set(re.findall(r'\.handle\("(\w+)"', source))
+    served = {direct.TICKET_METHOD, *re.findall(r'\.handle\("(\w+)"', source)}
     assert set(re.findall(r"^\*\*`(\w+)`\*\*", section("## Methods"), flags=re.M)) == served
 
 
 MESSAGES = [
     cls
-    for module in (messages, records)
+    for module in (messages, records, direct)
     for _, cls in inspect.getmembers(module, dataclasses.is_dataclass)
     if cls.__module__ == module.__name__
 ]
@@ -108,6 +108,19 @@ def test_every_field_is_named(cls: type) -> None:
         f"streams of a peer | {channel.MAX_CHANNELS} |",
         f"for {channel.FIRST_BAN_S:.0f} s; with each",
         f"up to {channel.LONGEST_BAN_S:.0f} s; {channel.FORGIVEN_AFTER_S / 60:.0f} minutes",
+        f"{len(direct.PREAMBLE)} bytes `{direct.PREAMBLE.hex(' ')}`",
+        f"the {upgrade.TOKEN_BYTES} bytes of `token`",
+        f"void {upgrade.TICKET_S:.0f} s after",
+        f"at most {upgrade.MAX_TICKETS_EACH} that are open",
+        f"said it {direct.GREETING_TIMEOUT_S:.0f} s after",
+        f"At most {direct.MAX_GREETING} visitors, and {direct.MAX_GREETING_EACH} of one IP address",
+        f"addresses at most {direct.MAX_DIALLED} are dialled",
+        f"no port below {direct.FIRST_PORT}",
+        f"Up to {links.MAX_DIRECT} direct channels",
+        f"arrays have {links.BULK_BYTES:,} bytes or more",
+        f"less than {upgrade.STEADY_S:.0f} s",
+        f"waits {upgrade.FIRST_RETRY_S:.0f} s, then twice as long each time, up to "
+        f"{upgrade.LONGEST_RETRY_S:.0f} s",
         f"`{' '.join(ITEM_BYTES)}`",
         f"for {discovery.EXPIRY_S:.0f} s and does",
         f"again every {discovery.REFRESH_S:.0f} s",

@@ -1,0 +1,101 @@
+"""How fast this peer can send, from what its links drained while they had more to send. Pure.
+
+Only *saturated* links say something about bandwidth: one that had nothing left to send was as
+fast as its sender. The rate of all together is measured over the time in which at least one was
+saturated, for they share an uplink. What is published is a power of two that changes only when the
+measured rate has moved well away from it: placement weighs owners by it, and shards must not move
+for noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SAMPLE_S = 0.25
+"""A sample covers at least so much saturated time..."""
+SAMPLE_BYTES = 4 << 20
+"""...or so many bytes."""
+SMOOTHING_BYTES = 64 << 20
+"""Bytes after which an older measurement has lost two thirds of its weight."""
+ENOUGH_BYTES = 16 << 20
+"""Measured before anything is published."""
+MOVE_LOG2 = 0.8
+"""By how many powers of two the rate must differ from the published one to be published anew."""
+REPUBLISH_S = 60.0
+"""Shortest time between two changes of what is published."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """A moving average of bytes per second, weighted by bytes."""
+
+    bytes_per_s: float = 0.0
+    seen_bytes: int = 0
+    _num_bytes: int = 0
+    _seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes took so much saturated time."""
+        self._num_bytes += num_bytes
+        self._seconds += seconds
+        if self._seconds <= 0 or (self._seconds < SAMPLE_S and self._num_bytes < SAMPLE_BYTES):
+            return
+        sample = self._num_bytes / self._seconds
+        self.seen_bytes += self._num_bytes
+        weight = -math.expm1(-self._num_bytes / SMOOTHING_BYTES)
+        if self.seen_bytes < SMOOTHING_BYTES:  # while little is known, a plain average
+            weight = max(weight, self._num_bytes / self.seen_bytes)
+        self.bytes_per_s += weight * (sample - self.bytes_per_s)
+        self._num_bytes, self._seconds = 0, 0.0
+
+
+class UploadMeter:
+    """The upload rates of one peer's links, and of all together."""
+
+    def __init__(self) -> None:
+        self.total = Rate()
+        self._links: dict[str, Rate] = {}
+        self._saturated: dict[object, tuple[str, float]] = {}
+        self._since_s = 0.0
+        self._published = 0.0
+        self._published_at_s = -math.inf
+
+    def began(self, link: object, peer_id: str, now: float) -> None:
+        """A link has more to send than it takes."""
+        if not self._saturated:
+            self._since_s = now
+        self._saturated[link] = (peer_id, now)
+
+    def drained(self, link: object, num_bytes: int, now: float, *, ended: bool) -> None:
+        """A saturated link has taken bytes; `ended`: it has nothing left to send."""
+        if link not in self._saturated:
+            return
+        peer_id, since_s = self._saturated[link]
+        self._links.setdefault(peer_id, Rate()).add(num_bytes, max(0.0, now - since_s))
+        self.total.add(num_bytes, max(0.0, now - self._since_s))
+        self._since_s = now
+        if ended:
+            del self._saturated[link]
+        else:
+            self._saturated[link] = (peer_id, now)
+
+    def link_bytes_per_s(self, peer_id: str) -> float:
+        """What a link to a peer took lately; 0 where unknown."""
+        rate = self._links.get(peer_id)
+        return 0.0 if rate is None else rate.bytes_per_s
+
+    def forget(self, peer_id: str) -> None:
+        """A peer is gone."""
+        self._links.pop(peer_id, None)
+
+    def published(self, now: float) -> float:
+        """For the record, bytes/s: a power of two; 0 while too little was measured."""
+        rate = self.total
+        if rate.seen_bytes < ENOUGH_BYTES or rate.bytes_per_s < 1:
+            return self._published
+        exact = math.log2(rate.bytes_per_s)
+        moved = not self._published or abs(exact - math.log2(self._published)) > MOVE_LOG2
+        if moved and now - self._published_at_s >= REPUBLISH_S:
+            self._published, self._published_at_s = 2.0 ** round(exact), now
+        return self._published

@@ -1,0 +1,97 @@
+"""Direct connections: when to try one, and the tickets that authenticate it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
+STEADY_S = 60.0
+"""A direct connection that stood for so long is opened again at once after it broke."""
+MAX_REMEMBERED = 4096
+"""Peers whose failed attempts are remembered."""
+TICKET_S = 15.0
+"""A ticket that was not used for so long is void."""
+MAX_TICKETS = 1024
+MAX_TICKETS_EACH = 4
+"""Open tickets of one peer; the oldest becomes void."""
+TOKEN_BYTES = 32
+
+
+@dataclass(slots=True)
+class _Failure:
+    retry_at_s: float
+    pause_s: float
+
+
+class Attempts:
+    """Which peers a direct connection may be tried with now: a failed attempt is followed by a
+    pause that doubles."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, _Failure] = {}
+
+    def may_try(self, peer_id: str, now: float) -> bool:
+        failure = self._failures.get(peer_id)
+        return failure is None or now >= failure.retry_at_s
+
+    def failed(self, peer_id: str, now: float) -> float:
+        """The attempt failed, or the connection broke soon; returns the seconds of the pause."""
+        before = self._failures.pop(peer_id, None)
+        pause_s = FIRST_RETRY_S if before is None else min(2 * before.pause_s, LONGEST_RETRY_S)
+        if len(self._failures) >= MAX_REMEMBERED:
+            del self._failures[next(iter(self._failures))]
+        self._failures[peer_id] = _Failure(now + pause_s, pause_s)
+        return pause_s
+
+    def broke(self, peer_id: str, stood_s: float, now: float) -> None:
+        """A connection ended that had stood for `stood_s`."""
+        if stood_s >= STEADY_S:
+            self._failures.pop(peer_id, None)
+        else:
+            self.failed(peer_id, now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    peer_id: str
+    expires_s: float
+
+
+class Tickets:
+    """One-time tokens, each bound to the peer that asked for it. Only their hashes are kept, so
+    that looking one up takes as long whatever it is."""
+
+    def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
+        self._random_bytes = random_bytes
+        self._issued: dict[bytes, _Issued] = {}
+
+    def __len__(self) -> int:
+        return len(self._issued)
+
+    def issue(self, peer_id: str, now: float) -> bytes:
+        """A fresh token for an authenticated peer."""
+        self._issued = {h: i for h, i in self._issued.items() if i.expires_s > now}
+        own = [h for h, i in self._issued.items() if i.peer_id == peer_id]
+        if len(own) >= MAX_TICKETS_EACH:
+            del self._issued[own[0]]
+        elif len(self._issued) >= MAX_TICKETS:
+            del self._issued[next(iter(self._issued))]
+        token = self._random_bytes(TOKEN_BYTES)
+        self._issued[_hash(token)] = _Issued(peer_id, now + TICKET_S)
+        return token
+
+    def redeem(self, token: bytes, now: float) -> str | None:
+        """The peer that a token is bound to; None where it was never given, was used, or is too
+        old. It is void from then on."""
+        issued = self._issued.pop(_hash(token), None)
+        return issued.peer_id if issued is not None and issued.expires_s > now else None
+
+    def is_open(self, token: bytes) -> bool:
+        """It was given, and nobody has come with it."""
+        return _hash(token) in self._issued
+
+
+def _hash(token: bytes) -> bytes:
+    return hashlib.blake2b(token, digest_size=32).digest()

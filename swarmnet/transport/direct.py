@@ -1,0 +1,409 @@
+"""Direct TLS 1.3 connections between peers that can reach each other.
+
+A bulk transfer does not need libp2p's daemon between the two processes: kernel socket to kernel
+socket, received straight into the arrays' memory, it takes a fraction of the CPU time. What libp2p
+gives is the certainty of who is there. So a *ticket* is fetched over it: where the peer listens,
+the fingerprint of its certificate (made at start, self-signed, never on disk), and a token that
+is bound to the peer that asked, good once and for seconds. The client accepts that certificate
+only, and says the token first; so each side knows the other as well as libp2p does, and the
+stream is handed to the same `transport.calls.Channel`.
+
+Peers choose the addresses in their tickets. So only IP addresses are dialled, no port below 1024,
+loopback only where the peer knows this machine's boot id (which it shows by a hash over the
+token), and only a few per ticket (`MAX_DIALLED`), with a pause after each failure
+(`protocol.upgrade.Attempts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import ssl
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
+
+from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
+from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
+from swarmnet.transport.base import ByteStream
+
+log = logging.getLogger("swarmnet.transport")
+
+TICKET_METHOD = "ticket"
+PREAMBLE = b"swarmnet-direct\x01"
+"""What a client says first; its token follows."""
+GREETING_BYTES = len(PREAMBLE) + TOKEN_BYTES
+GREETING_TIMEOUT_S = 5.0
+"""TLS handshake and greeting together."""
+DIAL_TIMEOUT_S = 5.0
+"""Of one address."""
+MAX_DIALLED = 4
+"""Addresses of a ticket that are dialled."""
+MAX_GREETING = 64
+"""Visitors that have not said their token yet; more wait in the kernel's queue."""
+MAX_GREETING_EACH = 8
+"""Of one IP address; more are turned away."""
+BACKLOG = 128
+FIRST_PORT = 1024
+"""No port below is dialled: what listens there is no peer of a user's."""
+MAX_HOST_CHARS = 64
+DEAD_AFTER_S = 10
+"""Sent bytes that the other side's kernel has not taken for so long end the connection."""
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 10, 5, 3
+ACCEPT_PAUSE_S = 0.5
+"""Rest after an accept that failed (no file descriptors left, as a rule)."""
+VALID_DAYS = 3650
+"""Of the certificate; nobody looks at it, the fingerprint counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """How to connect directly to the peer that gave it."""
+
+    addresses: tuple[tuple[str, int], ...]
+    """IP address and port, the best first."""
+    fingerprint: bytes
+    """SHA-256 of the certificate (DER)."""
+    token: bytes
+    machine: bytes = b""
+    """Keyed hash of the machine's boot id; empty where it has none."""
+
+    def __post_init__(self) -> None:
+        if len(self.fingerprint) != 32 or len(self.token) != TOKEN_BYTES:
+            raise ProtocolViolation("a ticket with a fingerprint or token of the wrong length")
+        if len(self.machine) not in (0, 32) or len(self.addresses) > 64:
+            raise ProtocolViolation("a ticket with too many addresses")
+        for host, port in self.addresses:
+            if len(host) > MAX_HOST_CHARS or not 0 < port < 1 << 16:
+                raise ProtocolViolation("a ticket with an impossible address")
+
+
+def machine_proof(token: bytes) -> bytes:
+    """Shows to who is on the same machine, and to nobody else, that this process is there."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b""
+    return hashlib.blake2b(boot_id, key=token, digest_size=32, person=b"sw-machine").digest()
+
+
+def dialled(ticket: Ticket) -> list[tuple[str, int]]:
+    """The addresses of a ticket that may be dialled, in order."""
+    proof = machine_proof(ticket.token)
+    is_here = bool(proof) and hmac.compare_digest(proof, ticket.machine)
+    chosen: list[tuple[str, int]] = []
+    for host, port in ticket.addresses:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            continue
+        mapped = getattr(address, "ipv4_mapped", None)
+        address = mapped or address
+        if address.is_unspecified or address.is_multicast or address.is_link_local:
+            continue
+        if port < FIRST_PORT or (address.is_loopback and not is_here):
+            continue
+        if (str(address), port) not in chosen:
+            chosen.append((str(address), port))
+    if is_here:  # the shortest way first
+        chosen.sort(key=lambda pair: not ipaddress.ip_address(pair[0]).is_loopback)
+    return chosen[:MAX_DIALLED]
+
+
+class Certificate:
+    """A fresh key and its self-signed certificate, in memory only."""
+
+    def __init__(self) -> None:
+        key = Ed25519PrivateKey.generate()
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "swarmnet")])
+        now = datetime.datetime.now(datetime.UTC)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
+            .sign(key, None)
+        )
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        secret = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        der = certificate.public_bytes(serialization.Encoding.DER)
+        self.fingerprint = hashlib.sha256(der).digest()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self.context.num_tickets = 0  # every connection has a token of its own: none is resumed
+        _load(self.context, secret + pem)
+
+
+def _load(context: ssl.SSLContext, pem: bytes) -> None:
+    """Python's ssl reads certificates from files only: one that lies in memory, where there is
+    such a thing."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("certificate", os.MFD_CLOEXEC)
+        try:
+            os.write(handle, pem)
+            context.load_cert_chain(f"/proc/self/fd/{handle}")
+        finally:
+            os.close(handle)
+        return
+    handle, path = tempfile.mkstemp()  # mode 0600
+    try:
+        os.write(handle, pem)
+        context.load_cert_chain(path)
+    finally:
+        os.close(handle)
+        os.unlink(path)
+
+
+def client_context() -> ssl.SSLContext:
+    """TLS 1.3 to a certificate that is known by its fingerprint."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared after the handshake
+    return context
+
+
+class _Waiting(asyncio.Protocol):
+    """A connection that no channel has taken over yet."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.is_lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "pause_reading")
+        self.transport = transport  # type: ignore[assignment]
+        self.transport.pause_reading()  # type: ignore[union-attr]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+
+
+class _Visitor(_Waiting):
+    """Reads the greeting of who connected, and no byte of what is not for us to judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received = bytearray()
+        self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        if len(self.received) >= GREETING_BYTES and not self.greeted.done():
+            assert self.transport is not None
+            self.transport.pause_reading()
+            self.greeted.set_result(None)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        if not self.greeted.done():
+            self.greeted.set_exception(ConnectionError("gone before its greeting"))
+            self.greeted.exception()  # seen: nobody may be waiting any more
+
+
+class DirectListener:
+    """Where other peers connect directly."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """`host`: of the interface; `port`: 0 for any that is free."""
+        self.port = port
+        self.tickets = Tickets(secrets.token_bytes)
+        self._host = host
+        self._certificate = Certificate()
+        self._accept: Callable[[ByteStream], None] = lambda stream: stream.transport.abort()
+        self._listening: socket.socket | None = None
+        self._acceptor: asyncio.Task[None] | None = None
+        self._greeting: dict[asyncio.Task[None], str] = {}
+
+    async def start(self, accept: Callable[[ByteStream], None]) -> None:
+        """Every authenticated stream is handed to `accept`. Raises `AddressError`."""
+        self._accept = accept
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setblocking(False)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self._host, self.port))
+            listening.listen(BACKLOG)
+        except OSError as e:
+            listening.close()
+            raise AddressError(
+                f"direct connections cannot listen on {self._host} port {self.port} "
+                f"({e.strerror}); choose another --direct-port, or --no-direct"
+            ) from None
+        self._listening = listening
+        self.port = listening.getsockname()[1]
+        self._acceptor = asyncio.get_running_loop().create_task(self._accept_all(listening))
+
+    async def close(self) -> None:
+        """Idempotent."""
+        tasks = [*self._greeting, *([self._acceptor] if self._acceptor else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+    def ticket(self, peer_id: str, addresses: Sequence[str]) -> Ticket:
+        """For an authenticated peer. `addresses`: multiaddrs of this peer; their hosts are told."""
+        token = self.tickets.issue(peer_id, asyncio.get_running_loop().time())
+        hosts = dict.fromkeys(h for h in map(host_of, addresses) if h)
+        pairs = tuple((host, self.port) for host in hosts)[:64]
+        return Ticket(pairs, self._certificate.fingerprint, token, machine_proof(token))
+
+    async def _accept_all(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while len(self._greeting) >= MAX_GREETING:
+                await asyncio.wait((*self._greeting,), return_when=asyncio.FIRST_COMPLETED)
+            try:
+                visitor, address = await loop.sock_accept(listening)
+            except OSError as e:
+                log.warning("a direct connection could not be accepted: %s", e)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            host = str(address[0])
+            if sum(h == host for h in self._greeting.values()) >= MAX_GREETING_EACH:
+                visitor.close()
+                continue
+            task = loop.create_task(self._greet(visitor))
+            self._greeting[task] = host
+            task.add_done_callback(lambda t: self._greeting.pop(t, None))
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """TLS, then the token; whoever has none or is slow is cut off without a word."""
+        loop = asyncio.get_running_loop()
+        transport: asyncio.Transport | None = None
+        visitor = _Visitor()
+        try:
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                _tune(sock)
+                transport, _ = await loop.connect_accepted_socket(
+                    lambda: visitor,
+                    sock,
+                    ssl=self._certificate.context,
+                    ssl_handshake_timeout=GREETING_TIMEOUT_S,
+                )
+                await visitor.greeted
+            greeting, rest = bytes(visitor.received[:GREETING_BYTES]), visitor.received
+            token = greeting[len(PREAMBLE) :]
+            remote = None
+            if hmac.compare_digest(greeting[: len(PREAMBLE)], PREAMBLE):
+                remote = self.tickets.redeem(token, loop.time())
+            if remote is None or transport.is_closing():
+                log.info("a direct connection without a valid token was closed")
+                transport.abort()
+                return
+            self._accept(ByteStream(remote, transport, bytes(rest[GREETING_BYTES:])))
+        except (OSError, EOFError, TimeoutError) as e:  # ssl.SSLError is an OSError
+            log.debug("a direct connection failed to greet: %r", e)
+            _drop(transport, sock)
+        except BaseException:
+            _drop(transport, sock)
+            raise
+
+
+async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> ByteStream:
+    """A stream to the peer that gave the ticket. Raises `Unreachable`."""
+    reasons = []
+    for host, port in dialled(ticket):
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                return await _dial_one(peer_id, host, port, ticket, context)
+        except TimeoutError:
+            reasons.append(f"{host} port {port}: no answer within {DIAL_TIMEOUT_S:.0f} s")
+        except (OSError, EOFError) as e:
+            reasons.append(f"{host} port {port}: {e}")
+    raise Unreachable("; ".join(reasons) or "the ticket names no address that may be dialled")
+
+
+async def _dial_one(
+    peer_id: str, host: str, port: int, ticket: Ticket, context: ssl.SSLContext
+) -> ByteStream:
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    transport: asyncio.Transport | None = None
+    waiting = _Waiting()
+    try:
+        sock.setblocking(False)
+        _tune(sock)
+        await loop.sock_connect(sock, (host, port))
+        transport, _ = await loop.create_connection(
+            lambda: waiting,
+            sock=sock,
+            ssl=context,
+            server_hostname="",
+            ssl_handshake_timeout=DIAL_TIMEOUT_S,
+        )
+        certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+        found = hashlib.sha256(certificate).digest()
+        if not hmac.compare_digest(found, ticket.fingerprint):
+            raise ConnectionError("another certificate than the ticket's")
+        if waiting.is_lost:
+            raise ConnectionError("closed at once")
+        transport.write(PREAMBLE + ticket.token)
+        return ByteStream(peer_id, transport)
+    except BaseException:
+        _drop(transport, sock)
+        raise
+
+
+def host_of(address: str) -> str:
+    """The IP address in a multiaddr; empty where there is none, or it is that of a relay."""
+    parts = address.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+        return ""
+    return parts[2]
+
+
+def _drop(transport: asyncio.Transport | None, sock: socket.socket) -> None:
+    if transport is not None:
+        transport.abort()
+    else:
+        with contextlib.suppress(OSError):
+            sock.close()
+
+
+def _tune(sock: socket.socket) -> None:
+    """No waiting for more to send, and an end to connections whose other side is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_EVERY_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", DEAD_AFTER_S * 1000),
+    ):
+        option = getattr(socket, name, None)
+        if option is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)

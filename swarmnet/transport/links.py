@@ -1,0 +1,204 @@
+"""Which carrier a call takes: libp2p's channel, or a direct one beside it.
+
+The channel over libp2p stays: it is how a peer is found, watched and, where the direct connection
+fails, reached. Calls that move arrays go over a direct channel as soon as there is one; the first
+of them makes one be opened, and does not wait for it. When a direct channel breaks, calls that are
+open on it are made again over libp2p.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from swarmnet.errors import ChannelClosed, SwarmnetError
+from swarmnet.protocol.upgrade import TICKET_S, Attempts
+from swarmnet.transport.base import ByteStream, Handler, Request, Traffic
+from swarmnet.transport.calls import Channel
+from swarmnet.transport.direct import (
+    TICKET_METHOD,
+    DirectListener,
+    Ticket,
+    client_context,
+    dial_direct,
+)
+from swarmnet.wire import Message, convert
+
+log = logging.getLogger("swarmnet.transport")
+
+BULK_BYTES = 64 << 10
+"""Array bytes of a call or its reply that make a direct connection worth opening."""
+TICKET_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 10.0
+MAX_DIRECT = 4
+"""Direct channels of one peer."""
+MAX_OPENING = 16
+"""Attempts at a time; more wait for their next bulk call."""
+
+
+class Home(Protocol):
+    """The transport that has these links."""
+
+    peer_id: str
+    traffic: Traffic
+
+    def addresses(self) -> list[str]: ...
+
+    def handle(self, method: str, handler: Handler) -> None: ...
+
+    async def call_libp2p(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+    ) -> Message: ...
+
+    def attach_direct(self, stream: ByteStream) -> Channel: ...
+
+    def may_attach(self, peer_id: str) -> bool: ...
+
+
+class DirectLinks:
+    """The direct channels of one transport."""
+
+    def __init__(self, home: Home, listener: DirectListener) -> None:
+        self.channels: dict[str, list[Channel]] = {}
+        self._home = home
+        self._listener = listener
+        self._context = client_context()
+        self._attempts = Attempts()
+        self._opened_at: dict[Channel, float] = {}
+        self._bulk_methods: dict[str, None] = {}
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._closed = False
+
+    async def start(self) -> None:
+        """Raises `AddressError`."""
+        await self._listener.start(self._accept)
+        self._home.handle(TICKET_METHOD, self._on_ticket)
+
+    async def close(self) -> None:
+        """Idempotent. The channels are their transport's to close."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        tasks = [*self._opening.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._listener.close()
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+    ) -> Message:
+        """Over the best channel there is. Raises as `Transport.call`."""
+        num_bytes = sum(a.num_bytes for a in message.arrays)
+        if num_bytes >= BULK_BYTES or method in self._bulk_methods:
+            channel = self.channel(peer_id)
+            if channel is None:
+                self.want(peer_id)
+            else:
+                try:
+                    return await channel.call(method, message, on_progress)
+                except ChannelClosed as e:
+                    log.debug("%s: %s; over libp2p then", method, e)
+        reply = await self._home.call_libp2p(peer_id, method, message, on_progress)
+        if sum(a.num_bytes for a in reply.arrays) >= BULK_BYTES:
+            self._bulk_methods[method] = None  # of our own calls: as many as there are methods
+            self.want(peer_id)
+        return reply
+
+    def channel(self, peer_id: str) -> Channel | None:
+        """A direct channel to a peer that is open now."""
+        channels = self.channels.get(peer_id)
+        return channels[0] if channels else None
+
+    def want(self, peer_id: str) -> None:
+        """Tries to open a direct channel, unless there is one or it failed lately."""
+        now = asyncio.get_running_loop().time()
+        if self._closed or peer_id in self.channels or peer_id in self._opening:
+            return
+        if len(self._opening) >= MAX_OPENING or not self._attempts.may_try(peer_id, now):
+            return
+        task = asyncio.get_running_loop().create_task(self._open(peer_id))
+        self._opening[peer_id] = task
+        task.add_done_callback(lambda _: self._opening.pop(peer_id, None))
+
+    # ---- channels ---------------------------------------------------------------------------
+
+    async def _open(self, peer_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        channel: Channel | None = None
+        try:
+            async with asyncio.timeout(TICKET_TIMEOUT_S):
+                reply = await self._home.call_libp2p(peer_id, TICKET_METHOD, Message(), None)
+            ticket = convert(reply.body, Ticket)
+            stream = await dial_direct(peer_id, ticket, self._context)
+            channel = self._home.attach_direct(stream)
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.shield(channel.ready)
+        except (SwarmnetError, TimeoutError) as e:
+            if channel is not None:
+                channel.abort("no hello in time")
+            if peer_id in self.channels:
+                return  # it came to us meanwhile
+            pause_s = self._attempts.failed(peer_id, loop.time())
+            log.info(
+                "no direct connection to %s (%s); libp2p carries on, next attempt in %.0f s",
+                peer_id[-8:],
+                e or "no answer in time",
+                pause_s,
+            )
+
+    def _accept(self, stream: ByteStream) -> None:
+        num_open = len(self.channels.get(stream.remote, ()))
+        if self._closed or num_open >= MAX_DIRECT or not self._home.may_attach(stream.remote):
+            stream.transport.abort()
+        else:
+            self._home.attach_direct(stream)
+
+    def ready(self, channel: Channel) -> None:
+        """The peer has said hello on a direct channel."""
+        self.channels.setdefault(channel.remote, []).append(channel)
+        self._home.traffic.direct_links = len(self.channels)
+        self._opened_at[channel] = asyncio.get_running_loop().time()
+        timer = self._timers.pop(channel.remote, None)
+        if timer is not None:
+            timer.cancel()
+
+    def ended(self, channel: Channel) -> None:
+        """A direct channel is gone."""
+        channels = self.channels.get(channel.remote, [])
+        if channel in channels:
+            channels.remove(channel)
+            if not channels:
+                del self.channels[channel.remote]
+                self._home.traffic.direct_links = len(self.channels)
+            now = asyncio.get_running_loop().time()
+            self._attempts.broke(channel.remote, now - self._opened_at.pop(channel), now)
+
+    # ---- tickets ----------------------------------------------------------------------------
+
+    async def _on_ticket(self, request: Request) -> Message:
+        """For a peer that wants to connect directly. Where it does not come, it may be that it
+        cannot reach us: then we try to reach it."""
+        remote = request.remote
+        if remote not in self._timers and remote not in self.channels and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._timers[remote] = loop.call_later(TICKET_S, self._unused, remote)
+        return Message(self._listener.ticket(remote, self._home.addresses()))
+
+    def _unused(self, peer_id: str) -> None:
+        self._timers.pop(peer_id, None)
+        self.want(peer_id)

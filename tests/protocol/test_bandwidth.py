@@ -1,0 +1,84 @@
+"""What a peer says of its upload bandwidth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarmnet.protocol import bandwidth
+from swarmnet.protocol.bandwidth import UploadMeter
+
+MB = 1 << 20
+
+
+def send(
+    meter: UploadMeter, link: str, num_bytes: int, rate: float, now: float, step: int = MB
+) -> float:
+    """A link that is saturated until it has sent so much; returns the time after it."""
+    meter.began(link, link, now)
+    while num_bytes > 0:
+        now += step / rate
+        num_bytes -= step
+        meter.drained(link, step, now, ended=num_bytes <= 0)
+    return now
+
+
+def test_idle_time_is_not_slowness() -> None:
+    meter, now = UploadMeter(), 0.0
+    for _ in range(8):
+        now = 100 + send(meter, "p", 8 * MB, 5e6, now)
+    assert meter.total.bytes_per_s == pytest.approx(5e6)
+    assert meter.link_bytes_per_s("p") == pytest.approx(5e6)
+
+
+def test_links_at_the_same_time_add_up() -> None:
+    meter, now = UploadMeter(), 0.0
+    for name in ("p", "q"):
+        meter.began(name, name, now)
+    for _ in range(64):
+        now += 0.1
+        for name in ("p", "q"):
+            meter.drained(name, MB, now, ended=False)
+    assert meter.total.bytes_per_s == pytest.approx(20 * MB)
+    assert meter.link_bytes_per_s("p") == pytest.approx(10 * MB)
+    assert meter.link_bytes_per_s("r") == 0
+
+
+def test_little_is_not_published() -> None:
+    meter = UploadMeter()
+    now = send(meter, "p", 8 * MB, 1e6, 0.0)
+    assert meter.published(now) == 0
+    now = send(meter, "p", 16 * MB, 1e6, now)
+    assert meter.published(now) == 2.0**20
+
+
+def test_what_is_published_is_not_moved_by_noise() -> None:
+    seed = 7
+    rng = random.Random(seed)
+    meter, now, said = UploadMeter(), 0.0, set()
+    for _ in range(300):
+        now = send(meter, "p", 8 * MB, 1.4e6 * 2 ** rng.uniform(-0.5, 0.5), now)
+        said.add(meter.published(now))
+    assert len(said - {0.0}) == 1, seed
+    for _ in range(60):
+        now = send(meter, "p", 8 * MB, 12e6, now)
+    assert meter.published(now) == 2.0 ** round(23.5), seed
+
+
+def test_it_changes_once_in_a_while_at_most() -> None:
+    meter = UploadMeter()
+    now = send(meter, "p", 64 * MB, 64e6, 0.0)
+    first = meter.published(now)
+    later = send(meter, "p", 640 * MB, 640e6, now)
+    assert later - now < bandwidth.REPUBLISH_S
+    assert meter.published(later) == first
+    assert meter.published(now + bandwidth.REPUBLISH_S) > first
+
+
+def test_a_link_that_vanished_is_forgotten() -> None:
+    meter = UploadMeter()
+    send(meter, "p", 16 * MB, 1e6, 0.0)
+    meter.drained("another", MB, 99.0, ended=True)  # was never saturated: nothing happens
+    meter.forget("p")
+    assert meter.link_bytes_per_s("p") == 0

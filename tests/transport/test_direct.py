@@ -1,0 +1,515 @@
+"""Direct TLS connections beside libp2p: that they are used, and what strangers cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import uvloop
+
+from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
+from swarmnet.protocol import upgrade
+from swarmnet.transport import direct, links
+from swarmnet.transport.base import Request
+from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.direct import DirectListener, Ticket, client_context, dial_direct
+from swarmnet.transport.frames import NOTIFY, head_frame
+from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
+from swarmnet.wire import Array, Message
+from tests.transport.streams import PATIENCE_S, identity
+
+HOST = "127.0.0.1"
+BULK = Array("uint8", (300_000,), bytes(range(250)) * 1200)
+
+
+class Carrier(LoopbackCarrier):
+    """Says that its peer is on this machine."""
+
+    where = HOST
+
+    def addresses(self) -> list[str]:
+        return [f"/ip4/{self.where}/tcp/4001/p2p/{self.peer_id}"]
+
+
+@dataclass
+class World:
+    hub: LoopbackHub
+    a: ChannelTransport
+    b: ChannelTransport
+
+    async def call(self, *arrays: Array, method: str = "echo") -> Message:
+        message = Message("hello", arrays)
+        return await self.a.call(self.b.peer_id, method, message, timeout_s=PATIENCE_S)
+
+    async def upgraded(self) -> None:
+        """Until a has a direct channel to b, after a bulk call."""
+        await self.call(BULK)
+        await until(lambda: channels(self.a, self.b) and channels(self.b, self.a))
+
+    async def ticket(self) -> Ticket:
+        """One of b's for a."""
+        assert self.b.direct is not None
+        return self.b.direct.ticket(self.a.peer_id, self.b.addresses())
+
+
+def channels(near: ChannelTransport, far: ChannelTransport) -> list[Any]:
+    assert near.links is not None
+    return near.links.channels.get(far.peer_id, [])
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def echo(request: Request) -> Message:
+    return request.message
+
+
+@contextlib.asynccontextmanager
+async def two(*, b_direct: bool = True) -> AsyncIterator[World]:
+    hub = LoopbackHub()
+    made = []
+    for number, is_direct in ((1, True), (2, b_direct)):
+        carrier = Carrier(hub, identity(number).peer_id)
+        listener = DirectListener(HOST, 0) if is_direct else None
+        transport = ChannelTransport(carrier, agent="test", direct=listener)
+        transport.handle("echo", echo)
+        await transport.start()
+        made.append(transport)
+    try:
+        yield World(hub, *made)
+    finally:
+        for transport in made:
+            await transport.close()
+
+
+def play(scenario: Callable[[World], Any], **options: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * PATIENCE_S), two(**options) as world:
+            await scenario(world)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    for loop_factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
+
+
+# ---- it is used ---------------------------------------------------------------------------------
+
+
+def test_the_first_bulk_call_opens_a_direct_channel_that_both_sides_then_use() -> None:
+    async def scenario(w: World) -> None:
+        await w.call()
+        assert not w.a.traffic.direct_sent_bytes
+        await w.upgraded()
+        before = w.a.traffic.direct_sent_bytes
+        assert (await w.call(BULK)).arrays[0].data == BULK.data
+        assert w.a.traffic.direct_sent_bytes - before > BULK.num_bytes
+        assert len(channels(w.a, w.b)) == len(channels(w.b, w.a)) == 1
+        back = await w.b.call(w.a.peer_id, "echo", Message(1, (BULK,)), timeout_s=PATIENCE_S)
+        assert back.arrays[0].data == BULK.data
+        assert len(channels(w.b, w.a)) == 1  # the same one
+        assert w.b.traffic.direct_sent_bytes > 2 * BULK.num_bytes
+
+    play(scenario)
+
+
+def test_a_method_whose_replies_are_large_goes_direct_too() -> None:
+    async def scenario(w: World) -> None:
+        async def fetch(request: Request) -> Message:
+            return Message(None, (BULK,))
+
+        w.b.handle("fetch", fetch)
+        await w.call(method="fetch")
+        await until(lambda: channels(w.a, w.b))
+        before = w.b.traffic.direct_sent_bytes
+        await w.call(method="fetch")
+        assert w.b.traffic.direct_sent_bytes - before > BULK.num_bytes
+
+    play(scenario)
+
+
+def test_small_calls_stay_with_libp2p() -> None:
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        w.b.handle("small", echo)
+        before = w.a.traffic.direct_sent_bytes
+        await w.call(method="small")
+        assert w.a.traffic.direct_sent_bytes == before
+
+    play(scenario)
+
+
+def test_a_peer_without_direct_connections_is_spoken_to_over_libp2p() -> None:
+    async def scenario(w: World) -> None:
+        for _ in range(3):
+            assert (await w.call(BULK)).arrays[0].data == BULK.data
+        assert w.a.links is not None
+        await until(lambda: not w.a.links._opening)  # type: ignore[union-attr]
+        assert not w.a.links._attempts.may_try(w.b.peer_id, asyncio.get_running_loop().time())
+
+    play(scenario, b_direct=False)
+
+
+def test_a_break_in_the_middle_of_a_call_is_not_noticed() -> None:
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        (channel,) = channels(w.a, w.b)
+        calls = 0
+
+        async def slow(request: Request) -> Message:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                channel.abort("broken by the test")
+            return Message("done", request.message.arrays)
+
+        w.b.handle("slow", slow)
+        lost: list[str] = []
+        w.a.on_disconnected(lost.append)
+        reply = await w.call(BULK, method="slow")
+        assert (reply.body, reply.arrays[0].data, calls) == ("done", BULK.data, 2)
+        assert lost == []
+        await w.call(BULK)  # and there is a pause before another attempt
+        assert channels(w.a, w.b) == []
+        assert w.a.links is not None
+        assert not w.a.links._opening
+
+    play(scenario)
+
+
+def test_who_cannot_be_reached_connects_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "TICKET_S", 0.05)
+
+    async def scenario(w: World) -> None:
+        w.b.carrier.where = "0.0.0.0"  # type: ignore[attr-defined]  # nothing that can be dialled
+        await w.call(BULK)
+        await until(lambda: channels(w.a, w.b))
+        before = w.a.traffic.direct_sent_bytes
+        await w.call(BULK)
+        assert w.a.traffic.direct_sent_bytes - before > BULK.num_bytes
+
+    play(scenario)
+
+
+def test_closed_with_the_transport() -> None:
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        port = w.b.direct.port  # type: ignore[union-attr]
+        await w.b.close()
+        await until(lambda: not channels(w.a, w.b))
+        with pytest.raises(OSError, match=r"refused|Connect call failed"):
+            await asyncio.open_connection(HOST, port)
+
+    play(scenario)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    async def scenario(w: World) -> None:
+        other = DirectListener(HOST, w.b.direct.port)  # type: ignore[union-attr]
+        with pytest.raises(AddressError, match="choose another --direct-port"):
+            await other.start(lambda stream: None)
+
+    play(scenario)
+
+
+# ---- strangers ----------------------------------------------------------------------------------
+
+
+async def tls(w: World) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A TLS connection to b's listener, nothing said yet."""
+    assert w.b.direct is not None
+    return await asyncio.open_connection(
+        HOST, w.b.direct.port, ssl=client_context(), server_hostname=""
+    )
+
+
+async def assert_cut_off(reader: asyncio.StreamReader) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(OSError):
+            assert await reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        direct.PREAMBLE + bytes(32),
+        b"GET / HTTP/1.1\r\nHost: nobody.example\r\nUser-Agent: x\r\n\r\n",
+        b"\0" * 1_000_000,
+    ],
+    ids=["a wrong token", "another protocol", "garbage"],
+)
+def test_who_has_no_token_is_cut_off(said: bytes) -> None:
+    async def scenario(w: World) -> None:
+        reader, writer = await tls(w)
+        writer.write(said)
+        await assert_cut_off(reader)
+        writer.close()
+        assert channels(w.b, w.a) == []
+        await w.upgraded()
+
+    play(scenario)
+
+
+def test_a_token_is_good_once() -> None:
+    async def scenario(w: World) -> None:
+        ticket = await w.ticket()
+        stream = await dial_direct(w.b.peer_id, ticket, client_context())
+        w.a.attach_direct(stream)
+        await until(lambda: channels(w.b, w.a))
+        reader, writer = await tls(w)
+        writer.write(direct.PREAMBLE + ticket.token)
+        await assert_cut_off(reader)
+        writer.close()
+        assert len(channels(w.b, w.a)) == 1
+
+    play(scenario)
+
+
+def test_who_comes_with_a_token_is_who_asked_for_it() -> None:
+    """And nobody else, whatever it says of itself."""
+
+    async def scenario(w: World) -> None:
+        assert w.b.direct is not None
+        ticket = w.b.direct.ticket("somebody", w.b.addresses())
+        w.a.attach_direct(await dial_direct(w.b.peer_id, ticket, client_context()))
+        assert w.b.links is not None
+        await until(lambda: w.b.links.channels)  # type: ignore[union-attr]
+        assert list(w.b.links.channels) == ["somebody"]
+
+    play(scenario)
+
+
+def test_another_certificate_gets_no_token() -> None:
+    async def scenario(w: World) -> None:
+        said = bytearray()
+        impostor = direct.Certificate()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                said.extend(await reader.read())
+            writer.close()
+
+        server = await asyncio.start_server(listen, HOST, 0, ssl=impostor.context)
+        port = server.sockets[0].getsockname()[1]
+        ticket = replace(await w.ticket(), addresses=((HOST, port),))
+        with pytest.raises(Unreachable, match="another certificate"):
+            await dial_direct(w.b.peer_id, ticket, client_context())
+        server.close()
+        await server.wait_closed()
+        await asyncio.sleep(0)
+        assert said == b""
+        assert w.b.direct is not None
+        assert w.b.direct.tickets.is_open(ticket.token)
+
+    play(scenario)
+
+
+def test_older_tls_is_refused() -> None:
+    async def scenario(w: World) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises((ssl.SSLError, OSError)):
+            await asyncio.open_connection(
+                HOST,
+                w.b.direct.port,
+                ssl=context,
+                server_hostname="",  # type: ignore[union-attr]
+            )
+
+    play(scenario)
+
+
+def test_who_is_slow_is_cut_off_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "GREETING_TIMEOUT_S", 0.5)
+
+    async def scenario(w: World) -> None:
+        assert w.b.direct is not None
+        silent = [await asyncio.open_connection(HOST, w.b.direct.port) for _ in range(4)]
+        reader, writer = await tls(w)
+        writer.write(direct.PREAMBLE[:5])  # and no more
+        await w.upgraded()
+        await assert_cut_off(reader)
+        for other, _ in silent:
+            await assert_cut_off(other)
+        for _, end in [*silent, (reader, writer)]:
+            end.close()
+        await until(lambda: not w.b.direct._greeting)  # type: ignore[union-attr]
+
+    play(scenario)
+
+
+def test_visitors_who_have_not_greeted_are_bounded() -> None:
+    async def scenario(w: World) -> None:
+        assert w.b.direct is not None
+        ends = [
+            await asyncio.open_connection(HOST, w.b.direct.port)
+            for _ in range(direct.MAX_GREETING_EACH)
+        ]
+        await until(lambda: len(w.b.direct._greeting) == direct.MAX_GREETING_EACH)  # type: ignore[union-attr]
+        reader, writer = await asyncio.open_connection(HOST, w.b.direct.port)
+        await assert_cut_off(reader)
+        for _, end in [*ends, (reader, writer)]:
+            end.close()
+
+    play(scenario)
+
+
+def test_what_breaks_the_protocol_on_a_direct_channel_bans_its_sender() -> None:
+    async def scenario(w: World) -> None:
+        stream = await dial_direct(w.b.peer_id, await w.ticket(), client_context())
+        stream.transport.write(head_frame(NOTIFY, 0, {"m": "x"}))  # before any hello
+        await until(lambda: w.b._is_banned(w.a.peer_id))
+        again = await dial_direct(w.b.peer_id, await w.ticket(), client_context())
+        await asyncio.sleep(0.05)
+        assert channels(w.b, w.a) == []
+        stream.transport.abort()
+        again.transport.abort()
+
+    play(scenario)
+
+
+# ---- where a ticket leads -----------------------------------------------------------------------
+
+
+def ticket_for(*addresses: tuple[str, int], is_here: bool) -> Ticket:
+    token = bytes(32)
+    machine = direct.machine_proof(token) if is_here else bytes(32)
+    return Ticket(addresses, bytes(32), token, machine)
+
+
+def test_only_addresses_where_a_peer_may_be_are_dialled() -> None:
+    wrong = [
+        ("localhost", 5000),
+        ("internal.example", 5000),
+        ("0.0.0.0", 5000),
+        ("224.0.0.1", 5000),
+        ("169.254.169.254", 5000),
+        ("192.0.2.7", 22),
+        ("::", 5000),
+    ]
+    here = [("127.0.0.1", 5000), ("::1", 5000), ("::ffff:127.0.0.1", 5000)]
+    outside = ("192.0.2.7", 5000)
+    assert direct.dialled(ticket_for(*wrong, *here, outside, is_here=False)) == [outside]
+    assert direct.dialled(ticket_for(*wrong, outside, *here, is_here=True)) == [
+        ("127.0.0.1", 5000),
+        ("::1", 5000),
+        outside,
+    ]
+    many = [(f"192.0.2.{n}", 5000) for n in range(60)]
+    assert direct.dialled(ticket_for(*many, is_here=False)) == many[: direct.MAX_DIALLED]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token": b"short"},
+        {"fingerprint": b""},
+        {"machine": b"x"},
+        {"addresses": (("192.0.2.7", 0),)},
+        {"addresses": (("1" * 1000, 5000),)},
+        {"addresses": (("192.0.2.7", 5000),) * 65},
+    ],
+)
+def test_a_wrong_ticket_is_a_violation(change: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolViolation):
+        replace(ticket_for(is_here=True), **change)
+
+
+@pytest.mark.parametrize("body", [None, 3, {"addresses": 1}, {"token": b"x" * 32}])
+def test_a_ticket_that_is_none_ends_the_attempt_only(body: Any) -> None:
+    async def scenario(w: World) -> None:
+        async def wrong(request: Request) -> Message:
+            return Message(body)
+
+        w.b.handle(direct.TICKET_METHOD, wrong)
+        await w.call(BULK)
+        assert w.a.links is not None
+        await until(lambda: not w.a.links._opening)  # type: ignore[union-attr]
+        assert (await w.call(BULK)).arrays[0].data == BULK.data
+        assert channels(w.a, w.b) == []
+
+    play(scenario)
+
+
+def test_an_address_that_does_not_answer_costs_nobody_but_the_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(direct, "DIAL_TIMEOUT_S", 0.2)
+
+    async def scenario(w: World) -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        elsewhere = replace(await w.ticket(), addresses=((HOST, port),))
+        with pytest.raises(Unreachable, match="no answer within"):
+            await dial_direct(w.b.peer_id, elsewhere, client_context())
+        server.close()
+        await server.wait_closed()
+
+    play(scenario)
+
+
+# ---- pure ---------------------------------------------------------------------------------------
+
+
+def test_pauses_double_and_a_steady_connection_is_opened_again_at_once() -> None:
+    attempts = upgrade.Attempts()
+    now, pauses = 0.0, []
+    for _ in range(10):
+        assert attempts.may_try("p", now)
+        pauses.append(attempts.failed("p", now))
+        assert not attempts.may_try("p", now + pauses[-1] - 0.01)
+        now += pauses[-1]
+    assert pauses[:3] == [10.0, 20.0, 40.0]
+    assert max(pauses) == upgrade.LONGEST_RETRY_S
+    attempts.broke("p", upgrade.STEADY_S, now)
+    assert attempts.may_try("p", now)
+    attempts.broke("p", 1.0, now)
+    assert not attempts.may_try("p", now)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    attempts = upgrade.Attempts()
+    for n in range(upgrade.MAX_REMEMBERED + 10):
+        attempts.failed(str(n), 0.0)
+    assert len(attempts._failures) == upgrade.MAX_REMEMBERED
+    counter = iter(range(1 << 20))
+    tickets = upgrade.Tickets(lambda size: next(counter).to_bytes(size, "big"))
+    for n in range(upgrade.MAX_TICKETS + 10):
+        tickets.issue(str(n), 0.0)
+    assert len(tickets) == upgrade.MAX_TICKETS
+
+
+def test_tickets_expire_and_each_peer_has_few() -> None:
+    counter = iter(range(1 << 20))
+    tickets = upgrade.Tickets(lambda size: next(counter).to_bytes(size, "big"))
+    old = tickets.issue("p", 0.0)
+    assert tickets.redeem(old, upgrade.TICKET_S + 0.1) is None
+    tokens = [tickets.issue("p", 1.0) for _ in range(upgrade.MAX_TICKETS_EACH + 1)]
+    other = tickets.issue("q", 1.0)
+    assert [tickets.redeem(t, 2.0) for t in tokens] == [None, *["p"] * upgrade.MAX_TICKETS_EACH]
+    assert tickets.redeem(other, 2.0) == "q"
+    assert tickets.redeem(other, 2.0) is None
+
+
+def test_the_clock_of_tickets_is_the_loops() -> None:
+    """A ticket is good although the loop's clock is not the time of day."""
+
+    async def scenario(w: World) -> None:
+        assert abs(asyncio.get_running_loop().time() - time.time()) > 1
+        await w.upgraded()
+
+    play(scenario)
