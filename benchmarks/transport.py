@@ -37,11 +37,12 @@ import uvloop
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "16 MB": 16 << 20, "64 MB": 64 << 20}
 CPU_SIZE = "16 MB"
-TOTAL_BYTES = {64 << 10: 64 << 20, 1 << 20: 192 << 20, 16 << 20: 256 << 20, 64 << 20: 256 << 20}
+TOTAL_BYTES = {64 << 10: 128 << 20, 1 << 20: 256 << 20, 16 << 20: 512 << 20, 64 << 20: 768 << 20}
 WINDOW = {64 << 10: 8, 1 << 20: 4, 16 << 20: 2, 64 << 20: 2}
 """Messages under way at a time."""
 PINGS = 300
 WARM_MESSAGES = 2
+"""Times the window."""
 CHILD_TIMEOUT_S = 300
 UNARY_BYTES = 4 << 20
 HIVEMIND_PART = 64 << 10
@@ -80,9 +81,9 @@ async def measure(send: Send, server_pid: int, sizes: list[int]) -> dict[str, An
     result: dict[str, Any] = {"mb_per_s": {}}
     names = {size: name for name, size in SIZES.items()}
     for size in sizes:
-        for _ in range(WARM_MESSAGES):
-            await send(size)
         count, window = TOTAL_BYTES[size] // size, WINDOW[size]
+        for _ in range(WARM_MESSAGES):
+            await asyncio.gather(*(send(size) for _ in range(window)))
         began, cpu = time.perf_counter(), cpu_s(pids)
         left = iter(range(count))
 
@@ -148,7 +149,7 @@ async def send_swarmnet(is_direct: bool, address: str, pid: int) -> dict[str, An
 
     if is_direct:
         while not transport.traffic.direct_links:
-            await send(1 << 20)
+            await send(max(SIZES.values()))
         before = transport.traffic.direct_sent_bytes
     transport_calls = await measure(send, pid, list(SIZES.values()))
     if is_direct:

@@ -51,6 +51,10 @@ log = logging.getLogger("swarmnet.transport")
 HELLO_TIMEOUT_S = 10.0
 WRITE_BUFFER_BYTES = 1 << 20
 """Written and not yet taken by the operating system: what a small message waits behind at most."""
+BATCH_BYTES = 128 << 10
+"""Written at a time, about."""
+JOINED_BYTES = 8 << 10
+"""Smaller pieces are written as one."""
 MAX_OPEN_CALLS = 8192
 """Requests (and notifications) of one peer that are being served; more are answered `Busy`."""
 MAX_SERVING_BYTES = 4 << 30
@@ -499,16 +503,40 @@ class Channel(asyncio.BufferedProtocol):
         self._is_pumping = True
         try:
             while self.is_open and self._transport is not None and not self._is_paused:
-                taken = self._outbox.take()
-                if taken is None:
+                buffers = self._take()
+                if not buffers:
                     return
-                method, buffers = taken
-                num_bytes = sum(map(len, buffers))
-                self._written_bytes += num_bytes  # before: the stream may be full at once
+                self._written_bytes += sum(map(len, buffers))  # before: it may be full at once
                 self._transport.writelines(buffers)
-                self._owner.traffic.add_sent(method, num_bytes, is_direct=self.is_direct)
         finally:
             self._is_pumping = False
+
+
+    def _take(self) -> list[bytes]:
+        """Frames for one write; small ones, and the head and first part of a large message, go to
+        the operating system (and into a TLS record) together."""
+        buffers: list[bytes] = []
+        small: list[bytes] = []
+        num_bytes = 0
+        while num_bytes < BATCH_BYTES:
+            taken = self._outbox.take()
+            if taken is None:
+                break
+            method, pieces = taken
+            for piece in pieces:
+                if len(piece) < JOINED_BYTES:
+                    small.append(piece)
+                    continue
+                if small:
+                    buffers.append(b"".join(small))
+                small = []
+                buffers.append(piece)
+            size = sum(map(len, pieces))
+            num_bytes += size
+            self._owner.traffic.add_sent(method, size, is_direct=self.is_direct)
+        if small:
+            buffers.append(b"".join(small))
+        return buffers
 
 
 def as_remote(error: Exception) -> RemoteError:
