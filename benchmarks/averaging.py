@@ -1,0 +1,427 @@
+"""Speed of an update: swarmnet's sharded one against what others do with the same gradients.
+
+    python benchmarks/averaging.py [--peers 2 --peers 4] [--repeat 5] [--json FILE]
+
+N processes on this machine, one torch thread each, about 64 MB of fp32 gradients (a small Llama of
+one stage). All start when the last one has its gradient, and the clock stops when the last one has
+the next round's parameters in place:
+
+  gloo            torch.distributed all_reduce, then fused AdamW over everything at everybody
+  hivemind        DecentralizedAverager: from `step` to the end, and without the matchmaking;
+                  no optimizer step
+  swarmnet        the update of `swarm.averaging` with real gossip, p2pd and AdamW on shards,
+                  R owners a shard, over direct connections or over libp2p alone
+
+Seconds are medians over the rounds. CPU seconds (user and system, daemons included, of all
+processes) are per GB of gradients averaged (N times the model). Bytes sent are per peer, over the
+size of the gradient; 2 (N - 1) / N is the least that can be (ring all-reduce), and R - 1 backups
+cost (R - 1) / N more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from transport import cpu_s, family, free_port
+
+SPEC = """
+name = "averaging benchmark"
+[model]
+kind = "llama"
+hidden_size = 512
+num_hidden_layers = 5
+num_attention_heads = 8
+num_key_value_heads = 8
+intermediate_size = 1380
+vocab_size = 256
+max_position_embeddings = 64
+[data]
+paths = ["python-stdlib"]
+tokenizer = "bytes"
+[optimizer]
+learning_rate = 1e-3
+rounds = 1000
+grad_clip_norm = {clip}
+[pipeline]
+num_stages = 1
+global_batch = 8
+microbatch = 1
+[sync]
+replication = {replication}
+"""
+NUM_TOKENS = 1000
+WARM_ROUNDS = 2
+READY_S = 60.0
+CHILD_TIMEOUT_S = 180
+MIN_MATCHMAKING_S = 0.5
+"""hivemind's; with the group's size known it begins when all are there, so this is an upper bound
+on what looking for peers adds."""
+
+
+def say(**values: Any) -> None:
+    """To the parent: one line."""
+    print(json.dumps(values), flush=True)
+
+
+def load(replication: int, clip: float) -> Any:
+    """The spec, from a temporary file as any run's."""
+    import tempfile
+
+    from swarmnet.spec import load_spec
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(SPEC.format(replication=replication, clip=clip))
+        file.flush()
+        return load_spec(Path(file.name))
+
+
+def num_parameters() -> int:
+    return int(load(1, 0.0).model.num_parameters)
+
+
+# ---- (a) gloo ----------------------------------------------------------------------------------
+
+
+def gloo(rank: int, size: int, port: int) -> None:
+    """One rank: a line a round."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    torch.manual_seed(rank)
+    parameters = torch.nn.Parameter(torch.zeros(num_parameters()))
+    gradient = torch.randn_like(parameters)
+    parameters.grad = gradient
+    optimizer = torch.optim.AdamW([parameters], fused=True)
+    say(ready=True)
+    while sys.stdin.readline().strip() == "go":
+        began = time.perf_counter()
+        dist.all_reduce(gradient)
+        gradient.div_(size * NUM_TOKENS)
+        optimizer.step()
+        say(seconds=time.perf_counter() - began)
+
+
+# ---- (b) hivemind ------------------------------------------------------------------------------
+
+
+def hivemind_averager(rank: int, size: int, where: list[str]) -> None:
+    """One peer; forks, so nothing of torch has run in this process before."""
+    import hivemind
+    import torch
+    from hivemind.averaging.control import AveragingStage
+
+    dht = hivemind.DHT(
+        initial_peers=where, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"]
+    )
+    say(where=[str(a) for a in dht.get_visible_maddrs()])
+    generator = torch.Generator().manual_seed(rank)
+    averager = hivemind.DecentralizedAverager(
+        [torch.randn(num_parameters(), generator=generator)],
+        dht,
+        prefix="benchmark",
+        target_group_size=size,
+        min_group_size=size,
+        min_matchmaking_time=MIN_MATCHMAKING_S,
+        request_timeout=MIN_MATCHMAKING_S / 2,
+        start=True,
+    )
+    say(ready=True)
+    while sys.stdin.readline().strip() == "go":
+        began = time.perf_counter()
+        control = averager.step(wait=False, require_trigger=True, timeout=READY_S)
+        while control.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP):
+            if control.done():
+                break
+            time.sleep(0.001)
+        matched = time.perf_counter()
+        control.allow_allreduce()
+        control.result(READY_S)
+        ended = time.perf_counter()
+        say(seconds=ended - began, without_matchmaking=ended - matched)
+    averager.shutdown()
+    dht.shutdown()
+
+
+# ---- (c) swarmnet ------------------------------------------------------------------------------
+
+
+async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None:
+    """One peer with a stage, without microbatches."""
+    import torch
+
+    from peer.daemon import KeySigner, open_net, run_settings
+    from swarmnet.identity import Identity
+    from swarmnet.protocol.records import ACTIVE, Record
+    from swarmnet.protocol.view import View
+    from swarmnet.swarm.averaging import Averaging
+    from swarmnet.swarm.gossip import Gossip, Tasks
+    from swarmnet.swarm.replica import Replica
+    from swarmnet.swarm.settings import Limits
+    from swarmnet.training.device import DeviceThread, WorkerThread
+    from swarmnet.training.shards import build_optimizer
+    from swarmnet.training.stage import build_stage
+
+    torch.set_num_threads(1)
+    spec, size = load(options["replication"], options["clip"]), options["peers"]
+    key = Identity.generate()
+    net = await open_net(
+        "p2pd",
+        key,
+        host="127.0.0.1",
+        port=0,
+        announce=(),
+        direct_port=0 if options["direct"] else None,
+    )
+    transport = net.transport
+    transport.set_run(spec.run_id)
+    stage = build_stage(spec, 0)
+    gradient = torch.randn(num_parameters(), generator=torch.Generator().manual_seed(rank))
+    replica = Replica(stage, build_optimizer(spec, stage), DeviceThread(), WorkerThread(), 0)
+    own = Record(
+        key.peer_id,
+        spec.run_id,
+        int(time.time() * 1000),
+        1,
+        state=ACTIVE,
+        stage=0,
+        addresses=tuple(transport.addresses()),
+    )
+    gossip = Gossip(
+        transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id)
+    )
+    averaging = Averaging(transport, gossip, run_settings(spec), Limits(), replica)
+    tasks = Tasks("benchmark")
+    tasks.start(gossip.run())
+    say(where=transport.addresses()[:1])
+    for address in where:
+        await gossip.exchange(await transport.dial(address))
+
+    loop = asyncio.get_running_loop()
+
+    async def until_all_at(r: int) -> None:
+        """Everybody is known to be in this round, and to hold its shards."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                live = gossip.view.members(0, loop.time())
+                if len(live) == size and all(m.round == r and m.digests for m in live):
+                    return
+                await gossip.news.wait(0.05)
+
+    async with asyncio.timeout(READY_S):
+        while len(gossip.view.members(0, loop.time())) < size:
+            await gossip.news.wait(0.05)
+    shards = averaging.placement(0).owned_by(key.peer_id)
+    for j in shards:
+        replica.optimizer.create(j)
+    averaging.restored(shards)
+    await replica.open_round(0, synced=True)
+
+    async def opened() -> None:
+        await replica.measure_digests()
+        gossip.update(
+            round=replica.round, holds=averaging.holds(), digests=replica.digests, urgent=True
+        )
+        await averaging.follow_owners()
+
+    await opened()
+    while True:
+        await until_all_at(replica.round)
+        stage._gradients.copy_(gradient)
+        sent = sum(transport.traffic.sent_bytes.values())
+        direct = transport.traffic.direct_sent_bytes
+        say(ready=True)
+        if (await loop.run_in_executor(None, sys.stdin.readline)).strip() != "go":
+            break
+        began, r = time.perf_counter(), replica.round
+        await averaging.update(NUM_TOKENS)
+        await replica.open_round(r + 1, synced=True)
+        averaging.finish_round(r)
+        seconds = time.perf_counter() - began
+        say(
+            seconds=seconds,
+            sent_bytes=sum(transport.traffic.sent_bytes.values()) - sent,
+            direct_bytes=transport.traffic.direct_sent_bytes - direct,
+        )
+        await opened()
+    await tasks.close()
+    await averaging.close()
+    await transport.close()
+    await replica.device.close()
+    await replica.worker.close()
+
+
+# ---- the parent --------------------------------------------------------------------------------
+
+
+class Child:
+    """A process that says lines of JSON and is told when to go."""
+
+    def __init__(self, kind: str, rank: int, options: dict[str, Any], where: Any) -> None:
+        arguments = ["--child", kind, str(rank), json.dumps(options), json.dumps(where)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GOLOG_LOG_LEVEL": "error"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def hear(self, key: str) -> dict[str, Any]:
+        """The next line that has a key; others are not for us."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{") and key in (values := json.loads(line)):
+                return dict(values)
+        raise SystemExit(f"a child ended: {self.process.args}")
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def run(kind: str, options: dict[str, Any], rounds: int) -> dict[str, float]:
+    """One way, N fresh processes."""
+    size = options["peers"]
+    children: list[Child] = []
+    where: Any = free_port() if kind == "gloo" else []
+    try:
+        for rank in range(size):
+            children.append(Child(kind, rank, options, where))
+            if kind != "gloo" and not where:
+                where = children[0].hear("where")["where"]
+        seconds, cpu, lines = [], [], []
+        model_bytes = 4 * num_parameters()
+        for turn in range(WARM_ROUNDS + rounds):
+            if turn == 0 or kind == "swarmnet":
+                for child in children:
+                    child.hear("ready")
+            pids = [pid for child in children for pid in family(child.process.pid)]
+            used, began = cpu_s(pids), time.perf_counter()
+            for child in children:
+                child.go()
+            heard = [child.hear("seconds") for child in children]
+            took = time.perf_counter() - began
+            if turn >= WARM_ROUNDS:
+                seconds.append(took)
+                cpu.append((cpu_s(pids) - used) / (size * model_bytes / 1e9))
+                lines += heard
+        result = {
+            "seconds": statistics.median(seconds),
+            "best_seconds": min(seconds),
+            "cpu_s_per_gb": statistics.median(cpu),
+        }
+        if kind == "hivemind":
+            result["without_matchmaking"] = statistics.median(
+                h["without_matchmaking"] for h in lines
+            )
+        if kind == "swarmnet":
+            sent = statistics.mean(h["sent_bytes"] for h in lines)
+            result["sent_over_model"] = sent / model_bytes
+            result["direct_part"] = statistics.mean(h["direct_bytes"] for h in lines) / sent
+        return result
+    finally:
+        for child in children:
+            child.end()
+
+
+def ways(clip: float) -> dict[str, tuple[str, dict[str, Any]]]:
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        "gloo all_reduce + fused AdamW": ("gloo", {}),
+        "hivemind DecentralizedAverager": ("hivemind", {}),
+    }
+    for replication in (1, 2):
+        for name, direct in (("direct", True), ("libp2p", False)):
+            options = {"replication": replication, "direct": direct, "clip": clip}
+            found[f"swarmnet {name}, R = {replication}"] = ("swarmnet", options)
+    return found
+
+
+def table(size: int, results: dict[str, dict[str, float]]) -> str:
+    """In Markdown."""
+    lines = [
+        f"{size} processes; the least that can be sent is {2 * (size - 1) / size:.2f}",
+        "",
+        "| way | s an update | best | CPU s/GB | sent / gradient |",
+        "|---|---|---|---|---|",
+    ]
+    for name, r in results.items():
+        seconds = f"{r['seconds']:.3f}"
+        if "without_matchmaking" in r:
+            seconds += f" ({r['without_matchmaking']:.3f} without matchmaking)"
+        sent = f"{r['sent_over_model']:.2f}" if "sent_over_model" in r else "-"
+        if r.get("direct_part"):
+            sent += f" ({100 * r['direct_part']:.0f} % direct)"
+        cells = (name, seconds, f"{r['best_seconds']:.3f}", f"{r['cpu_s_per_gb']:.1f}", sent)
+        lines.append(f"| {' | '.join(cells)} |")
+    if "hivemind DecentralizedAverager" in results:
+        base = results["hivemind DecentralizedAverager"]["seconds"]
+        lines.append("")
+        lines += [
+            f"{name}: {base / r['seconds']:.2f} x hivemind's speed"
+            for name, r in results.items()
+            if name.startswith("swarmnet")
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", type=int, action="append")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds that count")
+    parser.add_argument("--clip", type=float, default=0.0, help="global clipping; 0: none")
+    parser.add_argument("--only", help="ways whose name has this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=4, metavar=("KIND", "RANK", "OPTIONS", "WHERE"))
+    options = parser.parse_args()
+    if options.child:
+        kind, rank, text, where = options.child
+        values, where = json.loads(text), json.loads(where)
+        if kind == "gloo":
+            gloo(int(rank), values["peers"], where)
+        elif kind == "hivemind":
+            hivemind_averager(int(rank), values["peers"], where)
+        else:
+            import uvloop
+
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(swarmnet(int(rank), where, values))
+        return
+    everything = {}
+    for size in options.peers or [2, 4]:
+        results = {}
+        for name, (kind, values) in ways(options.clip).items():
+            if options.only and options.only not in name:
+                continue
+            print(f"{size} processes: {name}", file=sys.stderr, flush=True)
+            results[name] = run(kind, {**values, "peers": size}, options.repeat)
+        print(table(size, results), "\n", flush=True)
+        everything[size] = results
+    if options.json:
+        options.json.write_text(json.dumps(everything, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
