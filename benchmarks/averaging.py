@@ -122,9 +122,7 @@ def hivemind_averager(rank: int, size: int, where: list[str]) -> None:
     import torch
     from hivemind.averaging.control import AveragingStage
 
-    dht = hivemind.DHT(
-        initial_peers=where, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"]
-    )
+    dht = hivemind.DHT(initial_peers=where, start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     say(where=[str(a) for a in dht.get_visible_maddrs()])
     generator = torch.Generator().manual_seed(rank)
     averager = hivemind.DecentralizedAverager(
@@ -162,6 +160,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     import torch
 
     from peer.daemon import KeySigner, open_net, run_settings
+    from peer.loop import spare_old_objects
     from swarmnet.identity import Identity
     from swarmnet.protocol.records import ACTIVE, Record
     from swarmnet.protocol.view import View
@@ -198,9 +197,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         stage=0,
         addresses=tuple(transport.addresses()),
     )
-    gossip = Gossip(
-        transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id)
-    )
+    gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     averaging = Averaging(transport, gossip, run_settings(spec), Limits(), replica)
     tasks = Tasks("benchmark")
     tasks.start(gossip.run())
@@ -236,6 +233,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         await averaging.follow_owners()
 
     await opened()
+    spare_old_objects()  # as a peer does
     while True:
         await until_all_at(replica.round)
         stage._gradients.copy_(gradient)

@@ -75,8 +75,17 @@ def family(pid: int) -> list[int]:
     return [pid, *(p for child in children for p in family(int(child)))]
 
 
+def spare_old_objects() -> None:
+    """As a peer does, see `peer.loop`."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+
+
 async def measure(send: Send, server_pid: int, sizes: list[int]) -> dict[str, Any]:
     """What one carrier does, from the sender's side."""
+    spare_old_objects()  # as a peer does
     pids = family(os.getpid()) + family(server_pid)
     result: dict[str, Any] = {"mb_per_s": {}}
     names = {size: name for name, size in SIZES.items()}
@@ -370,6 +379,7 @@ async def serve(carrier: str) -> None:
         where, close = await serve_bare_stream()
     else:
         where, close = await serve_hivemind()
+    spare_old_objects()
     print(json.dumps(where), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await close()

@@ -26,6 +26,7 @@ from peer.joining import (
     learn_others,
     read_addresses,
 )
+from peer.loop import spare_old_objects
 from peer.options import PeerOptions, TransportName, with_overrides
 from peer.ready import write_ready_file
 from swarmnet import __version__
@@ -237,6 +238,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             await directory.start(join)
             tasks.start(directory.run())
         tasks.start(known.keep(spec.run_id, peer.view))
+        spare_old_objects()
         address = best_address(net.transport.addresses())
         if options.ready_file is not None:
             write_ready_file(options.ready_file, address, net.transport.peer_id)

@@ -511,7 +511,6 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             self._is_pumping = False
 
-
     def _take(self) -> list[bytes]:
         """Frames for one write; small ones, and the head and first part of a large message, go to
         the operating system (and into a TLS record) together."""

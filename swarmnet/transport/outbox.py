@@ -1,7 +1,9 @@
 """What a channel has to send, and in which order. Sans I/O.
 
-Small messages go first, then notifications, then one part of each large message in turn: so gossip
-never waits behind a tensor. What waits is bounded: notifications by dropping the oldest, small
+Small messages go first, then notifications, then parts of large messages: so gossip never waits
+behind a tensor. Of the large ones the one with the fewest bytes left goes on, so that they arrive
+one after the other and the receiver can work on the first while the second comes; every fourth
+part is of the one that has waited longest, so that none starves. What waits is bounded: notifications by dropping the oldest, small
 messages by giving the stream up (`Stalled`), large ones because only a few are begun at a time and
 those that wait hold nothing but references to their senders' arrays.
 """
@@ -27,6 +29,9 @@ MAX_SMALL_BYTES = 64 << 20
 """Small messages that wait; a peer that leaves more unread is not reading."""
 MAX_TURNS = 16
 """Large messages that are begun at a time."""
+
+FAIR_EVERY = 4
+"""Every so many parts, one of the message that has waited longest."""
 
 
 class Stalled(TransportError):
@@ -68,6 +73,7 @@ class Outbox:
         self._waiting: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
         self._turns_bytes = 0
+        self._num_turns = 0
         self.dropped_notes = 0
 
     def put(self, message: Outgoing) -> None:
@@ -136,7 +142,11 @@ class Outbox:
 
     def _turn(self) -> tuple[str, tuple[bytes, ...]]:
         """The next part of the message whose turn it is."""
-        message = self._turns.popleft()
+        self._num_turns += 1
+        message = self._turns[0]
+        if self._num_turns % FAIR_EVERY:
+            message = min(self._turns, key=lambda m: m.left_bytes)
+        self._turns.remove(message)
         header, payload = next(message.parts)
         message.left_bytes -= len(payload)
         self._turns_bytes -= len(payload)
