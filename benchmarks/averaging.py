@@ -415,6 +415,7 @@ def main() -> None:
                 continue
             print(f"{size} processes: {name}", file=sys.stderr, flush=True)
             results[name] = run(kind, {**values, "peers": size}, options.repeat)
+            print(json.dumps(results[name]), file=sys.stderr, flush=True)
         print(table(size, results), "\n", flush=True)
         everything[size] = results
     if options.json:

@@ -3,9 +3,10 @@
 Small messages go first, then notifications, then parts of large messages: so gossip never waits
 behind a tensor. Of the large ones the one with the fewest bytes left goes on, so that they arrive
 one after the other and the receiver can work on the first while the second comes; every fourth
-part is of the one that has waited longest, so that none starves. What waits is bounded: notifications by dropping the oldest, small
-messages by giving the stream up (`Stalled`), large ones because only a few are begun at a time and
-those that wait hold nothing but references to their senders' arrays.
+part is of the one that has waited longest, so that none starves. What waits is
+bounded: notifications by dropping the oldest, small messages by giving the stream up (`Stalled`),
+large ones because only a few are begun at a time and those that wait hold nothing but references to
+their senders' arrays.
 """
 
 from __future__ import annotations
