@@ -2,9 +2,9 @@
 
 Only *saturated* links say something about bandwidth: one that had nothing left to send was as
 fast as its sender. The rate of all together is measured over the time in which at least one was
-saturated, for they share an uplink. What is published is a power of two that changes only when the
-measured rate has moved well away from it: placement weighs owners by it, and shards must not move
-for noise.
+saturated, for they share an uplink. What is published is rounded (`STEPS` to a doubling) and
+changes only when the measured rate has moved well away from it: placement weighs owners by it, and
+shards must not move for noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SMOOTHING_BYTES = 64 << 20
 """Bytes after which an older measurement has lost two thirds of its weight."""
 ENOUGH_BYTES = 16 << 20
 """Measured before anything is published."""
-MOVE_LOG2 = 0.8
+STEPS = 4
+"""Steps in which published rates double."""
+MOVE_LOG2 = 0.5
 """By how many powers of two the rate must differ from the published one to be published anew."""
 REPUBLISH_S = 60.0
 """Shortest time between two changes of what is published."""
@@ -90,12 +92,13 @@ class UploadMeter:
         self._links.pop(peer_id, None)
 
     def published(self, now: float) -> float:
-        """For the record, bytes/s: a power of two; 0 while too little was measured."""
+        """For the record, bytes/s, rounded; 0 while too little was measured."""
         rate = self.total
         if rate.seen_bytes < ENOUGH_BYTES or rate.bytes_per_s < 1:
             return self._published
         exact = math.log2(rate.bytes_per_s)
         moved = not self._published or abs(exact - math.log2(self._published)) > MOVE_LOG2
         if moved and now - self._published_at_s >= REPUBLISH_S:
-            self._published, self._published_at_s = 2.0 ** round(exact), now
+            self._published = 2.0 ** (round(exact * STEPS) / STEPS)
+            self._published_at_s = now
         return self._published
