@@ -68,6 +68,8 @@ CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
 
+BEHIND_ROUNDS = 2
+"""A record that is older than so many rounds is not just late: its peer was cut off."""
 RESTORE_WAIT_S = 10.0
 """How long an update waits for a replica that is about to become active with optimizer state that
 nobody else has."""
@@ -159,12 +161,15 @@ class Averaging:
     # ---- who owns what ----------------------------------------------------------------------
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
-        """Live replicas of a stage that count as possible owners in a round."""
+        """Live replicas of a stage that count as possible owners in a round. One that was cut off
+        and is rounds behind does not: it holds nothing of this round, and will fetch it again."""
         now = asyncio.get_running_loop().time()
         return [
             r
             for r in self.gossip.view.members(stage_index, now)
-            if r.state == ACTIVE and r.active_from <= round_index
+            if r.state == ACTIVE
+            and r.active_from <= round_index
+            and r.round >= round_index - BEHIND_ROUNDS
         ]
 
     def placement(self, round_index: int) -> Placement:
@@ -564,15 +569,24 @@ class Averaging:
         return [
             r
             for r in self.gossip.view.members(self.replica.index, now)
-            if r.state in (ACTIVE, LEAVING) and round_index - 1 <= r.round <= round_index
+            if r.state in (ACTIVE, LEAVING) and -BEHIND_ROUNDS <= r.round - round_index <= 0
         ]
 
     async def _clip(self, r: int, j: int, squares: float) -> float:
-        """The factor by which the mean gradient is to be scaled."""
+        """The factor by which the mean gradient is to be scaled. Raises `NotReady` as soon as the
+        round turns out to be over elsewhere: its norm may never come."""
         limit = self.settings.grad_clip_norm
         if limit <= 0:
             return 1.0
-        norm = math.sqrt(await self.norms.add(r, j, squares))
+        adding = asyncio.ensure_future(self.norms.add(r, j, squares))
+        try:
+            while not adding.done():
+                if self._past(r):
+                    raise NotReady("the round was finished without this replica", round=r)
+                await asyncio.wait((adding,), timeout=LOOK_AGAIN_S)
+        finally:
+            adding.cancel()
+        norm = math.sqrt(adding.result())
         return min(1.0, limit / (norm + CLIP_EPSILON))
 
     async def _step_everywhere(self, update: ShardUpdate, total: Array, scale: float) -> None:

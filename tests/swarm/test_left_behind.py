@@ -11,6 +11,7 @@ from swarmnet.protocol.records import ACTIVE
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 60
+BACK_WITHIN_S = 10.0
 
 
 @pytest.mark.parametrize(("rounds_away", "in_update"), [(2, False), (12, False), (12, True)])
@@ -45,12 +46,18 @@ def test_who_was_cut_off_fetches_the_stage_again(
             swarm.hub.heal(away, other)
         healed, healed_in = loop.time(), newest()
         back = swarm.members[away].peer.gossip
-        await swarm.until(lambda: back.own.state == ACTIVE and back.own.round > healed_in, 120.0)
+        await swarm.until(
+            lambda: back.own.state == ACTIVE and back.own.round > healed_in, BACK_WITHIN_S
+        )
         # The others' pace is about what it was.
         per_round_s = (loop.time() - healed) / max(1, newest() - healed_in)
-        assert per_round_s < 5 * took_s / rounds_away + 2.0
+        assert per_round_s < 3 * took_s / rounds_away + 1.0
         await swarm.until_round(ROUNDS)
+        model = swarm.parameters()  # the same bits at every replica
+        if swarm.total("samples_lost"):
+            assert in_update, "what it had not yet pushed was lost with it, and that is said"
+            return
         trainer = replay(spec, swarm.counted, ROUNDS)
-        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+        assert relative_difference(model, trainer.state_dict()) < 1e-4
 
     in_virtual_time(scenario, spec)
