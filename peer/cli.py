@@ -60,6 +60,22 @@ InviteOption = Annotated[
         help="The invite to a closed run, or the file that holds it.",
     ),
 ]
+TpOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        min=1,
+        max=64,
+        metavar="N",
+        help="Cut every layer over N ranks of this machine. Default: all GPUs it sees, else 1.",
+    ),
+]
+SequenceParallelOption = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
+    ),
+]
 MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
@@ -144,6 +160,8 @@ def peer(
     threads: Annotated[
         int, typer.Option(min=0, help="Threads to compute with; 0 = torch's choice.")
     ] = 0,
+    tp: TpOption = None,
+    sequence_parallel: SequenceParallelOption = False,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Rounds between checkpoints of the stage; 0 = none.")
     ] = 10,
@@ -213,6 +231,8 @@ def peer(
                 builder=builder,
                 feed=not no_feed,
                 threads=threads,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
                 checkpoint_every=checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 invite=invite,
@@ -242,6 +262,8 @@ def local(
     threads: Annotated[
         int, typer.Option(min=0, help="Threads of each peer; 0 = this machine's cores, shared out.")
     ] = 0,
+    tp: TpOption = None,
+    sequence_parallel: SequenceParallelOption = False,
     chaos: Annotated[
         str,
         typer.Option(
@@ -269,7 +291,9 @@ def local(
             metrics=metrics,
             transport=transport,
             direct=not no_direct,
-            threads=threads or _threads_each(peers),
+            threads=threads or _threads_each(peers * (tp or 1)),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
             screen="plain" if plain else "auto",
             debug=debug,
             chaos=chaos,

@@ -61,7 +61,10 @@ class LocalOptions:
     direct: bool = True
     """Bulk transfers over direct TLS connections."""
     threads: int = 0
-    """Torch threads of each peer."""
+    """Torch threads of each peer, or of each of its ranks."""
+    tp: int | None = None
+    """Ranks of each peer."""
+    sequence_parallel: bool = False
     screen: ScreenName = "auto"
     debug: bool = False
     chaos: str = ""
@@ -175,6 +178,10 @@ def _shared_arguments(options: LocalOptions) -> list[str]:
         arguments.append("--no-direct")
     if options.threads:
         arguments += ["--threads", str(options.threads)]
+    if options.tp is not None:
+        arguments += ["--tp", str(options.tp)]
+    if options.sequence_parallel:
+        arguments.append("--sequence-parallel")
     if options.debug:
         arguments.append("--debug")
     return arguments

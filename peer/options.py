@@ -58,6 +58,10 @@ class PeerOptions:
     """Read data and start microbatches, where there is data."""
     threads: int = 0
     """Threads of torch; 0 = torch's choice."""
+    tp: int | None = None
+    """Ranks of this peer, each with a part of every layer; None = one for each GPU."""
+    sequence_parallel: bool = False
+    """With several ranks: norms and residuals are split over them too."""
     checkpoint_every: int = 10
     """Rounds between two checkpoints of this peer's stage; 0 = none."""
     keep_checkpoints: int = 2

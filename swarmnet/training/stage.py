@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnet.errors import NotReady, ProtocolViolation, RemoteError, SpecError
 from swarmnet.spec import RunSpec
@@ -102,7 +102,8 @@ class TorchStage:
         self._recompute = recompute
         self._device = torch.device(device)
         self._needs_grad_inputs = stage_index > 0
-        self._modules = [build_layer(plan, layer, seed) for layer in layers]
+        self._layers = layers
+        self._modules = [self._build(layer) for layer in layers]
         self.parameter_ranges = parameter_ranges(layers, self._modules)
         self._parameters, self._gradients = self._flatten()
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
@@ -240,6 +241,9 @@ class TorchStage:
 
     # ---- inside -----------------------------------------------------------------------------
 
+    def _build(self, layer: LayerBuilder) -> nn.Module:
+        return build_layer(self._plan, layer, self._seed)
+
     def _flatten(self) -> tuple[Tensor, Tensor]:
         """Moves parameters (and their gradients) into flat tensors; the layers keep views."""
         total = self.parameter_ranges[-1].stop if self.parameter_ranges else 0
@@ -352,9 +356,14 @@ class _EvaluationMode:
 
 
 def build_stage(
-    spec: RunSpec, stage_index: int, *, device: torch.device | str = "cpu"
+    spec: RunSpec,
+    stage_index: int,
+    *,
+    device: torch.device | str = "cpu",
+    make: Callable[..., TorchStage] | None = None,
 ) -> TorchStage:
-    """A stage of the spec's model with its initial parameters.
+    """A stage of the spec's model with its initial parameters. `make`: what is made in place of a
+    `TorchStage`, of the same arguments.
 
     Raises:
         SpecError: the model cannot be built or cut so.
@@ -362,7 +371,7 @@ def build_stage(
     plan = model_plan(spec)
     stages = split_stages(plan, spec.pipeline.num_stages)
     before = stages[stage_index - 1][-1] if stage_index else None
-    return TorchStage(
+    return (make or TorchStage)(
         plan,
         stages[stage_index],
         stage_index=stage_index,

@@ -1,0 +1,430 @@
+"""A stage on the ranks of one peer, joined by tensor parallelism.
+
+The canonical vectors (parameters, gradients) lie in memory that all ranks map, in the same order
+as in a stage of one rank: shards, digests and checkpoints do not know how many ranks there are.
+On CPUs a rank's parameters and gradients are views into them, contiguous or not, so that the
+stage exists once, however many ranks there are. On GPUs a rank has its part on its device, fills it
+from the canonical parameters when a round begins, and copies its gradients back when the
+round is drained.
+
+A gradient that several ranks compute a part of (`Cut.sharing` "partial") grows in a slot of the
+rank's own, and rank 0 adds the slots up once a round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.training.local_group import LocalGroup, SharedFloats
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    ParameterRange,
+    describe_parameters,
+)
+from swarmnet.training.stage import TorchStage, build_stage
+from swarmnet.training.tensor_parallel import (
+    Cut,
+    Region,
+    check_cut,
+    cut_parameter,
+    gather_logits,
+    join,
+    parallelize,
+    split,
+    vocabulary_parallel_loss,
+)
+from swarmnet.wire import Array
+
+T = TypeVar("T")
+
+# Gradients of matrices that are cut by columns are views with gaps, as the parameters are.
+warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things lie in the shared memory of a stage: parameters, gradients, then the slots of
+    ranks 1 and on."""
+
+    ranges: tuple[ParameterRange, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+    """By rank, then by parameter."""
+    slot_starts: tuple[int, ...]
+    num_elements: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.ranges[-1].stop
+
+    def slots(self, rank: int) -> list[tuple[ParameterRange, Cut, int]]:
+        """Parameters with a slot of this rank, and where it begins."""
+        found, start = [], self.slot_starts[rank]
+        for r, cut in zip(self.ranges, self.cuts[rank], strict=True):
+            if rank > 0 and cut.sharing == "partial":
+                found.append((r, cut, start))
+                start += cut.num_elements(r.shape)
+        return found
+
+
+def lay_out(
+    layers: Sequence[LayerBuilder], model: ModelSpec, num_ranks: int, sequence_parallel: bool
+) -> Layout:
+    """The same on every rank."""
+    ranges = describe_parameters(layers)
+    cuts = tuple(
+        tuple(
+            cut_parameter(
+                r.name, r.shape, model, rank, num_ranks, sequence_parallel=sequence_parallel
+            )
+            for r in ranges
+        )
+        for rank in range(num_ranks)
+    )
+    end = 2 * (ranges[-1].stop if ranges else 0)
+    starts = [end]
+    for rank in range(num_ranks):
+        starts.append(end)
+        if rank > 0:
+            end += sum(
+                cut.num_elements(r.shape)
+                for r, cut in zip(ranges, cuts[rank], strict=True)
+                if cut.sharing == "partial"
+            )
+    return Layout(ranges, cuts, tuple(starts[1:]), end)
+
+
+class ParallelStage(TorchStage):
+    """What one rank has of a stage. All ranks must call `forward`, `backward`,
+    `forward_backward`, `retract`, `evaluate` and `finish_round` alike."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        region: Region,
+        model: ModelSpec,
+        fd: int | None = None,
+        **options: Any,
+    ) -> None:
+        """`fd`: of the shared memory, at ranks other than 0; `arguments`, `options`: of
+        `TorchStage`."""
+        plan, layers = arguments[:2]
+        self._region = region
+        self._vocab_size = model.vocab_size
+        self._layout = lay_out(layers, model, region.num_ranks, region.sequence_parallel)
+        self._shared = SharedFloats(self._layout.num_elements, fd)
+        self._has_head = layers[-1].name == "lm_head"
+        if self._has_head:
+            loss = functools.partial(vocabulary_parallel_loss, region, model.vocab_size)
+            plan = dataclasses.replace(plan, loss=loss)
+        super().__init__(plan, layers, *arguments[2:], **options)
+        parallelize(layers, self._modules, region)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    def forget(self, key: StepKey) -> None:
+        super().forget(key)
+
+    # ---- parameters -------------------------------------------------------------------------
+
+    def _build(self, layer: LayerBuilder) -> nn.Module:
+        if self._region.rank == 0:
+            return super()._build(layer)
+        with torch.device("meta"):
+            return layer.build()
+
+    def _flatten(self) -> tuple[Tensor, Tensor]:
+        total = self._layout.num_parameters
+        values, gradients = self._shared.values[:total], self._shared.values[total : 2 * total]
+        cuts = self._layout.cuts[self._region.rank]
+        slots = {r.name: start for r, _, start in self._layout.slots(self._region.rank)}
+        self._held: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        for (module, name), r, cut in zip(
+            _named(self._modules), self.parameter_ranges, cuts, strict=True
+        ):
+            whole = values[r.start : r.stop].view(r.shape)
+            if self._region.rank == 0:
+                whole.copy_(getattr(module, name).detach())
+            gradient: Tensor | None = cut.of(gradients[r.start : r.stop].view(r.shape))
+            if r.name in slots:
+                shape = cut.of(whole).shape
+                start = slots[r.name]
+                gradient = self._shared.values[start : start + shape.numel()].view(shape)
+            elif cut.sharing == "same" and self._region.rank > 0:
+                gradient = None
+            self._held.append(self._hold(module, name, cut.of(whole), gradient))
+        return values, gradients
+
+    def _hold(
+        self, module: nn.Module, name: str, value: Tensor, gradient: Tensor | None
+    ) -> tuple[nn.Parameter, Tensor, Tensor | None]:
+        mine = value if self.on_cpu else value.to(self._device).contiguous()
+        parameter = nn.Parameter(mine.new_empty(0), requires_grad=gradient is not None)
+        parameter.data = mine  # so it counts its own changes, not those of the shared memory
+        if gradient is not None:
+            parameter.grad = gradient if self.on_cpu else torch.zeros_like(mine)
+        setattr(module, name, parameter)
+        return parameter, value, gradient
+
+    def fetch_parameters(self) -> None:
+        """From the canonical vector to the device; gradients there become zero."""
+        if self.on_cpu:
+            return
+        with torch.no_grad():
+            for parameter, value, _ in self._held:
+                parameter.copy_(value)
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def store_gradients(self) -> None:
+        """From the device to the canonical vector and the slots."""
+        if self.on_cpu:
+            return
+        for parameter, _, gradient in self._held:
+            if gradient is not None and parameter.grad is not None:
+                gradient.copy_(parameter.grad)
+
+    def finish_round(self) -> None:
+        """At ranks other than 0, which writes the canonical vectors."""
+        self._kept.clear()
+        self.fetch_parameters()
+
+    # ---- passes -----------------------------------------------------------------------------
+
+    def _run(self, key: StepKey | None, x: Tensor) -> Tensor:
+        region = self._region
+        region.begin(x.shape[1])
+        if self.stage_index > 0:
+            x = split(region, x)
+        x = super()._run(key, x)
+        return x if self._has_head else join(region, x)
+
+    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+        if not self._has_head or targets is not None:
+            return super().evaluate(inputs, targets)
+        hook = self._modules[-1].register_forward_hook(
+            lambda _, __, logits: gather_logits(self._region, self._vocab_size, logits)
+        )
+        try:
+            return super().evaluate(inputs, targets)
+        finally:
+            hook.remove()
+
+
+class LeadStage(ParallelStage):
+    """Rank 0's: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each call
+    before it makes it. All that the swarm sees of it is a stage."""
+
+    def __init__(self, *arguments: Any, group: LocalGroup, **options: Any) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._forgotten: deque[StepKey] = deque()
+        self._is_collected = True
+        super().__init__(*arguments, **options)
+        group.send("build", {"stage": self.stage_index}, fd=self._shared.fd)
+        group.join()
+        self._shared.close_fd()
+
+    def forward(self, key: StepKey, inputs: Array) -> Array:
+        return self._together("forward", lambda: super(LeadStage, self).forward(key, inputs),
+                              {"key": list(key)}, (inputs,))  # fmt: skip
+
+    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+        return self._together(
+            "backward", lambda: super(LeadStage, self).backward(key, grad_outputs),
+            {"key": list(key)}, (grad_outputs,), adds=True,
+        )  # fmt: skip
+
+    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+        return self._together(
+            "forward_backward",
+            lambda: super(LeadStage, self).forward_backward(key, inputs, targets),
+            {"key": list(key)}, (inputs, targets), adds=True,
+        )  # fmt: skip
+
+    def retract(self, key: StepKey) -> None:
+        self._together(
+            "retract", lambda: super(LeadStage, self).retract(key), {"key": list(key)}, adds=True
+        )
+
+    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+        arrays = (inputs,) if targets is None else (inputs, targets)
+        return self._together(
+            "evaluate", lambda: super(LeadStage, self).evaluate(inputs, targets), arrays=arrays
+        )
+
+    def forget(self, key: StepKey) -> None:
+        """From any thread. While a call runs it waits for the end of it, so that it comes between
+        the same two calls at all ranks."""
+        self._forgotten.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_all()
+            finally:
+                self._lock.release()
+
+    def gradient_shard(self, shard_index: int) -> Array:
+        if not self._is_collected:
+            self._collect()
+        return super().gradient_shard(shard_index)
+
+    def finish_round(self) -> None:
+        with self._lock:
+            self._group.join()  # nobody computes with the parameters that change now
+            self._forgotten.clear()
+            TorchStage.finish_round(self)
+            self._shared.values[2 * self.num_parameters :].zero_()
+            self._group.send("finish_round")
+            self.fetch_parameters()
+            self._is_collected = True
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _together(
+        self,
+        call: str,
+        work: Callable[[], T],
+        values: dict[str, Any] | None = None,
+        arrays: Sequence[Array] = (),
+        *,
+        adds: bool = False,
+    ) -> T:
+        with self._lock:
+            self._forget_all()
+            number = self._group.send(call, values, arrays)
+            is_refused = False
+            if adds:
+                self._is_collected = False
+            try:
+                result = work()
+            except (SwarmnetError, ValueError):
+                is_refused = True
+                raise
+            except RuntimeError as error:  # of a collective: another rank is gone
+                self._group.fail(f"rank 0: {' '.join(str(error).split())[:200]}")
+                self._group.join()
+                raise
+            finally:
+                self._group.report(number, is_refused)
+            self._forget_all()
+            return result
+
+    def _or_forget(self, key: StepKey, work: Callable[[], T]) -> T:
+        """The other ranks forget by themselves, for they fail in the same place."""
+        try:
+            return work()
+        except BaseException:
+            self._kept.pop(key, None)
+            raise
+
+    def _forget_all(self) -> None:
+        """With the lock held."""
+        keys = []
+        while self._forgotten:
+            keys.append(self._forgotten.popleft())
+        if keys and self._group.failure is None:
+            self._group.send("forget", {"keys": [list(key) for key in keys]})
+        for key in keys:
+            self._kept.pop(key, None)
+
+    def _collect(self) -> None:
+        """Makes the canonical gradient whole."""
+        with self._lock:
+            if not self.on_cpu:
+                self._group.send("store_gradients")
+                self.store_gradients()
+            self._group.join()
+            for rank in range(1, self._region.num_ranks):
+                for r, cut, start in self._layout.slots(rank):
+                    part = cut.of(self._gradients[r.start : r.stop].view(r.shape))
+                    slot = self._shared.values[start : start + part.numel()]
+                    part += slot.view(part.shape)
+                    slot.zero_()
+            self._is_collected = True
+
+
+def build_parallel_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> LeadStage:
+    """A stage on all ranks of `group`; replaces the one that they had.
+
+    Raises:
+        SpecError: the model cannot be cut so.
+        RankLost: a rank is gone.
+    """
+    check_cut(spec, group.num_ranks)
+    region = Region(
+        group.group,
+        0,
+        group.num_ranks,
+        sequence_parallel=group.options.get("sequence_parallel", False),
+    )
+    make = functools.partial(LeadStage, group=group, region=region, model=spec.model)
+    stage = build_stage(spec, stage_index, device=group.devices[0], make=make)
+    assert isinstance(stage, LeadStage)
+    return stage
+
+
+def rank_options(spec: RunSpec, *, sequence_parallel: bool = False) -> dict[str, Any]:
+    """What `LocalGroup` is told, so that its ranks can build stages of the run."""
+    return {"spec": spec.canonical().decode(), "sequence_parallel": sequence_parallel}
+
+
+def follow(
+    group: Any, rank: int, num_ranks: int, device: torch.device, options: dict[str, Any]
+) -> dict[str, Callable[..., None]]:
+    """The calls of a rank other than 0."""
+    spec = RunSpec.from_canonical(options["spec"].encode())
+    region = Region(group, rank, num_ranks, sequence_parallel=options["sequence_parallel"])
+    stage: ParallelStage | None = None
+
+    def build(values: dict[str, Any], _: list[Array], fd: int | None) -> None:
+        nonlocal stage
+        stage = None
+        make = functools.partial(ParallelStage, region=region, model=spec.model, fd=fd)
+        built = build_stage(spec, values["stage"], device=device, make=make)
+        assert isinstance(built, ParallelStage)
+        stage = built
+
+    def forget(values: dict[str, Any], _: list[Array], __: int | None) -> None:
+        assert stage is not None
+        for key in values["keys"]:
+            stage.forget(tuple(key))
+
+    def call(name: str) -> Callable[..., None]:
+        def run(values: dict[str, Any], arrays: list[Any], _: int | None) -> None:
+            if name == "evaluate" and len(arrays) == 1:
+                arrays = [*arrays, None]
+            keys = [tuple(values["key"])] if "key" in values else []
+            getattr(stage, name)(*keys, *arrays)
+
+        return run
+
+    names = (
+        "forward", "backward", "forward_backward", "retract", "evaluate",
+        "store_gradients", "finish_round",
+    )  # fmt: skip
+    return {"build": build, "forget": forget} | {name: call(name) for name in names}
+
+
+
+
+def _named(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """The module and attribute of each parameter, in canonical order."""
+    found = []
+    for module in modules:
+        for name, _ in module.named_parameters():
+            path, _, attribute = name.rpartition(".")
+            found.append((module.get_submodule(path), attribute))
+    return found
