@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.health import tell_health
@@ -28,6 +28,7 @@ from peer.joining import (
 )
 from peer.loop import spare_old_objects
 from peer.options import PeerOptions, TransportName, with_overrides
+from peer.ranks import open_ranks, until_over
 from peer.ready import write_ready_file
 from swarmnet import __version__
 from swarmnet.errors import (
@@ -52,6 +53,9 @@ from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener
 from swarmnet.wire import Array
+
+if TYPE_CHECKING:
+    from swarmnet.training.local_group import LocalGroup
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -134,8 +138,10 @@ def run_settings(spec: RunSpec) -> RunSettings:
     )
 
 
-def build_machine(spec: RunSpec, options: PeerOptions) -> Machine:
-    """The device of this machine. Raises `DataError`, `SpecError` or `UserError`."""
+def build_machine(
+    spec: RunSpec, options: PeerOptions, group: LocalGroup | None = None
+) -> Machine:
+    """The device of this machine; `group`: its other ranks, where it has any. Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.data import open_data
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.shards import build_optimizer
@@ -149,6 +155,11 @@ def build_machine(spec: RunSpec, options: PeerOptions) -> Machine:
     store = open_store(spec.sync.optimizer_store, options.state_dir / OPTIMIZER_FOLDER)
 
     def build(stage_index: int) -> tuple[Any, Any]:
+        if group is not None:
+            from swarmnet.training.tensor_parallel_stage import build_parallel_stage
+
+            parallel = build_parallel_stage(spec, stage_index, group)
+            return parallel, build_optimizer(spec, parallel)
         stage = build_stage(spec, stage_index)
         return stage, build_optimizer(spec, stage, store)
 
@@ -222,7 +233,10 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             neighbours = await find_living(net.transport, known, spec.run_id)
             join = known.addresses() if neighbours else join
         admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
-        machine = await asyncio.to_thread(build_machine, spec, options)
+        group = await asyncio.to_thread(open_ranks, spec, options)
+        if group is not None:
+            stack.push_async_callback(asyncio.to_thread, group.close)
+        machine = await asyncio.to_thread(build_machine, spec, options, group)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
         if machine.disk is not None:
@@ -250,7 +264,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             tasks.start(_stop_when_done(peer, spec.optimizer.rounds))
         life = asyncio.get_running_loop().create_task(peer.run(neighbours))
         try:
-            await asyncio.shield(life)
+            await until_over(life, group)
         except asyncio.CancelledError:
             peer.stop()
             try:

@@ -1,0 +1,64 @@
+"""Replicas with one, two and four ranks make the same update together as one machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.spec import RunSpec
+from swarmnet.training.local_group import LocalGroup
+from swarmnet.training.shards import build_optimizer
+from swarmnet.training.tensor_parallel_stage import build_parallel_stage, rank_options
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 6
+RANKS = {0: (1, 2, 4), 1: (2, 1, 2)}
+"""Of each replica, by stage."""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_replicas_of_unlike_ranks_make_the_updates_of_one_process(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    groups: dict[str, LocalGroup] = {}
+    for stage, counts in RANKS.items():
+        for replica, num_ranks in enumerate(counts):
+            if num_ranks > 1:
+                options = rank_options(spec, sequence_parallel=replica == 1)
+                group = LocalGroup(num_ranks, threads=1, options=options)
+                stack.callback(group.close)
+                groups[f"peer-{stage}-{replica}"] = group
+
+    async def scenario(swarm: Swarm) -> None:
+        for stage, counts in RANKS.items():
+            for name in (f"peer-{stage}-{i}" for i in range(len(counts))):
+                build = functools.partial(_build, spec, groups[name]) if name in groups else None
+                swarm.start(name, stage=stage, build=build)
+        await swarm.until_round(ROUNDS)
+        digests: dict[int, set[bytes]] = {}
+        for member in swarm.members.values():
+            replica = member.peer.replica
+            assert replica is not None
+            found = b"".join(replica.stage.digest(j) for j in range(replica.num_shards))
+            digests.setdefault(replica.index, set()).add(found)
+        assert all(len(found) == 1 for found in digests.values()), "replicas differ"
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def _build(spec: RunSpec, group: LocalGroup, stage_index: int) -> tuple[Any, Any]:
+    stage = build_parallel_stage(spec, stage_index, group)
+    return stage, build_optimizer(spec, stage)
