@@ -76,6 +76,14 @@ SequenceParallelOption = Annotated[
         "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
     ),
 ]
+LocalKindOption = Annotated[
+    Literal["tensor", "fsdp"],
+    typer.Option(
+        "--local",
+        help="What the ranks of --tp share out: the width of layers, or (fsdp) the samples, with "
+        "parameters and gradients sharded.",
+    ),
+]
 MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
@@ -162,6 +170,7 @@ def peer(
     ] = 0,
     tp: TpOption = None,
     sequence_parallel: SequenceParallelOption = False,
+    local_kind: LocalKindOption = "tensor",
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Rounds between checkpoints of the stage; 0 = none.")
     ] = 10,
@@ -233,6 +242,7 @@ def peer(
                 threads=threads,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
+                local=local_kind,
                 checkpoint_every=checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 invite=invite,
@@ -264,6 +274,7 @@ def local(
     ] = 0,
     tp: TpOption = None,
     sequence_parallel: SequenceParallelOption = False,
+    local_kind: LocalKindOption = "tensor",
     chaos: Annotated[
         str,
         typer.Option(
@@ -294,6 +305,7 @@ def local(
             threads=threads or _threads_each(peers * (tp or 1)),
             tp=tp,
             sequence_parallel=sequence_parallel,
+            local=local_kind,
             screen="plain" if plain else "auto",
             debug=debug,
             chaos=chaos,

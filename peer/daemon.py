@@ -28,7 +28,7 @@ from peer.joining import (
 )
 from peer.loop import spare_old_objects
 from peer.options import PeerOptions, TransportName, with_overrides
-from peer.ranks import open_ranks, until_over
+from peer.ranks import build_ranked_stage, open_ranks, until_over
 from peer.ready import write_ready_file
 from swarmnet import __version__
 from swarmnet.errors import (
@@ -138,10 +138,10 @@ def run_settings(spec: RunSpec) -> RunSettings:
     )
 
 
-def build_machine(
-    spec: RunSpec, options: PeerOptions, group: LocalGroup | None = None
-) -> Machine:
-    """The device of this machine; `group`: its other ranks, where it has any. Raises `DataError`, `SpecError` or `UserError`."""
+def build_machine(spec: RunSpec, options: PeerOptions, group: LocalGroup | None = None) -> Machine:
+    """The device of this machine; `group`: its other ranks, where it has any.
+
+    Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.data import open_data
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.shards import build_optimizer
@@ -155,12 +155,10 @@ def build_machine(
     store = open_store(spec.sync.optimizer_store, options.state_dir / OPTIMIZER_FOLDER)
 
     def build(stage_index: int) -> tuple[Any, Any]:
-        if group is not None:
-            from swarmnet.training.tensor_parallel_stage import build_parallel_stage
-
-            parallel = build_parallel_stage(spec, stage_index, group)
-            return parallel, build_optimizer(spec, parallel)
-        stage = build_stage(spec, stage_index)
+        if group is None:
+            stage = build_stage(spec, stage_index)
+        else:
+            stage = build_ranked_stage(spec, stage_index, options, group)
         return stage, build_optimizer(spec, stage, store)
 
     data = None

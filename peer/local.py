@@ -21,6 +21,7 @@ from peer.observing import JoinRun, RunObserver, join_run
 from peer.options import (
     INVITE_VARIABLE,
     LOOPBACK,
+    LocalName,
     ScreenName,
     TransportName,
     UsageError,
@@ -65,6 +66,7 @@ class LocalOptions:
     tp: int | None = None
     """Ranks of each peer."""
     sequence_parallel: bool = False
+    local: LocalName = "tensor"
     screen: ScreenName = "auto"
     debug: bool = False
     chaos: str = ""
@@ -182,6 +184,8 @@ def _shared_arguments(options: LocalOptions) -> list[str]:
         arguments += ["--tp", str(options.tp)]
     if options.sequence_parallel:
         arguments.append("--sequence-parallel")
+    if options.local != "tensor":
+        arguments += ["--local", options.local]
     if options.debug:
         arguments.append("--debug")
     return arguments

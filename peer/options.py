@@ -11,6 +11,7 @@ from swarmnet.errors import UserError
 from swarmnet.spec import PYTHON_STDLIB, RunSpec
 
 TransportName = Literal["p2pd", "py-libp2p"]
+LocalName = Literal["tensor", "fsdp"]
 ScreenName = Literal["auto", "plain", "quiet"]
 
 LOOPBACK = "127.0.0.1"
@@ -62,6 +63,9 @@ class PeerOptions:
     """Ranks of this peer, each with a part of every layer; None = one for each GPU."""
     sequence_parallel: bool = False
     """With several ranks: norms and residuals are split over them too."""
+    local: LocalName = "tensor"
+    """What ranks are for: a part of every layer, or a part of every microbatch with parameters and
+    gradients sharded ("fsdp")."""
     checkpoint_every: int = 10
     """Rounds between two checkpoints of this peer's stage; 0 = none."""
     keep_checkpoints: int = 2

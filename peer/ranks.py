@@ -11,6 +11,7 @@ from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
     from swarmnet.training.local_group import LocalGroup
+    from swarmnet.training.stage import TorchStage
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -21,16 +22,24 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     Without `--tp`: all GPUs, or as many as the model can be cut into."""
     import torch
 
+    from swarmnet.training.fsdp import check_split
     from swarmnet.training.tensor_parallel import check_cut, fits
 
     num_gpus = torch.cuda.device_count()
+    is_sharded = options.local == "fsdp"
     if options.tp is not None:
-        check_cut(spec, options.tp)
+        (check_split if is_sharded else check_cut)(spec, options.tp)
         kind = "cuda" if num_gpus >= options.tp else "cpu"
         return [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(options.tp)]
-    if num_gpus < 2 or spec.model.kind != "llama":
+    if num_gpus < 2 or (spec.model.kind != "llama" and not is_sharded):
         return ["cpu"]
-    num_ranks = max(n for n in range(1, num_gpus + 1) if n == 1 or fits(spec.model, n))
+
+    def is_possible(num_ranks: int) -> bool:
+        if is_sharded:
+            return spec.pipeline.microbatch % num_ranks == 0
+        return num_ranks == 1 or fits(spec.model, num_ranks)
+
+    num_ranks = max(filter(is_possible, range(1, num_gpus + 1)))
     return [f"cuda:{i}" for i in range(num_ranks)]
 
 
@@ -40,15 +49,30 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     devices = choose_devices(spec, options)
     if len(devices) == 1:
         return None
-    from swarmnet.training.local_group import LocalGroup
+    from swarmnet.training.fsdp import open_default_group
+    from swarmnet.training.local_group import LocalGroup, open_process_group
     from swarmnet.training.tensor_parallel_stage import rank_options
 
     return LocalGroup(
         len(devices),
         devices=devices,
         threads=options.threads,
-        options=rank_options(spec, sequence_parallel=options.sequence_parallel),
+        options=rank_options(spec, sequence_parallel=options.sequence_parallel, mode=options.local),
+        open_group=open_default_group if options.local == "fsdp" else open_process_group,
     )
+
+
+def build_ranked_stage(
+    spec: RunSpec, stage_index: int, options: PeerOptions, group: LocalGroup
+) -> TorchStage:
+    """A stage on all ranks."""
+    if options.local == "fsdp":
+        from swarmnet.training.fsdp import build_fsdp_stage
+
+        return build_fsdp_stage(spec, stage_index, group)
+    from swarmnet.training.tensor_parallel_stage import build_parallel_stage
+
+    return build_parallel_stage(spec, stage_index, group)
 
 
 async def until_over(life: asyncio.Task[None], group: LocalGroup | None) -> None:

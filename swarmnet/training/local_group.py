@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,19 @@ class LocalGroup:
         silence_s: float = SILENCE_S,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
         options: dict[str, Any] | None = None,
+        open_group: Callable[..., Any] = open_process_group,
     ) -> None:
         """Starts the ranks and waits for them; blocks for seconds. `options`: for the ranks' work,
-        plain values. Raises `RankLost` where one does not start."""
+        plain values; `open_group`: makes rank 0's side of what joins them.
+
+        Raises `RankLost` where one does not start."""
         self.num_ranks = num_ranks
         self.devices = [torch.device(d) for d in devices or ["cpu"] * num_ranks]
         self.options = options or {}
         self.failure: RankLost | None = None
         self.group: Any = None
         self._threads = threads
+        self._open = open_group
         self._silence_s = silence_s
         self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
@@ -281,12 +285,8 @@ class LocalGroup:
             },
         )
         try:
-            self.group = open_process_group(
-                self.devices[0],
-                str(self._folder / "store"),
-                0,
-                self.num_ranks,
-                self._timeout_s,
+            self.group = self._open(
+                self.devices[0], str(self._folder / "store"), 0, self.num_ranks, self._timeout_s
             )
         except RuntimeError as error:
             self.fail(f"the ranks do not find each other: {_first_line(error)}")
@@ -328,10 +328,10 @@ class LocalGroup:
         ours, theirs = socket.socketpair()
         root = str(Path(swarmnet.__file__).resolve().parent.parent)
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+        about = (theirs.fileno(), index, os.getpid())
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "swarmnet.training.rank"]
-                + [str(theirs.fileno()), str(index), str(os.getpid())],
+                [sys.executable, "-m", "swarmnet.training.rank", *map(str, about)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": path},

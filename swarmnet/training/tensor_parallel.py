@@ -284,7 +284,7 @@ def vocabulary_parallel_loss(
     """As `models.llama.next_token_loss`, of this rank's logits."""
     start, _ = part_of(vocab_size, region.rank, region.num_ranks)
     logits_NV = logits_BSV.flatten(0, 1)
-    loss = _VocabularyLoss.apply(logits_NV, targets_BS.flatten().long(), start, region)  # type: ignore[no-untyped-call]
+    loss = _VocabularyLoss.apply(logits_NV, targets_BS.flatten().long(), start, region)
     return cast(Tensor, loss)
 
 
@@ -301,22 +301,22 @@ def gather_logits(region: Region, vocab_size: int, logits_BSV: Tensor) -> Tensor
 
 def enter(region: Region, x: Tensor) -> Tensor:
     """Before matrices that are cut by rows."""
-    return cast(Tensor, (_Gather if region.is_split else _Copy).apply(x, region))  # type: ignore[no-untyped-call]
+    return cast(Tensor, (_Gather if region.is_split else _Copy).apply(x, region))
 
 
 def leave(region: Region, x: Tensor) -> Tensor:
     """After matrices that are cut by columns."""
-    return cast(Tensor, (_ReduceScatter if region.is_split else _Reduce).apply(x, region))  # type: ignore[no-untyped-call]
+    return cast(Tensor, (_ReduceScatter if region.is_split else _Reduce).apply(x, region))
 
 
 def split(region: Region, x: Tensor) -> Tensor:
     """At the beginning of a stage that is not the first."""
-    return cast(Tensor, _Split.apply(x, region)) if region.is_split else x  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Split.apply(x, region)) if region.is_split else x
 
 
 def join(region: Region, x: Tensor) -> Tensor:
     """At the end of a stage whose last layer is not the output matrix."""
-    return cast(Tensor, _Join.apply(x, region)) if region.is_split else x  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Join.apply(x, region)) if region.is_split else x
 
 
 def parallelize(
@@ -329,11 +329,12 @@ def parallelize(
         elif layer.name == "lm_head":
             _before(module, region)
         elif layer.name.startswith("model.layers."):
-            attention, feed_forward = module.self_attn, module.mlp
+            attention: Any = module.self_attn
+            feed_forward: Any = module.mlp
             for block in (attention, feed_forward):
-                _before(cast(nn.Module, block), region)
+                _before(block, region)
             for matrix in (attention.o_proj, feed_forward.down_proj):
-                _after(cast(nn.Module, matrix), region)
+                _after(matrix, region)
 
 
 def _before(module: nn.Module, region: Region) -> None:

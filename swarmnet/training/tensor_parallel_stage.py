@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from swarmnet.errors import SwarmnetError
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.training.leading import Leading, following
 from swarmnet.training.local_group import LocalGroup, SharedFloats
 from swarmnet.training.models.base import (
     LayerBuilder,
@@ -46,8 +44,6 @@ from swarmnet.training.tensor_parallel import (
     vocabulary_parallel_loss,
 )
 from swarmnet.wire import Array
-
-T = TypeVar("T")
 
 # Gradients of matrices that are cut by columns are views with gaps, as the parameters are.
 warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
@@ -224,136 +220,16 @@ class ParallelStage(TorchStage):
             hook.remove()
 
 
-class LeadStage(ParallelStage):
-    """Rank 0's: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each call
-    before it makes it. All that the swarm sees of it is a stage."""
+class LeadStage(Leading, ParallelStage):
+    """Rank 0's: implements `swarm.ports.Stage` for the swarm."""
 
-    def __init__(self, *arguments: Any, group: LocalGroup, **options: Any) -> None:
-        self._group = group
-        self._lock = threading.Lock()
-        self._forgotten: deque[StepKey] = deque()
-        self._is_collected = True
-        super().__init__(*arguments, **options)
-        group.send("build", {"stage": self.stage_index}, fd=self._shared.fd)
-        group.join()
-        self._shared.close_fd()
-
-    def forward(self, key: StepKey, inputs: Array) -> Array:
-        return self._together("forward", lambda: super(LeadStage, self).forward(key, inputs),
-                              {"key": list(key)}, (inputs,))  # fmt: skip
-
-    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
-        return self._together(
-            "backward", lambda: super(LeadStage, self).backward(key, grad_outputs),
-            {"key": list(key)}, (grad_outputs,), adds=True,
-        )  # fmt: skip
-
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
-        return self._together(
-            "forward_backward",
-            lambda: super(LeadStage, self).forward_backward(key, inputs, targets),
-            {"key": list(key)}, (inputs, targets), adds=True,
-        )  # fmt: skip
-
-    def retract(self, key: StepKey) -> None:
-        self._together(
-            "retract", lambda: super(LeadStage, self).retract(key), {"key": list(key)}, adds=True
-        )
-
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
-        arrays = (inputs,) if targets is None else (inputs, targets)
-        return self._together(
-            "evaluate", lambda: super(LeadStage, self).evaluate(inputs, targets), arrays=arrays
-        )
-
-    def forget(self, key: StepKey) -> None:
-        """From any thread. While a call runs it waits for the end of it, so that it comes between
-        the same two calls at all ranks."""
-        self._forgotten.append(key)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._forget_all()
-            finally:
-                self._lock.release()
-
-    def gradient_shard(self, shard_index: int) -> Array:
-        if not self._is_collected:
-            self._collect()
-        return super().gradient_shard(shard_index)
-
-    def finish_round(self) -> None:
-        with self._lock:
-            self._group.join()  # nobody computes with the parameters that change now
-            self._forgotten.clear()
-            TorchStage.finish_round(self)
-            self._shared.values[2 * self.num_parameters :].zero_()
-            self._group.send("finish_round")
-            self.fetch_parameters()
-            self._is_collected = True
-
-    # ---- inside -----------------------------------------------------------------------------
-
-    def _together(
-        self,
-        call: str,
-        work: Callable[[], T],
-        values: dict[str, Any] | None = None,
-        arrays: Sequence[Array] = (),
-        *,
-        adds: bool = False,
-    ) -> T:
-        with self._lock:
-            self._forget_all()
-            number = self._group.send(call, values, arrays)
-            is_refused = False
-            if adds:
-                self._is_collected = False
-            try:
-                result = work()
-            except (SwarmnetError, ValueError):
-                is_refused = True
-                raise
-            except RuntimeError as error:  # of a collective: another rank is gone
-                self._group.fail(f"rank 0: {' '.join(str(error).split())[:200]}")
-                self._group.join()
-                raise
-            finally:
-                self._group.report(number, is_refused)
-            self._forget_all()
-            return result
-
-    def _or_forget(self, key: StepKey, work: Callable[[], T]) -> T:
-        """The other ranks forget by themselves, for they fail in the same place."""
-        try:
-            return work()
-        except BaseException:
-            self._kept.pop(key, None)
-            raise
-
-    def _forget_all(self) -> None:
-        """With the lock held."""
-        keys = []
-        while self._forgotten:
-            keys.append(self._forgotten.popleft())
-        if keys and self._group.failure is None:
-            self._group.send("forget", {"keys": [list(key) for key in keys]})
-        for key in keys:
-            self._kept.pop(key, None)
-
-    def _collect(self) -> None:
-        """Makes the canonical gradient whole."""
-        with self._lock:
-            if not self.on_cpu:
-                self._group.send("store_gradients")
-                self.store_gradients()
-            self._group.join()
-            for rank in range(1, self._region.num_ranks):
-                for r, cut, start in self._layout.slots(rank):
-                    part = cut.of(self._gradients[r.start : r.stop].view(r.shape))
-                    slot = self._shared.values[start : start + part.numel()]
-                    part += slot.view(part.shape)
-                    slot.zero_()
-            self._is_collected = True
+    def _add_slots(self) -> None:
+        for rank in range(1, self._region.num_ranks):
+            for r, cut, start in self._layout.slots(rank):
+                part = cut.of(self._gradients[r.start : r.stop].view(r.shape))
+                slot = self._shared.values[start : start + part.numel()]
+                part += slot.view(part.shape)
+                slot.zero_()
 
 
 def build_parallel_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> LeadStage:
@@ -376,9 +252,16 @@ def build_parallel_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> 
     return stage
 
 
-def rank_options(spec: RunSpec, *, sequence_parallel: bool = False) -> dict[str, Any]:
-    """What `LocalGroup` is told, so that its ranks can build stages of the run."""
-    return {"spec": spec.canonical().decode(), "sequence_parallel": sequence_parallel}
+def rank_options(
+    spec: RunSpec, *, sequence_parallel: bool = False, mode: str = "tensor"
+) -> dict[str, Any]:
+    """What `LocalGroup` is told, so that its ranks can build stages of the run. `mode`: "tensor" or
+    "fsdp"."""
+    return {
+        "spec": spec.canonical().decode(),
+        "sequence_parallel": sequence_parallel,
+        "mode": mode,
+    }
 
 
 def follow(
@@ -387,37 +270,12 @@ def follow(
     """The calls of a rank other than 0."""
     spec = RunSpec.from_canonical(options["spec"].encode())
     region = Region(group, rank, num_ranks, sequence_parallel=options["sequence_parallel"])
-    stage: ParallelStage | None = None
 
-    def build(values: dict[str, Any], _: list[Array], fd: int | None) -> None:
-        nonlocal stage
-        stage = None
+    def build(stage_index: int, fd: int | None) -> TorchStage:
         make = functools.partial(ParallelStage, region=region, model=spec.model, fd=fd)
-        built = build_stage(spec, values["stage"], device=device, make=make)
-        assert isinstance(built, ParallelStage)
-        stage = built
+        return build_stage(spec, stage_index, device=device, make=make)
 
-    def forget(values: dict[str, Any], _: list[Array], __: int | None) -> None:
-        assert stage is not None
-        for key in values["keys"]:
-            stage.forget(tuple(key))
-
-    def call(name: str) -> Callable[..., None]:
-        def run(values: dict[str, Any], arrays: list[Any], _: int | None) -> None:
-            if name == "evaluate" and len(arrays) == 1:
-                arrays = [*arrays, None]
-            keys = [tuple(values["key"])] if "key" in values else []
-            getattr(stage, name)(*keys, *arrays)
-
-        return run
-
-    names = (
-        "forward", "backward", "forward_backward", "retract", "evaluate",
-        "store_gradients", "finish_round",
-    )  # fmt: skip
-    return {"build": build, "forget": forget} | {name: call(name) for name in names}
-
-
+    return following(build)
 
 
 def _named(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:

@@ -50,7 +50,8 @@ def test_a_peer_ends_with_a_rank_and_the_swarm_goes_on(
     assert running.wait(victim, LOST_LIMIT_S) == 1
     lines = [line for line in victim.errors() if "this peer ends" in line]
     how = "ended with SIGKILL" if harm is signal.SIGKILL else "gave no sign of life"
-    assert len(lines) == 1 and f"rank 1 (pid {ranks[0]}) {how}" in lines[0], victim.describe()
+    assert len(lines) == 1, victim.describe()
+    assert f"rank 1 (pid {ranks[0]}) {how}" in lines[0], victim.describe()
     assert not Path(f"/proc/{ranks[0]}").exists()
     running.until(lambda: any(e["peer_id"] == victim.peer_id for e in witness.events("peer_lost")))
     before = len(witness.events("round"))
