@@ -154,7 +154,7 @@ class FsdpStage(TorchStage):
         self._held: list[tuple[Any, Tensor, Tensor]] = []
         for module in self._modules:
             module.to("meta")
-            fully_shard(module, mesh=self._mesh)
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
             module.to_empty(device=self._device)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
