@@ -177,8 +177,11 @@ class FsdpStage(TorchStage):
 
     @property
     def num_held_elements(self) -> int:
-        """Of parameters on this rank, between passes."""
-        return sum(p.to_local().numel() for p, _, _ in self._held)
+        """Of parameters and gradients, in the storage of this rank's tensors, between passes."""
+        tensors = [p.to_local() for p, _, _ in self._held]
+        tensors += [p.grad.to_local() for p, _, _ in self._held if p.grad is not None]
+        storages = [t.untyped_storage() for t in tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 4
 
     def fetch_parameters(self) -> None:
         """From the canonical vector; gradients become zero."""
