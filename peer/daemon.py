@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches
+from peer.faults import arm_from_environment
 from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
 from peer.joining import (
@@ -240,6 +241,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if machine.disk is not None:
             stack.push_async_callback(machine.disk.worker.close)
         peer = compose(spec, options, net.transport, key, machine, admitted)
+        arm_from_environment(peer)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
         if admitted.not_after_unix_s:

@@ -136,6 +136,9 @@ class Record:
     have nothing in common but their number."""
     credential: bytes = b""
     """What admits this peer to a closed run (see `swarmnet.admission`)."""
+    samples: int = 0
+    """Committed in the round before `round`, as far as this replica knew when it closed it: how
+    much its parameters weigh where others have different ones (see `protocol.divergence`)."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -147,7 +150,7 @@ class Record:
         numbers = (self.incarnation, self.version, self.round, self.active_from, self.queue_length)
         if not 0 <= self.history < 2**62 or len(self.restorable) > MAX_RESTORABLE:
             raise ValueError("a history or its checkpoints are out of range")
-        if any(not 0 <= n < 2**62 for n in numbers):
+        if any(not 0 <= n < 2**62 for n in (*numbers, self.samples)):
             raise ValueError("a number of a record is out of range")
         rates = (self.samples_per_s, self.upload_bytes_per_s, self.started_unix_s)
         if any(not (math.isfinite(x) and x >= 0) for x in rates):

@@ -79,6 +79,10 @@ class Behind(SwarmnetError):
     """The stage has moved on by more than one round: fetch its parameters instead."""
 
 
+class Diverged(SwarmnetError):
+    """Others of the stage have another result of the same round, and theirs holds."""
+
+
 @dataclass
 class Contribution:
     """One replica's part of a shard's gradient."""
@@ -239,6 +243,21 @@ class Averaging:
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
         self._applied = dict.fromkeys(shards, self.replica.round - 1)
+
+    async def forget_state(self) -> None:
+        """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
+        to fetch it from those whose parameters do."""
+        optimizer = self.replica.optimizer
+
+        def drop() -> None:
+            for j in optimizer.owned():
+                optimizer.drop(j)
+            self._applied.clear()
+
+        await self.replica.worker.run(drop)
+        self._mirrored.clear()
+        self._updates.clear()
+        self.news.tell()
 
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round. On the worker."""

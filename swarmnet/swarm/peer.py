@@ -27,7 +27,7 @@ from swarmnet.protocol.records import (
     Record,
 )
 from swarmnet.protocol.view import View
-from swarmnet.swarm.averaging import Averaging, Behind
+from swarmnet.swarm.averaging import Averaging, Behind, Diverged
 from swarmnet.swarm.feeder import Feeder, OnRound
 from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
 from swarmnet.swarm.messages import SpecReply
@@ -345,6 +345,12 @@ class Peer:
                     log.warning("%s: fetching the stage again", e)
                     self.gossip.update(state=JOINING, urgent=True)
                     replica.synced = False
+                except Diverged as e:
+                    log.warning("%s: going over to them", e)
+                    replica.synced = False
+                    self.gossip.add_total("diverged")
+                    self.gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+                    await averaging.forget_state()
         finally:
             await averaging.close()
 
@@ -449,6 +455,7 @@ class Peer:
             queue_length=replica.device.num_waiting,
             restorable=(),
             history=history,
+            samples=replica.samples,
             urgent=True,
         )
         self.recovery.forget_loaded()

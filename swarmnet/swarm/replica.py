@@ -36,6 +36,8 @@ class Replica:
     ledger: Ledger = field(default_factory=Ledger)
     news: News = field(default_factory=News)
     digests: bytes = b""
+    samples: int = 0
+    """Committed in the round before, see `protocol.records.Record.samples`."""
     service_s: float = 0.0
     """Moving average of the device seconds of a microbatch, forward and backward together."""
 

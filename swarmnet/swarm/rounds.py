@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol import progress
-from swarmnet.swarm.averaging import Averaging
+from swarmnet.protocol import divergence, progress
+from swarmnet.swarm.averaging import Averaging, Diverged
 from swarmnet.swarm.feeder import Feeder
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import CommittedReply, CommittedRequest
@@ -50,9 +50,10 @@ class Rounds:
 
     async def run(self) -> None:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
-        touch with its stage."""
+        touch with its stage, `Diverged` when it has parameters that do not hold."""
         while self.replica.round < self.settings.rounds:
             r = self.replica.round
+            self._check_parameters(r)
             if not self.is_drained(r):
                 await self.gossip.news.wait(LOOK_AGAIN_S)
                 continue
@@ -67,6 +68,19 @@ class Rounds:
         own = self.gossip.own.peer_id
         return any(m.round > r and m.is_replica and m.peer_id != own for m in view.live(now))
 
+    def _check_parameters(self, r: int) -> None:
+        """After a partition, replicas may be in one round with different parameters."""
+        now = asyncio.get_running_loop().time()
+        own = self.gossip.own
+        if own.round != r:
+            return
+        others = self.gossip.view.replicas(self.replica.index, now)
+        winner = divergence.winner_over(own, [o for o in others if o.peer_id != own.peer_id])
+        if winner is not None:
+            raise Diverged(
+                f"{winner.peer_id[-8:]} began round {r} with other parameters, and those hold"
+            )
+
     async def finish(self, r: int) -> None:
         """Settle, average, open the next round."""
         replica = self.replica
@@ -80,6 +94,10 @@ class Rounds:
         settled_at = loop.time()
         await self.averaging.update(num_tokens)
         averaged_at = loop.time()
+        state = progress.round_progress(
+            self.gossip.view, r, averaged_at, self.settings.global_batch
+        )
+        replica.samples = state.committed
         await replica.open_round(r + 1, synced=True)
         self.averaging.finish_round(r)
         await self.on_open()

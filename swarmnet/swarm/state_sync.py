@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import xxhash
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol import divergence
 from swarmnet.protocol.records import Record
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
@@ -73,15 +74,17 @@ class StateSync:
     # ---- joiner -----------------------------------------------------------------------------
 
     def donors(self, round_index: int | None = None) -> list[Record]:
-        """Live replicas of the stage that have published digests, of one round or of any."""
+        """Live replicas of the stage that have published digests, of one round or of any; where
+        they differ in a round, those whose parameters hold."""
         now = asyncio.get_running_loop().time()
-        return [
+        known = [
             r
             for r in self.gossip.view.replicas(self.replica.index, now)
             if r.peer_id != self.gossip.own.peer_id
             and len(r.digests) == len(self.replica.stage.shard_sizes) * 8
             and (round_index is None or r.round == round_index)
         ]
+        return divergence.holding(known)
 
     async def fetch(self, round_index: int) -> bool:
         """Puts the shards of `round_index` that differ from the own ones aside, ready for
@@ -89,6 +92,7 @@ class StateSync:
         donors = self.donors(round_index)
         if not donors:
             return False
+        self.replica.samples = donors[0].samples
         digests = self.replica.digests or await self.replica.measure_digests()
         wanted = [
             j

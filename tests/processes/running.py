@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 
 from peer.counted import COUNTED_FILE, read_counted
 from peer.daemon import open_net
+from peer.faults import VARIABLE
 from peer.joining import fetch_run
 from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError
@@ -170,10 +171,17 @@ class Machine:
     folder: Path
     commands: list[Command] = field(default_factory=list)
 
-    def start(self, name: str, *arguments: str, command: Sequence[str] = SWARMNET) -> Command:
+    def start(
+        self,
+        name: str,
+        *arguments: str,
+        command: Sequence[str] = SWARMNET,
+        environment: Mapping[str, str] | None = None,
+    ) -> Command:
         """Starts `swarmnet ARGUMENTS`."""
         environment = {
             **os.environ,
+            **(environment or {}),
             "TMPDIR": str(self.folder),
             "XDG_STATE_HOME": str(self.folder / "state"),
             "OMP_NUM_THREADS": "1",
@@ -194,24 +202,38 @@ class Machine:
         self.commands.append(started)
         return started
 
-    def start_peer(self, name: str, *arguments: str, command: Sequence[str] = SWARMNET) -> Command:
+    def start_peer(
+        self,
+        name: str,
+        *arguments: str,
+        command: Sequence[str] = SWARMNET,
+        environment: Mapping[str, str] | None = None,
+    ) -> Command:
         """Starts `swarmnet peer` on loopback with a state folder, ready file and metrics."""
         return self.start(
             name, "peer", "--plain", "--host", "127.0.0.1", "--threads", "1",
             "--state-dir", str(self.folder / name),
             "--ready-file", str(self.folder / f"{name}.ready"),
             "--metrics", str(self.folder / f"{name}.jsonl"),
-            *arguments, command=command,
+            *arguments, command=command, environment=environment,
         )  # fmt: skip
 
-    def start_swarm(self, spec: Path, joiners: Sequence[Sequence[str]]) -> list[Command]:
-        """A first peer and others that join it, with further arguments each."""
+    def start_swarm(
+        self,
+        spec: Path,
+        joiners: Sequence[Sequence[str]],
+        kill_at: Mapping[int, str] | None = None,
+    ) -> list[Command]:
+        """A first peer and others that join it, with further arguments each. `kill_at`: the
+        moment (`peer.faults`) at which a joiner kills itself, by its number from 1."""
+        moments = {i: {VARIABLE: moment} for i, moment in (kill_at or {}).items()}
         first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0")
         self.until_ready(first)
         data = str(self.folder / "text.txt")
         join = ("--join", first.address, "--data", data)
         others = [
-            self.start_peer(f"peer-{i}", *join, *extra) for i, extra in enumerate(joiners, start=1)
+            self.start_peer(f"peer-{i}", *join, *extra, environment=moments.get(i))
+            for i, extra in enumerate(joiners, start=1)
         ]
         self.until_ready(*others)
         return [first, *others]

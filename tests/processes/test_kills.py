@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from swarmnet.spec import load_spec
-from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
+from tests.processes.running import (
+    RUN_LIMIT_S,
+    Command,
+    Machine,
+    counted_by,
+    parameters_of,
+    tiny_run,
+)
 from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
@@ -39,6 +47,58 @@ def test_a_run_survives_deaths_at_one_instant(
     assert not witness.events("shard_reset"), "moments of the optimizer were lost"
     lost = {event["peer_id"] for event in witness.events("peer_lost")}
     assert lost == {peers[index].peer_id for index in victims}
+
+
+@pytest.mark.parametrize(
+    ("stages", "moments"),
+    [
+        pytest.param(
+            "010101",
+            {2: "forward:round=10:nth=2", 3: "backward:round=25:nth=2", 4: "push:round=40:nth=2"},
+            id="in forward, in backward, as contributor",
+        ),
+        pytest.param(
+            "010101",
+            {2: "aggregate:round=10:nth=2", 3: "mirror:round=25:nth=2", 4: "feed:round=40:nth=3"},
+            id="as primary that aggregates, as primary that mirrors, as feeder",
+        ),
+    ],
+)
+def test_a_run_survives_a_death_at_an_exact_moment(
+    running: Machine, stages: str, moments: dict[int, str]
+) -> None:
+    path = _many_shards(tiny_run(running.folder, rounds=ROUNDS))
+    peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]], moments)
+    _assert_killed(running, [peers[i] for i in moments])
+    survivors = [p for i, p in enumerate(peers) if i not in moments]
+    _assert_a_good_end(running, peers[0], peers, survivors)
+    assert not peers[0].events("shard_reset"), "moments of the optimizer were lost"
+
+
+def test_a_run_survives_the_death_of_a_donor(running: Machine) -> None:
+    path = _many_shards(tiny_run(running.folder, rounds=ROUNDS))
+    peers = running.start_swarm(path, [("--stage", "1"), ("--stage", "0")], {2: "donate:nth=2"})
+    running.until_round(peers[0], HARMED_FROM)
+    data = ("--data", str(running.folder / "text.txt"))
+    joiner = running.start_peer("joiner", "--join", peers[0].address, *data, "--stage", "0")
+    running.until_ready(joiner)
+    _assert_killed(running, [peers[2]])
+    _assert_a_good_end(running, peers[0], [*peers, joiner], [peers[0], peers[1], joiner])
+    assert joiner.process.poll() is None, joiner.describe()
+
+
+def _many_shards(path: Path) -> Path:
+    """So many shards that every replica is the primary of some, whatever its peer id."""
+    text = path.read_text()
+    assert "shard_parameters = 4096" in text
+    path.write_text(text.replace("shard_parameters = 4096", "shard_parameters = 1024"))
+    return path
+
+
+def _assert_killed(running: Machine, victims: Sequence[Command]) -> None:
+    """They came to the moment, and died of SIGKILL there."""
+    for victim in victims:
+        assert running.wait(victim, RUN_LIMIT_S) == -signal.SIGKILL, victim.describe()
 
 
 def test_a_stopped_peer_is_gone_round_and_is_used_again(running: Machine) -> None:

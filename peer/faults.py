@@ -1,0 +1,163 @@
+"""Death at an exact moment, for tests and for whoever wants to see what a run makes of it.
+
+`SWARMNET_KILL_AT=push:round=12` in the environment of `swarmnet peer` has that process send itself
+SIGKILL there: no handler runs, nothing is flushed, its channels close as those of any killed
+process do. Without the variable nothing of this is there: no port is wrapped.
+
+A moment is `NAME[:round=N][:nth=N]`: the `nth` time (1 where not said) that it comes in round `N`
+or a later one (0 where not said). Several moments, between commas: the first that comes.
+
+| name | where the process dies |
+|---|---|
+| `forward` | on the device thread: a forward is computed, nobody has it yet |
+| `backward` | on the device thread: a gradient is added, its microbatch not answered |
+| `push` | as contributor: the gradient of a shard is on its way, the answer is not here |
+| `aggregate` | as primary: the gradients of a shard are summed, no step is made |
+| `mirror` | as primary: the step is on its way to a backup, no contributor has its result |
+| `donate` | as donor: a joiner has asked for a shard, it has not got it |
+| `feed` | as feeder: it takes up a microbatch, others are in the air |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnet.errors import UserError
+from swarmnet.swarm.peer import Peer
+
+log = logging.getLogger("swarmnet.faults")
+
+VARIABLE = "SWARMNET_KILL_AT"
+ON_DEVICE = {"forward": ("forward", "forward_backward"), "backward": ("backward",)}
+CALLS = {"push": "reduce", "mirror": "mirror"}
+MOMENTS = ("forward", "backward", "push", "aggregate", "mirror", "donate", "feed")
+
+
+@dataclass
+class Moment:
+    """When to die; `nth` counts down."""
+
+    name: str
+    round: int = 0
+    nth: int = 1
+
+
+def parse_moments(text: str) -> list[Moment]:
+    """Reads the variable. Raises `UserError` where it makes no sense."""
+    moments = []
+    for entry in text.split(","):
+        name, *settings = entry.strip().split(":")
+        values = {"round": 0, "nth": 1}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            if key not in values or not value.isdecimal():
+                raise UserError(f"{VARIABLE}: {setting!r}: write round=N or nth=N")
+            values[key] = int(value)
+        if name not in MOMENTS:
+            raise UserError(f"{VARIABLE}: {name!r} is none of {', '.join(MOMENTS)}")
+        moments.append(Moment(name, values["round"], max(1, values["nth"])))
+    return moments
+
+
+def kill_this_process() -> None:
+    """SIGKILL to itself; the kernel does the rest."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Faults:
+    """Wraps the ports of one peer, before it runs."""
+
+    moments: list[Moment]
+    peer: Peer
+    die: Callable[[], None] = kill_this_process
+
+    def arm(self) -> None:
+        names = {m.name for m in self.moments}
+        machine, transport = self.peer.machine, self.peer.transport
+        build = machine.build
+
+        def built(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = build(stage_index)
+            for name, methods in ON_DEVICE.items():
+                for method in methods if name in names else ():
+                    self._after(stage, method, name)
+            # The last stage has its backward in the same piece of work as its forward.
+            if "backward" in names and stage_index == stage.num_stages - 1:
+                self._after(stage, "forward_backward", "backward")
+            if "aggregate" in names:
+                self._after(optimizer, "sum", "aggregate")
+            return stage, optimizer
+
+        machine.build = built
+        if "feed" in names and machine.data is not None:
+            self._after(machine.data, "microbatch", "feed")
+        if "donate" in names:
+            self._before_serving(transport, "fetch_parameters", "donate")
+        if names & CALLS.keys():
+            self._while_calling(transport, {CALLS[n]: n for n in CALLS if n in names})
+
+    def reached(self, name: str) -> bool:
+        """Takes down that a moment has come; True where it is the one."""
+        replica = self.peer.replica
+        now = replica.round if replica is not None else 0
+        for moment in self.moments:
+            if moment.name == name and now >= moment.round:
+                moment.nth -= 1
+                if moment.nth == 0:
+                    return True
+        return False
+
+    def _after(self, port: Any, method: str, name: str) -> None:
+        inner = getattr(port, method)
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            result = inner(*arguments, **named)
+            if self.reached(name):
+                self.die()
+            return result
+
+        setattr(port, method, wrapped)
+
+    def _before_serving(self, transport: Any, method: str, name: str) -> None:
+        handle = transport.handle
+
+        def handle_wrapped(served: str, handler: Any) -> None:
+            async def dying(request: Any) -> Any:
+                if self.reached(name):
+                    self.die()
+                return await handler(request)
+
+            handle(served, dying if served == method else handler)
+
+        transport.handle = handle_wrapped
+
+    def _while_calling(self, transport: Any, names: dict[str, str]) -> None:
+        call = transport.call
+        sent = transport.traffic.sent_bytes
+
+        async def wrapped(peer_id: str, method: str, message: Any, **options: Any) -> Any:
+            if method not in names or not self.reached(names[method]):
+                return await call(peer_id, method, message, **options)
+            before = sent.get(method, 0)
+            task = asyncio.ensure_future(call(peer_id, method, message, **options))
+            while sent.get(method, 0) == before and not task.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)  # until its first bytes are on the wire
+            self.die()
+            return await task
+
+        transport.call = wrapped
+
+
+def arm_from_environment(peer: Peer, environment: Mapping[str, str] = os.environ) -> None:
+    """Arms what the environment asks for, nothing where it asks for nothing. Raises `UserError`."""
+    text = environment.get(VARIABLE, "")
+    if text:
+        log.warning("%s is set: this process will kill itself at %s", VARIABLE, text)
+        Faults(parse_moments(text), peer).arm()

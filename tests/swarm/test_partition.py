@@ -1,0 +1,84 @@
+"""Both sides of a partition have every stage and go on alone; healed, they are one run again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+HEALED_WITHIN_S = 30.0
+ROUNDS_APART = 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_sides_that_went_on_alone_agree_again(tmp_path: Path, seed: int) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=400)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(5)
+        pairs = [(f"peer-{a}", f"peer-{b}") for a in (0, 1) for b in (2, 3)]
+        for a, b in pairs:
+            swarm.hub.partition(a, b)
+        start = max(swarm.rounds())
+        await swarm.until(lambda: _are_apart(swarm, start + ROUNDS_APART))
+        for a, b in pairs:
+            swarm.hub.heal(a, b)
+        healed_at = max(swarm.rounds())
+        # Every peer hears of all others again, and replicas of one round have one result.
+        await swarm.until(lambda: _agree(swarm, healed_at), HEALED_WITHIN_S)
+        assert swarm.total("diverged") > 0, "the two sides did not meet in one round"
+        now = max(swarm.rounds())
+        await swarm.until_round(now + 5)  # training goes on
+        await swarm.until(lambda: _agree(swarm, now), HEALED_WITHIN_S)
+        assert _moments_agree(swarm), f"seed {seed}: owners have different moments"
+
+    in_virtual_time(scenario, spec, seed=seed)
+
+
+def _are_apart(swarm: Swarm, least: int) -> bool:
+    rounds = swarm.rounds()
+    if min(rounds) < least or len(set(rounds)) != 1:
+        return False
+    return not torch.equal(swarm.flat("peer-0"), swarm.flat("peer-2")) and not torch.equal(
+        swarm.flat("peer-1"), swarm.flat("peer-3")
+    )
+
+
+def _agree(swarm: Swarm, after: int) -> bool:
+    rounds = swarm.rounds()
+    if min(rounds) <= after or len(set(rounds)) != 1:
+        return False
+    if any(len(m.peer.view.live(_now())) != 4 for m in swarm.members.values()):
+        return False
+    return torch.equal(swarm.flat("peer-0"), swarm.flat("peer-2")) and torch.equal(
+        swarm.flat("peer-1"), swarm.flat("peer-3")
+    )
+
+
+def _moments_agree(swarm: Swarm) -> bool:
+    """Owners of a shard that are equally far have the same bits."""
+    seen: dict[tuple[int, int, int], Any] = {}
+    compared = 0
+    for member in swarm.members.values():
+        replica = member.peer.replica
+        assert replica is not None
+        for j in replica.optimizer.owned():
+            _, arrays = replica.optimizer.export(j)
+            bits = [bytes(a.data) for a in arrays]
+            key = (replica.index, j, replica.optimizer.steps(j))
+            compared += key in seen
+            if seen.setdefault(key, bits) != bits:
+                return False
+    assert compared, "no shard has two owners"
+    return True
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
