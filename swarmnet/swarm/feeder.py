@@ -225,8 +225,10 @@ class Feeder:
                     if isinstance(theirs, int) and theirs > mine.round:
                         return  # the others finished the round without it: it never counts
                     await self.gossip.news.wait(LOOK_AGAIN_S)
-                    if not replica.is_open(mine.round):
+                    if replica.closed:
                         return
+                    # Not open, not closed: it is fetching the round's parameters, and opens it
+                    # again. A flight given up here would be launched and never committed.
                 except (NoRoute, Refused) as e:
                     log.info("round %d: a microbatch found no way: %s", mine.round, e)
                     await self.gossip.news.wait(LOOK_AGAIN_S)

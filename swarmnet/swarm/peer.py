@@ -350,6 +350,7 @@ class Peer:
                     replica.synced = False
                     self.gossip.add_total("diverged")
                     self.gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+                    self.steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
             await averaging.close()
