@@ -136,6 +136,9 @@ def run_settings(spec: RunSpec) -> RunSettings:
         aggregation=spec.sync.aggregation,
         evaluate_every=spec.pipeline.evaluate_every,
         max_in_flight=spec.pipeline.max_in_flight,
+        sync_mode=spec.sync.mode,
+        local_steps=spec.sync.local_steps,
+        fragments=spec.sync.fragments,
     )
 
 
@@ -145,7 +148,7 @@ def build_machine(spec: RunSpec, options: PeerOptions, group: LocalGroup | None 
     Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.data import open_data
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
-    from swarmnet.training.shards import build_optimizer
+    from swarmnet.training.local_steps import build_local_steps, build_optimizer
     from swarmnet.training.stage import build_stage
     from swarmnet.training.store import open_store
 
@@ -162,6 +165,9 @@ def build_machine(spec: RunSpec, options: PeerOptions, group: LocalGroup | None 
             stage = build_ranked_stage(spec, stage_index, options, group)
         return stage, build_optimizer(spec, stage, store)
 
+    def build_local(stage: Any, optimizer: Any) -> Any:
+        return build_local_steps(spec, stage, optimizer, store)
+
     data = None
     paths = options.data_paths(spec)
     if options.feed and (paths or spec.model.kind == "custom"):
@@ -173,7 +179,8 @@ def build_machine(spec: RunSpec, options: PeerOptions, group: LocalGroup | None 
             log.warning("%s; this peer serves but does not feed", e)
     elif options.feed:
         log.warning("this machine's data was not named (--data): it serves but does not feed")
-    return Machine(build, DeviceThread(), WorkerThread(), data, open_disk(run, spec, options))
+    disk = open_disk(run, spec, options)
+    return Machine(build, DeviceThread(), WorkerThread(), data, disk, build_local)
 
 
 def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:

@@ -40,10 +40,18 @@ class RoundFinished(Event):
     """0 where `seconds` is."""
     peers: int
     """Live peers that serve or are about to serve a stage."""
+    spread: float = 0.0
+    """The largest `protocol.records.Record.spread`; 0 where replicas are equal."""
 
     @property
     def name(self) -> str:
         return "round"
+
+    def to_json(self) -> dict[str, Any]:
+        values = Event.to_json(self)
+        if not self.spread:  # of runs whose replicas may differ only
+            del values["spread"]
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,17 @@ class ShardPromoted(Event):
 
     peer_id: str
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncMode(Event):
+    """Mode `auto` has chosen how exchanges go, from a round on."""
+
+    round: int
+    mode: str
+    round_s: float
+    """Seconds that a round is open."""
+    exchange_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,10 @@ from peer.events import (
     PeerJoined,
     PeerLost,
     RoundFinished,
+    SyncMode,
 )
 from peer.view_model import PeerRow, StageRow, Summary, ViewModel
+from swarmnet.protocol.auto_mode import merge
 from swarmnet.protocol.records import (
     ACTIVE,
     JOINING,
@@ -82,6 +84,7 @@ class Monitor:
         self._totals: dict[str, int] = {}
         self._sent_before = 0
         self._newest = 0
+        self._switched = -1
         self._next: int | None = None
         self._looked = False
         self._round_began_at: float | None = None
@@ -109,6 +112,7 @@ class Monitor:
             events += self._observe_peer(record, record.peer_id in live, first_look, unix_s)
         events += self._observe_gone(records, unix_s)
         events += self._observe_held_out(records, unix_s)
+        events += self._observe_switches(unix_s)
         self._observe_counts(records)
         events += self._finish_rounds(now, unix_s, first_look)
         return events
@@ -173,6 +177,13 @@ class Monitor:
         self._held_out_first = self._held_out_first or event
         self._held_out_last = event
         return [event]
+
+    def _observe_switches(self, unix_s: float) -> list[Event]:
+        """What mode `auto` has decided since the last look."""
+        known = merge(*(r.switches for r in self._serving()))
+        new = [s for s in known if s.round > self._switched]
+        self._switched = max([self._switched, *(s.round for s in new)])
+        return [SyncMode(unix_s, s.round, s.mode, s.round_s, s.exchange_s) for s in new]
 
     # -- rounds ----------------------------------------------------------------------------
 
@@ -255,6 +266,7 @@ class Monitor:
             seconds=seconds,
             tokens_per_s=total.tokens / seconds if seconds > 0 else 0.0,
             peers=len(self._serving()),
+            spread=self._spread(),
         )
         self._last = event
         if seconds > 0:
@@ -266,6 +278,9 @@ class Monitor:
         self._tokens_timed += total.tokens if seconds > 0 else 0
         self._tokens_watched += 0 if first_look else total.tokens
         return event
+
+    def _spread(self) -> float:
+        return max((r.spread for r in self._serving()), default=0.0)
 
     def _serving(self) -> list[Record]:
         """Records of the live peers that serve, or are about to serve, a stage; by peer id."""
@@ -313,6 +328,7 @@ class Monitor:
             stages=tuple(self._stage_row(stage) for stage in range(self.num_stages)),
             peers=tuple(self._peer_rows()),
             totals=dict(sorted(self._totals.items())),
+            spread=self._spread(),
         )
 
     def _stage_row(self, stage: int) -> StageRow:

@@ -110,6 +110,8 @@ def _numbers(model: ViewModel) -> RenderableType:
         held_out = f"{model.held_out_loss:.3f}" + (f" ({bits:.3f} bits per byte)" if bits else "")
     table.add_row("loss", f"{number(model.loss, 3)}   held out {held_out}", "")
     table.add_row("speed", f"{number(model.tokens_per_s)} tokens/s", f"{model.num_live} peers")
+    if model.spread:
+        table.add_row("spread", f"{model.spread:.2%} between replicas that met last", "")
     return table
 
 

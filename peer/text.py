@@ -17,6 +17,7 @@ from peer.events import (
     SamplesLost,
     ShardPromoted,
     ShardReset,
+    SyncMode,
 )
 from peer.view_model import ViewModel
 
@@ -52,13 +53,19 @@ def sentence(event: Event, rounds: int) -> str:
     match event:
         case RoundFinished():
             speed = f"  {number(event.tokens_per_s)} tokens/s" if event.tokens_per_s else ""
+            spread = f"  spread {event.spread:.2%}" if event.spread else ""
             return (
                 f"round {event.round + 1}/{rounds}  loss {event.loss:.3f}"
-                f"{speed}  {event.peers} peers"
+                f"{speed}  {event.peers} peers{spread}"
             )
         case HeldOut():
             bits = f", {event.bits_per_byte:.3f} bits per byte" if event.bits_per_byte else ""
             return f"held-out loss after {event.round} rounds: {event.loss:.3f}{bits}"
+        case SyncMode():
+            return (
+                f"sync: {event.mode} from round {event.round + 1} on (an exchange takes "
+                f"{event.exchange_s:.2f} s, a round {event.round_s:.2f} s)"
+            )
         case PeerJoined():
             return f"peer {short_id(event.peer_id)} joined ({stage_name(event.stage)})"
         case PeerLost():

@@ -68,6 +68,8 @@ class ViewModel:
     peers: tuple[PeerRow, ...]
     totals: dict[str, int]
     """Sums over peers of what their records count, since they started."""
+    spread: float = 0.0
+    """Largest distance of two replicas that met, over the norm of their parameters."""
 
     @property
     def num_live(self) -> int:

@@ -296,8 +296,26 @@ class PipelineSpec(_Table):
 class SyncSpec(_Table):
     """`[sync]`: how the replicas of a stage stay one."""
 
-    mode: Literal["zero"] = "zero"
-    """`zero`: sharded optimizer state, one exact update a round."""
+    mode: Literal["zero", "delayed", "local", "gossip", "auto"] = "zero"
+    """`zero`: sharded optimizer state, one exact update a round. `delayed`: the same, beside the
+    microbatches of the next round, whose parameters lack it. `local`: steps of each replica's own,
+    averaged every `local_steps` rounds. `gossip`: the same with one random partner at a time.
+    `auto`: `zero` or `delayed`, by how long exchanges take."""
+
+    local_steps: int = Field(default=20, ge=1, le=1 << 20)
+    """For `local` and `gossip`: rounds between two exchanges."""
+
+    fragments: int = Field(default=1, ge=1, le=1 << 12)
+    """For `local`: parts of a stage that are exchanged in different rounds, to spread the load."""
+
+    outer_learning_rate: float = Field(default=0.7, gt=0, le=4)
+    """For `local` and `gossip`: part of the averaged change that is taken over."""
+
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """For `local`: Nesterov momentum of that change."""
+
+    gossip_momentum: float = Field(default=0.5, ge=0, lt=1)
+    """For `gossip`: the same."""
 
     shard_parameters: int = Field(default=0, ge=0, le=1 << 32)
     """Parameters of a shard, the unit of ZeRO; 0 = automatic."""

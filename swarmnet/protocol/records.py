@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from swarmnet.protocol.sync_modes import Switch
+
 OBSERVER_STAGE = -1
 KEPT_ROUNDS = 4
 """Rounds whose counters a feeder's record carries."""
@@ -18,6 +20,7 @@ MAX_ADDRESSES = 16
 MAX_TEXT = 256
 MAX_SHARDS = 65_536
 MAX_CREDENTIAL_BYTES = 1024
+MAX_SWITCHES = 8
 MAX_RESTORABLE = 16
 """Checkpoints that a peer offers at most."""
 MAX_STRIKES = 32
@@ -140,6 +143,16 @@ class Record:
     """Committed in the round before `round`, as far as this replica knew when it closed it: how
     much its parameters weigh where others have different ones (see `protocol.divergence`)."""
 
+    spread: float = 0.0
+    """In mode `gossip`: distance of the parameters from those of the partner of the last meeting,
+    over the norm of the parameters."""
+    round_s: float = 0.0
+    """In mode `auto`: how long rounds are open, a moving average; 0 while unknown."""
+    exchange_s: float = 0.0
+    """Likewise, how long exchanges take."""
+    switches: tuple[Switch, ...] = ()
+    """In mode `auto`: the newest changes that are known, by ascending round."""
+
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
             raise ValueError("a peer id or run id is too long")
@@ -152,7 +165,14 @@ class Record:
             raise ValueError("a history or its checkpoints are out of range")
         if any(not 0 <= n < 2**62 for n in (*numbers, self.samples)):
             raise ValueError("a number of a record is out of range")
-        rates = (self.samples_per_s, self.upload_bytes_per_s, self.started_unix_s)
+        rates = (
+            self.samples_per_s,
+            self.upload_bytes_per_s,
+            self.started_unix_s,
+            self.spread,
+            self.round_s,
+            self.exchange_s,
+        )
         if any(not (math.isfinite(x) and x >= 0) for x in rates):
             raise ValueError("a rate of a record is out of range")
         if len(self.addresses) > MAX_ADDRESSES or any(
@@ -173,6 +193,8 @@ class Record:
             len(k) > MAX_TEXT or not 0 <= v < 2**62 for k, v in self.strikes.items()
         ):
             raise ValueError("the strikes of a record are out of range")
+        if len(self.switches) > MAX_SWITCHES:
+            raise ValueError("too many switches in a record")
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.simulation.churn import ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
+from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
 from swarmnet.swarm.gossip import GossipSettings
 from swarmnet.swarm.settings import Limits
@@ -34,7 +36,8 @@ class Scenario:
     speed_ratio: float = 4.0
     """Fastest machine over slowest; speeds are log-uniform, and 1 in the middle."""
     home_links: bool = False
-    """Log-normal home links; else every peer has a fast one."""
+    """Log-normal home links; else every peer has `link`."""
+    link: Link = FAST_LINK
     loss: float = 0.0
     churn: ChurnRates = field(default_factory=ChurnRates)
     trace: tuple[ChurnEvent, ...] = ()
@@ -42,6 +45,8 @@ class Scenario:
     """No fault takes a stage's last replica."""
     max_peers: int = 12
     clip: bool = True
+    sync_mode: str = ZERO
+    """`zero` or `delayed`."""
     settled_rounds: int = 0
     """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
     start_s: float = 2.0

@@ -166,6 +166,9 @@ class SyntheticStage:
                 total[i] += times * x
         return self._claim(Gradient.of(total, Counter(self._ids)))
 
+    def copy_gradient(self, shard_index: int) -> Array:
+        return self.gradient_shard(shard_index)
+
     def parameter_shard(self, shard_index: int) -> Array:
         return self._claim(_FLOATS.pack(*self._parameters[shard_index]))
 

@@ -18,7 +18,7 @@ from swarmnet.simulation.churn import ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
-from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork, home_link
+from swarmnet.simulation.network import Link, SimulatedNetwork, home_link
 from swarmnet.simulation.scenario import Result, Sample, Scenario
 from swarmnet.simulation.stage import SyntheticData, SyntheticOptimizer, SyntheticStage
 from swarmnet.swarm.peer import Identity, Machine, Peer
@@ -94,6 +94,7 @@ class Simulation:
             samples_per_microbatch=scenario.samples_per_microbatch,
             rounds=scenario.rounds,
             grad_clip_norm=1.0 if scenario.clip else 0.0,
+            sync_mode=scenario.sync_mode,
         )
         self.monitor = Monitor(
             self._now,
@@ -204,7 +205,7 @@ class Simulation:
         self._num_hosts += 1
         half = scenario.speed_ratio**0.5
         speed = half ** rng.uniform(-1.0, 1.0)
-        link = home_link(rng) if scenario.home_links else FAST_LINK
+        link = home_link(rng) if scenario.home_links else scenario.link
         host = self.hosts[name] = Host(name, speed, link)
         self.network.add(name, link)
         return host

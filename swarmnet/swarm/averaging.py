@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ from swarmnet.errors import (
 from swarmnet.protocol import progress
 from swarmnet.protocol.placement import Placement, weights_from
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
+from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
+from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import (
@@ -73,6 +76,13 @@ BEHIND_ROUNDS = 2
 RESTORE_WAIT_S = 10.0
 """How long an update waits for a replica that is about to become active with optimizer state that
 nobody else has."""
+
+
+SNAPSHOT_WAIT_S = 10.0
+"""How long a step waits for the optimizer state before it to be copied for a checkpoint."""
+
+Pushed = tuple[int, Array | None]
+"""A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
 
 
 class Behind(SwarmnetError):
@@ -130,6 +140,11 @@ class Averaging:
         self._placements: dict[Any, Placement] = {}
         self._exchange_s = 0.0
         self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self.last_exchange_s = 0.0
+        self.flushed = False
+        """The parameters of the round are those of its end already: the run's last exchange."""
+        self.exporting = 0
+        """Copies of optimizer state that are under way: no step meanwhile."""
         self.norms = Norms(
             self.transport,
             self.gossip,
@@ -146,8 +161,11 @@ class Averaging:
             self.replica.num_shards,
             self.roots,
         )
+        # Clipping by the median looks at a whole stage at a time: not where shards take turns.
+        takes_turns = self.plan.is_local and self.plan.fragments > 1
+        clips = self.settings.aggregation == MEDIAN_CLIP
         self.aggregator = Aggregator(
-            self.settings.aggregation,
+            MEAN if takes_turns and clips else self.settings.aggregation,
             self.replica.worker,
             self.replica.optimizer,
             self.gossip,
@@ -162,6 +180,17 @@ class Averaging:
         await self.norms.close()
         await self.aggregator.norms.close()
 
+    @property
+    def plan(self) -> SyncPlan:
+        """When the stage exchanges what."""
+        return self.replica.plan
+
+    @property
+    def current(self) -> int:
+        """The exchange whose input the present common parameters are."""
+        r = self.replica.round
+        return r if self.flushed else self.plan.version(r)
+
     # ---- who owns what ----------------------------------------------------------------------
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
@@ -172,8 +201,8 @@ class Averaging:
             r
             for r in self.gossip.view.members(stage_index, now)
             if r.state == ACTIVE
-            and r.active_from <= round_index
-            and r.round >= round_index - BEHIND_ROUNDS
+            and self.plan.version(r.active_from) <= round_index
+            and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
         ]
 
     def placement(self, round_index: int) -> Placement:
@@ -197,7 +226,7 @@ class Averaging:
 
     def roots(self, stage_index: int) -> list[str]:
         """Peers of a stage in the order in which they stand in for its root."""
-        candidates = self.candidates(stage_index, self.replica.round)
+        candidates = self.candidates(stage_index, self.current)
         return list(Placement(stage_index, 1, weights_from(candidates), 1).order(0))
 
     def primary(self, round_index: int, shard_index: int) -> str | None:
@@ -215,7 +244,7 @@ class Averaging:
                     return own
                 continue
             record = view.get(peer_id)
-            behind = record is None or record.round < round_index - 1
+            behind = record is None or self.plan.version(record.round) < round_index - 1
             if record is not None and not behind and record.holds_shard(shard_index):
                 return peer_id
         # Nobody says that it holds it: a backup that follows it already, else the first, afresh.
@@ -229,7 +258,7 @@ class Averaging:
         return [
             m.peer_id
             for m in self.gossip.view.members(self.replica.index, now)
-            if m.round > round_index
+            if self.plan.version(m.round) > round_index
             and m.state in (ACTIVE, LEAVING)
             and m.peer_id != self.gossip.own.peer_id
         ]
@@ -238,11 +267,11 @@ class Averaging:
         """The first replica of a stage: it owns all, with empty state."""
         for j in range(self.replica.num_shards):
             self.replica.optimizer.create(j)
-            self._applied[j] = self.replica.round - 1
+            self._applied[j] = self.current - 1
 
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
-        self._applied = dict.fromkeys(shards, self.replica.round - 1)
+        self._applied = dict.fromkeys(shards, self.current - 1)
 
     async def forget_state(self) -> None:
         """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
@@ -261,22 +290,30 @@ class Averaging:
 
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round. On the worker."""
-        return self._applied.get(shard_index) == round_index - 1
+        return self._applied.get(shard_index) == self.plan.version(round_index) - 1
 
     def holds(self) -> bytes:
         """For the own record: shards whose state is that of the beginning of this round."""
-        held = [j for j, r in self._applied.items() if r == self.replica.round - 1]
+        held = [j for j, r in self._applied.items() if r >= self.current - 1]
         return bitmap(sorted(held), self.replica.num_shards)
 
     # ---- a replica's part -------------------------------------------------------------------
 
-    async def update(self, num_tokens: int) -> None:
+    async def update(
+        self,
+        part: Callable[[int], Awaitable[Pushed]],
+        store: Callable[[int, Array], None] | None = None,
+        due: Sequence[int] | None = None,
+    ) -> None:
         """Averages the replica's gradient and puts the next round's parameters aside.
 
-        `num_tokens`: of the gradient buffer; 0 contributes nothing (a joiner). Raises `Behind`
-        where the stage has moved on by more than this round.
+        `part`: the contribution to a shard; of no tokens for a joiner. `store`: where the results
+        go, on the worker; the stage's coming parameters where it is left out. `due`: the shards
+        that are exchanged; all of them where it is left out. Raises `Behind` where the stage has
+        moved on by more than this round.
         """
-        r = self.replica.round
+        r = self.current
+        put = store or self.replica.stage.stage_parameters
         loop = asyncio.get_running_loop()
         await self._until_restored(r)
         started = loop.time()
@@ -284,10 +321,13 @@ class Averaging:
         results: list[bool] = []
 
         async def one(j: int) -> None:
-            results.append(await self._shard(r, j, num_tokens))
+            num_tokens, gradient = await part(j)
+            counted = await self._shard(r, j, num_tokens, gradient, put)
+            results.append(counted or not num_tokens)
 
         # All at once: with clipping, no shard is done before every shard has been summed.
-        shards = _rotated(list(range(self.replica.num_shards)), self.gossip.own.peer_id)
+        shards = range(self.replica.num_shards) if due is None else due
+        shards = _rotated(list(shards), self.gossip.own.peer_id)
         behind: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -297,9 +337,9 @@ class Averaging:
             behind = several.exceptions[0]
         if behind is not None:
             raise behind
-        if num_tokens and results and not all(results):
+        if results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
-        took = loop.time() - started
+        took = self.last_exchange_s = loop.time() - started
         self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
 
     async def _until_restored(self, r: int) -> None:
@@ -313,9 +353,15 @@ class Averaging:
         ):
             await self.gossip.news.wait(LOOK_AGAIN_S)
 
-    async def _shard(self, r: int, j: int, num_tokens: int) -> bool:
+    async def _shard(
+        self,
+        r: int,
+        j: int,
+        num_tokens: int,
+        gradient: Array | None,
+        put: Callable[[int, Array], None],
+    ) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted."""
-        gradient = self.replica.stage.gradient_shard(j) if num_tokens else None
         redirected: str | None = None
         for _ in range(MAX_REDIRECTS):
             if self._failed is not None:
@@ -329,9 +375,7 @@ class Averaging:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
-                await self.replica.worker.run(
-                    lambda p=parameters: self.replica.stage.stage_parameters(j, p)  # type: ignore[misc]
-                )
+                await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
                 return counted
             except Redirect as e:
                 target = e.details.get("peer_id")
@@ -352,13 +396,13 @@ class Averaging:
     ) -> tuple[Array, bool]:
         request = ReduceRequest(r, self.replica.index, j, num_tokens)
         message = Message(request, () if gradient is None else (gradient,))
-        reply = await self._call_while_live(peer_id, "reduce", message)
+        reply = await self.call_while_live(peer_id, "reduce", message)
         body = convert(reply.body, ReduceReply)
         if len(reply.arrays) != 1:
             raise ProtocolViolation("a reply to reduce without parameters")
         return reply.arrays[0], body.counted
 
-    async def _call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
+    async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
         """A long call that is given up as soon as the callee is not taken for live any more: a
         silent peer would hold it up to its deadline. Raises as `Transport.call`."""
         loop = asyncio.get_running_loop()
@@ -400,16 +444,17 @@ class Averaging:
         self._check_shard(push.stage, push.shard)
         self._check_member(request.remote)
         gradient = self._gradient_of(push, request.message.arrays)
-        r = self.replica.round
-        if push.round == r - 1:  # a straggler: the parameters of this round are what it lacks
+        r = self.current
+        if push.round < r and push.round == self.plan.last_exchange(push.shard, r):
+            # a straggler: the parameters of this round are what it lacks
             return self._answer(r, push.shard, await self._copy(push.shard))
         if push.round != r:
             if push.round < r:
                 raise Stale(f"round {push.round} is over here", round=r)
             if not await self.replica.news.until(
-                lambda: self.replica.round >= push.round, self.limits.enter_wait_s
+                lambda: self.current >= push.round, self.limits.enter_wait_s
             ):
-                raise NotReady(f"round {push.round} has not begun here", round=self.replica.round)
+                raise NotReady(f"round {push.round} has not begun here", round=self.current)
         key = (push.round, push.shard)
         if key in self._mirrored:
             return self._answer(push.round + 1, push.shard, self._mirrored[key])
@@ -430,7 +475,7 @@ class Averaging:
 
     async def _copy(self, j: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
-        shard = self.replica.stage.parameter_shard(j)
+        shard = self.replica.common_shard(j)
         copied = await self.replica.worker.run(lambda: bytes(shard.data))
         return Array(shard.dtype, shard.shape, copied)
 
@@ -526,12 +571,16 @@ class Averaging:
         return result.total, result.squares, result.num_tokens
 
     def _counted_tokens(self, r: int) -> int:
-        """Of the round, by the word of the feeders."""
+        """Of the round, by the word of the feeders; 0 where contributions are of several rounds."""
+        if self.plan.is_local:
+            return 0
         now = asyncio.get_running_loop().time()
         return progress.round_progress(self.gossip.view, r, now, self.settings.global_batch).tokens
 
     def _report_lost(self, r: int, num_tokens: int) -> None:
         """Samples that the feeders count and whose gradient died with a replica of this stage."""
+        if self.plan.is_local:
+            return
         now = asyncio.get_running_loop().time()
         state = progress.round_progress(self.gossip.view, r, now, self.settings.global_batch)
         if state.tokens > num_tokens:
@@ -588,14 +637,15 @@ class Averaging:
         return [
             r
             for r in self.gossip.view.members(self.replica.index, now)
-            if r.state in (ACTIVE, LEAVING) and -BEHIND_ROUNDS <= r.round - round_index <= 0
+            if r.state in (ACTIVE, LEAVING)
+            and -BEHIND_ROUNDS <= self.plan.version(r.round) - round_index <= 0
         ]
 
     async def _clip(self, r: int, j: int, squares: float) -> float:
         """The factor by which the mean gradient is to be scaled. Raises `NotReady` as soon as the
         round turns out to be over elsewhere: its norm may never come."""
         limit = self.settings.grad_clip_norm
-        if limit <= 0:
+        if limit <= 0 or self.plan.is_local:  # replicas clip their own steps
             return 1.0
         adding = asyncio.ensure_future(self.norms.add(r, j, squares))
         try:
@@ -634,9 +684,10 @@ class Averaging:
 
     async def _step(self, r: int, j: int, total: Array, scale: float) -> Array:
         replica = self.replica
+        await self.news.until(lambda: not self.exporting, SNAPSHOT_WAIT_S)
 
         def work() -> Array:
-            before = replica.stage.parameter_shard(j)
+            before = replica.common_shard(j)
             after = replica.optimizer.step(j, before, total, scale, r)
             self._applied[j] = r
             return after
@@ -645,7 +696,7 @@ class Averaging:
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
-            await self._call_while_live(peer_id, "mirror", Message(request, (total,)))
+            await self.call_while_live(peer_id, "mirror", Message(request, (total,)))
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
 
@@ -655,12 +706,12 @@ class Averaging:
         mirror = convert(request.message.body, MirrorRequest)
         replica = self.replica
         r, j = mirror.round, mirror.shard
-        if not await replica.news.until(lambda: replica.round >= r, self.limits.enter_wait_s):
+        if not await replica.news.until(lambda: self.current >= r, self.limits.enter_wait_s):
             raise NotReady("the round has not begun here")
         self._check_shard(mirror.stage, j)
         self._check_member(request.remote)
-        if replica.round != r:
-            raise Stale(f"round {r} is over here", round=replica.round)
+        if self.current != r:
+            raise Stale(f"round {r} is over here", round=self.current)
         total = self._gradient_of(
             ReduceRequest(r, mirror.stage, j, num_tokens=1), request.message.arrays
         )
@@ -681,6 +732,13 @@ class Averaging:
 
     # ---- owners come and go -----------------------------------------------------------------
 
+    def skip(self, shards: Sequence[int]) -> None:
+        """These are not exchanged in this round: their state is that of the next one too."""
+        r = self.current
+        for j in shards:
+            if self._applied.get(j) == r - 1:
+                self._applied[j] = r
+
     def finish_round(self, r: int) -> None:
         """Round `r` is over here: forgets its exchange."""
         for key in [k for k in self._updates if k[0] <= r]:
@@ -691,10 +749,12 @@ class Averaging:
         self.aggregator.norms.finish_round(r)
         self.news.tell()
 
-    async def follow_owners(self) -> None:
-        """Early in a round: fetches the state of shards that this replica has come to own, drops
-        that of shards which others own now."""
-        r = self.replica.round
+    async def follow_owners(self, exchange: int | None = None) -> None:
+        """Fetches the state of shards that this replica has come to own, drops that of shards which
+        others own now. Early in a round, for its exchange; or for the `exchange` to come."""
+        if self.plan.mode == GOSSIP:  # nothing is shared out: each replica has its own state
+            return
+        r = self.current if exchange is None else exchange
         placement = self.placement(r)
         own = self.gossip.own.peer_id
         mine = placement.owned_by(own)
@@ -712,7 +772,7 @@ class Averaging:
         """The optimizer state of one shard from a peer that holds it; tried again next round."""
         async with at_once:
             for holder in self._holders(r, j):
-                if self.replica.round != r:
+                if self.plan.last_exchange(j, self.current) > self.plan.last_exchange(j, r):
                     return
                 try:
                     reply = await self.transport.call(
@@ -736,7 +796,9 @@ class Averaging:
         def work() -> None:
             if self._applied.get(j, -2) < body.round - 1:
                 optimizer.load(j, body.values, arrays)
-                self._applied[j] = body.round - 1
+                last = self.plan.last_exchange(j, self.current)
+                same = self.plan.last_exchange(j, body.round) == last
+                self._applied[j] = max(body.round, self.current if same else 0) - 1
 
         await self.replica.worker.run(work)
 

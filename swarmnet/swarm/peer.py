@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import SwarmnetError, Unreachable
@@ -26,15 +27,19 @@ from swarmnet.protocol.records import (
     OBSERVING,
     Record,
 )
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
 from swarmnet.protocol.view import View
 from swarmnet.swarm.averaging import Averaging, Behind, Diverged
+from swarmnet.swarm.delayed_updates import DelayedUpdates
 from swarmnet.swarm.feeder import Feeder, OnRound
 from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
+from swarmnet.swarm.gossip_averaging import GossipAveraging
+from swarmnet.swarm.local_updates import LocalUpdates
 from swarmnet.swarm.messages import SpecReply
-from swarmnet.swarm.ports import Data, Device, Optimizer, Stage, Worker
+from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.recovery import Checkpointing, Disk, Recovery
 from swarmnet.swarm.replica import Replica
-from swarmnet.swarm.rounds import Rounds
+from swarmnet.swarm.rounds import Rounds, Updates, ZeroUpdates
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.state_sync import StateSync
 from swarmnet.swarm.step import StepService
@@ -69,6 +74,8 @@ class Machine:
     data: Data | None = None
     disk: Disk | None = None
     """Where checkpoints are kept; None for nowhere."""
+    build_local: Callable[[Any, Any], LocalSteps | None] = lambda stage, optimizer: None
+    """The own steps of a replica, where the run's mode has them; runs on the worker."""
 
 
 @dataclass
@@ -199,6 +206,10 @@ class Peer:
                 self.machine.device,
                 self.machine.worker,
                 progress.newest_round(self.view, asyncio.get_running_loop().time()),
+                self.settings.plan,
+                await self.machine.worker.run(
+                    lambda s=stage, o=optimizer: self.machine.build_local(s, o)  # type: ignore[misc]
+                ),
             )
             self.replica = self.steps.replica = replica
             stage_index = await self._serve_until_moved(replica)
@@ -303,7 +314,8 @@ class Peer:
             if await self._hand_over(replica, alone=False):
                 self._moved_at = loop.time()
                 return move.target
-            self.gossip.update(state=ACTIVE, active_from=replica.round + 1, urgent=True)
+            active_from = replica.plan.next_owner_round(replica.round)
+            self.gossip.update(state=ACTIVE, active_from=active_from, urgent=True)
 
     async def _hand_over(self, replica: Replica, *, alone: bool) -> bool:
         """Takes no more microbatches, and returns when this peer is not needed in its stage any
@@ -322,6 +334,7 @@ class Peer:
         """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
         averaging = Averaging(self.transport, self.gossip, self.settings, self.limits, replica)
         sync = StateSync(self.transport, self.gossip, self.limits, replica, self.rng)
+        updates = self.updates = self._updates(replica, averaging)
         rounds = Rounds(
             self.transport,
             self.gossip,
@@ -329,7 +342,7 @@ class Peer:
             self.limits,
             replica,
             self.steps,
-            averaging,
+            updates,
             self.feeder,
             lambda: self._opened(replica, averaging),
         )
@@ -345,6 +358,7 @@ class Peer:
                     log.warning("%s: fetching the stage again", e)
                     self.gossip.update(state=JOINING, urgent=True)
                     replica.synced = False
+                    await updates.close()
                 except Diverged as e:
                     log.warning("%s: going over to them", e)
                     replica.synced = False
@@ -353,7 +367,18 @@ class Peer:
                     self.steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
+            await updates.close()
             await averaging.close()
+
+    def _updates(self, replica: Replica, averaging: Averaging) -> Updates:
+        """What the run's mode does with a round's gradient."""
+        if replica.plan.mode in (DELAYED, AUTO):
+            return DelayedUpdates(self.gossip, replica, averaging)
+        if replica.plan.mode == GOSSIP:
+            return GossipAveraging(self.transport, self.gossip, self.limits, replica, averaging)
+        if replica.local is not None:
+            return LocalUpdates(self.transport, self.gossip, self.limits, replica, averaging)
+        return ZeroUpdates(replica, averaging)
 
     async def _join(
         self, replica: Replica, averaging: Averaging, sync: StateSync, rounds: Rounds
@@ -364,10 +389,14 @@ class Peer:
         loop = asyncio.get_running_loop()
         alone_since = loop.time()
         while not replica.synced:
+            rounds.updates.attend()
             donors = sync.donors()
             if donors:
                 self.recovery.forget_loaded()
-                await self._follow(max(d.round for d in donors), replica, sync, rounds)
+                if isinstance(rounds.updates, LocalUpdates | GossipAveraging):
+                    await rounds.updates.follow(sync, rounds)
+                else:
+                    await self._follow(max(d.round for d in donors), replica, sync, rounds)
             elif self.view.replicas(replica.index, loop.time()):
                 alone_since = loop.time()
                 await self.gossip.news.wait(JOIN_RETRY_S)
@@ -449,7 +478,7 @@ class Peer:
             round=replica.round,
             digests=replica.digests,
             holds=averaging.holds(),
-            active_from=(replica.round if fresh else replica.round + 1)
+            active_from=(replica.round if fresh else replica.plan.next_owner_round(replica.round))
             if joined
             else own.active_from,
             samples_per_s=rate,
@@ -460,7 +489,8 @@ class Peer:
             urgent=True,
         )
         self.recovery.forget_loaded()
-        self._tasks.start(averaging.follow_owners())
+        if averaging.current == replica.round:  # else after the exchange that runs beside it
+            self._tasks.start(averaging.follow_owners())
         if self.checkpointing is not None:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
@@ -492,6 +522,8 @@ class Peer:
         if not others:  # nobody is left to hand over to
             return alone
         if self.steps.num_flying or replica.closed or replica.ledger.num_samples(replica.round):
+            return False
+        if self.updates.is_owing:
             return False
         if replica.round >= self.settings.rounds:
             return True

@@ -102,6 +102,9 @@ class Stage(Protocol):
     def gradient_shard(self, shard_index: int) -> Array:
         """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""
 
+    def copy_gradient(self, shard_index: int) -> Array:
+        """*averaging* The same, as a copy that outlives `finish_round`."""
+
     def parameter_shard(self, shard_index: int) -> Array:
         """A view of the parameters of the current round, fp32."""
 
@@ -160,6 +163,50 @@ class Optimizer(Protocol):
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        """The reverse of `export`; raises `ProtocolViolation` where it does not fit."""
+
+
+class LocalSteps(Protocol):
+    """A replica's own steps between two exchanges. Besides the stage's parameters, which these
+    steps change (*fast*), it keeps those of the last exchange (*common*). All *averaging*."""
+
+    def common_shard(self, shard_index: int) -> Array:
+        """A view of the common parameters, fp32."""
+
+    def set_common(self, shard_index: int, values: Array) -> None:
+        """Puts new common parameters aside, which are the coming round's fast ones too. Raises
+        `ProtocolViolation` as `Stage.stage_parameters`."""
+
+    def digest(self, shard_index: int) -> bytes:
+        """As `Stage.digest`, of the common parameters."""
+
+    def step(self, num_tokens: int, round_index: int) -> None:
+        """One optimizer step on the stage's gradient, a sum over `num_tokens` (0: no step); the
+        result is put aside as the coming round's parameters."""
+
+    def change(self, shard_index: int, weight: float) -> Array:
+        """(common - coming fast parameters) x `weight`: where the own steps lead, as a gradient."""
+
+    def offer(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        """What a partner needs of a shard: the common parameters, `change(shard_index, 1.0)`, and
+        the moments of the own steps, with their number."""
+
+    def meet(
+        self, shard_index: int, theirs: tuple[dict[str, Any], tuple[Array, ...]] | None
+    ) -> tuple[float, float]:
+        """The outer step of a pair, from the partner's `offer` (None: alone); its result is put
+        aside as by `set_common`. Returns the squared distance of both replicas' fast parameters
+        (0 alone) and the squared norm of the own ones. Raises `ProtocolViolation` where the offer
+        does not fit."""
+
+    def finish_round(self) -> None:
+        """*device* Makes what `set_common` put aside the common parameters; right after
+        `Stage.finish_round`."""
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        """The state of the own steps (moments), as `Optimizer.export`."""
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         """The reverse of `export`; raises `ProtocolViolation` where it does not fit."""

@@ -117,12 +117,17 @@ class Checkpointing:
         optimizer = replica.optimizer
         history = self.gossip.own.history
         moments = {}
-        for j in optimizer.owned():
-            state = await worker.run(
-                lambda j=j: optimizer.export(j) if averaging.follows(j, r) else None  # type: ignore[misc]
-            )
-            if state is not None:
-                moments[j] = state
+        averaging.exporting += 1
+        try:
+            for j in optimizer.owned():
+                state = await worker.run(
+                    lambda j=j: optimizer.export(j) if averaging.follows(j, r) else None  # type: ignore[misc]
+                )
+                if state is not None:
+                    moments[j] = state
+        finally:
+            averaging.exporting -= 1
+            averaging.news.tell()
         parameters: list[Array] = []
         for j in range(replica.num_shards):
             shard, digest = await worker.run(lambda j=j: _copied(replica, j))  # type: ignore[misc]
@@ -133,7 +138,7 @@ class Checkpointing:
 
 
 def _copied(replica: Replica, j: int) -> tuple[Array, bytes]:
-    shard = replica.stage.parameter_shard(j)
+    shard = replica.common_shard(j)
     copied = bytes(shard.data)
     return Array(shard.dtype, shard.shape, copied), xxhash.xxh3_64_digest(copied)
 
@@ -320,7 +325,7 @@ class Recovery:
 def _put(snapshot: Snapshot, replica: Replica) -> None:
     """On the worker: the parameters beside the present ones, the moments in place of all others."""
     for j, parameters in enumerate(snapshot.parameters):
-        replica.stage.stage_parameters(j, parameters)
+        replica.put_common(j, parameters)
     for j in replica.optimizer.owned():
         replica.optimizer.drop(j)
     for j, (values, arrays) in sorted(snapshot.optimizer.items()):

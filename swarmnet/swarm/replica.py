@@ -14,8 +14,10 @@ from typing import TypeVar
 
 from swarmnet.errors import NotReady, Stale
 from swarmnet.protocol.ledger import Ledger
+from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.news import News
-from swarmnet.swarm.ports import OTHER, Device, Optimizer, Stage, StepKey, Worker
+from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
+from swarmnet.wire import Array
 
 T = TypeVar("T")
 
@@ -29,6 +31,9 @@ class Replica:
     device: Device
     worker: Worker
     round: int
+    plan: SyncPlan = field(default_factory=SyncPlan)
+    local: LocalSteps | None = None
+    """Where replicas make steps of their own between exchanges."""
     synced: bool = False
     """Holds the parameters of `round` and may serve microbatches."""
     closed: bool = False
@@ -38,6 +43,8 @@ class Replica:
     digests: bytes = b""
     samples: int = 0
     """Committed in the round before, see `protocol.records.Record.samples`."""
+    open_s: float = 0.0
+    """How long the last round was open here."""
     service_s: float = 0.0
     """Moving average of the device seconds of a microbatch, forward and backward together."""
 
@@ -48,6 +55,21 @@ class Replica:
     @property
     def num_shards(self) -> int:
         return len(self.stage.shard_sizes)
+
+    def common_shard(self, shard_index: int) -> Array:
+        """A view of the parameters that all replicas of the stage have in common: those of the
+        round, or, where replicas make steps of their own, those of the last exchange."""
+        if self.local is not None:
+            return self.local.common_shard(shard_index)
+        return self.stage.parameter_shard(shard_index)
+
+    def put_common(self, shard_index: int, values: Array) -> None:
+        """On the worker: puts a shard of the parameters that all replicas of the stage have in
+        common aside for the coming round. Raises `ProtocolViolation` where it does not fit."""
+        if self.local is not None:
+            self.local.set_common(shard_index, values)
+        else:
+            self.stage.stage_parameters(shard_index, values)
 
     async def enter(self, round_index: int, wait_s: float) -> None:
         """Returns when `round_index` is open here. Raises `Stale` where it is over, `NotReady`
@@ -90,6 +112,8 @@ class Replica:
 
         def switch() -> None:
             self.stage.finish_round()
+            if self.local is not None:
+                self.local.finish_round()
             self.round = round_index
             self.synced = synced
             self.closed = False
@@ -100,9 +124,9 @@ class Replica:
         self.news.tell()
 
     async def measure_digests(self) -> bytes:
-        """Digests of every shard of the present parameters, for the own record."""
-        stage = self.stage
+        """Digests of every shard of the common parameters, for the own record."""
+        of: Stage | LocalSteps = self.stage if self.local is None else self.local
         self.digests = await self.worker.run(
-            lambda: b"".join(stage.digest(j) for j in range(self.num_shards))
+            lambda: b"".join(of.digest(j) for j in range(self.num_shards))
         )
         return self.digests

@@ -11,10 +11,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import divergence, progress
-from swarmnet.swarm.averaging import Averaging, Diverged
+from swarmnet.protocol.sync_modes import ZERO
+from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.feeder import Feeder
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import CommittedReply, CommittedRequest
@@ -30,6 +32,53 @@ log = logging.getLogger("swarmnet.rounds")
 LOOK_AGAIN_S = 0.5
 
 
+class Updates(Protocol):
+    """What becomes of a round's gradient: one class for each `[sync] mode`."""
+
+    @property
+    def is_owing(self) -> bool:
+        """Work of this replica is not in the common parameters yet, though its round is over."""
+
+    def attend(self) -> None:
+        """Called while a round is open, often: sees to exchanges that run beside it."""
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        """The round is over, `num_tokens` are behind the gradient: puts the parameters of the next
+        round aside. True where these are whole, False where a newcomer lacks some. Raises
+        `Behind`."""
+
+    def finish_round(self, round_index: int) -> None:
+        """The next round has been opened."""
+
+    async def close(self) -> None:
+        """Ends what is under way; the replica is about to stop, or to begin anew."""
+
+
+@dataclass
+class ZeroUpdates:
+    """`[sync] mode = "zero"`: the exchange lies between two rounds."""
+
+    replica: Replica
+    averaging: Averaging
+    is_owing = False
+
+    def attend(self) -> None:
+        pass
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        async def part(j: int) -> Pushed:
+            return num_tokens, self.replica.stage.gradient_shard(j) if num_tokens else None
+
+        await self.averaging.update(part)
+        return True
+
+    def finish_round(self, round_index: int) -> None:
+        self.averaging.finish_round(round_index)
+
+    async def close(self) -> None:
+        pass
+
+
 @dataclass
 class Rounds:
     """Drives one replica from round to round."""
@@ -40,7 +89,7 @@ class Rounds:
     limits: Limits
     replica: Replica
     steps: StepService
-    averaging: Averaging
+    updates: Updates
     feeder: Feeder | None
     on_open: Callable[[], Awaitable[None]]
     """Called when a round has begun here: publishes it."""
@@ -53,6 +102,7 @@ class Rounds:
         touch with its stage, `Diverged` when it has parameters that do not hold."""
         while self.replica.round < self.settings.rounds:
             r = self.replica.round
+            self.updates.attend()
             self._check_parameters(r)
             if not self.is_drained(r):
                 await self.gossip.news.wait(LOOK_AGAIN_S)
@@ -69,7 +119,10 @@ class Rounds:
         return any(m.round > r and m.is_replica and m.peer_id != own for m in view.live(now))
 
     def _check_parameters(self, r: int) -> None:
-        """After a partition, replicas may be in one round with different parameters."""
+        """After a partition, replicas may be in one round with different parameters. In the other
+        modes they differ on purpose, or for a while."""
+        if self.replica.plan.mode != ZERO:
+            return
         now = asyncio.get_running_loop().time()
         own = self.gossip.own
         if own.round != r:
@@ -86,21 +139,23 @@ class Rounds:
         replica = self.replica
         loop = asyncio.get_running_loop()
         closed_at = loop.time()
+        replica.open_s = closed_at - self._opened_at
         await replica.close_round()
         self.steps.drop_round(r)
         if replica.synced:
             await self._settle(r)
         num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
         settled_at = loop.time()
-        await self.averaging.update(num_tokens)
+        synced = await self.updates.make(r, num_tokens)
         averaged_at = loop.time()
         state = progress.round_progress(
             self.gossip.view, r, averaged_at, self.settings.global_batch
         )
         replica.samples = state.committed
-        await replica.open_round(r + 1, synced=True)
-        self.averaging.finish_round(r)
-        await self.on_open()
+        await replica.open_round(r + 1, synced=synced)
+        self.updates.finish_round(r)
+        if synced:
+            await self.on_open()
         log.debug(
             "round %d: open for %.3f s, device at work for %.3f s; settled in %.3f s, averaged in "
             "%.3f s, the next one open after %.3f s",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnet.protocol.sync_modes import ZERO, SyncPlan
+
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
@@ -26,6 +28,16 @@ class RunSettings:
     """Rounds between measurements on held-out data; 0 for only at the end."""
     max_in_flight: int = 0
     """Microbatches in flight per feeder; 0 for automatic."""
+    sync_mode: str = ZERO
+    local_steps: int = 1
+    """Rounds between two exchanges, where replicas make steps of their own."""
+    fragments: int = 1
+    """Groups of shards that are exchanged in different rounds, likewise."""
+
+    @property
+    def plan(self) -> SyncPlan:
+        """When the replicas of a stage exchange what."""
+        return SyncPlan(self.sync_mode, self.rounds, self.local_steps, self.fragments)
 
 
 @dataclass(frozen=True, slots=True)

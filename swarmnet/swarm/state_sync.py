@@ -59,17 +59,25 @@ class StateSync:
         self._waiting += 1
         try:
             async with self._serving:
-                if not replica.synced or replica.round != fetch.round:
+                if not replica.synced or not self._is_same(fetch):
                     raise Stale(f"this replica is in round {replica.round}", round=replica.round)
-                shard = replica.stage.parameter_shard(fetch.shard)
+                shard = replica.common_shard(fetch.shard)
                 copied = await replica.worker.run(lambda: bytes(shard.data))
-                if replica.round != fetch.round:  # the copy may be of two rounds
+                if not self._is_same(fetch):  # the copy may be of two rounds
                     raise Stale(f"this replica is in round {replica.round}", round=replica.round)
                 return Message(
                     FetchReply(replica.round, {}), (Array(shard.dtype, shard.shape, copied),)
                 )
         finally:
             self._waiting -= 1
+
+    def _is_same(self, fetch: FetchRequest) -> bool:
+        """The shard is that of the round asked for. Rounds without an exchange do not change it."""
+        replica = self.replica
+        if not replica.plan.is_local:
+            return replica.round == fetch.round
+        last = replica.plan.last_exchange
+        return last(fetch.shard, replica.round) == last(fetch.shard, fetch.round)
 
     # ---- joiner -----------------------------------------------------------------------------
 
@@ -117,7 +125,7 @@ class StateSync:
                     return False
                 donor = self.rng.choice(donors)
                 try:
-                    values = await self._ask(donor, round_index, j)
+                    values = await self.ask(donor, round_index, j)
                     await self.replica.worker.run(
                         lambda v=values: self.replica.stage.stage_parameters(j, v)  # type: ignore[misc]
                     )
@@ -129,7 +137,9 @@ class StateSync:
                     await self.gossip.news.wait(RETRY_S)
             return False
 
-    async def _ask(self, donor: Record, round_index: int, j: int) -> Array:
+    async def ask(self, donor: Record, round_index: int, j: int) -> Array:
+        """A shard from one donor, checked against the digest in its record. Raises
+        `SwarmnetError`."""
         reply = await self.transport.call(
             donor.peer_id,
             "fetch_parameters",

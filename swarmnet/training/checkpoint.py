@@ -45,8 +45,9 @@ RUN_CHARACTERS = 16
 """Of the run's id, in the name of its folder."""
 STAGE_FILE, OPTIMIZER_FILE, META_FILE = "stage.safetensors", "optimizer.safetensors", "meta.json"
 FILES = (STAGE_FILE, OPTIMIZER_FILE)
-MOMENTS = ("mean", "square")
-"""The arrays of a shard's AdamW state, in the order of `ShardedAdamW.export`."""
+MOMENTS = {2: ("mean", "square"), 1: ("momentum",)}
+"""By their number, the arrays of a shard's optimizer state: AdamW's, in the order of
+`ShardedAdamW.export`, and the outer step's of `OuterNesterov.export`."""
 MIN_KEPT = 2
 """Peers do not save at the same instant: the newest round that all have may be the last but one."""
 MAX_META_BYTES = 16 << 20
@@ -193,7 +194,7 @@ class CheckpointStore:
         steps: dict[int, int] = {}
         for j, (values, arrays) in sorted(snapshot.optimizer.items()):
             steps[j] = int(values["steps"])
-            for name, array in zip(MOMENTS, arrays, strict=True):
+            for name, array in zip(MOMENTS[len(arrays)], arrays, strict=True):
                 moments[f"shards.{j}.{name}"] = to_tensor(array)
         about = {"format": "pt", "run_id": self._spec.run_id, "round": str(snapshot.round)}
         save_file(named, folder / STAGE_FILE, metadata=about)
@@ -301,7 +302,8 @@ def _load_optimizer(folder: Path, meta: Meta) -> dict[int, tuple[dict[str, Any],
     tensors = _load_tensors(folder / OPTIMIZER_FILE, meta)
     state: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
     for j, steps in sorted(meta.steps.items()):
-        names = [f"shards.{j}.{name}" for name in MOMENTS]
+        num_arrays = 1 if f"shards.{j}.momentum" in tensors else 2
+        names = [f"shards.{j}.{name}" for name in MOMENTS[num_arrays]]
         if any(name not in tensors for name in names):
             raise CheckpointError(f"{folder / OPTIMIZER_FILE}: lacks shard {j}")
         state[j] = {"steps": steps}, tuple(from_tensor(tensors[name]) for name in names)

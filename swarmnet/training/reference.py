@@ -50,6 +50,11 @@ class ReferenceTrainer:
     def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
         """One update from these microbatches; returns the mean loss before it, nats per token."""
         loss_sum, num_tokens = self.accumulate(microbatch_ids)
+        self.update(round_index, num_tokens)
+        return loss_sum / num_tokens
+
+    def update(self, round_index: int, num_tokens: int) -> None:
+        """One update from the gradients that are there, sums over `num_tokens`."""
         for p in self._model.parameters():
             if p.grad is not None:
                 p.grad /= num_tokens
@@ -58,7 +63,6 @@ class ReferenceTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._spec.optimizer, round_index)
         self._optimizer.step()
-        return loss_sum / num_tokens
 
     def accumulate(self, microbatch_ids: Sequence[int]) -> tuple[float, int]:
         """Fresh gradients, summed over the tokens of these microbatches; returns the summed loss in
@@ -82,6 +86,13 @@ class ReferenceTrainer:
                 loss_sum += self._plan.loss(self._model(inputs), targets).item()
                 num_tokens += self._plan.count(targets)
         return loss_sum / max(num_tokens, 1)
+
+    def swap_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Puts other gradients in place of those that are there, and returns copies of these."""
+        old = {n: g.clone() for n, g in self.gradients().items()}
+        for name, p in self._named_parameters().items():
+            p.grad = gradients[name].clone() if gradients else None
+        return old
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters by name (Hugging Face's for a Llama)."""

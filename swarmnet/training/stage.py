@@ -215,6 +215,9 @@ class TorchStage:
     def gradient_shard(self, shard_index: int) -> Array:
         return from_tensor(self._gradient_shards[shard_index])
 
+    def copy_gradient(self, shard_index: int) -> Array:
+        return from_tensor(self._gradient_shards[shard_index].clone())
+
     def parameter_shard(self, shard_index: int) -> Array:
         return from_tensor(self._parameter_shards[shard_index])
 

@@ -109,6 +109,14 @@ def test_the_line_of_a_round_has_the_fields_of_the_contract() -> None:
     }
 
 
+def test_a_round_tells_how_far_replicas_are_apart() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0, counts=(count(0, 2, launched=8),)), record("b", 1)
+    onlooker.look(a, b)
+    (event,) = onlooker.look(replace(a, round=1, counts=(count(0, 8),), spread=0.25), b)
+    assert event.to_json()["spread"] == 0.25
+
+
 def test_rounds_told_together_share_the_time() -> None:
     onlooker = Onlooker()
     onlooker.look(record("a", counts=(count(0, 2),)))

@@ -47,7 +47,13 @@ FOLDER_PREFIX = "sn-"
 
 
 def tiny_run(
-    folder: Path, *, num_stages: int = 2, rounds: int = 20, seed: int = 1, data: str | None = None
+    folder: Path,
+    *,
+    num_stages: int = 2,
+    rounds: int = 20,
+    seed: int = 1,
+    data: str | None = None,
+    sync_mode: str = "zero",
 ) -> Path:
     """A run.toml of a Llama that computes in no time, on text that is made here."""
     text = folder / "text.txt"
@@ -80,6 +86,8 @@ global_batch = 32
 microbatch = 4
 evaluate_every = 0
 [sync]
+mode = "{sync_mode}"
+local_steps = 5
 shard_parameters = 4096
 """)
     return spec

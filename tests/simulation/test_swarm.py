@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnet.protocol.sync_modes import DELAYED
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.scenario import Scenario, small_swarm
 from swarmnet.simulation.swarm import simulate
@@ -46,6 +47,16 @@ def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
         broken = simulate(replace(small_swarm(seed), keep_log=False)).broken
         if broken is not None:
             failures.append(f"swarmnet simulate --replay {seed}: {broken}")
+    assert not failures, "\n".join(failures)
+
+
+def test_small_swarms_whose_exchanges_run_beside_the_rounds() -> None:
+    failures = []
+    for seed in range(CHUNK):
+        scenario = replace(small_swarm(seed), keep_log=False, sync_mode=DELAYED)
+        broken = simulate(scenario).broken
+        if broken is not None:
+            failures.append(f"delayed, seed {seed}: {broken}")
     assert not failures, "\n".join(failures)
 
 

@@ -22,8 +22,8 @@ from swarmnet.swarm.ports import Data
 from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.data import open_data
+from swarmnet.training.local_steps import build_local_steps, build_optimizer
 from swarmnet.training.reference import ReferenceTrainer
-from swarmnet.training.shards import build_optimizer
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.memory import MemoryHub
 
@@ -41,12 +41,22 @@ class OpenSigner:
         return True
 
 
-def tiny_spec(folder: Path, *, num_stages: int, rounds: int = 20, **pipeline: Any) -> RunSpec:
-    """A small Llama on text that is made here."""
+def tiny_spec(
+    folder: Path,
+    *,
+    num_stages: int,
+    rounds: int = 20,
+    sync: dict[str, Any] | None = None,
+    **pipeline: Any,
+) -> RunSpec:
+    """A small Llama on text that is made here. `sync`: of `[sync]`."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
-    extra = "\n".join(f"{key} = {value!r}" for key, value in pipeline.items()).replace("'", '"')
+    extra, more = (
+        "\n".join(f"{key} = {value!r}" for key, value in values.items()).replace("'", '"')
+        for values in (pipeline, sync or {})
+    )
     return parse_spec(f"""
 seed = 1
 [model]
@@ -64,7 +74,7 @@ tokenizer = "bytes"
 held_out_microbatches = 1
 [optimizer]
 learning_rate = 1e-3
-warmup_rounds = 3
+warmup_rounds = {min(3, rounds - 1)}
 rounds = {rounds}
 grad_clip_norm = 0.5
 [pipeline]
@@ -74,6 +84,7 @@ microbatch = 4
 {extra}
 [sync]
 shard_parameters = 4096
+{more}
 """)
 
 
@@ -100,6 +111,9 @@ class Swarm:
     members: dict[str, Member] = field(default_factory=dict)
     counted: dict[int, list[int]] = field(default_factory=dict)
     """Microbatch ids that each round counted, by the word of the feeders."""
+
+    paths: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
+    """By round and microbatch id: the replicas that it went through."""
 
     def __post_init__(self) -> None:
         self.data = open_data(self.spec)
@@ -132,6 +146,7 @@ class Swarm:
             InlineWorker(),
             data or self.data,
             disk,
+            lambda built, optimizer: build_local_steps(self.spec, built, optimizer),
         )
         peer = Peer(
             transport=self.hub.transport(name),
@@ -143,8 +158,14 @@ class Swarm:
             limits=self.limits,
             wanted_stage=stage,
             feeds=feeds,
-            on_round=lambda r, ids: self.counted.setdefault(r, []).extend(ids),
+            on_round=lambda r, ids: on_round(r, ids),
         )
+
+        def on_round(r: int, ids: list[int]) -> None:
+            self.counted.setdefault(r, []).extend(ids)
+            assert peer.feeder is not None
+            self.paths.setdefault(r, {}).update(peer.feeder.committed_paths()[r])
+
         known = list(self.members)[:1] if neighbours is None else list(neighbours)
         life = asyncio.get_running_loop().create_task(peer.run(known))
         self.members[name] = Member(peer, life)
@@ -209,6 +230,13 @@ class Swarm:
             for j in range(replica.num_shards)
         ]
         return torch.cat(parts)
+
+    def named(self, name: str) -> dict[str, torch.Tensor]:
+        """The parameters of a peer's stage by name."""
+        replica = self.members[name].peer.replica
+        assert replica is not None
+        stage: Any = replica.stage
+        return {n: p.clone() for n, p in stage.state_dict().items()}
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The model by name; asserts that the replicas of a stage are bit-identical."""

@@ -1,0 +1,104 @@
+"""When the replicas of a stage exchange what, by `[sync] mode`. Pure; every peer finds the same.
+
+`zero`: at the end of every round, before the next one begins. `delayed`: the exchange of round r
+runs beside the microbatches of round r + 1, whose parameters therefore lack it (the delayed
+parameter update of ZeRO-Offload, Ren et al. 2021). `auto` changes between these two. `local` and
+`gossip`: a round ends with a step of each replica's own; every `local_steps` rounds they exchange
+how far they have come (DiLoCo, Douillard et al. 2023; NoLoCo, Kolehmainen et al. 2025). With
+`fragments` the shards take turns instead of going all in one round (Streaming DiLoCo, Douillard et
+al. 2025).
+
+Exchanges have the number of the round whose gradient they are about. The *version* of a round is
+the number of exchanges that its parameters contain: what it begins with is the input of the
+exchange of that number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ZERO, DELAYED, LOCAL, GOSSIP, AUTO = "zero", "delayed", "local", "gossip", "auto"
+MAX_ROUND = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """In mode `auto`: which mode the exchanges have from one on, and what was measured."""
+
+    round: int
+    mode: str
+    """`zero` or `delayed`."""
+    round_s: float
+    """Seconds that a round is open."""
+    exchange_s: float
+    """Seconds of an exchange."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in (ZERO, DELAYED) or not 0 <= self.round < MAX_ROUND:
+            raise ValueError("a switch to no mode, or in no round")
+        if any(not (math.isfinite(x) and x >= 0) for x in (self.round_s, self.exchange_s)):
+            raise ValueError("a measurement of a switch is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """The exchanges of a run."""
+
+    mode: str = ZERO
+    rounds: int = 1
+    """Length of the run: it ends with an exchange of everything."""
+    local_steps: int = 1
+    """Rounds between two exchanges of a shard, where replicas make steps of their own."""
+    fragments: int = 1
+    """Groups of shards that are exchanged in different rounds; at most `local_steps` differ."""
+    switches: tuple[Switch, ...] = ()
+    """Of mode `auto`, by ascending round; before them it is `zero`."""
+
+    @property
+    def is_local(self) -> bool:
+        """Replicas make steps of their own: their parameters differ between exchanges."""
+        return self.mode in (LOCAL, GOSSIP)
+
+    def version(self, round_index: int) -> int:
+        """Exchanges behind the parameters with which a round begins."""
+        late = round_index >= 1 and self.is_delayed(round_index - 1)
+        return round_index - 1 if late else round_index
+
+    def mode_at(self, round_index: int) -> str:
+        """The mode of the exchange of a round."""
+        if self.mode != AUTO:
+            return self.mode
+        return next((s.mode for s in reversed(self.switches) if s.round <= round_index), ZERO)
+
+    def is_delayed(self, round_index: int) -> bool:
+        """Does the exchange of this round run beside the next round? The last one never does."""
+        return round_index < self.rounds - 1 and self.mode_at(round_index) == DELAYED
+
+    def next_owner_round(self, round_index: int) -> int:
+        """From which round a replica that joins in this one may own shards: in the exchange that
+        the round begins with, owners do not change any more."""
+        after = round_index + 1
+        return after if self.version(after) > self.version(round_index) else after + 1
+
+    def is_due(self, shard_index: int, round_index: int) -> bool:
+        """Is a shard exchanged at the end of this round?"""
+        if not self.is_local or round_index >= self.rounds - 1:
+            return True
+        offset = shard_index % self.fragments * self.local_steps // self.fragments
+        return (round_index + 1 + offset) % self.local_steps == 0
+
+    def due(self, round_index: int, num_shards: int) -> list[int]:
+        """The shards that are exchanged at the end of a round, ascending."""
+        return [j for j in range(num_shards) if self.is_due(j, round_index)]
+
+    def last_exchange(self, shard_index: int, version: int) -> int:
+        """The newest exchange of a shard among those before `version`; -1 for none yet. Two
+        versions with the same answer begin with the same common state of the shard."""
+        if not self.is_local:
+            return version - 1
+        oldest = max(0, version - self.local_steps)
+        for r in range(version - 1, oldest - 1, -1):
+            if self.is_due(shard_index, r):
+                return r
+        return -1

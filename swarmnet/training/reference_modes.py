@@ -1,0 +1,258 @@
+"""The other sync modes in plain PyTorch: oracles beside `reference.ReferenceTrainer`.
+
+`DelayedReference`: one process whose updates come a round late. `LocalReference`: the replicas of a
+swarm as so many models in one process, each with `torch.optim.AdamW`, and `torch.optim.SGD` with
+Nesterov's momentum as the outer step; which replica saw which microbatch is told to it.
+`GossipReference`: the same with pairs in place of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.spec import RunSpec
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.data import open_data
+from swarmnet.training.models.base import build_layer
+from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.reference import ReferenceTrainer
+from swarmnet.training.schedule import learning_rate
+
+
+class DelayedReference:
+    """One process; the gradient of round r is applied after the gradient of round r + 1 was
+    taken."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.trainer = ReferenceTrainer(spec)
+        self._waiting: tuple[int, int, dict[str, Tensor]] | None = None
+
+    def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
+        """One round; returns its mean loss, nats per token."""
+        loss_sum, num_tokens = self.trainer.accumulate(microbatch_ids)
+        gradients = self.trainer.swap_gradients({})
+        self.finish()
+        self._waiting = (round_index, num_tokens, gradients)
+        return loss_sum / num_tokens
+
+    def finish(self) -> None:
+        """Makes the update that is left."""
+        if self._waiting is not None:
+            round_index, num_tokens, gradients = self._waiting
+            self.trainer.swap_gradients(gradients)
+            self.trainer.update(round_index, num_tokens)
+            self._waiting = None
+
+
+class ReferenceReplica:
+    """One replica of one stage."""
+
+    def __init__(self, spec: RunSpec, stage_index: int) -> None:
+        plan = model_plan(spec)
+        layers = split_stages(plan, spec.pipeline.num_stages)[stage_index]
+        self.layers = {layer.name: build_layer(plan, layer, spec.seed) for layer in layers}
+        self.model = nn.Sequential(*self.layers.values())
+        self._clip = spec.optimizer.grad_clip_norm
+        self._spec = spec
+        parameters = list(self.model.parameters())
+        options = spec.optimizer
+        decay: dict[str, Any] = {"params": [p for p in parameters if p.ndim >= 2]}
+        vectors = [p for p in parameters if p.ndim < 2]
+        none: dict[str, Any] = {"params": vectors, "weight_decay": 0.0}
+        self.inner = torch.optim.AdamW(
+            [decay, none] if vectors else [decay],
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        self.tokens_of_round = 0
+        self.tokens = 0
+        """Since the last outer step."""
+
+    def step(self, round_index: int) -> None:
+        """A step of its own on what it has gathered."""
+        if self.tokens_of_round:
+            for p in self.model.parameters():
+                assert p.grad is not None
+                p.grad /= self.tokens_of_round
+            if self._clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            for group in self.inner.param_groups:
+                group["lr"] = learning_rate(self._spec.optimizer, round_index)
+            self.inner.step()
+        self.tokens += self.tokens_of_round
+        self.tokens_of_round = 0
+        self.inner.zero_grad()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {
+            f"{layer}.{name}": p.detach()
+            for layer, module in self.layers.items()
+            for name, p in module.named_parameters()
+        }
+
+
+class Replicas:
+    """The replicas of a swarm, each a model of its own."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
+        """`replicas`: the stage of each, by name."""
+        self._plan = model_plan(spec)
+        self._data = open_data(spec)
+        self.by_name = {n: ReferenceReplica(spec, s) for n, s in sorted(replicas.items())}
+        self.stages = {
+            s: {n: self.by_name[n] for n in sorted(replicas) if replicas[n] == s}
+            for s in sorted(set(replicas.values()))
+        }
+
+    def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
+        """Each replica's own step; `paths`: through which replicas each microbatch went. Returns
+        the mean loss, nats per token."""
+        loss_sum, num_tokens = 0.0, 0
+        for microbatch_id, path in sorted(paths.items()):
+            inputs, targets = (to_tensor(a) for a in self._data.microbatch(microbatch_id))
+            x = inputs
+            for name in path:
+                x = self.by_name[name].model(x)
+            loss = self._plan.loss(x, targets)
+            loss.backward()
+            tokens = self._plan.count(targets)
+            for name in path:
+                self.by_name[name].tokens_of_round += tokens
+            loss_sum += loss.item()
+            num_tokens += tokens
+        for replica in self.by_name.values():
+            replica.step(round_index)
+        return loss_sum / num_tokens
+
+
+class LocalReference:
+    """A swarm in mode `local`, all shards exchanged in the same rounds."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
+        """`replicas`: the stage of each, by name."""
+        self._spec = spec
+        self.replicas = Replicas(spec, replicas)
+        self._stages = {s: list(own.values()) for s, own in self.replicas.stages.items()}
+        self.common = {s: ReferenceReplica(spec, s).model for s in self._stages}
+        self._outer = {
+            s: torch.optim.SGD(
+                model.parameters(),
+                lr=spec.sync.outer_learning_rate,
+                momentum=spec.sync.outer_momentum,
+                nesterov=spec.sync.outer_momentum > 0,
+            )
+            for s, model in self.common.items()
+        }
+
+    def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
+        """One round; `paths`: through which replicas each microbatch went. Returns the mean loss,
+        nats per token."""
+        loss = self.replicas.step(round_index, paths)
+        last = round_index == self._spec.optimizer.rounds - 1
+        if last or (round_index + 1) % self._spec.sync.local_steps == 0:
+            for stage in self._stages:
+                self._exchange(stage)
+        return loss
+
+    def _exchange(self, stage: int) -> None:
+        replicas, common = self._stages[stage], self.common[stage]
+        total = sum(r.tokens for r in replicas)
+        with torch.no_grad():
+            for i, p in enumerate(common.parameters()):
+                p.grad = torch.zeros_like(p)
+                for r in replicas:
+                    p.grad += (p - list(r.model.parameters())[i]) * (r.tokens / total)
+            self._outer[stage].step()
+            for r in replicas:
+                for mine, p in zip(r.model.parameters(), common.parameters(), strict=True):
+                    mine.copy_(p)
+                r.tokens = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The common parameters by name."""
+        state: dict[str, Tensor] = {}
+        for s, model in self.common.items():
+            names = self._stages[s][0].state_dict()
+            state.update(zip(names, (p.detach() for p in model.parameters()), strict=True))
+        return state
+
+
+class GossipReference:
+    """A swarm in mode `gossip`. Moments of partners are averaged with their bias taken out."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
+        """`replicas`: the stage of each, by name."""
+        self._spec = spec
+        self.replicas = Replicas(spec, replicas)
+        self._slow = {n: _copies(r) for n, r in self.replicas.by_name.items()}
+        self._momentum = {n: [torch.zeros_like(p) for p in slow] for n, slow in self._slow.items()}
+
+    def step(
+        self,
+        round_index: int,
+        paths: Mapping[int, Sequence[str]],
+        partners: Mapping[str, str | None],
+    ) -> float:
+        """One round; `partners`: who meets whom if this is a round of meetings."""
+        loss = self.replicas.step(round_index, paths)
+        last = round_index == self._spec.optimizer.rounds - 1
+        if last or (round_index + 1) % self._spec.sync.local_steps == 0:
+            self._meet(partners)
+        return loss
+
+    def _meet(self, partners: Mapping[str, str | None]) -> None:
+        sync, replicas = self._spec.sync, self.replicas.by_name
+        rate, decay = sync.outer_learning_rate, sync.gossip_momentum
+        fast = {n: _copies(r) for n, r in replicas.items()}
+        moments = {n: _unbiased(r) for n, r in replicas.items()}
+        slow = {n: [p.clone() for p in values] for n, values in self._slow.items()}
+        for name, replica in replicas.items():
+            pair = [name] if partners[name] is None else [name, str(partners[name])]
+            with torch.no_grad():
+                for i, p in enumerate(replica.model.parameters()):
+                    change = sum(fast[n][i] - slow[n][i] for n in pair) / len(pair)
+                    middle = sum(slow[n][i] for n in pair) / len(pair)
+                    momentum = self._momentum[name][i]
+                    momentum.mul_(decay).add_(rate * (change + middle - slow[name][i]))
+                    self._slow[name][i] += momentum
+                    p.copy_(self._slow[name][i])
+                    _set_moments(replica, p, [moments[n][i] for n in pair])
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """The parameters of one replica by name."""
+        return self.replicas.by_name[name].state_dict()
+
+
+def _copies(replica: ReferenceReplica) -> list[Tensor]:
+    return [p.detach().clone() for p in replica.model.parameters()]
+
+
+def _unbiased(replica: ReferenceReplica) -> list[tuple[Tensor, Tensor]]:
+    out = []
+    for p in replica.model.parameters():
+        state = replica.inner.state[p]
+        b1, b2 = replica.inner.param_groups[0]["betas"]
+        t = state["step"].item()
+        out.append((state["exp_avg"] / (1 - b1**t), state["exp_avg_sq"] / (1 - b2**t)))
+    return out
+
+
+def _set_moments(
+    replica: ReferenceReplica, p: nn.Parameter, of_pair: list[tuple[Tensor, Tensor]]
+) -> None:
+    state = replica.inner.state[p]
+    t = state["step"].item()
+    for key, beta, values in zip(
+        ("exp_avg", "exp_avg_sq"),
+        replica.inner.param_groups[0]["betas"],
+        zip(*of_pair, strict=True),
+        strict=True,
+    ):
+        state[key].copy_(sum(values) / len(values) * (1 - beta**t))

@@ -1,0 +1,119 @@
+"""The sync modes make the updates of plain PyTorch loops."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from swarmnet.protocol.pairing import partner
+from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
+from swarmnet.training.reference_modes import DelayedReference, GossipReference, LocalReference
+from swarmnet.transport.memory import MemoryHub
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
+
+ROUNDS = 12
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
+def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
+    tmp_path: Path, num_stages: int, num_replicas: int
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS, sync={"mode": "delayed"})
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(num_stages, num_replicas)
+        await swarm.until_round(ROUNDS)
+        oracle = DelayedReference(spec)
+        for r in range(ROUNDS):
+            oracle.step(r, sorted(swarm.counted[r]))
+        oracle.finish()
+        assert relative_difference(swarm.parameters(), oracle.trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
+def test_local_updates_are_those_of_as_many_models_in_one_process(
+    tmp_path: Path, num_stages: int, num_replicas: int
+) -> None:
+    sync = {"mode": "local", "local_steps": 4}
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_together(swarm, num_stages, num_replicas)
+        await swarm.until_round(ROUNDS - 1)
+        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+        oracle = LocalReference(spec, stages)
+        for r in range(ROUNDS - 1):
+            oracle.step(r, swarm.paths[r])
+        assert relative_difference(swarm.parameters(), oracle.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 2), (2, 3)])
+def test_gossip_makes_the_steps_of_as_many_pairs_in_one_process(
+    tmp_path: Path, num_stages: int, num_replicas: int
+) -> None:
+    sync = {"mode": "gossip", "local_steps": 4}
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_together(swarm, num_stages, num_replicas)
+        await swarm.until_round(ROUNDS - 1)
+        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+        oracle = GossipReference(spec, stages)
+        for r in range(ROUNDS - 1):
+            partners = {
+                n: partner(n, [m for m in stages if stages[m] == s], s, r)
+                for n, s in stages.items()
+            }
+            oracle.step(r, swarm.paths[r], partners)
+        for name in stages:
+            mine = swarm.named(name)
+            assert relative_difference(mine, oracle.state_dict(name)) < 1e-4
+        spreads = [m.peer.gossip.own.spread for m in swarm.members.values()]
+        assert 0 < max(spreads) < 0.2
+
+    in_virtual_time(scenario, spec)
+
+
+def test_auto_changes_with_the_network_and_every_update_is_still_that_of_one_process(
+    tmp_path: Path,
+) -> None:
+    rounds = 36
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto"})
+    network = SimulatedNetwork(random.Random(0))
+
+    def lay(link: Link) -> None:
+        for i in range(4):
+            network.add(f"peer-{i}", link)
+
+    async def scenario(swarm: Swarm) -> None:
+        lay(Link(4e5, 4e5, 0.01))  # an exchange takes half as long as a round
+        swarm.start_grid(2, 2)
+        await swarm.until_round(12)
+        lay(FAST_LINK)
+        await swarm.until_round(rounds)
+        plans = [m.peer.replica.plan for m in swarm.members.values() if m.peer.replica]
+        assert len(set(plans)) == 1
+        assert [s.mode for s in plans[0].switches] == ["delayed", "zero"]
+        oracle = DelayedReference(spec)
+        for r in range(rounds):
+            oracle.step(r, sorted(swarm.counted[r]))
+            if not plans[0].is_delayed(r):
+                oracle.finish()
+        assert relative_difference(swarm.parameters(), oracle.trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec, hub=MemoryHub(network=network))
+
+
+async def start_together(swarm: Swarm, num_stages: int, num_replicas: int) -> None:
+    """Every replica is there from the first round on: the one that feeds comes last."""
+    last = num_stages * num_replicas - 1
+    for i in range(last):
+        swarm.start(f"peer-{i}", stage=i % num_stages, feeds=False)
+    await swarm.until(lambda: swarm.rounds() == [0] * last)
+    swarm.start(f"peer-{last}", stage=last % num_stages)

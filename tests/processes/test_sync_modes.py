@@ -1,0 +1,37 @@
+"""Sync modes in separate processes over libp2p."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarmnet.spec import load_spec
+from swarmnet.training.reference_modes import DelayedReference
+from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
+from tests.swarm.harness import relative_difference
+
+pytestmark = pytest.mark.processes
+ROUNDS, NUM_MICROBATCHES = 12, 8
+
+
+def test_processes_make_the_updates_of_one_process_that_is_one_update_late(
+    running: Machine,
+) -> None:
+    path = tiny_run(running.folder, rounds=ROUNDS, sync_mode="delayed")
+    spec = load_spec(path)
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    running.until_round(peers[0], ROUNDS)
+    running.until(
+        lambda: all(len(counted_by(peers).get(r, ())) >= NUM_MICROBATCHES for r in range(ROUNDS))
+    )
+    model = asyncio.run(parameters_of(spec, [peer.address for peer in peers]))
+    oracle = DelayedReference(spec)
+    counted = counted_by(peers)
+    for r in range(ROUNDS):
+        oracle.step(r, sorted(counted[r]))
+    oracle.finish()
+    assert relative_difference(model, oracle.trainer.state_dict()) < 1e-4
+    for peer in peers:
+        running.interrupt(peer)
+    assert [running.wait(peer) for peer in peers] == [0, 0, 0, 0], running.describe()

@@ -1,0 +1,105 @@
+"""The sync modes while peers come and go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+ROUNDS = 24
+MODES: list[dict[str, Any]] = [
+    {"mode": "delayed"},
+    {"mode": "local", "local_steps": 5},
+    {"mode": "local", "local_steps": 6, "fragments": 3},
+]
+GOSSIP: dict[str, Any] = {"mode": "gossip", "local_steps": 4}
+
+
+@pytest.mark.parametrize("sync", MODES, ids=lambda sync: "-".join(map(str, sync.values())))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_replicas_end_as_one_though_peers_are_replaced(
+    tmp_path: Path, sync: dict[str, Any], seed: int
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync)
+    rng = random.Random(f"{sync} {seed}")
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await replace_some(swarm, rng)
+        await swarm.until_round(ROUNDS)
+        parameters = swarm.parameters()  # asserts that replicas are bit-identical
+        assert all(torch.isfinite(p).all() for p in parameters.values())
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec, seed=seed)
+
+
+def test_gossip_goes_on_though_peers_are_replaced(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=GOSSIP)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await replace_some(swarm, random.Random("gossip"))
+        await swarm.until_round(ROUNDS)
+        flats: dict[int, list[torch.Tensor]] = {}
+        for name in swarm.members:
+            flats.setdefault(_stage(swarm, name), []).append(swarm.flat(name))
+        for replicas in flats.values():
+            mean = torch.stack(replicas).mean(0)
+            for flat in replicas:  # near each other, and nobody was left behind
+                assert (flat - mean).norm() < 0.1 * mean.norm()
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    "sync", [*MODES[:2], {"mode": "gossip", "local_steps": 4}], ids=lambda sync: sync["mode"]
+)
+def test_no_gradient_is_lost_when_a_peer_leaves_on_purpose(
+    tmp_path: Path, sync: dict[str, Any]
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=12, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+        leaver = swarm.members.pop("peer-1")
+        leaver.peer.stop()
+        await swarm.until(leaver.life.done)
+        leaver.life.result()
+        assert not leaver.peer.updates.is_owing
+        await swarm.until_round(12)
+        if sync["mode"] != "gossip":
+            swarm.parameters()
+        assert swarm.total("samples_lost") == swarm.total("shard_reset") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+async def replace_some(swarm: Swarm, rng: random.Random) -> None:
+    """Every six rounds a peer dies, never the last of its stage, and another comes."""
+    for n in range(3):
+        await swarm.until(lambda n=n: max(swarm.rounds()) >= 4 + 6 * n)  # type: ignore[misc]
+        covered = [s for s in (0, 1) if _num_replicas(swarm, s) > 1]
+        victims = [m for m in sorted(swarm.members) if _stage(swarm, m) in covered]
+        victim = rng.choice(victims)
+        swarm.start(f"newcomer-{n}", stage=_stage(swarm, victim))
+        swarm.kill(victim)
+
+
+def _stage(swarm: Swarm, name: str) -> int:
+    return swarm.members[name].peer.gossip.own.stage
+
+
+def _num_replicas(swarm: Swarm, stage: int) -> int:
+    return sum(
+        m.peer.gossip.own.stage == stage and m.peer.gossip.own.is_replica
+        for m in swarm.members.values()
+    )
