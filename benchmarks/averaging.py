@@ -167,6 +167,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.swarm.averaging import Averaging
     from swarmnet.swarm.gossip import Gossip, Tasks
     from swarmnet.swarm.replica import Replica
+    from swarmnet.swarm.rounds import ZeroUpdates
     from swarmnet.swarm.settings import Limits
     from swarmnet.training.device import DeviceThread, WorkerThread
     from swarmnet.training.shards import build_optimizer
@@ -199,6 +200,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     )
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     averaging = Averaging(transport, gossip, run_settings(spec), Limits(), replica)
+    updates = ZeroUpdates(replica, averaging)
     tasks = Tasks("benchmark")
     tasks.start(gossip.run())
     say(where=transport.addresses()[:1])
@@ -243,7 +245,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         if (await loop.run_in_executor(None, sys.stdin.readline)).strip() != "go":
             break
         began, r = time.perf_counter(), replica.round
-        await averaging.update(NUM_TOKENS)
+        await updates.make(r, NUM_TOKENS)
         await replica.open_round(r + 1, synced=True)
         averaging.finish_round(r)
         seconds = time.perf_counter() - began
