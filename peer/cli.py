@@ -199,7 +199,12 @@ def peer(
             help="Write FILE every few seconds while this peer is well (for health checks).",
         ),
     ] = None,
-    ready_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the address of this peer to FILE (for --join @FILE)."
+        ),
+    ] = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Train on this machine: start a run, or join one.

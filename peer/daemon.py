@@ -228,12 +228,13 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         )
         stack.push_async_callback(net.transport.close)
         known = KnownPeers.load(options.state_dir)
-        join = await read_addresses(options.join, _say, patience_s=options.patience_s)
+        join: list[str] = []
         if spec is None:
             found, spec = await find_run(
-                net.transport, join, known, _say, patience_s=options.patience_s
+                net.transport, options.join, known, _say, patience_s=options.patience_s
             )
             neighbours = [found]
+            join = await read_addresses(options.join, _say)
             neighbours += learn_others(net.transport, join, neighbours[0])
         else:  # it may be there already: this peer started it once, and starts again
             neighbours = await find_living(net.transport, known, spec.run_id)

@@ -204,7 +204,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
 
 async def find_run(
     transport: Transport,
-    addresses: Sequence[str],
+    given: Sequence[str],
     known: KnownPeers,
     say: Callable[[str], None],
     *,
@@ -213,10 +213,12 @@ async def find_run(
     """A peer id and the run that it trains: of the addresses asked for, then of those known. Tries
     until one answers. Raises `AddressError` after `patience_s`, and `UserError` for what waiting
     does not mend."""
-    check_addresses(addresses)
     backoff = Backoff(patience_s, say)
-    others = known.also(addresses)
     while True:
+        # Read anew each time: a first peer that comes back may have another address.
+        addresses = await read_addresses(given, say, patience_s=patience_s)
+        check_addresses(addresses)
+        others = known.also(addresses)
         try:
             peer_id = await dial_any(transport, [*addresses, *others])
             return peer_id, await fetch_run(transport, peer_id)
