@@ -401,6 +401,45 @@ def simulate(
 
 
 @app.command()
+def doctor(
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDR", help="A peer of the run: checks the way there and back."),
+    ] = None,
+    spec: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check against what this run.toml needs.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="The port that peers will listen on.")
+    ] = 0,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the peer will keep its state.")
+    ] = None,
+    transport: TransportOption = "p2pd",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON list, for programs.")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check this machine and its network, and say how to mend what is wrong."""
+
+    def work() -> None:
+        from rich.console import Console
+
+        from peer.doctor import DoctorOptions, run_doctor
+
+        options = DoctorOptions(tuple(join or ()), spec, port, state_dir, transport, as_json)
+
+        async def check() -> None:
+            if await run_doctor(options, Console()):
+                raise typer.Exit(EXIT_FAILED)
+
+        _run(check())
+
+    _guarded(work, debug)
+
+
+@app.command()
 def invite(
     key: Annotated[
         Path,

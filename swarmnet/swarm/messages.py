@@ -13,6 +13,11 @@ MAX_PATH = 1024
 MAX_RECORDS = 4096
 MAX_IDS = 65_536
 MAX_ID_CHARS = 256
+MAX_DIAL_BACK = 4
+"""Addresses of one question."""
+MAX_ADDRESS_CHARS = 512
+MAX_PROBE_BYTES = 4 << 20
+"""Of an answer about bandwidth."""
 TRAIN, EVALUATE, LOGITS = "train", "evaluate", "logits"
 
 
@@ -327,3 +332,41 @@ class FetchReply:
 
     round: int
     values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DialBackRequest:
+    """Addresses at which somebody wants to know whether it can be reached."""
+
+    addresses: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.addresses) <= MAX_DIAL_BACK or any(
+            not 0 < len(a) <= MAX_ADDRESS_CHARS for a in self.addresses
+        ):
+            raise ValueError("addresses are too many, too few or too long")
+
+
+@dataclass(frozen=True, slots=True)
+class DialBackReply:
+    """What came of it."""
+
+    reasons: tuple[str, ...]
+    """For each address: empty where it was reached, else why not."""
+    unix_s: float
+    """The answering peer's clock."""
+
+    def __post_init__(self) -> None:
+        if len(self.reasons) > MAX_DIAL_BACK or not math.isfinite(self.unix_s):
+            raise ValueError("reasons are too many, or a time is no time")
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthRequest:
+    """Arrays that only take time, and how many bytes are wanted back."""
+
+    reply_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reply_bytes <= MAX_PROBE_BYTES:
+            raise ValueError("more bytes than one answer may have")

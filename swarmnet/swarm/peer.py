@@ -37,6 +37,8 @@ from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.local_updates import LocalUpdates
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
+from swarmnet.swarm.ports import Data, Device, Optimizer, Stage, Worker
+from swarmnet.swarm.probes import Probes
 from swarmnet.swarm.recovery import Checkpointing, Disk, Recovery
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.rounds import Rounds, Updates, ZeroUpdates
@@ -168,6 +170,7 @@ class Peer:
         self._stopping = asyncio.Event()
         self._moved_at = float("-inf")
         self.transport.handle("spec", self._on_spec)
+        self.probes = Probes(self.transport, self.gossip)
 
     # ---- life -------------------------------------------------------------------------------
 

@@ -68,6 +68,15 @@ COMMANDS = {
     "plan": {"--spec", "--replicas", "--in-flight", "--precision", "--json", "--debug"},
     "status": {"address", "--json", "--transport", "--debug"},
     "export": {"--out", "--join", "--state-dir", "--invite", "--transport", "--debug"},
+    "doctor": {
+        "--join",
+        "--spec",
+        "--port",
+        "--state-dir",
+        "--transport",
+        "--json",
+        "--debug",
+    },
     "invite": {
         "--key",
         "--spec",

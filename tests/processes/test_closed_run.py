@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from peer.cli import run_command
@@ -32,3 +34,12 @@ def test_only_the_invited_train(running: Machine, capsys: pytest.CaptureFixture[
     running.until_round(first, ROUNDS)
     look = printed(capsys, "status", guest.address, "--json")
     assert guest.peer_id in look, "an observer may look without an invite"
+
+
+def test_the_doctor_asks_a_real_peer(running: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    first = running.start_peer("first", "--spec", str(tiny_run(running.folder)))
+    running.until_ready(first)
+    report = json.loads(printed(capsys, "doctor", "--join", first.address, "--json"))
+    levels = {finding["check"]: finding["level"] for finding in report}
+    for check in ("port", "the way out", "the way in", "clock", "bandwidth", "the run"):
+        assert levels[check] == "good", report
