@@ -1,0 +1,51 @@
+"""The documentation: the site builds, and no link leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from peer.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Strict: a page that is in no menu, or a link or anchor that leads nowhere, fails."""
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "index.html").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_into_the_repository_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_options_that_are_taught_exist(page: Path) -> None:
+    command = typer.main.get_command(app)
+    commands = command.commands  # type: ignore[attr-defined]
+    for line in re.findall(r"swarmnet (\w+[^\n`|]*)", page.read_text()):
+        name, *words = line.split()
+        if name not in commands:
+            continue
+        options = {o for p in commands[name].params for o in (*p.opts, *p.secondary_opts)}
+        for word in words:
+            if word.startswith("--") and len(word) > 2:
+                option = word.rstrip(".,;:)").split("=")[0]
+                assert option in options | {"--help"}, f"swarmnet {name} has no {option}"
