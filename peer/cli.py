@@ -327,6 +327,7 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for programs.")
     ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep looking, until Ctrl-C.")] = False,
     transport: TransportOption = "p2pd",
     debug: DebugOption = False,
 ) -> None:

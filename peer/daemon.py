@@ -400,7 +400,8 @@ class Observer:
         net = await open_net(transport, key, host=host, port=0, announce=())
         try:
             async with asyncio.timeout(timeout_s):
-                neighbour = await dial_any(net.transport, addresses)
+                given = await read_addresses(addresses, _say, patience_s=timeout_s)
+                neighbour = await dial_any(net.transport, given)
                 spec = await fetch_run(net.transport, neighbour)
                 net.transport.set_run(spec.run_id)
                 shown = admit(spec, key.peer_id, invite, None).credential if invite else b""

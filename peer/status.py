@@ -7,6 +7,7 @@ import json
 import time
 
 from rich.console import Console
+from rich.live import Live
 
 from peer.observing import JoinRun, RunObserver, join_run
 from peer.options import TransportName
@@ -45,6 +46,32 @@ async def show_status(
     else:
         console.print(describe(spec), highlight=False, markup=False)
         console.print(dashboard(spec, model))
+
+
+async def watch_status(
+    address: str,
+    *,
+    transport: TransportName,
+    console: Console,
+    join: JoinRun = join_run,
+    look_s: float | None = None,
+) -> None:
+    """The same, live, until it is stopped; `look_s` ends it, for tests."""
+    observer = await join([address], transport)
+    try:
+        loop = asyncio.get_running_loop()
+        monitor = monitor_of(observer.spec)
+        until = None if look_s is None else loop.time() + look_s
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            while until is None or loop.time() < until:
+                now = loop.time()
+                alive = frozenset(record.peer_id for record in observer.view.live(now))
+                monitor.observe(observer.view.records(), alive, now, time.time())
+                live.update(dashboard(observer.spec, monitor.view_model()), refresh=True)
+                await observer.wait_news(NEWS_WAIT_S)
+                await asyncio.sleep(LOOK_PAUSE_S)
+    finally:
+        await observer.close()
 
 
 async def _look(observer: RunObserver, look_s: float) -> ViewModel:

@@ -37,7 +37,6 @@ from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.local_updates import LocalUpdates
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
-from swarmnet.swarm.ports import Data, Device, Optimizer, Stage, Worker
 from swarmnet.swarm.probes import Probes
 from swarmnet.swarm.recovery import Checkpointing, Disk, Recovery
 from swarmnet.swarm.replica import Replica

@@ -66,7 +66,7 @@ COMMANDS = {
         "--debug",
     },
     "plan": {"--spec", "--replicas", "--in-flight", "--precision", "--json", "--debug"},
-    "status": {"address", "--json", "--transport", "--debug"},
+    "status": {"address", "--json", "--watch", "--transport", "--debug"},
     "export": {"--out", "--join", "--state-dir", "--invite", "--transport", "--debug"},
     "doctor": {
         "--join",

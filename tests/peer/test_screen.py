@@ -15,7 +15,7 @@ from peer.metrics import MetricsFile
 from peer.monitor import Monitor
 from peer.options import default_spec_path
 from peer.screen import Screen
-from peer.status import show_status
+from peer.status import show_status, watch_status
 from peer.text import sentence, size
 from peer.view_model import ViewModel
 from swarmnet.errors import UserError
@@ -126,3 +126,19 @@ def test_status_is_one_look(as_json: bool) -> None:
     else:
         assert SPEC.name in out.getvalue()
         assert "stage 1" in out.getvalue()
+
+
+def test_status_can_keep_looking() -> None:
+    observer = FakeObserver(SPEC, last_round=3)
+    out = io.StringIO()
+    asyncio.run(
+        watch_status(
+            "/fake/p2p/first",
+            transport="p2pd",
+            console=Console(file=out, width=100),
+            join=observer.join,
+            look_s=0.5,
+        )
+    )
+    assert observer.closed
+    assert "stage 1" in out.getvalue()
