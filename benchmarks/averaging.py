@@ -59,6 +59,7 @@ global_batch = 8
 microbatch = 1
 [sync]
 replication = {replication}
+aggregation = "mean"
 """
 NUM_TOKENS = 1000
 WARM_ROUNDS = 2
