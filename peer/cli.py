@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from peer.options import ANY_INTERFACE, INVITE_VARIABLE, PeerOptions, UsageError
+from peer.options import ANY_INTERFACE, INVITE_VARIABLE, LOOPBACK, PeerOptions, UsageError
 from swarmnet.errors import SwarmnetError, UserError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -190,6 +190,13 @@ def peer(
         bool, typer.Option("--quiet", help="Print the address to join, and nothing else.")
     ] = False,
     debug: DebugOption = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_PORT, help="Serve /metrics for Prometheus on this port."),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address to serve /metrics on; by default this machine only.")
+    ] = LOOPBACK,
     health_file: Annotated[
         Path | None,
         typer.Option(
@@ -253,6 +260,8 @@ def peer(
                 invite=invite,
                 metrics=metrics,
                 exit_when_done=exit_when_done,
+                metrics_port=metrics_port,
+                metrics_host=metrics_host,
                 health_file=health_file,
                 ready_file=ready_file,
                 screen="quiet" if quiet else "plain" if plain else "auto",

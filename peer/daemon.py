@@ -266,6 +266,12 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             write_ready_file(options.ready_file, address, net.transport.peer_id)
         if show is not None:
             tasks.start(show(RunningPeer(spec, peer, address)))
+        if options.metrics_port is not None:
+            from peer.prometheus import serve_metrics
+
+            server = serve_metrics(peer, spec, options.metrics_host, options.metrics_port)
+            # Its thread may wait for this loop: the loop must go on while the server ends.
+            stack.push_async_callback(asyncio.to_thread, server.shutdown)
         if options.health_file is not None:
             tasks.start(tell_health(options.health_file, peer))
         if options.exit_when_done:

@@ -76,6 +76,9 @@ class PeerOptions:
     """Append events to this file, one JSON object a line."""
     exit_when_done: bool = False
     """End when the run has done its rounds, instead of staying to serve the model."""
+    metrics_port: int | None = None
+    """Serve `/metrics` for Prometheus there; None = not at all."""
+    metrics_host: str = LOOPBACK
     health_file: Path | None = None
     """Written every few seconds while this peer is well; see `peer.health`."""
     ready_file: Path | None = None

@@ -47,6 +47,8 @@ COMMANDS = {
         "--invite",
         "--patience",
         "--health-file",
+        "--metrics-port",
+        "--metrics-host",
     },
     "local": {
         "--peers",
