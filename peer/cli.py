@@ -116,6 +116,14 @@ def peer(
         int | None,
         typer.Option(min=0, help="Serve this stage. Default: the one that needs you most."),
     ] = None,
+    stages: Annotated[
+        str,
+        typer.Option(
+            metavar="K|auto",
+            help="Serve so many stages. auto: as many as this machine has room for and the swarm "
+            "needs.",
+        ),
+    ] = "1",
     port: Annotated[
         int, typer.Option(min=0, max=MAX_PORT, help="Listen on this port; 0 = any that is free.")
     ] = 0,
@@ -231,6 +239,7 @@ def peer(
             raise UsageError("give --spec FILE to start a run, or --join ADDR to join one")
         if join and (rounds is not None or seed is not None):
             raise UsageError("--rounds and --seed go with --spec; who joins takes the run's")
+        _check_stages(stages, tp)
         if 0 < direct_port < FIRST_DIRECT_PORT:
             raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
         with claimed_state_dir(state_dir) as path:
@@ -242,6 +251,7 @@ def peer(
                 rounds=rounds,
                 seed=seed,
                 stage=stage,
+                stages=stages,
                 host=host,
                 port=port,
                 announce=tuple(announce or ()),
@@ -583,6 +593,13 @@ def _serve(options: PeerOptions, parent_pid: int | None) -> None:
             run(run_peer(options, show), parent_pid)
         except Stopped:
             pass  # how a peer ends
+
+
+def _check_stages(stages: str, tp: int | None) -> None:
+    if stages != "auto" and not (stages.isascii() and stages.isdigit() and 1 <= int(stages) <= 64):
+        raise UsageError(f"--stages {stages}: a number from 1 to 64, or auto")
+    if stages != "1" and tp is not None and tp > 1:
+        raise UsageError("--stages goes with one rank: the ranks of --tp serve one stage")
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches
@@ -28,9 +28,10 @@ from peer.joining import (
     read_addresses,
 )
 from peer.loop import spare_old_objects
-from peer.options import PeerOptions, TransportName, with_overrides
+from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
 from peer.ranks import build_ranked_stage, open_ranks, until_over
 from peer.ready import write_ready_file
+from peer.seats import SeatCount, Seats, free_memory_bytes, seat_dir
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
@@ -91,7 +92,7 @@ class KeySigner:
 class Net:
     """A transport, and what the directory needs of its carrier."""
 
-    transport: Transport
+    transport: ChannelTransport
     p2p: Callable[[], Any] | None
     on_restart: Callable[[Callable[[], None]], None] | None
 
@@ -142,8 +143,14 @@ def run_settings(spec: RunSpec) -> RunSettings:
     )
 
 
-def build_machine(spec: RunSpec, options: PeerOptions, group: LocalGroup | None = None) -> Machine:
-    """The device of this machine; `group`: its other ranks, where it has any.
+def build_machine(
+    spec: RunSpec,
+    options: PeerOptions,
+    group: LocalGroup | None = None,
+    beside: Machine | None = None,
+) -> Machine:
+    """The device of this machine; `group`: its other ranks, where it has any. `beside`: of another
+    seat of the machine, which shares its device and feeds.
 
     Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.data import open_data
@@ -170,16 +177,18 @@ def build_machine(spec: RunSpec, options: PeerOptions, group: LocalGroup | None 
 
     data = None
     paths = options.data_paths(spec)
-    if options.feed and (paths or spec.model.kind == "custom"):
+    if options.feed and beside is None and (paths or spec.model.kind == "custom"):
         try:
             data = open_data(spec, override_paths=list(paths) or None)
         except DataError as e:
             if options.starts_run or options.data:
                 raise
             log.warning("%s; this peer serves but does not feed", e)
-    elif options.feed:
+    elif options.feed and beside is None:
         log.warning("this machine's data was not named (--data): it serves but does not feed")
     disk = open_disk(run, spec, options)
+    if beside is not None:
+        return replace(beside, build=build, data=None, disk=disk, build_local=build_local)
     return Machine(build, DeviceThread(), WorkerThread(), data, disk, build_local)
 
 
@@ -248,12 +257,34 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         stack.push_async_callback(machine.worker.close)
         if machine.disk is not None:
             stack.push_async_callback(machine.disk.worker.close)
+        free_bytes = free_memory_bytes()
         peer = compose(spec, options, net.transport, key, machine, admitted)
         arm_from_environment(peer)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
+        directory: Directory | None = None
+
+        async def make_seat(seat: int) -> Peer:
+            its = replace(
+                options, state_dir=seat_dir(options.state_dir, seat), stage=None, feed=False
+            )
+            its.state_dir.mkdir(exist_ok=True)
+            desk = await asyncio.to_thread(build_machine, spec, its, None, machine)
+            if desk.disk is not None:
+                stack.push_async_callback(desk.disk.worker.close)
+            further = compose(spec, its, net.transport.seat(seat), key, desk, admitted)
+            if directory is not None:
+                directory.also(further.gossip)
+            return further
+
+        async def one() -> int:
+            return 1
+
+        count = SeatCount(spec, options, peer, free_bytes) if group is None else one
+        changes = group is None and options.stages == AUTO_STAGES
+        seats = Seats(peer, count, make_seat, changes)
         if admitted.not_after_unix_s:
-            tasks.start(_stop_when_expired(peer, admitted.not_after_unix_s))
+            tasks.start(_stop_when_expired(seats, admitted.not_after_unix_s))
         if net.p2p is not None and net.on_restart is not None:
             directory = Directory(peer.gossip, spec.pipeline.num_stages, net.p2p, peer.rng)
             net.on_restart(directory.daemon_restarted)
@@ -275,12 +306,12 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if options.health_file is not None:
             tasks.start(tell_health(options.health_file, peer))
         if options.exit_when_done:
-            tasks.start(_stop_when_done(peer, spec.optimizer.rounds))
-        life = asyncio.get_running_loop().create_task(peer.run(neighbours))
+            tasks.start(_stop_when_done(peer, spec.optimizer.rounds, seats.stop))
+        life = asyncio.get_running_loop().create_task(seats.run(neighbours))
         try:
             await until_over(life, group)
         except asyncio.CancelledError:
-            peer.stop()
+            seats.stop()
             try:
                 await life
             except asyncio.CancelledError:
@@ -321,7 +352,7 @@ def compose(
         admission=admitted.admission,
         settings=run_settings(spec),
         machine=machine,
-        rng=random.Random(f"{key.peer_id}|{now_unix_s}"),
+        rng=random.Random(f"{transport.peer_id}|{now_unix_s}"),
         limits=Limits(),
         wanted_stage=options.stage,
         feeds=options.feed,
@@ -340,7 +371,7 @@ def best_address(addresses: Sequence[str]) -> str:
     return (outside or list(addresses) or [""])[0]
 
 
-async def _stop_when_expired(peer: Peer, not_after_unix_s: int) -> None:
+async def _stop_when_expired(peer: Seats, not_after_unix_s: int) -> None:
     """Leaves in good order before others refuse this peer."""
     left_s = not_after_unix_s - time.time()
     while left_s > LEAVE_BEFORE_EXPIRY_S:
@@ -354,8 +385,8 @@ async def _stop_when_expired(peer: Peer, not_after_unix_s: int) -> None:
     peer.stop()
 
 
-async def _stop_when_done(peer: Peer, rounds: int) -> None:
-    """Stops the peer when the run has done its rounds and measured the result."""
+async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> None:
+    """Stops this machine's peers when the run has done its rounds and measured the result."""
     loop = asyncio.get_running_loop()
     done_at: float | None = None
     while True:
@@ -366,7 +397,7 @@ async def _stop_when_done(peer: Peer, rounds: int) -> None:
             done_at = done_at or loop.time()
             measured = any(r.held_out and r.held_out.round >= rounds for r in records)
             if measured or loop.time() - done_at > FINISH_WAIT_S:
-                peer.stop()
+                stop()
                 return
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from peer.options import TransportName
+from peer.seats import further_seats
 from swarmnet.errors import SpecError, UserError
 from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.gossip import Gossip
@@ -72,7 +73,8 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path) -> str:
     """Writes the newest round of which the folders hold every stage; returns what was done, in a
     line. Raises `UserError`."""
     _check_out(out)
-    found = [checkpoint for path in state_dirs for checkpoint in find_checkpoints(path)]
+    folders = [folder for path in state_dirs for folder in (path, *further_seats(path))]
+    found = [checkpoint for path in folders for checkpoint in find_checkpoints(path)]
     if not found:
         raise UserError(f"no checkpoint in {', '.join(str(path) for path in state_dirs)}")
     runs = sorted({meta.run_id for _, meta in found})

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
 from swarmnet.protocol.records import MAX_ADDRESSES, OBSERVING
+from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import fetch_spec
@@ -73,12 +74,12 @@ class KnownPeers:
             self.run_id, self.peers = run_id, {}
         for record in view.records():
             if (
-                record.peer_id != view.own_peer_id
+                machine_of(record.peer_id) != machine_of(view.own_peer_id)
                 and record.state != OBSERVING
                 and record.addresses
             ):
-                self.peers.pop(record.peer_id, None)
-                self.peers[record.peer_id] = record.addresses
+                self.peers.pop(machine_of(record.peer_id), None)
+                self.peers[machine_of(record.peer_id)] = record.addresses
         while len(self.peers) > MAX_KNOWN:
             del self.peers[next(iter(self.peers))]
 

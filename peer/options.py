@@ -16,6 +16,8 @@ ScreenName = Literal["auto", "plain", "quiet"]
 
 LOOPBACK = "127.0.0.1"
 ANY_INTERFACE = "0.0.0.0"
+AUTO_STAGES = "auto"
+"""As `--stages`: by what this machine has and the swarm needs."""
 INVITE_VARIABLE = "SWARMNET_INVITE"
 """Of the environment: what `--invite` says, unseen by the machine's other users."""
 
@@ -40,6 +42,8 @@ class PeerOptions:
     """With `spec`: another seed."""
     stage: int | None = None
     """Serve this stage; None = the one that needs this peer most."""
+    stages: str = "1"
+    """How many stages to serve: a number, or `AUTO_STAGES`."""
     host: str = ANY_INTERFACE
     """Address of the interface to listen on."""
     port: int = 0

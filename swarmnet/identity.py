@@ -16,7 +16,8 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarmnet.errors import UserError
+from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.protocol.seats import split_seat
 
 PRIVATE_HEAD = b"\x08\x01\x12\x40"
 """Protobuf of PrivateKey: type Ed25519, 64 bytes of data (seed, public key)."""
@@ -119,7 +120,11 @@ def is_peer_id(text: str) -> bool:
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Did the peer with this id sign these bytes?"""
+    """Did the machine of the peer with this id sign these bytes?"""
+    try:
+        peer_id, _ = split_seat(peer_id)
+    except ProtocolViolation:
+        return False
     key = _public_key(peer_id) if len(peer_id) <= MAX_PEER_ID_CHARS else None
     if key is None:
         return False

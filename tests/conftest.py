@@ -1,15 +1,29 @@
 """For every test: one torch thread, since the tests share two cores with the peers that they
-start, and no limit on an example's time, which says more about the machine than about the code."""
+start, no limit on an example's time, which says more about the machine than about the code, and the
+log as it was before: a command that runs in this process takes it over."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
 settings.register_profile("swarmnet", deadline=None, print_blob=True)
 settings.load_profile("swarmnet")
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """What a command line in this process has done to the project's logger is undone."""
+    logger = logging.getLogger("swarmnet")
+    before = (logger.handlers, logger.propagate, logger.level)
+    yield
+    logger.handlers, logger.propagate = before[0], before[1]
+    logger.setLevel(before[2])

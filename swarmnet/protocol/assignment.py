@@ -9,6 +9,7 @@ from itertools import accumulate
 from statistics import median
 
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.seats import machine_of, stages_beside
 from swarmnet.protocol.view import View
 
 DEFAULT_DEVICE_SPEED = 1.0
@@ -75,17 +76,26 @@ def choose_stage(
 ) -> int:
     """The stage that a newcomer should serve: one without a replica first, else the one with the
     least throughput. Those already on their way to a stage count, those that leave do not, the
-    own record neither. Ties are broken by `rng`, so that newcomers who know as little as each
-    other spread. `costs`: of each stage, in any unit; equal when not given."""
+    own record neither, and stages that the same machine serves already come last. Ties are broken
+    by `rng`, so that newcomers who know as little as each other spread; a machine that serves
+    neighbouring stages spares itself the link between them. `costs`: of each stage, in any
+    unit; equal when not given."""
     costs = _checked_costs(costs, num_stages)
     staff = _staff(view, num_stages, now, without=view.own_peer_id)
-    empty = [k for k in range(num_stages) if not staff[k]]
+    beside = stages_beside(view, view.own_peer_id, num_stages, now)
+    stages = [k for k in range(num_stages) if k not in beside] or list(range(num_stages))
+    empty = [k for k in stages if not staff[k]]
     if empty:
-        return rng.choice(empty)
+        return rng.choice(_next_to(beside, empty))
     default_speed = _typical_device_speed(staff, costs)
     rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
-    least = min(rates)
-    return rng.choice([k for k, rate in enumerate(rates) if rate <= least])
+    least = min(rates[k] for k in stages)
+    return rng.choice(_next_to(beside, [k for k in stages if rates[k] <= least]))
+
+
+def _next_to(beside: frozenset[int], stages: list[int]) -> list[int]:
+    """Those of the stages that neighbour one of `beside`; all where none does."""
+    return [k for k in stages if k - 1 in beside or k + 1 in beside] or stages
 
 
 def feeders(view: View, now: float) -> list[str]:
@@ -134,6 +144,7 @@ def propose_move(
     default_speed = _typical_device_speed(staff, costs)
     rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
     target = min(range(num_stages), key=lambda k: (rates[k], k))
+    there = {machine_of(r.peer_id) for r in staff[target]}
     best, best_after = None, rates[target]
     for source in range(num_stages):
         active = [r for r in staff[source] if r.state == ACTIVE]
@@ -141,6 +152,8 @@ def propose_move(
             continue
         for record in active:
             if staff[target] and record.round - record.active_from < min_rounds:
+                continue
+            if machine_of(record.peer_id) in there:
                 continue
             rate = _rate(record, costs[source], default_speed)
             after = min(rates[source] - rate, rates[target] + rate * costs[source] / costs[target])

@@ -50,6 +50,7 @@ class Directory:
         self._rng = rng
         self._node: Any = None
         self._initial: list[str] = []
+        self._published = [gossip]
         self._stale = False
 
     async def start(self, initial_peers: Sequence[str]) -> None:
@@ -65,6 +66,10 @@ class Directory:
             num_workers=2,
             strict=False,
         )
+
+    def also(self, gossip: Gossip) -> None:
+        """Publishes the record of another seat of this machine too."""
+        self._published.append(gossip)
 
     async def _connect(self, address: str) -> None:
         """hivemind's DHT talks only to peers that the daemon has a connection to."""
@@ -115,12 +120,15 @@ class Directory:
 
     async def publish(self) -> bool:
         """Stores the own signed record under its stage; False while it has none."""
+        return all([await self._publish(gossip) for gossip in self._published])
+
+    async def _publish(self, gossip: Gossip) -> bool:
         from hivemind.utils import get_dht_time
 
-        own = self._gossip.own
+        own = gossip.own
         if own.stage == OBSERVER_STAGE or own.state == LEFT:
             return False
-        envelope = self._gossip.envelope()
+        envelope = gossip.envelope()
         return bool(
             await self._node.store(
                 stage_key(own.run_id, own.stage),

@@ -30,6 +30,7 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
+from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import MAX_STAMP_LEAD, View
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.swarm.news import News
@@ -302,9 +303,10 @@ class Gossip:
         """May a peer take part? In a closed run: those whose record shows it."""
         if self.admission.is_open:
             return True
-        record = self.view.get(peer_id)
+        machine = machine_of(peer_id)  # an invite admits all its seats
+        record = self.view.get(peer_id) or self.view.get(machine)
         try:
-            self.admission.check(peer_id, record.credential if record is not None else b"")
+            self.admission.check(machine, record.credential if record is not None else b"")
         except ProtocolViolation:
             return False
         return True
@@ -385,7 +387,7 @@ class Gossip:
         if not self.signer.verify(record.peer_id, envelope.payload, envelope.signature):
             raise ProtocolViolation(f"the signature on the record of {record.peer_id} is wrong")
         try:
-            self.admission.check(record.peer_id, record.credential)
+            self.admission.check(machine_of(record.peer_id), record.credential)
         except ProtocolViolation as e:
             raise ProtocolViolation(f"{record.peer_id} is not admitted: {e}") from None
         if is_own:  # a copy of this identity runs elsewhere, or did

@@ -27,6 +27,7 @@ from swarmnet.protocol.records import (
     OBSERVING,
     Record,
 )
+from swarmnet.protocol.seats import stages_beside
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
 from swarmnet.protocol.view import View
 from swarmnet.swarm.averaging import Averaging, Behind, Diverged
@@ -77,6 +78,9 @@ class Machine:
     """Where checkpoints are kept; None for nowhere."""
     build_local: Callable[[Any, Any], LocalSteps | None] = lambda stage, optimizer: None
     """The own steps of a replica, where the run's mode has them; runs on the worker."""
+    services: dict[int, float] = field(default_factory=dict)
+    """Device seconds of a microbatch, by the stage that the device serves: all seats of a machine
+    share one device."""
 
 
 @dataclass
@@ -234,7 +238,10 @@ class Peer:
         """Chooses a stage and says so; chooses again where another newcomer chose the same."""
         loop = asyncio.get_running_loop()
         num_stages = self.settings.num_stages
-        wanted = self.recovery.old_stage() if self.wanted_stage is None else self.wanted_stage
+        old = self.recovery.old_stage()
+        if old in stages_beside(self.view, self.gossip.own.peer_id, num_stages, loop.time()):
+            old = None
+        wanted = old if self.wanted_stage is None else self.wanted_stage
         if wanted is not None:
             offers = self.recovery.offers(wanted)
             self.gossip.update(state=JOINING, stage=wanted, restorable=offers, urgent=True)
@@ -279,6 +286,7 @@ class Peer:
         finally:
             balancing.cancel()
             await serving.close()
+        self.machine.services.pop(replica.index, None)
         self.steps.drop_round(replica.round)
         self.gossip.add_total("moved")
         self.gossip.update(
@@ -467,7 +475,10 @@ class Peer:
         """A round has begun here: says so, with digests, and sees to the shards it owns."""
         await replica.measure_digests()
         own = self.gossip.own
-        rate = self.settings.samples_per_microbatch / replica.service_s if replica.service_s else 0
+        services = self.machine.services
+        services[replica.index] = replica.service_s
+        busy_s = sum(services.values())
+        rate = self.settings.samples_per_microbatch / busy_s if replica.service_s else 0
         joined = own.state == JOINING
         history = self.recovery.history()
         if not joined and history != own.history:
@@ -508,6 +519,8 @@ class Peer:
                 log.warning("left before others had taken over every shard")
             if self.checkpointing is not None:
                 await self.checkpointing.leaving(replica, self.averaging)
+        if replica is not None:
+            self.machine.services.pop(replica.index, None)
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
         await self.gossip.publish_now()
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)

@@ -44,6 +44,7 @@ from swarmnet.transport.frames import (
     Reader,
 )
 from swarmnet.transport.outbox import Outbox, Outgoing, Stalled, outgoing
+from swarmnet.transport.seats import FIRST_SEATS, Route, parse_route
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
@@ -80,7 +81,12 @@ class Owner(Protocol):
     pool: BufferPool
 
     async def answer(
-        self, channel: Channel, method: str, message: Message, progress: Callable[[Message], None]
+        self,
+        channel: Channel,
+        method: str,
+        message: Message,
+        progress: Callable[[Message], None],
+        route: Route = FIRST_SEATS,
     ) -> Message:
         """What the handler of a method says."""
 
@@ -401,10 +407,12 @@ class Channel(asyncio.BufferedProtocol):
             return self._send_error(call_id, books, busy)
         self._serving[call_id] = Serving(books)
         self._serving_bytes += num_bytes
-        work = self._serve(call_id, _method_of(head), message, num_bytes)
+        work = self._serve(call_id, _method_of(head), message, num_bytes, _route_of(head))
         return self._owner.run(self.remote, work)
 
-    async def _serve(self, call_id: int, method: str, message: Message, num_bytes: int) -> None:
+    async def _serve(
+        self, call_id: int, method: str, message: Message, num_bytes: int, route: Route
+    ) -> None:
         serving = self._serving[call_id]
 
         def progress(note: Message) -> None:
@@ -416,7 +424,7 @@ class Channel(asyncio.BufferedProtocol):
                     log.warning("progress of %s was not sent: %s", method, e)
 
         try:
-            reply = await self._owner.answer(self, method, message, progress)
+            reply = await self._owner.answer(self, method, message, progress, route)
             if not serving.is_cancelled:
                 self._send(outgoing(REPLY, call_id, {"b": reply.body}, reply.arrays, method))
         except asyncio.CancelledError:
@@ -435,12 +443,13 @@ class Channel(asyncio.BufferedProtocol):
         is_full = self._owner.num_running(self.remote) >= MAX_OPEN_CALLS
         if not is_full and self._owner.allows(self.remote):
             message = Message(head.values.get("b"))
-            self._owner.run(self.remote, self._hear(_method_of(head), message))
+            work = self._hear(_method_of(head), message, _route_of(head))
+            self._owner.run(self.remote, work)
 
-    async def _hear(self, method: str, message: Message) -> None:
+    async def _hear(self, method: str, message: Message, route: Route) -> None:
         """A notification: nobody waits for its outcome."""
         try:
-            await self._owner.answer(self, method, message, lambda _: None)
+            await self._owner.answer(self, method, message, lambda _: None, route)
         except SwarmnetError as e:
             log.debug("%s from %s: %s", method, self.remote[-8:], e)
         except Exception:
@@ -457,7 +466,11 @@ class Channel(asyncio.BufferedProtocol):
     # ---- calling ----------------------------------------------------------------------------
 
     async def call(
-        self, method: str, message: Message, on_progress: Callable[[Message], None] | None
+        self,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+        route: Route = FIRST_SEATS,
     ) -> Message:
         """Without a deadline: the transport has it. When cancelled, sends no more of the request,
         so that its arrays are the caller's again."""
@@ -467,7 +480,7 @@ class Channel(asyncio.BufferedProtocol):
         self._last_call_id = next(self._call_ids)
         call_id = self._last_call_id & 0xFFFFFFFF
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        head = {"m": method, "b": message.body}
+        head = _head(method, message, route)
         request = outgoing(REQUEST, call_id, head, message.arrays, method)
         self._calls[call_id] = PendingCall(method, future, on_progress)
         try:
@@ -478,9 +491,9 @@ class Channel(asyncio.BufferedProtocol):
             if (not future.done() or future.cancelled()) and self._outbox.withdraw(request):
                 self._send(outgoing(CANCEL, call_id, {}, (), method))
 
-    def notify(self, method: str, message: Message) -> None:
+    def notify(self, method: str, message: Message, route: Route = FIRST_SEATS) -> None:
         """One way. Raises `ProtocolViolation` where the message cannot travel."""
-        head = {"m": method, "b": message.body}
+        head = _head(method, message, route)
         note = outgoing(NOTIFY, 0, head, message.arrays, method)
         if self.is_open:
             self._outbox.put_note(note)
@@ -571,6 +584,16 @@ def _method_of(head: Head) -> str:
     if not isinstance(method, str) or len(method) > MAX_TEXT:
         raise ProtocolViolation("a request without a method")
     return method
+
+
+def _route_of(head: Head) -> Route:
+    """Raises `ProtocolViolation`."""
+    return parse_route(head.values.get("s"))
+
+
+def _head(method: str, message: Message, route: Route) -> dict[str, Any]:
+    head: dict[str, Any] = {"m": method, "b": message.body}
+    return head if route == FIRST_SEATS else {**head, "s": list(route)}
 
 
 def _parse_error(head: Head) -> RemoteError:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmnet.errors import (
     AddressError,
@@ -25,14 +25,18 @@ from swarmnet.errors import (
     WrongVersion,
 )
 from swarmnet.protocol.rate import RateLimiter
+from swarmnet.protocol.seats import machine_of, seat_id, split_seat
 from swarmnet.transport.base import ByteStream, Carrier, Handler, Request, Traffic
 from swarmnet.transport.buffers import BufferPool
-from swarmnet.transport.calls import Channel
+from swarmnet.transport.calls import Channel, as_remote
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.links import DirectLinks
+from swarmnet.transport.seats import FIRST_SEATS, Route, Seat
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
+
+T = TypeVar("T")
 
 OPEN_TIMEOUT_S = 15.0
 REDIAL_AFTER_S = 0.3
@@ -78,15 +82,18 @@ class ChannelTransport:
         self.peer_id = self.carrier.peer_id
         self.run_id = ""
         self._handlers: dict[str, Handler] = {}
+        self._seats: dict[int, Seat] = {}
+        self._known_seats: dict[str, dict[str, None]] = {}
+        """Of other machines, by their peer id."""
         self._channels: dict[str, list[Channel]] = {}
         self._unready: dict[Channel, None] = {}
         self._opening: dict[str, asyncio.Task[Channel]] = {}
         self._failed: dict[str, tuple[float, SwarmnetError]] = {}
-        self._waiting_notes: dict[str, deque[tuple[str, Message]]] = {}
+        self._waiting_notes: dict[str, deque[tuple[str, Message, Route]]] = {}
         self._offenders: dict[str, Offender] = {}
         self._connected: list[Callable[[str], None]] = []
         self._disconnected: list[Callable[[str], None]] = []
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[asyncio.Task[Any], str] = {}
         self._num_running: dict[str, int] = {}
         self.pool = BufferPool()
         self._closed = False
@@ -116,8 +123,12 @@ class ChannelTransport:
         self._handlers[method] = handler
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
-        if peer_id != self.peer_id:
-            self.carrier.learn(peer_id, addresses)
+        machine = machine_of(peer_id)
+        if machine == self.peer_id:
+            return
+        if peer_id != machine:
+            self._known_seats.setdefault(machine, {})[peer_id] = None
+        self.carrier.learn(machine, addresses)
 
     def connected(self) -> list[str]:
         return list(self._channels)
@@ -149,11 +160,30 @@ class ChannelTransport:
         timeout_s: float,
         on_progress: Callable[[Message], None] | None = None,
     ) -> Message:
+        return await self.call_from(
+            0, peer_id, method, message, timeout_s=timeout_s, on_progress=on_progress
+        )
+
+    async def call_from(
+        self,
+        seat: int,
+        peer_id: str,
+        method: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message], None] | None = None,
+    ) -> Message:
+        """`call`, by one of this machine's seats."""
+        machine, target = split_seat(peer_id)
         try:
             async with asyncio.timeout(timeout_s):
+                if machine == self.peer_id and target != seat:
+                    return await self._call_beside(seat, target, method, message, on_progress)
+                route = (seat, target)
                 if self.links is not None:
-                    return await self.links.call(peer_id, method, message, on_progress)
-                return await self.call_libp2p(peer_id, method, message, on_progress)
+                    return await self.links.call(machine, method, message, on_progress, route)
+                return await self.call_libp2p(machine, method, message, on_progress, route)
         except TimeoutError:
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
@@ -164,27 +194,103 @@ class ChannelTransport:
         method: str,
         message: Message,
         on_progress: Callable[[Message], None] | None,
+        route: Route = FIRST_SEATS,
     ) -> Message:
         """`links.Home`: a call over the carrier, without a deadline."""
         channel = await self._channel(peer_id)
-        return await channel.call(method, message, on_progress)
+        return await channel.call(method, message, on_progress, route)
 
     def notify(self, peer_id: str, method: str, message: Message) -> None:
-        if self._closed or peer_id == self.peer_id:
+        self.notify_from(0, peer_id, method, message)
+
+    def notify_from(self, seat: int, peer_id: str, method: str, message: Message) -> None:
+        """`notify`, by one of this machine's seats."""
+        machine, target = split_seat(peer_id)
+        if machine != self.peer_id:
+            self._notify(machine, method, message, (seat, target))
+        elif target != seat and not self._closed:
+            self.run(self.peer_id, self._hear_beside(seat, target, method, message))
+
+    def _notify(self, peer_id: str, method: str, message: Message, route: Route) -> None:
+        if self._closed:
             return
         channel = self._open_channel(peer_id)
         if channel is not None:
             try:
-                channel.notify(method, message)
+                channel.notify(method, message, route)
             except ProtocolViolation as e:
                 log.warning("%s was not sent: %s", method, e)
             return
         notes = self._waiting_notes.setdefault(peer_id, deque(maxlen=MAX_WAITING_NOTES))
-        notes.append((method, message))
+        notes.append((method, message, route))
         if peer_id not in self._opening and not self._failed_lately(peer_id):
             self._open(peer_id)
         elif peer_id not in self._opening:
             del self._waiting_notes[peer_id]
+
+    # ---- seats ------------------------------------------------------------------------------
+
+    def seat(self, seat: int) -> Seat:
+        """A further peer on this machine (`protocol.seats`), from 1; the first is this one."""
+        self._seats[seat] = Seat(self, seat)
+        return self._seats[seat]
+
+    def remove_seat(self, seat: int) -> None:
+        """Calls to it are answered `NotReady` from now on."""
+        self._seats.pop(seat, None)
+
+    async def _call_beside(
+        self,
+        seat: int,
+        target: int,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+    ) -> Message:
+        """A call to another seat of this machine. Like any handler, its handler runs on when the
+        caller gives up."""
+        if self._closed:
+            raise ChannelClosed("this transport is closed")
+
+        def progress(note: Message) -> None:
+            if on_progress is not None and not task.done():
+                try:
+                    on_progress(note)
+                except Exception:
+                    log.exception("the progress of %s was not understood", method)
+
+        work = self._answer_beside((seat, target), method, message, progress)
+        task = self._start(self.peer_id, work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise ChannelClosed("this transport is closed") from None
+            task.add_done_callback(_seen)
+            raise
+
+    async def _answer_beside(
+        self, route: Route, method: str, message: Message, progress: Callable[[Message], None]
+    ) -> Message:
+        """Raises as a call over the wire would."""
+        try:
+            handle = self._handle(route, self.peer_id, self.run_id, method)
+            return await handle(message, progress)
+        except SwarmnetError as e:
+            raise as_remote(e) from None
+        except Exception as e:
+            log.exception("%s failed", method)
+            raise as_remote(e) from None
+
+    async def _hear_beside(self, seat: int, target: int, method: str, message: Message) -> None:
+        try:
+            await self._handle((seat, target), self.peer_id, self.run_id, method)(
+                message, lambda _: None
+            )
+        except SwarmnetError as e:
+            log.debug("%s from seat %d: %s", method, seat, e)
+        except Exception:
+            log.exception("%s failed", method)
 
     async def close(self) -> None:
         self._closed = True
@@ -264,8 +370,8 @@ class ChannelTransport:
         error = task.exception()
         if error is None:
             # Not where it has closed already: the notes would open it again, without end.
-            for method, message in notes if self._open_channel(peer_id) is not None else ():
-                self.notify(peer_id, method, message)
+            for method, message, route in notes if self._open_channel(peer_id) else ():
+                self._notify(peer_id, method, message, route)
             return
         if not isinstance(error, SwarmnetError):
             log.error("dialling %s failed", peer_id[-8:], exc_info=error)
@@ -331,7 +437,8 @@ class ChannelTransport:
             channels.remove(channel)
             if not channels:
                 del self._channels[channel.remote]
-                self._tell(self._disconnected, channel.remote)
+                for peer_id in (channel.remote, *self._known_seats.pop(channel.remote, ())):
+                    self._tell(self._disconnected, peer_id)
 
     def _tell(self, callbacks: Sequence[Callable[[str], None]], peer_id: str) -> None:
         for callback in callbacks:
@@ -363,7 +470,7 @@ class ChannelTransport:
 
     def serves(self, method: str) -> bool:
         """`calls.Owner`"""
-        return method in self._handlers
+        return method in self._handlers or any(method in s.handlers for s in self._seats.values())
 
     def allows(self, remote: str) -> bool:
         """`calls.Owner`"""
@@ -375,12 +482,16 @@ class ChannelTransport:
 
     def run(self, remote: str, work: Coroutine[Any, Any, None]) -> None:
         """`calls.Owner`"""
+        self._start(remote, work)
+
+    def _start(self, remote: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = remote
         self._num_running[remote] = self.num_running(remote) + 1
         task.add_done_callback(self._ended)
+        return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         remote = self._tasks.pop(task)
         self._num_running[remote] -= 1
         if not self._num_running[remote]:
@@ -392,12 +503,33 @@ class ChannelTransport:
         method: str,
         message: Message,
         progress: Callable[[Message], None],
+        route: Route = FIRST_SEATS,
     ) -> Message:
         """What the handler of a method says."""
-        handler = self._handlers.get(method)
+        handle = self._handle(route, channel.remote, channel.run_id, method)
+        return await handle(message, progress)
+
+    def _handle(
+        self, route: Route, remote: str, run_id: str, method: str
+    ) -> Callable[[Message, Callable[[Message], None]], Awaitable[Message]]:
+        """The handler of a method at a seat. Raises `NotReady`."""
+        caller, target = route
+        seat = self._seats.get(target) if target else None
+        handlers = self._handlers if not target else seat.handlers if seat is not None else {}
+        handler = handlers.get(method)
         if handler is None:
             raise NotReady(f"{method[:64]} is not served here")
-        return await handler(Request(channel.remote, channel.run_id, method, message, progress))
+
+        def handle(message: Message, progress: Callable[[Message], None]) -> Awaitable[Message]:
+            return handler(Request(seat_id(remote, caller), run_id, method, message, progress))
+
+        return handle
+
+
+def _seen(task: asyncio.Task[Message]) -> None:
+    """Takes note of a failure that nobody waited for."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _tell_wrong_version(ready: asyncio.Future[None]) -> None:

@@ -24,6 +24,7 @@ from swarmnet.transport.direct import (
     client_context,
     dial_direct,
 )
+from swarmnet.transport.seats import FIRST_SEATS, Route
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.transport")
@@ -54,6 +55,7 @@ class Home(Protocol):
         method: str,
         message: Message,
         on_progress: Callable[[Message], None] | None,
+        route: Route = FIRST_SEATS,
     ) -> Message: ...
 
     def attach_direct(self, stream: ByteStream) -> Channel: ...
@@ -101,6 +103,7 @@ class DirectLinks:
         method: str,
         message: Message,
         on_progress: Callable[[Message], None] | None,
+        route: Route = FIRST_SEATS,
     ) -> Message:
         """Over the best channel there is. Raises as `Transport.call`."""
         num_bytes = sum(a.num_bytes for a in message.arrays)
@@ -110,10 +113,10 @@ class DirectLinks:
                 self.want(peer_id)
             else:
                 try:
-                    return await channel.call(method, message, on_progress)
+                    return await channel.call(method, message, on_progress, route)
                 except ChannelClosed as e:
                     log.debug("%s: %s; over libp2p then", method, e)
-        reply = await self._home.call_libp2p(peer_id, method, message, on_progress)
+        reply = await self._home.call_libp2p(peer_id, method, message, on_progress, route)
         if sum(a.num_bytes for a in reply.arrays) >= BULK_BYTES:
             self._bulk_methods[method] = None  # of our own calls: as many as there are methods
             self.want(peer_id)

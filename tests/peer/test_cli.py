@@ -30,6 +30,7 @@ COMMANDS = {
         "--builder",
         "--no-feed",
         "--threads",
+        "--stages",
         "--tp",
         "--sequence-parallel",
         "--local",

@@ -31,6 +31,7 @@ from peer.joining import fetch_run
 from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity
+from swarmnet.protocol.seats import seat_id
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.messages import FetchRequest
 from swarmnet.training.stage import build_stage
@@ -333,15 +334,19 @@ async def stranger(spec: RunSpec | None = None) -> AsyncIterator[Transport]:
         await net.transport.close()
 
 
-async def parameters_of(spec: RunSpec, addresses: Sequence[str]) -> dict[str, torch.Tensor]:
+async def parameters_of(
+    spec: RunSpec, addresses: Sequence[str], *, seats: Mapping[int, int] | None = None
+) -> dict[str, torch.Tensor]:
     """The model by name with which the peers at `addresses` ended the run, each of them asked
-    for its stage; asserts that the replicas of a stage have the same bits."""
+    for its stage (`seats`: which seat of a machine is asked, by its place in the list); asserts
+    that the replicas of a stage have the same bits."""
     stages = [build_stage(spec, index) for index in range(spec.pipeline.num_stages)]
     flats: dict[int, torch.Tensor] = {}
     async with stranger(spec) as transport:
-        for address in addresses:
+        for i, address in enumerate(addresses):
             peer_id = await transport.dial(address)
             assert (await fetch_run(transport, peer_id)).run_id == spec.run_id
+            peer_id = seat_id(peer_id, (seats or {}).get(i, 0))
             index, flat = await _flat(transport, peer_id, spec, stages)
             assert torch.equal(flats.setdefault(index, flat), flat), "replicas differ"
     assert sorted(flats) == list(range(len(stages))), "a stage has no replica"

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,10 @@ class Swarm:
         neighbours: Sequence[str] | None = None,
         speed: float = 1.0,
         disk: Disk | None = None,
+        beside: Peer | None = None,
     ) -> Peer:
-        """Starts a peer; it joins through the first one that lives."""
+        """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
+        machine, whose device it shares."""
 
         def work_s(kind: str) -> float:
             replica = peer.replica
@@ -148,6 +150,9 @@ class Swarm:
             disk,
             lambda built, optimizer: build_local_steps(self.spec, built, optimizer),
         )
+        if beside is not None:
+            theirs = beside.machine
+            machine = replace(machine, device=theirs.device, services=theirs.services)
         peer = Peer(
             transport=self.hub.transport(name),
             signer=OpenSigner(),

@@ -1,0 +1,274 @@
+"""The peers of one machine that serves several stages: one after the other takes its stage, all
+work on one device and leave together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from peer.options import AUTO_STAGES, PeerOptions
+from swarmnet.errors import UserError
+from swarmnet.protocol.seats import MAX_SEATS, Room, machine_of, room_for
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.peer import Peer
+
+log = logging.getLogger("swarmnet.peer")
+
+SPEED_FILE = "speed.json"
+"""In the state folder: what the self-benchmark measured."""
+WARM_PASSES, TIMED_PASSES = 1, 3
+SEAT_FOLDER = "seat-"
+IN_FLIGHT = 4
+"""Microbatches of which a stage keeps the graph, as a guess where the run names no number."""
+LOOK_EVERY_S = 60.0
+"""Mean time between two looks whether the machine should serve more or fewer stages."""
+LOOKS_BEFORE_LEAVING = 3
+"""Looks in a row that must find fewer stages enough."""
+POLL_S = 0.2
+GB = 1e9
+
+
+def seat_dir(state_dir: Path, seat: int) -> Path:
+    """Where a seat keeps its checkpoints: the first in the state folder itself."""
+    return state_dir / f"{SEAT_FOLDER}{seat}" if seat else state_dir
+
+
+def further_seats(state_dir: Path) -> list[Path]:
+    """The folders of the other seats that a machine had."""
+    return [path for seat in range(1, MAX_SEATS) if (path := seat_dir(state_dir, seat)).is_dir()]
+
+
+@dataclass
+class Seats:
+    """All peers of this machine."""
+
+    first: Peer
+    num_seats: Callable[[], Awaitable[int]]
+    """How many there shall be; asked when the first has taken its stage, and then, where the number
+    may change, every `LOOK_EVERY_S`."""
+    make: Callable[[int], Awaitable[Peer]]
+    """A further one, by its number."""
+    changes: bool = False
+    rng: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self.further: dict[int, tuple[Peer, asyncio.Task[None]]] = {}
+        self._stopping = asyncio.Event()
+        self._too_many = 0
+
+    async def run(self, neighbours: list[str]) -> None:
+        """Returns when all have left. Where one fails, the others are cut off too."""
+        first = asyncio.ensure_future(self.first.run(neighbours))
+        keeping = asyncio.ensure_future(self._keep())
+        try:
+            while not first.done() or self.further:
+                lives = [first, keeping, *(life for _, life in self.further.values())]
+                waited = [task for task in lives if not task.done()]
+                # Not for ever: the keeper may have started another one meanwhile.
+                await asyncio.wait(waited, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in lives:
+                    if task.done():
+                        task.result()
+                self.further = {s: e for s, e in self.further.items() if not e[1].done()}
+                if first.done():
+                    self.stop()
+        finally:
+            tasks = [first, keeping, *(life for _, life in self.further.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Asks all to hand over and leave."""
+        self._stopping.set()
+        for peer in (self.first, *(peer for peer, _ in self.further.values())):
+            peer.stop()
+
+    async def _keep(self) -> None:
+        """Starts one peer after the other, so that none takes a stage that another is about to; and
+        where the number may change, lets one go that the swarm has no need of any more."""
+        await _settled(self.first)
+        while not self._stopping.is_set():
+            wanted = await self.num_seats()
+            while 1 + len(self.further) < wanted and not self._stopping.is_set():
+                await self._add()
+            if not self.changes:
+                return
+            self._too_many = self._too_many + 1 if 1 + len(self.further) > wanted else 0
+            if self._too_many >= LOOKS_BEFORE_LEAVING:
+                self._let_go()
+            await asyncio.sleep(LOOK_EVERY_S * self.rng.uniform(0.7, 1.3))
+
+    async def _add(self) -> None:
+        seat = next(i for i in range(1, MAX_SEATS) if i not in self.further)
+        peer = await self.make(seat)
+        life = asyncio.ensure_future(peer.run([self.first.gossip.own.peer_id]))
+        self.further[seat] = (peer, life)
+        if self._stopping.is_set():
+            peer.stop()
+        await _settled(peer)
+
+    def _let_go(self) -> None:
+        """The seat whose stage has the most others leaves; none whose stage has no other."""
+        now = asyncio.get_running_loop().time()
+        others = {
+            seat: sum(
+                r.peer_id != peer.gossip.own.peer_id
+                for r in peer.view.replicas(peer.gossip.own.stage, now)
+            )
+            for seat, (peer, _) in self.further.items()
+        }
+        seat = max(others, key=lambda s: (others[s], s))
+        if others[seat]:
+            peer = self.further[seat][0]
+            log.warning("stage %d has others now: this peer leaves it", peer.gossip.own.stage)
+            peer.stop()
+            self._too_many = 0
+
+
+async def _settled(peer: Peer) -> None:
+    """Returns when a peer has its stage."""
+    while peer.replica is None:
+        await peer.gossip.news.wait(POLL_S)
+
+
+@dataclass
+class SeatCount:
+    """How many stages this machine serves; says so in a line whenever it changes."""
+
+    spec: RunSpec
+    options: PeerOptions
+    first: Peer
+    free_bytes: float
+    """Before any stage was built."""
+    last: int = 0
+
+    async def __call__(self) -> int:
+        """Raises `UserError`."""
+        if self.options.stages == AUTO_STAGES:
+            num_seats, why = await self._by_room()
+        else:
+            num_seats, why = int(self.options.stages), "as --stages says"
+        num_stages = self.spec.pipeline.num_stages
+        if num_seats > num_stages:
+            raise UserError(
+                f"--stages {num_seats}: this run has {num_stages}, and a machine serves each of "
+                f"them once; --stages {num_stages} is the most"
+            )
+        if num_seats != self.last and (num_seats, self.options.stages) != (1, "1"):
+            log.warning("serves %d of %d stages: %s", num_seats, num_stages, why)
+        self.last = num_seats
+        return num_seats
+
+    async def _by_room(self) -> tuple[int, str]:
+        from swarmnet.training.memory_plan import plan_memory
+
+        spec, now = self.spec, asyncio.get_running_loop().time()
+        own = machine_of(self.first.gossip.own.peer_id)
+        rates = [
+            [
+                r.samples_per_s
+                for r in self.first.view.members(k, now)
+                if machine_of(r.peer_id) != own
+            ]
+            for k in range(spec.pipeline.num_stages)
+        ]
+        in_flight = spec.pipeline.max_in_flight or IN_FLIGHT
+        rows = plan_memory(spec, num_replicas=1, in_flight=in_flight)
+        layer_s = await asyncio.to_thread(measured_layer_s, spec, self.options)
+        num_layers = spec.model.num_hidden_layers / spec.pipeline.num_stages
+        speed = spec.pipeline.microbatch / (layer_s * num_layers) if layer_s else 0.0
+        room = room_for([row.total for row in rows], self.free_bytes, speed, rates)
+        why = describe_room(room, rows[0].total, self.free_bytes, speed)
+        kept = 0 if self.last else await asyncio.to_thread(self._seats_before)
+        if kept > room.num_seats:
+            return min(kept, len(rows)), f"{why}; so many have checkpoints here"
+        return room.num_seats, why
+
+    def _seats_before(self) -> int:
+        """Seats whose checkpoints of this run are in the state folder: it may be the only ones that
+        there are."""
+        from swarmnet.training.checkpoint import find_checkpoints
+
+        def has_any(seat: int) -> bool:
+            found = find_checkpoints(seat_dir(self.options.state_dir, seat))
+            return any(meta.run_id == self.spec.run_id for _, meta in found)
+
+        return 1 + max((seat for seat in range(1, MAX_SEATS) if has_any(seat)), default=0)
+
+
+def describe_room(room: Room, stage_bytes: float, free_bytes: float, samples_per_s: float) -> str:
+    """Why so many, for the user."""
+    speed = f"{samples_per_s:.1f} samples/s" if samples_per_s else "speed not measured"
+    nobody = f", {room.uncovered} had nobody" if room.uncovered else ""
+    return (
+        f"room for {room.by_memory} ({stage_bytes / GB:.2f} GB each of {free_bytes / GB:.1f} GB "
+        f"free), {speed} (fast enough for {room.by_speed}){nobody}"
+    )
+
+
+def free_memory_bytes() -> float:
+    """Of the device that stages live on."""
+    import psutil
+    import torch
+
+    if torch.cuda.is_available():
+        return float(torch.cuda.mem_get_info()[0])
+    return float(psutil.virtual_memory().available)
+
+
+def measured_layer_s(spec: RunSpec, options: PeerOptions) -> float:
+    """Seconds that this machine takes for forward and backward of one decoder layer and microbatch,
+    measured once and kept in the state folder; 0 for a custom model, whose layers nobody knows.
+    Blocks."""
+    import torch
+
+    if spec.model.kind != "llama":
+        return 0.0
+    what = f"{spec.model}|{spec.pipeline.microbatch}|{torch.__version__}|{options.threads}"
+    key = sha256(what.encode()).hexdigest()[:16]
+    path = options.state_dir / SPEED_FILE
+    try:
+        kept = json.loads(path.read_text())
+        if kept["key"] == key and 0 < float(kept["layer_s"]) < float("inf"):
+            return float(kept["layer_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never measured, or something else was
+    layer_s = _measure_layer_s(spec)
+    try:
+        beside = path.with_name(f".{path.name}")
+        beside.write_text(json.dumps({"key": key, "layer_s": layer_s}) + "\n")
+        beside.replace(path)
+    except OSError as e:
+        log.warning("the measured speed cannot be kept in %s: %s", path, e.strerror)
+    return layer_s
+
+
+def _measure_layer_s(spec: RunSpec) -> float:
+    """The middle of a pipeline of three stages, one decoder layer each."""
+    import torch
+
+    from swarmnet.training.arrays import from_tensor
+    from swarmnet.training.stage import build_stage
+
+    model = spec.model.model_copy(update={"num_hidden_layers": 3, "vocab_size": 256})
+    pipeline = spec.pipeline.model_copy(update={"num_stages": 3})
+    stage = build_stage(spec.model_copy(update={"model": model, "pipeline": pipeline}), 1)
+    shape = (spec.pipeline.microbatch, model.max_position_embeddings, model.hidden_size)
+    inputs = from_tensor(torch.randn(shape))
+    best = float("inf")
+    for i in range(WARM_PASSES + TIMED_PASSES):
+        start_s = time.perf_counter()
+        outputs = stage.forward((0, i), inputs)
+        stage.backward((0, i), outputs)
+        if i >= WARM_PASSES:
+            best = min(best, time.perf_counter() - start_s)
+        stage.forget((0, i))
+    return best

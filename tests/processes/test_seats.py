@@ -1,0 +1,62 @@
+"""One process that serves several stages, over libp2p."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from peer.export import export_checkpoints
+from swarmnet.spec import load_spec
+from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
+from tests.swarm.harness import relative_difference, replay
+
+pytestmark = pytest.mark.processes
+ROUNDS = 25
+
+
+def test_one_machine_trains_alone_and_another_shares_the_work(
+    running: Machine, tmp_path: Path
+) -> None:
+    path = tiny_run(running.folder, rounds=ROUNDS)
+    spec = load_spec(path)
+    alone = running.start_peer(
+        "alone", "--spec", str(path), "--stages", "auto", "--checkpoint-every", "5"
+    )
+    running.until_round(alone, 3)
+    assert any("serves 2 of 2 stages: room for 2" in line for line in alone.errors())
+    data = str(running.folder / "text.txt")
+    both = running.start_peer(
+        "both", "--join", alone.address, "--data", data, "--stages", "2", "--stage", "1"
+    )
+    one = running.start_peer("one", "--join", alone.address, "--data", data, "--stage", "0")
+    peers = [alone, both, one]
+    running.until_round(one, ROUNDS)
+    running.until_round(both, ROUNDS)
+    running.until(lambda: sum(map(len, counted_by(peers).values())) >= ROUNDS * 8)
+
+    addresses = [alone.address, alone.address, both.address, both.address, one.address]
+    model = asyncio.run(parameters_of(spec, addresses, seats={1: 1, 3: 1}))
+    trainer = replay(spec, counted_by(peers), ROUNDS)
+    assert relative_difference(model, trainer.state_dict()) < 1e-4
+
+    look = running.start("status", "status", one.address, "--json")
+    assert running.wait(look) == 0, look.describe()
+    seen = json.loads(look.output())
+    assert len(seen["peers"]) == 5
+    assert [stage["num_replicas"] for stage in seen["stages"]] == [3, 2]
+
+    for peer in peers:
+        running.interrupt(peer)
+    assert [running.wait(peer) for peer in peers] == [0, 0, 0], running.describe()
+    told = export_checkpoints([running.folder / "alone"], tmp_path / "model")
+    assert f"round {ROUNDS}" in told, "both stages are in the folder of one machine"
+
+
+def test_more_seats_than_stages_are_refused(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=ROUNDS)
+    peer = running.start_peer("greedy", "--spec", str(path), "--stages", "5")
+    assert running.wait(peer) == 1
+    assert "--stages 2 is the most" in peer.errors()[-1]

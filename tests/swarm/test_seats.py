@@ -1,0 +1,72 @@
+"""Machines that serve several stages, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_machines_with_all_stages_make_the_updates_of_one_process(
+    tmp_path: Path, num_machines: int
+) -> None:
+    rounds = 8
+    spec = tiny_spec(tmp_path, num_stages=3, rounds=rounds)
+
+    async def scenario(swarm: Swarm) -> None:
+        for m in range(num_machines):
+            await start_machine(swarm, f"m{m}", 3)
+        await swarm.until_round(rounds)
+        served: dict[str, set[int]] = {}
+        for name, member in swarm.members.items():
+            assert member.peer.replica is not None
+            served.setdefault(name.partition("/")[0], set()).add(member.peer.replica.index)
+        assert set(map(frozenset, served.values())) == {frozenset((0, 1, 2))}, served
+        trainer = replay(spec, swarm.counted, rounds)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def test_seats_share_the_speed_of_their_device(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_machine(swarm, "m", 2)
+        swarm.start("alone-0", stage=0)
+        swarm.start("alone-1", stage=1)
+        await swarm.until_round(10)
+        rates = {n: m.peer.gossip.own.samples_per_s for n, m in swarm.members.items()}
+        assert rates["m"] < 0.75 * rates["alone-0"], rates
+        assert rates["m/1"] < 0.75 * rates["alone-1"], rates
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_machine_with_two_stages_dies_and_the_run_goes_on(tmp_path: Path) -> None:
+    rounds = 12
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_machine(swarm, "m", 2)
+        await start_machine(swarm, "n", 2)
+        await swarm.until_round(4)
+        for name in ("m", "m/1"):
+            swarm.kill(name)
+        await swarm.until_round(rounds)
+        trainer = replay(spec, swarm.counted, rounds)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+async def start_machine(swarm: Swarm, name: str, num_seats: int) -> None:
+    """One seat after the other, as `peer.seats` does."""
+    first = swarm.start(name)
+    await swarm.until(lambda: first.replica is not None)
+    for seat in range(1, num_seats):
+        beside = swarm.start(f"{name}/{seat}", feeds=False, beside=first)
+        await swarm.until(lambda peer=beside: peer.replica is not None)  # type: ignore[misc]
