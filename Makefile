@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint install browser screenshot clean
 
 demo: .venv/installed
 	$(BIN)/swarmnet local
@@ -18,6 +18,13 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv && $(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch .venv/installed
+
+# Chromium, for the tests of the web page; nothing where there is one.
+browser:
+	.ci/install-browser
+
+screenshot: .venv/installed browser
+	SWARMNET_SCREENSHOT=docs/images/dashboard.png $(BIN)/pytest tests/dashboard/test_page.py -k real_swarm
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -84,6 +84,13 @@ LocalKindOption = Annotated[
         "parameters and gradients sharded.",
     ),
 ]
+DashboardOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=MAX_PORT, metavar="PORT", help="Show the run as a web page; 0 = any."),
+]
+DashboardHostOption = Annotated[
+    str, typer.Option(help="Address to show the page on; by default for this machine only.")
+]
 MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
@@ -189,6 +196,8 @@ def peer(
     rounds: RoundsOption = None,
     seed: SeedOption = None,
     metrics: MetricsOption = None,
+    dashboard: DashboardOption = None,
+    dashboard_host: DashboardHostOption = LOOPBACK,
     exit_when_done: Annotated[
         bool,
         typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
@@ -269,6 +278,8 @@ def peer(
                 keep_checkpoints=keep_checkpoints,
                 invite=invite,
                 metrics=metrics,
+                dashboard=dashboard,
+                dashboard_host=dashboard_host,
                 exit_when_done=exit_when_done,
                 metrics_port=metrics_port,
                 metrics_host=metrics_host,
@@ -291,6 +302,8 @@ def local(
     rounds: RoundsOption = None,
     seed: SeedOption = None,
     metrics: MetricsOption = None,
+    dashboard: DashboardOption = None,
+    dashboard_host: DashboardHostOption = LOOPBACK,
     transport: TransportOption = "p2pd",
     no_direct: NoDirectOption = False,
     threads: Annotated[
@@ -324,6 +337,8 @@ def local(
             rounds=rounds,
             seed=seed,
             metrics=metrics,
+            dashboard=dashboard,
+            dashboard_host=dashboard_host,
             transport=transport,
             direct=not no_direct,
             threads=threads or _threads_each(peers * (tp or 1)),
@@ -355,9 +370,14 @@ def status(
     def work() -> None:
         from rich.console import Console
 
-        from peer.status import show_status
+        from peer.status import show_status, watch_status
 
-        _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
+        if watch and as_json:
+            raise UsageError("--watch is for people; repeat --json where a program wants to look")
+        if watch:
+            _run(watch_status(address, transport=transport, console=Console()))
+        else:
+            _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
 
     _guarded(work, debug)
 
@@ -539,6 +559,53 @@ def plan(
 
 
 @app.command()
+def dashboard(
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Show the live run behind this address; repeat it to name several peers. "
+            "@FILE: the addresses in a file.",
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show a run again, from what --metrics has written."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=MAX_PORT, help="Port of the page; 0 = any that is free.")
+    ] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address to show it on; by default for this machine only.")
+    ] = LOOPBACK,
+    transport: TransportOption = "p2pd",
+    debug: DebugOption = False,
+) -> None:
+    """Show a run as a web page: live, or replayed from a metrics file."""
+
+    def work() -> None:
+        if bool(join) == (replay is not None):
+            raise UsageError("give --join ADDR for a live run, or --replay FILE for a past one")
+        from peer.dashboard.command import show_live, show_replay
+        from peer.loop import Stopped, run
+
+        def say(line: str) -> None:
+            typer.echo(line)
+            sys.stdout.flush()
+
+        try:
+            if replay is not None:
+                run(show_replay(replay, host=host, port=port, say=say))
+            else:
+                showing = show_live(join or (), host=host, port=port, transport=transport, say=say)
+                run(showing)
+        except Stopped:
+            pass  # how a page ends
+
+    _guarded(work, debug)
+
+
+@app.command()
 def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
     join: Annotated[
@@ -585,7 +652,10 @@ def _serve(options: PeerOptions, parent_pid: int | None) -> None:
     with open_metrics(options.metrics, append=True) as metrics:
 
         def show(running: Running) -> Coroutine[Any, Any, None]:
-            return report_peer(running, options.screen, metrics)
+            page = None
+            if options.dashboard is not None:
+                page = (options.dashboard_host, options.dashboard)
+            return report_peer(running, options.screen, metrics, page)
 
         from peer.daemon import run_peer
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
+
+LARGEST = 2.0**62
+"""Of a number in a file of events."""
+_MISSING = object()
+
+
+def _snake(kind: type[Any]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +24,7 @@ class Event:
     @property
     def name(self) -> str:
         """The event's name in `--metrics`: the class's, in snake case."""
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+        return _snake(type(self))
 
     def to_json(self) -> dict[str, Any]:
         """One line of `--metrics`."""
@@ -179,3 +187,32 @@ COUNTED: dict[str, type[Any]] = {
     "contributions_clipped": ContributionsClipped,
 }
 """Keys of `Record.totals` whose growth is an event."""
+
+
+def _kinds() -> dict[str, type[Any]]:
+    plain = (HeldOut, PeerJoined, PeerLost, Migrated, SyncMode, ContributionDropped)
+    kinds: dict[str, type[Any]] = {_snake(kind): kind for kind in (*plain, *COUNTED.values())}
+    return {**kinds, "round": RoundFinished}
+
+
+def event_from_json(values: dict[str, Any]) -> Event | None:
+    """The reverse of `to_json`; None for what is no such event, is damaged, or is of another
+    version."""
+    kind = _kinds().get(str(values.get("event")))
+    if kind is None:
+        return None
+    given: dict[str, Any] = {}
+    for f in fields(kind):
+        value = values.get(f.name, _MISSING)
+        if value is _MISSING:
+            if f.default is MISSING:
+                return None
+            continue
+        wanted: Any = {"int": int, "float": (int, float), "str": str, "bool": bool}[str(f.type)]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            return None
+        if isinstance(value, (int, float)) and not abs(value) < LARGEST:
+            return None
+        given[f.name] = value
+    event: Event = kind(**given)
+    return event

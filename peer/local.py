@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from peer.options import (
     with_overrides,
 )
 from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
-from peer.report import Reporter
+from peer.report import Reporter, open_page
 from peer.screen import peers_table
 from peer.text import number, size
 from peer.view_model import Summary
@@ -73,6 +74,9 @@ class LocalOptions:
     """Faults on purpose; see `peer.chaos`."""
     invite: str = ""
     """To a closed run."""
+    dashboard: int | None = None
+    """Show the web page on this port; None = not at all."""
+    dashboard_host: str = LOOPBACK
 
 
 async def run_local(
@@ -97,11 +101,15 @@ async def run_local(
     if options.invite:
         os.environ[INVITE_VARIABLE] = options.invite  # of the peers; a command line can be seen
         join = partial(join, invite=options.invite)
-    with (
-        open_metrics(options.metrics, append=False) as metrics,
-        Reporter(spec, options.screen, metrics) as reporter,
-        run_folder() as folder,
-    ):
+    async with AsyncExitStack() as stack:
+        hub = None
+        if options.dashboard is not None:
+            hub, shown_at = await open_page(stack, spec, options.dashboard_host, options.dashboard)
+        metrics = stack.enter_context(open_metrics(options.metrics, append=False))
+        reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub))
+        folder = stack.enter_context(run_folder())
+        if hub is not None:
+            reporter.screen.say(f"dashboard: {shown_at}")
         processes = PeerProcesses(folder, command)
         try:
             await _run(options, spec, reporter, processes, join, rates)

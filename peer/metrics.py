@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from peer.events import Event
 from swarmnet.errors import UserError
@@ -32,11 +33,17 @@ class MetricsFile:
 
     def write(self, events: Iterable[Event]) -> None:
         """Writes and flushes."""
-        lines = [json.dumps(event.to_json(), allow_nan=False) + "\n" for event in events]
+        self._write([event.to_json() for event in events])
+
+    def write_state(self, state: dict[str, Any], unix_s: float) -> None:
+        """All that a screen shows, for a replay; writes and flushes."""
+        self._write([{"event": "state", **state, "time_unix_s": unix_s}])
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
         if not lines:
             return
         try:
-            self._file.write("".join(lines))
+            self._file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
             self._file.flush()
         except OSError as error:
             raise UserError(f"cannot write --metrics {self.path}: {_reason(error)}") from None

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from peer.events import (
     COUNTED,
     ContributionDropped,
@@ -26,10 +28,11 @@ from peer.events import (
     RoundFinished,
     SyncMode,
 )
-from peer.view_model import PeerRow, StageRow, Summary, ViewModel
+from peer.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
 from swarmnet.protocol.auto_mode import merge
 from swarmnet.protocol.records import (
     ACTIVE,
+    DIGEST_BYTES,
     JOINING,
     KEPT_ROUNDS,
     LEAVING,
@@ -39,9 +42,12 @@ from swarmnet.protocol.records import (
     Record,
     RoundCount,
 )
+from swarmnet.protocol.seats import machine_of
 
 RECENT_ROUNDS = 5
 """Finished rounds behind the throughput that is shown."""
+CLEARLY_FASTER = 1.1
+"""The fastest stage, over the slowest, from which on that one is called the bottleneck."""
 
 
 @dataclass(slots=True)
@@ -68,16 +74,24 @@ class Monitor:
 
     Args:
         num_stages, global_batch (samples), rounds (length of the run): of the run's spec.
+        replication: owners that each optimizer shard should have.
         measures: feeders are known to measure held-out data, so that `all_told` waits for the
             first measurement. For the last it waits wherever there was one.
     """
 
     def __init__(
-        self, *, num_stages: int, global_batch: int, rounds: int, measures: bool = False
+        self,
+        *,
+        num_stages: int,
+        global_batch: int,
+        rounds: int,
+        replication: int = 2,
+        measures: bool = False,
     ) -> None:
         self.num_stages = num_stages
         self.global_batch = global_batch
         self.rounds = rounds
+        self.replication = replication
         self.measures = measures
         self._seen: dict[str, _Seen] = {}
         self._counts: dict[tuple[str, int], dict[int, RoundCount]] = {}
@@ -325,20 +339,50 @@ class Monitor:
             held_out_round=held_out.round if held_out else None,
             held_out_loss=held_out.loss if held_out else None,
             held_out_bits_per_byte=held_out.bits_per_byte if held_out else None,
-            stages=tuple(self._stage_row(stage) for stage in range(self.num_stages)),
+            stages=self._stage_rows(),
             peers=tuple(self._peer_rows()),
             totals=dict(sorted(self._totals.items())),
             spread=self._spread(),
+            samples_per_s=sum(e.samples for e in self._recent) / seconds if seconds > 0 else None,
+            split=self._split(),
         )
 
-    def _stage_row(self, stage: int) -> StageRow:
-        members = [r for r in self._serving() if r.stage == stage]
+    def _stage_rows(self) -> tuple[StageRow, ...]:
+        serving = self._serving()
+        members = [[r for r in serving if r.stage == k] for k in range(self.num_stages)]
+        rates = [sum(r.samples_per_s for r in ms if r.state == ACTIVE) for ms in members]
+        slowest = bottleneck(rates)
+        return tuple(
+            self._stage_row(k, members[k], rates[k], k == slowest) for k in range(self.num_stages)
+        )
+
+    def _stage_row(
+        self, stage: int, members: Sequence[Record], rate: float, is_bottleneck: bool
+    ) -> StageRow:
         replicas = [r for r in members if r.state == ACTIVE]
+        owners = owners_by_shard(members)
+        wanted = min(self.replication, len(replicas))
+        num_thin = sum(n < wanted for n in owners)
         return StageRow(
             stage=stage,
             num_replicas=len(replicas),
             num_joining=sum(r.state == JOINING for r in members),
-            samples_per_s=sum(r.samples_per_s for r in replicas),
+            samples_per_s=rate,
+            fewest_owners=min(owners, default=None),
+            num_thin_shards=num_thin,
+            is_bottleneck=is_bottleneck,
+            risk=risk(stage, replicas, num_thin, wanted, len(owners)),
+        )
+
+    def _split(self) -> RoundSplit | None:
+        told = [r for r in self._serving() if r.is_replica and r.last_open_s > 0]
+        if not told:
+            return None
+        count = len(told)
+        return RoundSplit(
+            compute_s=sum(r.last_busy_s for r in told) / count,
+            exchange_s=sum(r.last_exchange_s for r in told) / count,
+            waiting_s=sum(max(0.0, r.last_open_s - r.last_busy_s) for r in told) / count,
         )
 
     def _peer_rows(self) -> list[PeerRow]:
@@ -360,6 +404,10 @@ class Monitor:
                 direct_sent_bytes=seen.record.totals.get("direct_sent_bytes", 0),
                 rerouted=seen.record.totals.get("rerouted", 0),
                 agent=seen.record.agent,
+                started_unix_s=seen.record.started_unix_s,
+                upload_bytes_per_s=seen.record.upload_bytes_per_s,
+                busy=busy_part(seen.record),
+                has_data=seen.record.has_data,
             )
             for seen in shown
         ]
@@ -384,6 +432,45 @@ class Monitor:
             samples_lost=self._totals.get("samples_lost", 0),
             bytes_per_token=sent / self._tokens_watched if self._tokens_watched else 0.0,
         )
+
+
+def bottleneck(rates: Sequence[float]) -> int | None:
+    """The slowest of several stages that have all been measured, unless they are about equal."""
+    if len(rates) < 2 or min(rates) <= 0 or max(rates) < CLEARLY_FASTER * min(rates):
+        return None
+    return rates.index(min(rates))
+
+
+def busy_part(record: Record) -> float:
+    """Of a peer's last round, its exchange included, in which its device worked."""
+    whole = record.last_open_s + record.last_exchange_s
+    return min(1.0, record.last_busy_s / whole) if whole > 0 else 0.0
+
+
+def owners_by_shard(members: Sequence[Record]) -> list[int]:
+    """Live owners of each of a stage's optimizer shards; empty while nobody says what there is."""
+    num_shards = max((len(r.digests) // DIGEST_BYTES for r in members), default=0)
+    owners = np.zeros(num_shards, np.int64)
+    for r in members:
+        bits = np.unpackbits(np.frombuffer(r.holds, np.uint8), bitorder="little")[:num_shards]
+        owners[: len(bits)] += bits
+    return [int(n) for n in owners]
+
+
+def risk(
+    stage: int, replicas: Sequence[Record], num_thin: int, wanted: int, num_shards: int
+) -> str:
+    """What may go wrong with a stage, in words: the worst first."""
+    if not replicas:
+        return f"stage {stage} has nobody: training waits"
+    if len(replicas) == 1:
+        return f"stage {stage}: one failure from loss"
+    machines = {machine_of(r.peer_id) for r in replicas}
+    if num_thin:
+        return f"stage {stage}: {num_thin} of {num_shards} shards have fewer than {wanted} owners"
+    if len(machines) == 1:
+        return f"stage {stage}: all its replicas are one machine"
+    return ""
 
 
 def _strikes(record: Record, known: dict[str, int], unix_s: float) -> list[Event]:

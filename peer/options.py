@@ -83,6 +83,9 @@ class PeerOptions:
     metrics_port: int | None = None
     """Serve `/metrics` for Prometheus there; None = not at all."""
     metrics_host: str = LOOPBACK
+    dashboard: int | None = None
+    """Show the web page on this port; None = not at all."""
+    dashboard_host: str = LOOPBACK
     health_file: Path | None = None
     """Written every few seconds while this peer is well; see `peer.health`."""
     ready_file: Path | None = None

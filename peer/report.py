@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
 
+from peer.dashboard.hub import Hub, state_of
 from peer.events import Event
 from peer.metrics import MetricsFile
 from peer.monitor import Monitor
 from peer.options import ScreenName
 from peer.screen import Screen
+from peer.view_model import ViewModel
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, describe
 
@@ -22,6 +25,8 @@ LOOK_EVERY_S = 0.1
 only, and those of a small model are short."""
 
 
+STATE_EVERY_S, STATE_EVERY_S_PER_PEER = 10.0, 0.2
+"""Between two `state` lines of a metrics file."""
 PLAIN_WIDTH = 120
 """Columns of output that goes to no terminal."""
 
@@ -45,6 +50,7 @@ def monitor_of(spec: RunSpec) -> Monitor:
         num_stages=spec.pipeline.num_stages,
         global_batch=spec.pipeline.global_batch,
         rounds=spec.optimizer.rounds,
+        replication=spec.sync.replication,
         measures=bool(spec.data.paths)
         and spec.data.held_out_fraction > 0
         and spec.data.held_out_microbatches > 0,
@@ -58,26 +64,45 @@ def make_console() -> Console:
 
 
 class Reporter:
-    """A monitor, a screen and, where asked for, a metrics file. A context manager that opens and
-    closes the screen; the file belongs to the caller."""
+    """A monitor, a screen and, where asked for, a metrics file and a web page. A context manager
+    that opens and closes the screen; file and page belong to the caller."""
 
     def __init__(
-        self, spec: RunSpec, mode: ScreenName = "auto", metrics: MetricsFile | None = None
+        self,
+        spec: RunSpec,
+        mode: ScreenName = "auto",
+        metrics: MetricsFile | None = None,
+        hub: Hub | None = None,
     ) -> None:
         self.spec = spec
         self.monitor = monitor_of(spec)
         self.screen = Screen(make_console(), mode)
         self.metrics = metrics
+        self.hub = hub
+        self._state_at = float("-inf")
 
     def look(self, view: View, now: float, unix_s: float) -> list[Event]:
         """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
         `unix_s`: for the events."""
         live = frozenset(record.peer_id for record in view.live(now))
         events = self.monitor.observe(view.records(), live, now, unix_s)
+        model = self.monitor.view_model()
         if self.metrics is not None:
             self.metrics.write(events)
-        self.screen.show(self.spec, self.monitor.view_model(), events)
+            self._write_state(self.metrics, model, now, unix_s)
+        if self.hub is not None:
+            self.hub.tell(model, events, now, unix_s)
+        self.screen.show(self.spec, model, events)
         return events
+
+    def _write_state(
+        self, metrics: MetricsFile, model: ViewModel, now: float, unix_s: float
+    ) -> None:
+        """What a replay shows between the events; the more peers, the more seldom."""
+        if now - self._state_at < max(STATE_EVERY_S, STATE_EVERY_S_PER_PEER * len(model.peers)):
+            return
+        self._state_at = now
+        metrics.write_state(state_of(self.spec, model), unix_s)
 
     def close(self) -> None:
         """Idempotent."""
@@ -96,15 +121,36 @@ class Reporter:
         self.close()
 
 
-async def report_peer(running: Running, mode: ScreenName, metrics: MetricsFile | None) -> None:
-    """Says how to join, and then what the peer sees, until it is cancelled."""
+async def open_page(stack: AsyncExitStack, spec: RunSpec, host: str, port: int) -> tuple[Hub, str]:
+    """A dashboard of a run that the caller will look at, and its address. Raises `UserError`."""
+    from peer.dashboard.app import live_app
+    from peer.dashboard.server import serving
+
+    hub = Hub(spec)
+    return hub, await stack.enter_async_context(serving(live_app(hub, host), host, port))
+
+
+async def report_peer(
+    running: Running,
+    mode: ScreenName,
+    metrics: MetricsFile | None,
+    page: tuple[str, int] | None = None,
+) -> None:
+    """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and port
+    of the dashboard, where one is wanted."""
     loop = asyncio.get_running_loop()
-    with Reporter(running.spec, mode, metrics) as reporter:
+    async with AsyncExitStack() as stack:
+        hub = None
+        if page is not None:
+            hub, shown_at = await open_page(stack, running.spec, *page)
+        reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub))
         say = reporter.screen.say
         if not reporter.screen.is_quiet:
             say(describe(running.spec))
             say("to join this run:")
         say(f"swarmnet peer --join {running.address}")
+        if page is not None and not reporter.screen.is_quiet:
+            say(f"dashboard: {shown_at}")
         while True:
             reporter.look(running.view, loop.time(), time.time())
             await asyncio.sleep(LOOK_EVERY_S)

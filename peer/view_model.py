@@ -30,6 +30,12 @@ class PeerRow:
     """Of those sent."""
     rerouted: int
     agent: str
+    started_unix_s: float = 0.0
+    upload_bytes_per_s: float = 0.0
+    """Measured; 0 while unknown."""
+    busy: float = 0.0
+    """Part of the last round in which its device worked, 0 to 1."""
+    has_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,24 @@ class StageRow:
     num_joining: int
     samples_per_s: float
     """Of its replicas together."""
+    fewest_owners: int | None = None
+    """Live owners of the optimizer shard that has the fewest; None while unknown."""
+    num_thin_shards: int = 0
+    """Optimizer shards with fewer owners than the run wants."""
+    is_bottleneck: bool = False
+    """Of all stages, the one with the least throughput; none where all are about as fast."""
+    risk: str = ""
+    """What may go wrong here, in words; empty for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSplit:
+    """Where the seconds of the last round went, mean over the replicas."""
+
+    compute_s: float
+    exchange_s: float
+    waiting_s: float
+    """For microbatches, while the round was open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +94,9 @@ class ViewModel:
     """Sums over peers of what their records count, since they started."""
     spread: float = 0.0
     """Largest distance of two replicas that met, over the norm of their parameters."""
+    samples_per_s: float | None = None
+    """Committed, over the last finished rounds."""
+    split: RoundSplit | None = None
 
     @property
     def num_live(self) -> int:

@@ -152,6 +152,12 @@ class Record:
     """Likewise, how long exchanges take."""
     switches: tuple[Switch, ...] = ()
     """In mode `auto`: the newest changes that are known, by ascending round."""
+    last_open_s: float = 0.0
+    """How long the last round that ended here was open to microbatches; 0 before the first."""
+    last_busy_s: float = 0.0
+    """Of it and its exchange, how long the device worked."""
+    last_exchange_s: float = 0.0
+    """How long its exchange took."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -172,6 +178,9 @@ class Record:
             self.spread,
             self.round_s,
             self.exchange_s,
+            self.last_open_s,
+            self.last_busy_s,
+            self.last_exchange_s,
         )
         if any(not (math.isfinite(x) and x >= 0) for x in rates):
             raise ValueError("a rate of a record is out of range")

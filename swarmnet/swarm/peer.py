@@ -172,6 +172,7 @@ class Peer:
         self._tasks = Tasks("peer")
         self._stopping = asyncio.Event()
         self._moved_at = float("-inf")
+        self._busy_s = 0.0
         self.transport.handle("spec", self._on_spec)
         self.probes = Probes(self.transport, self.gossip)
 
@@ -499,6 +500,9 @@ class Peer:
             restorable=(),
             history=history,
             samples=replica.samples,
+            last_open_s=replica.open_s,
+            last_busy_s=self._busy_since(replica),
+            last_exchange_s=averaging.last_exchange_s if replica.open_s else 0.0,
             urgent=True,
         )
         self.recovery.forget_loaded()
@@ -508,6 +512,11 @@ class Peer:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
+
+    def _busy_since(self, replica: Replica) -> float:
+        """Seconds that the device has worked since the round before was opened."""
+        before, self._busy_s = self._busy_s, replica.device.busy_s
+        return max(0.0, self._busy_s - before) if replica.open_s else 0.0
 
     # ---- leaving ----------------------------------------------------------------------------
 

@@ -82,6 +82,19 @@ def test_state_outlives_the_containers() -> None:
         assert parsed(name)["state_dir"] is None, "replicas of a service share a volume"
 
 
+def test_the_dashboard_looks_at_the_run_and_is_looked_at() -> None:
+    service, options = SERVICES["dashboard"], parsed("dashboard")
+    where = parsed("bootstrap")["ready_file"]
+    assert options["join"] == [f"@{where}"]
+    assert mounts("dashboard")[str(where.parent)] == "rendezvous"
+    assert service["ports"] == [f"127.0.0.1:8080:{options['port']}"]
+    assert options["host"] == "0.0.0.0", "or nothing can be published"
+    check = service["healthcheck"]["test"]
+    assert check[:2] == ["CMD", "python3"]
+    compile(check[3], "healthcheck", "exec")
+    assert f":{options['port']}/healthz" in check[3]
+
+
 def test_nothing_is_published_beyond_this_machine() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert all(port.startswith("127.0.0.1:") for port in ports)

@@ -1,0 +1,115 @@
+"""What a browser may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from peer.dashboard.app import live_app, replay_app
+from peer.dashboard.server import serving
+from swarmnet.errors import UserError
+from tests.dashboard.making import Played, replica
+
+LOOPBACK = "127.0.0.1"
+
+
+def client(host: str = LOOPBACK) -> TestClient:
+    played = Played()
+    played.look(replica("a", 0), replica("<script>alert(1)</script>", 1, agent="<img src=x>"))
+    return TestClient(live_app(played.hub, host), base_url="http://127.0.0.1:8080")
+
+
+def test_the_page_and_what_it_needs_come_from_here_alone() -> None:
+    visitor = client()
+    page = visitor.get("/")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    static = Path("peer/dashboard/static")
+    needed = [f"/static/{path.name}" for path in static.iterdir()]
+    assert len(needed) > 6
+    for path in needed:
+        answer = visitor.get(path)
+        assert answer.status_code == 200, path
+        if path.endswith((".js", ".css", ".html")) and "uPlot" not in path:
+            assert "//cdn" not in answer.text
+            assert "https://" not in answer.text
+            assert ".innerHTML" not in answer.text, "text of peers is hostile"
+    assert visitor.get("/healthz").json() == {"status": "ok"}
+    assert visitor.get("/replay.json").status_code == 204
+
+
+def test_only_this_machine_is_answered_under_its_own_names() -> None:
+    visitor = client()
+    for host in ("localhost:8080", "127.0.0.1", "[::1]:8080"):
+        assert visitor.get("/healthz", headers={"host": host}).status_code == 200
+    assert visitor.get("/state.json", headers={"host": "evil.example"}).status_code == 400
+    opened = client("0.0.0.0")
+    assert opened.get("/healthz", headers={"host": "training.example"}).status_code == 200
+
+
+def test_nothing_can_be_written() -> None:
+    visitor = client()
+    for method in ("post", "put", "delete", "patch"):
+        for path in ("/", "/state.json", "/peer", "/stream", "/healthz"):
+            assert getattr(visitor, method)(path).status_code == 405
+
+
+def test_hostile_text_stays_text() -> None:
+    visitor = client()
+    answer = visitor.get("/state.json")
+    assert answer.headers["content-type"] == "application/json"
+    assert "<script>alert(1)</script>" in answer.json()["peers"]
+    assert visitor.get("/peer", params={"id": "<script>alert(1)</script>"}).status_code == 200
+    assert visitor.get("/peer").status_code == 400
+    assert visitor.get("/peer", params={"id": "x" * 1000}).status_code == 400
+    assert visitor.get("/static/../app.py").status_code == 404
+    assert visitor.get("/static/%2e%2e/app.py").status_code == 404
+
+
+def test_news_come_as_a_stream_and_a_visitor_comes_back() -> None:
+    async def main() -> None:
+        played = Played()
+        played.look(replica("a", 0))
+        async with (
+            serving(live_app(played.hub, LOOPBACK), LOOPBACK, 0) as address,
+            httpx.AsyncClient(base_url=address, timeout=10) as browser,
+        ):
+            for visit in range(2):  # as after a lost connection
+                async with browser.stream("GET", "/stream") as answer:
+                    assert answer.headers["content-type"].startswith("text/event-stream")
+                    lines = answer.aiter_lines()
+                    state = await _message(lines)
+                    assert set(state["peers"]) == {"a", "b"} if visit else {"a"}
+                    played.look(replica("a", 0), replica("b", 1, queue_length=visit + 1))
+                    assert set((await _message(lines))["peers"]) == {"b"}
+            async with browser.stream("GET", "/stream"):
+                pass  # ends with the server
+
+    asyncio.run(main())
+
+
+async def _message(lines: object) -> dict[str, object]:
+    async for line in lines:  # type: ignore[attr-defined]
+        if line.startswith("data: "):
+            return dict(json.loads(line[6:]))
+    raise AssertionError("the stream ended")
+
+
+def test_a_port_that_is_taken_is_one_clear_line() -> None:
+    async def main() -> None:
+        with socket.create_server((LOOPBACK, 0)) as other:
+            port = other.getsockname()[1]
+            with pytest.raises(UserError, match="choose another port"):
+                async with serving(replay_app(dict, LOOPBACK), LOOPBACK, port):
+                    pass
+        with pytest.raises(UserError, match="address of this machine"):
+            async with serving(replay_app(dict, LOOPBACK), "203.0.113.7", 0):
+                pass
+
+    asyncio.run(main())

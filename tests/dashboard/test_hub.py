@@ -1,0 +1,119 @@
+"""What visitors of the page are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from peer.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT, MAX_WAITING
+from tests.dashboard.making import Played, feeder, held_out, replica
+
+
+def test_a_visitor_gets_everything_and_then_what_changes() -> None:
+    async def main() -> None:
+        played = Played()
+        played.look(replica("a", 0), replica("b", 1), replica("c", 1))
+        visit = played.hub.visit()
+        state = await anext(visit)
+        assert (state["kind"], set(state["peers"])) == ("state", {"a", "b", "c"})
+        assert [s["num_replicas"] for s in state["model"]["stages"]] == [1, 2]
+        assert state["model"]["stages"][0]["risk"] == "stage 0: one failure from loss"
+        assert [e["text"] for e in state["events"]] == [
+            "peer a joined (stage 0)", "peer b joined (stage 1)", "peer c joined (stage 1)",
+        ]  # fmt: skip
+
+        played.look(replica("a", 0), replica("b", 1), replica("c", 1))  # nothing new
+        changed = replica("c", 1, queue_length=3, version=2)
+        played.look(replica("a", 0), replica("b", 1), changed)
+        tick = await anext(visit)
+        assert set(tick) == {"kind", "peers"}
+        assert set(tick["peers"]) == {"c"}
+        assert tick["peers"]["c"]["queue_length"] == 3
+
+        played.look(replica("a", 0), replica("b", 1), changed, dead=("b",))
+        tick = await anext(visit)
+        assert tick["peers"]["b"]["state"] == "lost"
+        assert [e["kind"] for e in tick["events"]] == ["peer_lost"]
+        assert tick["model"]["stages"][1]["risk"] == "stage 1: one failure from loss"
+        played.look(replica("a", 0), changed)
+        assert (await anext(visit))["peers"]["b"] is None
+        await visit.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_differences_add_up_to_the_state() -> None:
+    async def main() -> None:
+        played = Played()
+        visit = played.hub.visit()
+        page: dict[str, Any] = json.loads(json.dumps(await anext(visit)))
+        told = 0
+        for r in range(12):
+            others = [replica(f"p{k}", k % 2, r, queue_length=r * k % 5) for k in range(r % 7)]
+            a = feeder("a", r, loss=3.0 - r / 10, held_out=held_out(r, 3.0) if r % 4 == 0 else None)
+            played.look(a, replica("b", 1, r), *others, dead=("p1",) if r % 3 == 0 else ())
+            told += 1
+        for queued in range(told):
+            tick = await asyncio.wait_for(anext(visit), 1) if queued < told - 1 else None
+            for key, value in json.loads(json.dumps(tick or {})).items():
+                if key == "peers":
+                    page["peers"] |= value
+                elif key in ("rounds", "held_out", "events"):
+                    page[key] += value
+                elif key == "model":
+                    page["model"] = value
+            if tick is None:
+                break
+        tick = await asyncio.wait_for(anext(visit), 1)
+        page["peers"] |= tick.get("peers", {})
+        page["model"] = tick.get("model", page["model"])
+        for key in ("rounds", "held_out", "events"):
+            page[key] += tick.get(key, [])
+        page["peers"] = {k: v for k, v in page["peers"].items() if v is not None}
+        assert page == json.loads(json.dumps(played.hub.state()))
+        assert len(page["rounds"]) > 5
+        await visit.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_who_is_too_slow_is_told_everything_anew() -> None:
+    async def main() -> None:
+        played = Played()
+        played.look(replica("a", 0))
+        visit = played.hub.visit()
+        await anext(visit)
+        for n in range(MAX_WAITING + 5):
+            played.look(replica("a", 0, queue_length=n + 1, version=n))
+        kinds = [(await anext(visit))["kind"] for _ in range(5)]
+        assert kinds[0] == "state"
+        assert set(kinds[1:]) == {"tick"}
+        await visit.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_what_is_kept_is_bounded() -> None:
+    played = Played(num_stages=1, rounds=100_000)
+    for r in range(MAX_ROUNDS_KEPT + 700):
+        name = f"p{r % 50}" if r % 2 else "a"
+        played.look(feeder("a", r, loss=1.0), replica(name + "x", 0, r))
+    state = played.hub.state()
+    assert len(state["rounds"]) <= MAX_ROUNDS_KEPT
+    rounds = [point[0] for point in state["rounds"]]
+    assert rounds == sorted(rounds)
+    assert rounds[-1] > MAX_ROUNDS_KEPT
+    assert len(state["events"]) <= MAX_EVENTS_KEPT
+
+
+def test_a_peers_history() -> None:
+    played = Played()
+    for n in range(20):
+        played.look(replica("a", 0, totals={"sent_bytes": 100 * n}), replica("b", 1))
+    history = played.hub.history("a")
+    sent = [point[3] for point in history["points"]]
+    assert len(sent) >= 3
+    assert sent == sorted(sent)
+    assert [e["kind"] for e in history["events"]] == ["peer_joined"]
+    assert played.hub.history("nobody") == {"peer_id": "nobody", "points": [], "events": []}
