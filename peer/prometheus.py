@@ -15,15 +15,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from swarmnet import __version__
 from swarmnet.errors import UserError
 from swarmnet.protocol import progress
+from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.records import STATES
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.replica import Replica
 
 COLLECT_TIMEOUT_S = 5.0
 """For the event loop to say its numbers."""
@@ -78,6 +85,22 @@ class PeerCollector(Collector):
         for method, amount in sorted(traffic.received_bytes.items()):
             bytes_.add_metric(["received", method], amount)
         yield bytes_
+        calls = HistogramMetricFamily(
+            "swarmnet_call_seconds", "Calls to other peers that were answered.", labels=["method"]
+        )
+        for method, histogram in sorted(traffic.call_s.items()):
+            calls.add_metric([method], *_buckets(histogram))
+        yield calls
+        failed = CounterMetricFamily(
+            "swarmnet_failed_calls",
+            "Calls that no peer answered, or too late.",
+            labels=["method"],
+        )
+        for method, amount in sorted(traffic.failed_calls.items()):
+            failed.add_metric([method], amount)
+        yield failed
+        if self._peer.replica is not None:
+            yield from _times_of(self._peer.replica)
         yield GaugeMetricFamily(
             "swarmnet_queue_length", "Pieces of work that wait.", value=own.queue_length
         )
@@ -145,6 +168,26 @@ class PeerCollector(Collector):
                 "Newest loss on held-out data, nats per token.",
                 value=best.loss,
             )
+
+
+def _times_of(replica: Replica) -> Iterator[Any]:
+    for name, text, histogram in (
+        (
+            "swarmnet_microbatch_device_seconds",
+            "Device time of a microbatch, forward and backward.",
+            replica.services,
+        ),
+        ("swarmnet_round_seconds", "Rounds, from opening to opening.", replica.rounds),
+        ("swarmnet_exchange_seconds", "Exchanges of gradients.", replica.exchanges),
+    ):
+        family = HistogramMetricFamily(name, text)
+        family.add_metric([], *_buckets(histogram))
+        yield family
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, int]], float]:
+    ends = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
+    return ends, histogram.sum
 
 
 def serve_metrics(peer: Peer, spec: RunSpec, host: str, port: int) -> Any:

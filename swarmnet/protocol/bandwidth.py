@@ -41,7 +41,9 @@ class Rate:
         """So many bytes took so much saturated time."""
         self._num_bytes += num_bytes
         self._seconds += seconds
-        if self._seconds <= 0 or (self._seconds < SAMPLE_S and self._num_bytes < SAMPLE_BYTES):
+        if self._seconds <= 0 or not self._num_bytes:
+            return  # where nothing was taken, that time counts with the next bytes
+        if self._seconds < SAMPLE_S and self._num_bytes < SAMPLE_BYTES:
             return
         sample = self._num_bytes / self._seconds
         self.seen_bytes += self._num_bytes

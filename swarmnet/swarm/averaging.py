@@ -340,6 +340,7 @@ class Averaging:
         if results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
         took = self.last_exchange_s = loop.time() - started
+        self.replica.exchanges.add(took)
         self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
 
     async def _until_restored(self, r: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarmnet.errors import NotReady, Stale
+from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.ledger import Ledger
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.news import News
@@ -47,6 +48,12 @@ class Replica:
     """How long the last round was open here."""
     service_s: float = 0.0
     """Moving average of the device seconds of a microbatch, forward and backward together."""
+    services: Histogram = field(default_factory=Histogram)
+    """The same, every one."""
+    rounds: Histogram = field(default_factory=Histogram)
+    """Seconds of rounds, from opening to opening."""
+    exchanges: Histogram = field(default_factory=Histogram)
+    """Seconds of exchanges."""
 
     @property
     def index(self) -> int:

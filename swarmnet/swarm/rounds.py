@@ -166,6 +166,7 @@ class Rounds:
             averaged_at - settled_at,
             loop.time() - averaged_at,
         )
+        replica.rounds.add(loop.time() - self._opened_at)
         self._opened_at, self._busy_s = loop.time(), replica.device.busy_s
 
     # ---- orphans ----------------------------------------------------------------------------

@@ -224,6 +224,7 @@ class StepService:
         """Service time of a microbatch from the device's clock: waiting for others is no work."""
         busy_s = replica.device.busy_s
         sample, self._measured_busy_s = busy_s - self._measured_busy_s, busy_s
+        replica.services.add(sample)
         if replica.service_s == 0.0:
             replica.service_s = sample
         replica.service_s += SERVICE_SMOOTHING * (sample - replica.service_s)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from swarmnet.protocol.bandwidth import UploadMeter
+from swarmnet.protocol.histogram import Histogram
 from swarmnet.wire import Message
 
 PROTOCOL_VERSION = 1
@@ -47,10 +48,22 @@ class Traffic:
     direct_links: int = 0
     """Peers with a direct connection now."""
     upload: UploadMeter = field(default_factory=UploadMeter)
+    call_s: dict[str, Histogram] = field(default_factory=dict)
+    """How long calls took that were answered, by method."""
+    failed_calls: dict[str, int] = field(default_factory=dict)
+    """Calls that no peer answered, by method: cut off, or too late."""
 
     def add_sent(self, method: str, num_bytes: int, *, is_direct: bool = False) -> None:
         self.direct_sent_bytes += num_bytes if is_direct else 0
         self.sent_bytes[method] = self.sent_bytes.get(method, 0) + num_bytes
+
+    def add_call(self, method: str, seconds: float) -> None:
+        if method not in self.call_s:
+            self.call_s[method] = Histogram()
+        self.call_s[method].add(seconds)
+
+    def add_failed_call(self, method: str) -> None:
+        self.failed_calls[method] = self.failed_calls.get(method, 0) + 1
 
     def add_received(self, method: str, num_bytes: int) -> None:
         self.received_bytes[method] = self.received_bytes.get(method, 0) + num_bytes

@@ -21,6 +21,7 @@ from swarmnet.errors import (
     NotReady,
     ProtocolViolation,
     SwarmnetError,
+    TransportError,
     Unreachable,
     WrongVersion,
 )
@@ -176,15 +177,24 @@ class ChannelTransport:
     ) -> Message:
         """`call`, by one of this machine's seats."""
         machine, target = split_seat(peer_id)
+        if machine == self.peer_id and target != seat:
+            calling = self._call_beside(seat, target, method, message, on_progress)
+        elif self.links is not None:
+            calling = self.links.call(machine, method, message, on_progress, (seat, target))
+        else:
+            calling = self.call_libp2p(machine, method, message, on_progress, (seat, target))
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             async with asyncio.timeout(timeout_s):
-                if machine == self.peer_id and target != seat:
-                    return await self._call_beside(seat, target, method, message, on_progress)
-                route = (seat, target)
-                if self.links is not None:
-                    return await self.links.call(machine, method, message, on_progress, route)
-                return await self.call_libp2p(machine, method, message, on_progress, route)
+                reply = await calling
+            self.traffic.add_call(method, loop.time() - started)
+            return reply
+        except TransportError:
+            self.traffic.add_failed_call(method)
+            raise
         except TimeoutError:
+            self.traffic.add_failed_call(method)
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
 

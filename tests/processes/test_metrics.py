@@ -52,6 +52,12 @@ def test_prometheus_reads_a_peer(running: Machine) -> None:
     assert 0 < seen["swarmnet_loss_nats"][()] < 10
     assert seen["swarmnet_shard_owners_min"] == {("0",): 1, ("1",): 1}
     assert seen["swarmnet_transport_bytes_total"]["sent", "step"] > 0
+    for name in ("call", "round", "exchange", "microbatch_device"):
+        found = seen[f"swarmnet_{name}_seconds_count"]
+        assert sum(found.values()) > 0, name
+        buckets = seen[f"swarmnet_{name}_seconds_bucket"]
+        assert sum(v for k, v in buckets.items() if "+Inf" in k) == sum(found.values())
+    assert seen["swarmnet_call_seconds_count"]["step",] > 0
     later = scrape(port)
     assert later["swarmnet_round"][()] >= seen["swarmnet_round"][()]
     named = set(re.findall(r"swarmnet_\w+", DASHBOARD.read_text()))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from swarmnet.protocol import bandwidth
-from swarmnet.protocol.bandwidth import UploadMeter
+from swarmnet.protocol.bandwidth import Rate, UploadMeter
 
 MB = 1 << 20
 
@@ -82,3 +82,12 @@ def test_a_link_that_vanished_is_forgotten() -> None:
     meter.drained("another", MB, 99.0, ended=True)  # was never saturated: nothing happens
     meter.forget("p")
     assert meter.link_bytes_per_s("p") == 0
+
+
+def test_a_link_that_takes_nothing_for_long_is_slow_and_no_error() -> None:
+    rate = Rate()
+    for _ in range(5):
+        rate.add(0, 10.0)
+    assert rate.bytes_per_s == 0
+    rate.add(1 << 20, 10.0)
+    assert rate.bytes_per_s == (1 << 20) / 60
