@@ -91,6 +91,33 @@ DashboardOption = Annotated[
 DashboardHostOption = Annotated[
     str, typer.Option(help="Address to show the page on; by default for this machine only.")
 ]
+MaxUploadOption = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="Send no more than this: 10Mbit, 2MB (a second)."),
+]
+MaxMemoryOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Take no more memory than this: 4GB, 512MiB."),
+]
+MaxDeviceShareOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PERCENT", help="Keep the GPU (or the CPU, without one) at work no longer: 50%."
+    ),
+]
+HoursOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SPAN", help="Work at these local hours only: 22:00-07:00. Repeat it for several."
+    ),
+]
+PauseWhenBusyOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--pause-when-busy/--no-pause-when-busy",
+        help="Pause while the machine is used by others than this peer.",
+    ),
+]
 MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
@@ -193,6 +220,11 @@ def peer(
         int, typer.Option(min=2, help="Keep the newest so many checkpoints.")
     ] = 2,
     invite: InviteOption = "",
+    max_upload: MaxUploadOption = None,
+    max_memory: MaxMemoryOption = None,
+    max_device_share: MaxDeviceShareOption = None,
+    hours: HoursOption = None,
+    pause_when_busy: PauseWhenBusyOption = None,
     rounds: RoundsOption = None,
     seed: SeedOption = None,
     metrics: MetricsOption = None,
@@ -242,6 +274,7 @@ def peer(
         end_with_parent(parent_pid)
 
     def work() -> None:
+        from peer.limits import LimitOptions
         from peer.state_dir import claimed_state_dir
 
         if (spec is None) == (not join):
@@ -277,6 +310,9 @@ def peer(
                 checkpoint_every=checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 invite=invite,
+                limits=LimitOptions(
+                    max_upload, max_memory, max_device_share, tuple(hours or ()), pause_when_busy
+                ),
                 metrics=metrics,
                 dashboard=dashboard,
                 dashboard_host=dashboard_host,
@@ -475,6 +511,42 @@ def doctor(
                 raise typer.Exit(EXIT_FAILED)
 
         _run(check())
+
+    _guarded(work, debug)
+
+
+@app.command()
+def limits(
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The peer's state folder. Default: the only one there."),
+    ] = None,
+    max_upload: MaxUploadOption = None,
+    max_memory: MaxMemoryOption = None,
+    max_device_share: MaxDeviceShareOption = None,
+    hours: HoursOption = None,
+    pause_when_busy: PauseWhenBusyOption = None,
+    pause: Annotated[
+        bool | None,
+        typer.Option("--pause/--resume", help="Hand over and stand by; come back."),
+    ] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Show or change what a peer on this machine may take, while it runs.
+
+    "none" takes a limit away. The peer follows within a second or two.
+    """
+
+    def work() -> None:
+        from peer.limits import LimitOptions, change_limits, the_state_dir
+        from peer.state_dir import state_root
+
+        folder = the_state_dir(state_dir, sorted(state_root().glob("peer-*")))
+        options = LimitOptions(
+            max_upload, max_memory, max_device_share, tuple(hours or ()), pause_when_busy, pause
+        )
+        now = change_limits(folder, options)
+        typer.echo(f"{folder}: {now.describe() or 'no limits'}{'; paused' if now.paused else ''}")
 
     _guarded(work, debug)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.faults import arm_from_environment
+from peer.guest import Keeper
 from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
 from peer.joining import (
@@ -27,7 +28,9 @@ from peer.joining import (
     learn_others,
     read_addresses,
 )
+from peer.limits import LIMITS_FILE, change_limits
 from peer.loop import spare_old_objects
+from peer.memory_cap import MemoryCap, free_memory, stage_needs, tree_bytes
 from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
 from peer.ranks import build_ranked_stage, open_ranks, until_over
 from peer.ready import write_ready_file
@@ -189,7 +192,7 @@ def build_machine(
     disk = open_disk(run, spec, options)
     if beside is not None:
         return replace(beside, build=build, data=None, disk=disk, build_local=build_local)
-    return Machine(build, DeviceThread(), WorkerThread(), data, disk, build_local)
+    return Machine(build, DeviceThread(), WorkerThread(), data, disk, build_local, free=free_memory)
 
 
 def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:
@@ -211,6 +214,8 @@ class RunningPeer:
     spec: RunSpec
     peer: Peer
     address: str
+    limits: Callable[[], str]
+    """What its owner lets it take, and why it is paused; a line, or nothing."""
 
     @property
     def view(self) -> View:
@@ -223,6 +228,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
     `show(running)` may return a coroutine that runs beside the peer (a screen, metrics).
     """
     async with AsyncExitStack() as stack:
+        change_limits(options.state_dir, options.limits)
         key = Key.load_or_create(options.state_dir / "identity.key")
         spec = None
         if options.spec is not None:
@@ -260,8 +266,11 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         free_bytes = free_memory_bytes()
         peer = compose(spec, options, net.transport, key, machine, admitted)
         arm_from_environment(peer)
+        keeper = await asyncio.to_thread(keeper_of, peer, spec, options, net.transport, machine)
+        keeper.start()
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
+        tasks.start(keeper.run())
         directory: Directory | None = None
 
         async def make_seat(seat: int) -> Peer:
@@ -296,7 +305,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if options.ready_file is not None:
             write_ready_file(options.ready_file, address, net.transport.peer_id)
         if show is not None:
-            tasks.start(show(RunningPeer(spec, peer, address)))
+            tasks.start(show(RunningPeer(spec, peer, address, lambda: keeper.line)))
         if options.metrics_port is not None:
             from peer.prometheus import serve_metrics
 
@@ -318,6 +327,23 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
                 life.cancel()
                 await asyncio.gather(life, return_exceptions=True)
                 raise
+
+
+def keeper_of(
+    peer: Peer, spec: RunSpec, options: PeerOptions, transport: Any, machine: Machine
+) -> Keeper:
+    """Who keeps the peer to the limits in its state folder."""
+    import psutil
+
+    def stage() -> int | None:
+        return None if peer.replica is None else peer.replica.index
+
+    built = spec.with_builder(options.model_builder(spec))
+    base_bytes = tree_bytes(psutil.Process())
+    memory = MemoryCap(stage_needs(built), base_bytes)
+    path = options.state_dir / LIMITS_FILE
+    device: Any = machine.device
+    return Keeper(path, peer.guest, transport, device, memory, stage)
 
 
 def _say(line: str) -> None:

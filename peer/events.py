@@ -81,6 +81,21 @@ class PeerJoined(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerPaused(Event):
+    """A peer serves no stage for now, by its owner's wish."""
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResumed(Event):
+    """A paused peer is back."""
+
+    peer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost(Event):
     """A peer is no longer live."""
 

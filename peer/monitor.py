@@ -25,6 +25,8 @@ from peer.events import (
     Migrated,
     PeerJoined,
     PeerLost,
+    PeerPaused,
+    PeerResumed,
     RoundFinished,
     SyncMode,
 )
@@ -140,6 +142,11 @@ class Monitor:
         same_process = old is not None and old.record.incarnation == record.incarnation
         seen = _Seen(record, live, old.served if old and same_process else OBSERVER_STAGE)
         self._seen[record.peer_id] = seen
+        paused_before = old.record.paused if old and same_process else ""
+        if record.paused and not paused_before and not first_look:
+            events.append(PeerPaused(unix_s, record.peer_id, record.paused))
+        elif paused_before and not record.paused:
+            events.append(PeerResumed(unix_s, record.peer_id))
         if record.state != OBSERVING:
             was_live = old is not None and old.live
             if live and not was_live:
@@ -386,13 +393,13 @@ class Monitor:
         )
 
     def _peer_rows(self) -> list[PeerRow]:
-        shown = [s for s in self._seen.values() if s.record.state != OBSERVING]
+        shown = [s for s in self._seen.values() if s.record.state != OBSERVING or s.record.paused]
         shown.sort(key=lambda s: (not s.live, s.record.stage, s.record.peer_id))
         return [
             PeerRow(
                 peer_id=seen.record.peer_id,
                 stage=seen.record.stage,
-                state=seen.record.state if seen.live or seen.record.state == LEFT else "lost",
+                state=_state(seen),
                 live=seen.live,
                 round=seen.record.round,
                 samples_per_s=seen.record.samples_per_s,
@@ -408,6 +415,7 @@ class Monitor:
                 upload_bytes_per_s=seen.record.upload_bytes_per_s,
                 busy=busy_part(seen.record),
                 has_data=seen.record.has_data,
+                paused=seen.record.paused,
             )
             for seen in shown
         ]
@@ -471,6 +479,12 @@ def risk(
     if len(machines) == 1:
         return f"stage {stage}: all its replicas are one machine"
     return ""
+
+
+def _state(seen: _Seen) -> str:
+    if not seen.live and seen.record.state != LEFT:
+        return "lost"
+    return "paused" if seen.record.paused else seen.record.state
 
 
 def _strikes(record: Record, known: dict[str, int], unix_s: float) -> list[Event]:

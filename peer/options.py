@@ -3,10 +3,11 @@ is the same on every machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from peer.limits import LimitOptions
 from swarmnet.errors import UserError
 from swarmnet.spec import PYTHON_STDLIB, RunSpec
 
@@ -90,6 +91,8 @@ class PeerOptions:
     """Written every few seconds while this peer is well; see `peer.health`."""
     ready_file: Path | None = None
     """Written when this peer listens; see `peer.ready`."""
+    limits: LimitOptions = field(default_factory=LimitOptions)
+    """Changes to `limits.toml` in the state folder."""
     screen: ScreenName = "auto"
     """`auto`: live where there is a terminal, else plain lines. `quiet`: the address only."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol
@@ -43,6 +44,10 @@ class Running(Protocol):
     @property
     def address(self) -> str: ...
 
+    @property
+    def limits(self) -> Callable[[], str]:
+        """What its owner lets it take, and why it is paused; a line, or nothing."""
+
 
 def monitor_of(spec: RunSpec) -> Monitor:
     """A monitor for a run."""
@@ -81,9 +86,9 @@ class Reporter:
         self.hub = hub
         self._state_at = float("-inf")
 
-    def look(self, view: View, now: float, unix_s: float) -> list[Event]:
+    def look(self, view: View, now: float, unix_s: float, limits: str = "") -> list[Event]:
         """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
-        `unix_s`: for the events."""
+        `unix_s`: for the events; `limits`: of this machine's peer."""
         live = frozenset(record.peer_id for record in view.live(now))
         events = self.monitor.observe(view.records(), live, now, unix_s)
         model = self.monitor.view_model()
@@ -92,7 +97,7 @@ class Reporter:
             self._write_state(self.metrics, model, now, unix_s)
         if self.hub is not None:
             self.hub.tell(model, events, now, unix_s)
-        self.screen.show(self.spec, model, events)
+        self.screen.show(self.spec, model, events, limits)
         return events
 
     def _write_state(
@@ -151,6 +156,8 @@ async def report_peer(
         say(f"swarmnet peer --join {running.address}")
         if page is not None and not reporter.screen.is_quiet:
             say(f"dashboard: {shown_at}")
+        if running.limits() and not reporter.screen.is_quiet:
+            say(f"limits: {running.limits()}")
         while True:
-            reporter.look(running.view, loop.time(), time.time())
+            reporter.look(running.view, loop.time(), time.time(), running.limits())
             await asyncio.sleep(LOOK_EVERY_S)

@@ -21,7 +21,13 @@ REFRESH_PER_S = 4
 MAX_STAGES_SHOWN = 32
 MAX_PEERS_SHOWN = 40
 BAR_WIDTH = 40
-STATE_STYLES = {"active": "green", "joining": "yellow", "leaving": "yellow", "lost": "red"}
+STATE_STYLES = {
+    "active": "green",
+    "joining": "yellow",
+    "leaving": "yellow",
+    "paused": "yellow",
+    "lost": "red",
+}
 
 
 class Screen:
@@ -69,23 +75,27 @@ class Screen:
         """Something that stays, such as the summary."""
         self.console.print(renderable)
 
-    def show(self, spec: RunSpec, model: ViewModel, events: Sequence[Event]) -> None:
-        """Redraws, and adds lines for the events."""
+    def show(
+        self, spec: RunSpec, model: ViewModel, events: Sequence[Event], limits: str = ""
+    ) -> None:
+        """Redraws, and adds lines for the events. `limits`: of this machine's peer."""
         if self.is_quiet:
             return
         for event in events:
             if not isinstance(event, self._untold):
                 self.say(sentence(event, model.rounds))
         if self._live is not None:
-            self._live.update(dashboard(spec, model))
+            self._live.update(dashboard(spec, model, limits))
         elif coverage(model) != self._coverage and not model.done:
             self._coverage = coverage(model)
             self.say(self._coverage)
 
 
-def dashboard(spec: RunSpec, model: ViewModel) -> RenderableType:
-    """The live screen."""
+def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableType:
+    """The live screen. `limits`: of this machine's peer."""
     parts: list[RenderableType] = [_numbers(model), Text(), _stages(model.stages)]
+    if limits:
+        parts += [Text(), Text(f"limits: {limits}", "yellow")]
     if model.peers:
         parts += [Text(), peers_table(model.peers)]
     return Panel(Group(*parts), title=Text(spec.name), title_align="left", border_style="cyan")
@@ -129,6 +139,10 @@ def _stages(stages: Sequence[StageRow]) -> RenderableType:
     return table
 
 
+def _state(row: PeerRow) -> str:
+    return f"paused: {row.paused}" if row.paused and row.live else row.state
+
+
 def peers_table(peers: Sequence[PeerRow]) -> Table:
     """One row a peer."""
     table = Table(box=None, padding=(0, 1), header_style="dim")
@@ -141,7 +155,7 @@ def peers_table(peers: Sequence[PeerRow]) -> Table:
         table.add_row(
             Text(short_id(row.peer_id)),
             str(row.stage) if row.stage >= 0 else "-",
-            Text(row.state, STATE_STYLES.get(row.state, "dim")),
+            Text(_state(row), STATE_STYLES.get(row.state, "dim")),
             str(row.round),
             number(row.samples_per_s, 1) if row.samples_per_s else "-",
             str(row.queue_length),

@@ -11,6 +11,8 @@ from peer.events import (
     Migrated,
     PeerJoined,
     PeerLost,
+    PeerPaused,
+    PeerResumed,
     Rerouted,
     Retracted,
     RoundFinished,
@@ -68,6 +70,10 @@ def sentence(event: Event, rounds: int) -> str:
             )
         case PeerJoined():
             return f"peer {short_id(event.peer_id)} joined ({stage_name(event.stage)})"
+        case PeerPaused():
+            return f"peer {short_id(event.peer_id)} paused because {event.reason}"
+        case PeerResumed():
+            return f"peer {short_id(event.peer_id)} goes on after its pause"
         case PeerLost():
             how = "left" if event.clean else "was lost"
             return f"peer {short_id(event.peer_id)} {how} ({stage_name(event.stage)})"

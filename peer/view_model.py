@@ -36,6 +36,8 @@ class PeerRow:
     busy: float = 0.0
     """Part of the last round in which its device worked, 0 to 1."""
     has_data: bool = False
+    paused: str = ""
+    """Why it serves no stage for now, by its owner's wish."""
 
 
 @dataclass(frozen=True, slots=True)

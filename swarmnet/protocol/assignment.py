@@ -73,17 +73,20 @@ def choose_stage(
     rng: random.Random,
     *,
     costs: Sequence[float] | None = None,
+    allowed: Sequence[int] | None = None,
 ) -> int:
     """The stage that a newcomer should serve: one without a replica first, else the one with the
     least throughput. Those already on their way to a stage count, those that leave do not, the
     own record neither, and stages that the same machine serves already come last. Ties are broken
     by `rng`, so that newcomers who know as little as each other spread; a machine that serves
     neighbouring stages spares itself the link between them. `costs`: of each stage, in any
-    unit; equal when not given."""
+    unit; equal when not given. `allowed`: the stages to choose from, at least one; all when not
+    given."""
+    candidates = range(num_stages) if allowed is None else allowed
     costs = _checked_costs(costs, num_stages)
     staff = _staff(view, num_stages, now, without=view.own_peer_id)
     beside = stages_beside(view, view.own_peer_id, num_stages, now)
-    stages = [k for k in range(num_stages) if k not in beside] or list(range(num_stages))
+    stages = [k for k in candidates if k not in beside] or list(candidates)
     empty = [k for k in stages if not staff[k]]
     if empty:
         return rng.choice(_next_to(beside, empty))

@@ -64,6 +64,12 @@ class UploadMeter:
         self._since_s = 0.0
         self._published = 0.0
         self._published_at_s = -math.inf
+        self._limit = math.inf
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """The upload is capped, or not any more: what is published follows at once."""
+        self._limit = math.inf if bytes_per_s is None else bytes_per_s
+        self._published, self._published_at_s = 0.0, -math.inf
 
     def began(self, link: object, peer_id: str, now: float) -> None:
         """A link has more to send than it takes."""
@@ -95,10 +101,11 @@ class UploadMeter:
 
     def published(self, now: float) -> float:
         """For the record, bytes/s, rounded; 0 while too little was measured."""
-        rate = self.total
-        if rate.seen_bytes < ENOUGH_BYTES or rate.bytes_per_s < 1:
+        known = self.total.seen_bytes >= ENOUGH_BYTES and self.total.bytes_per_s >= 1
+        rate = min(self.total.bytes_per_s if known else math.inf, self._limit)
+        if rate == math.inf:
             return self._published
-        exact = math.log2(rate.bytes_per_s)
+        exact = math.log2(rate)
         moved = not self._published or abs(exact - math.log2(self._published)) > MOVE_LOG2
         if moved and now - self._published_at_s >= REPUBLISH_S:
             self._published = 2.0 ** (round(exact * STEPS) / STEPS)

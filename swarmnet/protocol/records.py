@@ -158,6 +158,8 @@ class Record:
     """Of it and its exchange, how long the device worked."""
     last_exchange_s: float = 0.0
     """How long its exchange took."""
+    paused: str = ""
+    """Why an `observing` peer serves no stage for now, by its owner's wish; it comes back."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -204,6 +206,8 @@ class Record:
             raise ValueError("the strikes of a record are out of range")
         if len(self.switches) > MAX_SWITCHES:
             raise ValueError("too many switches in a record")
+        if len(self.paused) > MAX_TEXT:
+            raise ValueError("the reason of a pause is too long")
         if len(self.agent) > MAX_TEXT:
             raise ValueError("the agent of a record is too long")
 

@@ -190,6 +190,13 @@ class Feeder:
         if sealed != count.sealed:
             self.gossip.update_count(replace(count, sealed=sealed), urgent=True)
 
+    def write_off(self) -> None:
+        """This peer feeds no more for now: what it launched and did not commit is lost, and counts
+        as never launched, as if it were gone."""
+        for count in self.gossip.own.counts:
+            if not count.sealed:
+                self.gossip.update_count(replace(count, launched=count.committed, sealed=True))
+
     # ---- one microbatch ---------------------------------------------------------------------
 
     async def _fly(self, replica: Replica, mine: RoundOfFeeder, n: int) -> None:

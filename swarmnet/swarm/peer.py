@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarmnet.admission import OPEN, Admission
-from swarmnet.errors import SwarmnetError, Unreachable
+from swarmnet.errors import NotReady, SwarmnetError, Unreachable, UserError
 from swarmnet.protocol import assignment, progress
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.records import (
@@ -35,6 +35,7 @@ from swarmnet.swarm.delayed_updates import DelayedUpdates
 from swarmnet.swarm.feeder import Feeder, OnRound
 from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
 from swarmnet.swarm.gossip_averaging import GossipAveraging
+from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.local_updates import LocalUpdates
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
@@ -61,6 +62,18 @@ ALONE_S = 20.0
 """The same where nobody of a run that has begun can be heard of."""
 MEET_S = 30.0
 """How long a newcomer tries to reach any of the peers that it was told of."""
+STAGE_METHODS = (
+    "reduce",
+    "mirror",
+    "fetch_optimizer",
+    "fetch_parameters",
+    "fetch_moments",
+    "contributions",
+    "offer",
+    "norm",
+    "stage_norm",
+)
+"""Served with a replica only."""
 DRAIN_S = 20.0
 """Longest wait for the own microbatches and shards when leaving."""
 
@@ -81,6 +94,8 @@ class Machine:
     services: dict[int, float] = field(default_factory=dict)
     """Device seconds of a microbatch, by the stage that the device serves: all seats of a machine
     share one device."""
+    free: Callable[[], None] = lambda: None
+    """Gives memory that is not used any more back to the machine; runs on the worker."""
 
 
 @dataclass
@@ -114,6 +129,7 @@ class Peer:
     stage_costs: tuple[float, ...] | None = None
     admission: Admission = OPEN
     on_round: OnRound = lambda round_index, ids: None
+    guest: Guest = field(default_factory=Guest)
     on_history: Callable[[int, int], None] = lambda old, new: None
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
 
@@ -153,7 +169,9 @@ class Peer:
             self.settings.samples_per_microbatch,
             self.rng,
         )
-        self.steps = StepService(self.transport, self.gossip, self.wiring, self.limits)
+        self.steps = StepService(
+            self.transport, self.gossip, self.wiring, self.limits, guest=self.guest
+        )
         self.feeder = (
             Feeder(
                 self.transport,
@@ -202,8 +220,16 @@ class Peer:
 
     async def _live(self, neighbours: list[str]) -> None:
         await self._meet(neighbours)
-        stage_index = await self._claim_stage()
         while True:
+            await self._rest()
+            await self._serve_stages()
+            await self._put_away()
+
+    async def _serve_stages(self) -> None:
+        """Takes the stage that needs this peer most, then others; returns when it must pause."""
+        target: int | None = await self._claim_stage()
+        while target is not None:
+            stage_index = target
             stage, optimizer = await self.machine.worker.run(
                 lambda k=stage_index: self.machine.build(k)  # type: ignore[misc]
             )
@@ -219,7 +245,7 @@ class Peer:
                 ),
             )
             self.replica = self.steps.replica = replica
-            stage_index = await self._serve_until_moved(replica)
+            target = await self._serve_until_moved(replica)
 
     async def _meet(self, neighbours: list[str]) -> None:
         """Hears of the run from at least one neighbour, where there are any: who is cut off from
@@ -243,13 +269,19 @@ class Peer:
         if old in stages_beside(self.view, self.gossip.own.peer_id, num_stages, loop.time()):
             old = None
         wanted = old if self.wanted_stage is None else self.wanted_stage
-        if wanted is not None:
+        allowed = self._stages_that_fit()
+        if wanted is not None and (wanted in allowed or self.wanted_stage is not None):
             offers = self.recovery.offers(wanted)
             self.gossip.update(state=JOINING, stage=wanted, restorable=offers, urgent=True)
             return wanted
         for _ in range(MAX_CLAIMS):
             chosen = assignment.choose_stage(
-                self.view, num_stages, loop.time(), self.rng, costs=self.stage_costs
+                self.view,
+                num_stages,
+                loop.time(),
+                self.rng,
+                costs=self.stage_costs,
+                allowed=allowed,
             )
             own = self.gossip.own.peer_id
             before = {m.peer_id for m in self.view.members(chosen, loop.time())} - {own}
@@ -272,23 +304,32 @@ class Peer:
 
     # ---- serving ----------------------------------------------------------------------------
 
-    async def _serve_until_moved(self, replica: Replica) -> int:
-        """Serves a stage; returns the one to serve instead, when that helps the swarm more."""
+    async def _serve_until_moved(self, replica: Replica) -> int | None:
+        """Serves a stage; returns the one to serve instead, when that helps the swarm more, or
+        None when this peer must pause."""
         serving = Tasks("serve")
         balancing = self._tasks.start(self._balance(replica))
+        pausing = serving.start(self._until_paused())
         ended = serving.start(self._serve(replica))
         feeding = serving.start(self.feeder.run(replica)) if self.feeder is not None else ended
         try:
-            await asyncio.wait((balancing, ended, feeding), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (balancing, pausing, ended, feeding), return_when=asyncio.FIRST_COMPLETED
+            )
             for task in (ended, feeding):
                 if task.done():
                     task.result()
-            target = balancing.result()
+            target = balancing.result() if balancing.done() else None
+            if target is None:
+                balancing.cancel()
+                await self._hand_over_to_pause(replica)
         finally:
             balancing.cancel()
             await serving.close()
         self.machine.services.pop(replica.index, None)
         self.steps.drop_round(replica.round)
+        if target is None:
+            return None
         self.gossip.add_total("moved")
         self.gossip.update(
             state=JOINING, stage=target, digests=b"", holds=b"", samples_per_s=0.0, urgent=True
@@ -321,6 +362,8 @@ class Peer:
             if loop.time() < gate_opens or not gate.decide(move, loop.time()):
                 continue
             assert move is not None
+            if self.guest.unfit(move.target):
+                continue
             log.info("stage %d needs this peer more than stage %d", move.target, move.source)
             if await self._hand_over(replica, alone=False):
                 self._moved_at = loop.time()
@@ -518,6 +561,66 @@ class Peer:
         before, self._busy_s = self._busy_s, replica.device.busy_s
         return max(0.0, self._busy_s - before) if replica.open_s else 0.0
 
+    # ---- pausing ----------------------------------------------------------------------------
+
+    async def _until_paused(self) -> None:
+        """Returns when the machine's owner wants it to himself."""
+        while not self.guest.why_paused:
+            self.guest.changed.clear()
+            await self.guest.changed.wait()
+
+    async def _rest(self) -> None:
+        """Stays in the swarm and does nothing, until this peer may work."""
+        while self.guest.why_paused:
+            if self.gossip.own.paused != self.guest.why_paused:
+                self.gossip.update(
+                    state=OBSERVING,
+                    stage=OBSERVER_STAGE,
+                    paused=self.guest.why_paused,
+                    digests=b"",
+                    holds=b"",
+                    restorable=(),
+                    samples_per_s=0.0,
+                    queue_length=0,
+                    urgent=True,
+                )
+            self.guest.changed.clear()
+            await self.guest.changed.wait()
+        if self.gossip.own.paused:
+            self.gossip.update(state=JOINING, paused="", urgent=True)
+
+    async def _hand_over_to_pause(self, replica: Replica) -> None:
+        """As when leaving: drains, waits until others hold the shards, saves."""
+        if not replica.synced:
+            return
+        if not await self._hand_over(replica, alone=True):
+            log.warning("paused before others had taken over every shard")
+        if self.checkpointing is not None:
+            await self.checkpointing.leaving(replica, self.averaging)
+
+    async def _put_away(self) -> None:
+        """Lets go of the replica and of everything that holds on to it."""
+        if self.feeder is not None:
+            self.feeder.write_off()
+        self.replica = self.steps.replica = None
+        del self.averaging, self.updates
+        for method in STAGE_METHODS:
+            self.transport.handle(method, _on_none)
+        disk = self.machine.disk
+        if disk is not None:
+            self.recovery.found(await disk.worker.run(disk.checkpoints.available))
+        await self.machine.worker.run(self.machine.free)
+
+    def _stages_that_fit(self) -> list[int]:
+        """Into the memory that this peer may take. Raises `UserError` where none does, or not the
+        wanted one."""
+        stages = range(self.settings.num_stages)
+        reasons = [self.guest.unfit(k) for k in stages]
+        wanted = self.wanted_stage
+        if all(reasons) or (wanted is not None and reasons[wanted]):
+            raise UserError(reasons[wanted or 0])
+        return [k for k in stages if not reasons[k]]
+
     # ---- leaving ----------------------------------------------------------------------------
 
     async def _leave(self, living: asyncio.Task[None]) -> None:
@@ -562,6 +665,10 @@ class Peer:
         """For newcomers who know an address only."""
         self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
+
+
+async def _on_none(request: Request) -> Message:
+    raise NotReady("this peer serves no stage")
 
 
 async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = 10.0) -> SpecReply:

@@ -180,6 +180,11 @@ class Recovery:
             return None
         return old
 
+    def found(self, saved: Sequence[Saved]) -> None:
+        """What is on the disk now: the peer is about to join once more."""
+        self._offers = [_offer(s) for s in saved][-MAX_RESTORABLE:]
+        self.restored, self._chosen, self._empty_since = None, None, None
+
     def forget_loaded(self) -> None:
         """What was loaded is no longer what the replica has."""
         self.restored = None

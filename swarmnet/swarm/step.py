@@ -17,6 +17,7 @@ from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetEr
 from swarmnet.protocol.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.records import LEAVING
 from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import (
     LOGITS,
     Commit,
@@ -64,6 +65,7 @@ class StepService:
     wiring: Wiring
     limits: Limits
     replica: Replica | None = None
+    guest: Guest = field(default_factory=Guest)
 
     def __post_init__(self) -> None:
         self._flights: dict[StepKey, Flight] = {}
@@ -125,6 +127,8 @@ class StepService:
         limits = self.limits
         if waiting >= limits.max_waiting_forwards or self.num_flying >= limits.max_open_steps:
             raise Busy("the queue is full", backlog_s=over * replica.service_s / 2)
+        if not self.guest.has_room(self.num_flying):
+            raise Busy("no memory for more", backlog_s=replica.service_s)
 
     @property
     def num_flying(self) -> int:

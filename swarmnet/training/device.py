@@ -18,10 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet.errors import Busy, NotReady
+from swarmnet.protocol.guest import rest_s
 from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
+LONGEST_REST_S = 60.0
+"""After one piece of work."""
 CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the piece of work that runs."""
 
@@ -50,6 +53,7 @@ class _WorkThread:
     def __init__(self, name: str) -> None:
         self.busy_s = 0.0
         self.num_waiting = 0
+        self.max_share: float | None = None
         self._condition = threading.Condition()
         self._heap: list[tuple[int, int, _Item]] = []
         self._num_submitted = 0
@@ -97,8 +101,9 @@ class _WorkThread:
 
     def _main(self) -> None:
         while (item := self._next()) is not None:
-            self._do(item)
+            pause_s = self._do(item)
             del item  # do not keep its tensors alive while waiting
+            self._rest(pause_s)
 
     def _next(self) -> _Item | None:
         with self._condition:
@@ -110,7 +115,8 @@ class _WorkThread:
             item.has_started = True
             return item
 
-    def _do(self, item: _Item) -> None:
+    def _do(self, item: _Item) -> float:
+        """Returns how long to rest after it, seconds."""
         result: Any = None
         error: BaseException | None = None
         start_s = time.perf_counter()
@@ -120,10 +126,20 @@ class _WorkThread:
             error = RuntimeError(f"device work raised {e!r}")
         except BaseException as e:
             error = e
-        self.busy_s += time.perf_counter() - start_s
+        worked_s = time.perf_counter() - start_s
+        pause_s = min(rest_s(worked_s, self.max_share), LONGEST_REST_S)
+        # A device that must rest is slower: who measures its speed by this clock finds it so.
+        self.busy_s += worked_s + pause_s
         with self._condition:
             self.num_waiting -= 1
         _deliver(item, result, error)
+        return pause_s
+
+    def _rest(self, pause_s: float) -> None:
+        until_s = time.perf_counter() + pause_s
+        with self._condition:
+            while not self._closed and (left_s := until_s - time.perf_counter()) > 0:
+                self._condition.wait(left_s)
 
 
 class DeviceThread:
@@ -139,6 +155,11 @@ class DeviceThread:
     @property
     def busy_s(self) -> float:
         return self._thread.busy_s
+
+    def limit_share(self, share: float | None) -> None:
+        """Caps the part of the time that it works: after each piece of work it rests in
+        proportion. None = no cap."""
+        self._thread.max_share = share
 
     async def run(self, kind: str, work: Callable[[], T]) -> T:
         """As the port says. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once

@@ -44,6 +44,7 @@ from swarmnet.transport.frames import (
     Reader,
 )
 from swarmnet.transport.outbox import Outbox, Outgoing, Stalled, outgoing
+from swarmnet.transport.pacing import Pacer
 from swarmnet.transport.seats import FIRST_SEATS, Route, parse_route
 from swarmnet.wire import Message
 
@@ -79,6 +80,7 @@ class Owner(Protocol):
     agent: str
     traffic: Traffic
     pool: BufferPool
+    pacer: Pacer
 
     async def answer(
         self,
@@ -262,6 +264,7 @@ class Channel(asyncio.BufferedProtocol):
             if not call.future.done():
                 call.future.set_exception(ChannelClosed(text))
         self._calls.clear()
+        self._owner.pacer.forget(self)
         self._owner.channel_ended(self)
 
     # ---- frames in --------------------------------------------------------------------------
@@ -509,29 +512,35 @@ class Channel(asyncio.BufferedProtocol):
             except Stalled as e:
                 self.abort(str(e))
 
+    def pump(self) -> None:
+        """`pacing.Sender`"""
+        self._pump()
+
     def _pump(self) -> None:
-        """Writes as much as the stream takes."""
+        """Writes as much as the stream, and the cap on the upload, take."""
         if self._is_pumping:
             return  # a write that failed at once came back here
         self._is_pumping = True
         try:
             while self.is_open and self._transport is not None and not self._is_paused:
-                buffers = self._take()
+                buffers = self._take(bulk := self._owner.pacer.may_send())
                 if not buffers:
+                    if not bulk and self._outbox.has_bulk:
+                        self._owner.pacer.wait(self)
                     return
                 self._written_bytes += sum(map(len, buffers))  # before: it may be full at once
                 self._transport.writelines(buffers)
         finally:
             self._is_pumping = False
 
-    def _take(self) -> list[bytes]:
+    def _take(self, bulk: bool) -> list[bytes]:
         """Frames for one write; small ones, and the head and first part of a large message, go to
         the operating system (and into a TLS record) together."""
         buffers: list[bytes] = []
         small: list[bytes] = []
         num_bytes = 0
         while num_bytes < BATCH_BYTES:
-            taken = self._outbox.take()
+            taken = self._outbox.take(bulk=bulk)
             if taken is None:
                 break
             method, pieces = taken
@@ -548,6 +557,7 @@ class Channel(asyncio.BufferedProtocol):
             self._owner.traffic.add_sent(method, size, is_direct=self.is_direct)
         if small:
             buffers.append(b"".join(small))
+        self._owner.pacer.sent(num_bytes)
         return buffers
 
 

@@ -32,6 +32,7 @@ from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls import Channel, as_remote
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.links import DirectLinks
+from swarmnet.transport.pacing import Pacer
 from swarmnet.transport.seats import FIRST_SEATS, Route, Seat
 from swarmnet.wire import Message
 
@@ -97,6 +98,7 @@ class ChannelTransport:
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._num_running: dict[str, int] = {}
         self.pool = BufferPool()
+        self.pacer = Pacer()
         self._closed = False
         self.links = None if self.direct is None else DirectLinks(self, self.direct)
 
@@ -139,6 +141,11 @@ class ChannelTransport:
 
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
         self._disconnected.append(callback)
+
+    def limit_upload(self, bytes_per_s: float | None) -> None:
+        """Caps what all channels together send; None = no cap."""
+        self.pacer.limit(bytes_per_s)
+        self.traffic.upload.limit(bytes_per_s)
 
     async def dial(self, address: str, timeout_s: float = 10.0) -> str:
         try:
@@ -310,6 +317,7 @@ class ChannelTransport:
         for channel in self._all():
             channel.close()
         await self._cancel_all()  # what came in meanwhile
+        self.pacer.close()
         await self.carrier.close()
 
     async def _cancel_all(self) -> None:

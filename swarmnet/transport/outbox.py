@@ -112,16 +112,22 @@ class Outbox:
         self._turns.clear()
         self._small_bytes = self._turns_bytes = 0
 
-    def take(self) -> tuple[str, tuple[bytes, ...]] | None:
-        """What is to be written next, and the method that it is for; None where nothing is."""
+    @property
+    def has_bulk(self) -> bool:
+        """Does a large message wait, begun or not?"""
+        return bool(self._waiting or self._turns)
+
+    def take(self, *, bulk: bool = True) -> tuple[str, tuple[bytes, ...]] | None:
+        """What is to be written next, and the method that it is for; None where nothing is.
+        `bulk`: large messages too."""
         if self._small:
             message = self._small.popleft()
             self._small_bytes -= len(message.first)
         elif self._notes:
             message = self._notes.popleft()
-        elif self._waiting and self._fits(self._waiting[0]):
+        elif bulk and self._waiting and self._fits(self._waiting[0]):
             message = self._begin(self._waiting.popleft())
-        elif self._turns:
+        elif bulk and self._turns:
             return self._turn()
         else:
             return None

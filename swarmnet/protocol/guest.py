@@ -1,0 +1,236 @@
+"""What the owner of a machine lets a peer take, and whether it may work now. Pure.
+
+A peer is a guest: it keeps to a rate of upload, to an amount of memory, to a share of the device's
+time and to hours of the day, and stands back while the machine's owner uses it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MINUTES_A_DAY = 24 * 60
+MAX_HOURS = 16
+"""Spans of the day that may be named."""
+MIN_UPLOAD_BYTES_PER_S = 1_000.0
+"""Below it not even gossip gets through."""
+MIN_SHARE = 0.01
+BUSY_ABOVE, QUIET_BELOW = 0.25, 0.10
+"""Parts of the machine (CPU, or the busiest GPU) that others use: more for `BUSY_AFTER_S` is busy,
+less for `QUIET_AFTER_S` is quiet again."""
+BUSY_AFTER_S, QUIET_AFTER_S = 6.0, 60.0
+
+PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+BINARY = {"k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(bits?|b)(/s)?", re.IGNORECASE)
+SPAN = re.compile(r"(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})")
+
+Span = tuple[int, int]
+"""Minutes of the day at which it begins and ends; wraps around midnight where it ends earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuestLimits:
+    """What a peer may take of its machine."""
+
+    max_upload_bytes_per_s: float | None = None
+    max_memory_bytes: float | None = None
+    max_device_share: float | None = None
+    """Part of the time that the device (GPU, or CPU) may be kept working, 0 to 1."""
+    hours: tuple[Span, ...] = ()
+    """Local time; empty = always."""
+    pause_when_busy: bool = False
+    paused: bool = False
+    """By the owner's word."""
+
+    def __post_init__(self) -> None:
+        upload, memory, share = (
+            self.max_upload_bytes_per_s,
+            self.max_memory_bytes,
+            self.max_device_share,
+        )
+        if upload is not None and not MIN_UPLOAD_BYTES_PER_S <= upload < float("inf"):
+            raise ValueError("max_upload: at least 8 kbit/s")
+        if memory is not None and not 1 <= memory < float("inf"):
+            raise ValueError("max_memory: more than nothing")
+        if share is not None and not MIN_SHARE <= share <= 1:
+            raise ValueError("max_device_share: from 1% to 100%")
+        if len(self.hours) > MAX_HOURS:
+            raise ValueError(f"hours: at most {MAX_HOURS} spans")
+        for begin, end in self.hours:
+            if begin == end or not (0 <= begin < MINUTES_A_DAY and 0 <= end < MINUTES_A_DAY):
+                raise ValueError("hours: each span is two different times of the day")
+
+    def describe(self) -> str:
+        """One line; empty where nothing is limited."""
+        parts = []
+        if self.max_upload_bytes_per_s is not None:
+            parts.append(f"upload {rate_text(self.max_upload_bytes_per_s)}")
+        if self.max_memory_bytes is not None:
+            parts.append(f"memory {size_text(self.max_memory_bytes)}")
+        if self.max_device_share is not None:
+            parts.append(f"device {share_text(self.max_device_share)} of the time")
+        if self.hours:
+            parts.append("hours " + ", ".join(map(span_text, self.hours)))
+        if self.pause_when_busy:
+            parts.append("pauses when the machine is in use")
+        return "; ".join(parts)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes/s of "10Mbit" or "2 MB/s". Raises `ValueError`."""
+    problem = "a rate is written 10Mbit or 2MB (a second)"
+    if text.strip().removesuffix("/s").endswith("b"):  # bits or bytes? Nobody knows
+        raise ValueError(f"{text[:40]!r}: {problem}")
+    amount, is_bits = _amount(text, problem)
+    return amount / 8 if is_bits else amount
+
+
+def parse_size(text: str) -> float:
+    """Bytes of "4GB" or "512 MiB". Raises `ValueError`."""
+    problem = "an amount of memory is written 4GB or 512MiB"
+    amount, is_bits = _amount(text, problem)
+    if is_bits:
+        raise ValueError(f"{text!r}: {problem}")
+    return amount
+
+
+def _amount(text: str, problem: str) -> tuple[float, bool]:
+    found = AMOUNT.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"{text[:40]!r}: {problem}")
+    prefix = found[2].lower()
+    scale = BINARY[prefix] if found[3] else PREFIXES[prefix]
+    return float(found[1]) * scale, found[4].lower().startswith("bit")
+
+
+def parse_share(text: str) -> float:
+    """0 to 1 of "50%". Raises `ValueError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if found is None:
+        raise ValueError(f"{text[:40]!r}: a share is written 50%")
+    return float(found[1]) / 100
+
+
+def parse_span(text: str) -> Span:
+    """ "22:00-07:00". Raises `ValueError`."""
+    found = SPAN.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text[:40]!r}: hours are written 22:00-07:00")
+    numbers = [int(n) for n in found.groups()]
+    if any(h > 24 or m > 59 or (h == 24 and m) for h, m in (numbers[:2], numbers[2:])):
+        raise ValueError(f"{text[:40]!r}: no such time of the day")
+    begin, end = (60 * h + m for h, m in (numbers[:2], numbers[2:]))
+    return begin % MINUTES_A_DAY, end % MINUTES_A_DAY
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """As `parse_rate` reads it."""
+    return f"{_scaled(8 * bytes_per_s)}bit"
+
+
+def size_text(num_bytes: float) -> str:
+    """As `parse_size` reads it."""
+    return f"{_scaled(num_bytes)}B"
+
+
+def share_text(share: float) -> str:
+    """As `parse_share` reads it."""
+    return f"{100 * share:.6g}%"
+
+
+def span_text(span: Span) -> str:
+    """As `parse_span` reads it."""
+    return "-".join(f"{minute // 60:02}:{minute % 60:02}" for minute in span)
+
+
+def _scaled(amount: float) -> str:
+    for prefix, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if amount >= unit:
+            return f"{amount / unit:.6f}".rstrip("0").rstrip(".") + prefix
+    return f"{amount:.6f}".rstrip("0").rstrip(".")
+
+
+def is_open(hours: tuple[Span, ...], minute: int) -> bool:
+    """May it work at this minute of the day?"""
+    if not hours:
+        return True
+    return any(
+        begin <= minute < end if begin < end else minute >= begin or minute < end
+        for begin, end in hours
+    )
+
+
+def why_paused(limits: GuestLimits, minute: int, is_busy: bool) -> str:
+    """Why the peer may not work at this minute of the day; empty where it may."""
+    if limits.paused:
+        return "its owner paused it"
+    if not is_open(limits.hours, minute):
+        return "it is outside its hours " + ", ".join(map(span_text, limits.hours))
+    if limits.pause_when_busy and is_busy:
+        return "the machine is in use"
+    return ""
+
+
+def rest_s(worked_s: float, share: float | None) -> float:
+    """How long the device must rest after so much work."""
+    return 0.0 if share is None else worked_s * (1 / share - 1)
+
+
+@dataclass(slots=True)
+class BusyWatch:
+    """Is the machine in use by others? With hysteresis: a moment of either kind changes nothing."""
+
+    is_busy: bool = False
+    _differs_since: float | None = None
+
+    def observe(self, others: float, now: float) -> bool:
+        """`others`: the part of the machine that others use, 0 to 1, since the last look."""
+        looks_busy = others > (QUIET_BELOW if self.is_busy else BUSY_ABOVE)
+        if looks_busy == self.is_busy:
+            self._differs_since = None
+            return self.is_busy
+        if self._differs_since is None:
+            self._differs_since = now
+        if now - self._differs_since >= (QUIET_AFTER_S if self.is_busy else BUSY_AFTER_S):
+            self.is_busy, self._differs_since = looks_busy, None
+        return self.is_busy
+
+    def reset(self) -> None:
+        """Nobody looks any more."""
+        self.is_busy, self._differs_since = False, None
+
+
+@dataclass(slots=True)
+class UploadBucket:
+    """A token bucket that may go into debt: what is sent is always a whole piece, and the next one
+    waits until it is paid for."""
+
+    bytes_per_s: float | None = None
+    """None = no limit."""
+    burst_s: float = 0.25
+    """So many seconds' worth may be saved up."""
+    _level: float = 0.0
+    _filled_at: float = 0.0
+
+    def limit(self, bytes_per_s: float | None, now: float) -> None:
+        """Changes the rate. Debts of before are forgiven."""
+        self.bytes_per_s, self._level, self._filled_at = bytes_per_s, 0.0, now
+
+    def spend(self, num_bytes: int, now: float) -> None:
+        """So many bytes left."""
+        if self.bytes_per_s is not None:
+            self._fill(now, self.bytes_per_s)
+            self._level -= num_bytes
+
+    def wait_s(self, now: float) -> float:
+        """Until more may be sent."""
+        if self.bytes_per_s is None:
+            return 0.0
+        self._fill(now, self.bytes_per_s)
+        return max(0.0, -self._level / self.bytes_per_s)
+
+    def _fill(self, now: float, bytes_per_s: float) -> None:
+        elapsed_s = max(0.0, now - self._filled_at)
+        self._level = min(self.burst_s * bytes_per_s, self._level + elapsed_s * bytes_per_s)
+        self._filled_at = now

@@ -1,0 +1,34 @@
+"""What a machine's owner lets its peer take, as the swarm code asks it. Changes while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Guest:
+    """The owner's word. Nothing is limited by default."""
+
+    unfit: Callable[[int], str] = lambda stage_index: ""
+    """Why a stage does not fit into the memory that may be taken; empty where it does."""
+    max_open_steps: int | None = None
+    """Microbatches inside the replica at a time."""
+    is_memory_full: bool = False
+    """The memory that may be taken is taken: one microbatch at a time, until it is not."""
+    why_paused: str = ""
+    """Why this peer must not work now; empty where it may."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self) -> None:
+        """Something changed."""
+        self.changed.set()
+
+    def has_room(self, num_open: int) -> bool:
+        """May one more microbatch come in, beside so many?"""
+        if num_open == 0:  # or nothing would ever be done
+            return True
+        if self.is_memory_full:
+            return False
+        return self.max_open_steps is None or num_open < self.max_open_steps

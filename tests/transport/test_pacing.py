@@ -1,0 +1,98 @@
+"""The upload cap: bulk of all channels shares one rate, in turn; small messages do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.transport.pacing import Pacer
+
+RATE = 1e6
+PIECE = 100_000
+
+
+@dataclass(eq=False)
+class Link:
+    """A channel that always has `left` bytes of bulk to send."""
+
+    pacer: Pacer
+    left: int
+    sent_at: list[float] = field(default_factory=list)
+
+    def pump(self) -> None:
+        while self.left and self.pacer.may_send():
+            self.left -= PIECE
+            self.sent_at.append(asyncio.get_running_loop().time())
+            self.pacer.sent(PIECE)
+        if self.left:
+            self.pacer.wait(self)
+
+
+def test_channels_share_the_rate_fairly() -> None:
+    async def main() -> None:
+        pacer = Pacer()
+        pacer.limit(RATE)
+        links = [Link(pacer, 20 * PIECE) for _ in range(3)]
+        began = asyncio.get_running_loop().time()
+        for link in links:
+            link.pump()
+        await asyncio.sleep(3.0)
+        counts = [len(link.sent_at) for link in links]
+        assert max(counts) - min(counts) <= 2, counts
+        assert sum(counts) * PIECE == pytest.approx(3.0 * RATE, rel=0.1)
+        await asyncio.sleep(10.0)
+        took = max(link.sent_at[-1] for link in links) - began
+        assert took == pytest.approx(59 * PIECE / RATE, rel=0.02)
+        pacer.close()
+
+    run_virtual(main())
+
+
+def test_small_messages_are_paid_for_by_bulk() -> None:
+    async def main() -> None:
+        pacer = Pacer()
+        pacer.limit(RATE)
+        pacer.sent(PIECE * 10)  # a second's worth
+        link = Link(pacer, PIECE)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        link.pump()
+        assert not link.sent_at
+        await asyncio.sleep(2.0)
+        assert link.sent_at == [pytest.approx(began + 1.0, abs=0.01)]
+
+    run_virtual(main())
+
+
+def test_taking_the_cap_away_lets_everything_go() -> None:
+    async def main() -> None:
+        pacer = Pacer()
+        pacer.limit(1e3)
+        links = [Link(pacer, 20 * PIECE) for _ in range(2)]
+        for link in links:
+            link.pump()
+        await asyncio.sleep(1.0)
+        assert all(link.left for link in links)
+        pacer.limit(None)
+        assert not any(link.left for link in links)
+
+    run_virtual(main())
+
+
+def test_who_is_gone_is_not_waited_for() -> None:
+    async def main() -> None:
+        pacer = Pacer()
+        pacer.limit(RATE)
+        gone, there = Link(pacer, 50 * PIECE), Link(pacer, 5 * PIECE)
+        gone.pump()
+        there.pump()
+        pacer.forget(gone)
+        await asyncio.sleep(1.0)
+        assert not there.left
+        assert len(gone.sent_at) <= 1
+        pacer.close()
+
+    run_virtual(main())
