@@ -173,6 +173,12 @@ def peer(
     ] = None,
     transport: TransportOption = "p2pd",
     no_direct: NoDirectOption = False,
+    no_relay: Annotated[
+        bool,
+        typer.Option(
+            "--no-relay", help="Carry nothing between other peers that cannot dial each other."
+        ),
+    ] = False,
     direct_port: Annotated[
         int,
         typer.Option(
@@ -299,6 +305,7 @@ def peer(
                 announce=tuple(announce or ()),
                 transport=transport,
                 direct=not no_direct,
+                relay=not no_relay,
                 direct_port=direct_port,
                 data=tuple(data or ()),
                 builder=builder,

@@ -51,6 +51,7 @@ from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import LOGITS, InferRequest
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.recovery import Disk
+from swarmnet.swarm.relaying import Relaying
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.step import infer_through
 from swarmnet.swarm.wiring import Wiring
@@ -116,13 +117,13 @@ async def open_net(
         from swarmnet.transport.p2pd import P2pdCarrier
 
         carrier = P2pdCarrier(key, host=host, port=port, announce=announce)
-        transport = ChannelTransport(carrier, agent=AGENT, direct=direct)
+        transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
         await transport.start()
         return Net(transport, lambda: carrier.p2p, carrier.on_restart)
     from swarmnet.transport.py_libp2p import PyLibp2pCarrier
 
     other = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
-    transport = ChannelTransport(other, agent=AGENT, direct=direct)
+    transport = ChannelTransport(other, agent=AGENT, direct=direct, identity=key)
     await transport.start()
     return Net(transport, None, None)
 
@@ -299,6 +300,9 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             net.on_restart(directory.daemon_restarted)
             await directory.start(join)
             tasks.start(directory.run())
+        carrier: Any = net.transport
+        relaying = Relaying(carrier, peer.gossip, peer.rng, offers=options.relay)
+        tasks.start(relaying.run())
         tasks.start(known.keep(spec.run_id, peer.view))
         spare_old_objects()
         address = best_address(net.transport.addresses())

@@ -54,6 +54,8 @@ class PeerOptions:
     transport: TransportName = "p2pd"
     direct: bool = True
     """Bulk transfers over direct TLS connections, where peers can reach each other."""
+    relay: bool = True
+    """Carries data between others that cannot dial each other, where it can be dialled itself."""
     direct_port: int = 0
     """Where to listen for them; 0 = any that is free."""
     data: tuple[str, ...] = ()

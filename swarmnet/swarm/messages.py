@@ -370,3 +370,48 @@ class BandwidthRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.reply_bytes <= MAX_PROBE_BYTES:
             raise ValueError("more bytes than one answer may have")
+
+
+@dataclass(frozen=True, slots=True)
+class LookBackRequest:
+    """Somebody wants to know where it is seen to come from, and whether it can be dialled there."""
+
+    ports: tuple[int, ...] = ()
+    """On which it listens."""
+
+    def __post_init__(self) -> None:
+        if len(self.ports) > MAX_DIAL_BACK or any(not 0 < p < 1 << 16 for p in self.ports):
+            raise ValueError("ports are too many or out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class LookBackReply:
+    """What is seen of who asked."""
+
+    host: str
+    port: int
+    """Of its connection to the peer that answers."""
+    reached: tuple[int, ...]
+    """Of the ports asked about, at that host."""
+
+    def __post_init__(self) -> None:
+        if len(self.host) > 64 or not 0 <= self.port < 1 << 16:
+            raise ValueError("an impossible address")
+        if len(self.reached) > MAX_DIAL_BACK or any(not 0 < p < 1 << 16 for p in self.reached):
+            raise ValueError("ports are too many or out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class RelayGrant:
+    """A place at a relay: others may call the asker through it."""
+
+    addresses: tuple[str, ...]
+    """Multiaddrs of the relay."""
+    seconds: float
+    """It ends so long after it was asked for last."""
+
+    def __post_init__(self) -> None:
+        if len(self.addresses) > 16 or any(len(a) > MAX_ADDRESS_CHARS for a in self.addresses):
+            raise ValueError("addresses are too many or too long")
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError("a time is no time")

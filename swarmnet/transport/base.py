@@ -18,6 +18,8 @@ from swarmnet.wire import Message
 
 PROTOCOL_VERSION = 1
 PROTOCOL_NAME = f"/swarmnet/{PROTOCOL_VERSION}"
+RELAY_PROTOCOL = "/swarmnet/relay/1"
+"""Of the streams that `transport.relay` joins."""
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ class ByteStream:
     leftover: bytes = b""
     keep: object = None
     """Whatever must live as long as the stream does."""
+    protocol: str = PROTOCOL_NAME
 
 
 class Carrier(Protocol):
@@ -150,7 +153,10 @@ class Carrier(Protocol):
     async def connect(self, address: str) -> str:
         """Connects to an address; returns the peer id. Raises `AddressError` or `Unreachable`."""
 
-    async def open(self, peer_id: str) -> ByteStream:
-        """Opens a stream to a peer with `PROTOCOL_NAME`. Raises `Unreachable`."""
+    async def open(self, peer_id: str, protocol: str = PROTOCOL_NAME) -> ByteStream:
+        """Opens a stream to a peer. Raises `Unreachable`."""
+
+    async def observed(self, peer_id: str) -> str:
+        """The multiaddr that a connected peer is seen to come from; empty where unknown."""
 
     async def close(self) -> None: ...

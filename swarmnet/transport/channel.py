@@ -25,14 +25,23 @@ from swarmnet.errors import (
     Unreachable,
     WrongVersion,
 )
+from swarmnet.identity import Identity
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.seats import machine_of, seat_id, split_seat
-from swarmnet.transport.base import ByteStream, Carrier, Handler, Request, Traffic
+from swarmnet.transport.base import (
+    RELAY_PROTOCOL,
+    ByteStream,
+    Carrier,
+    Handler,
+    Request,
+    Traffic,
+)
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls import Channel, as_remote
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.pacing import Pacer
+from swarmnet.transport.relay import CIRCUIT, Relays, race, split_circuit
 from swarmnet.transport.seats import FIRST_SEATS, Route, Seat
 from swarmnet.wire import Message
 
@@ -41,6 +50,9 @@ log = logging.getLogger("swarmnet.transport")
 T = TypeVar("T")
 
 OPEN_TIMEOUT_S = 15.0
+RELAY_AFTER_S = 1.0
+"""A peer that has a relay is tried through it when it has not answered for so long."""
+KNOCK_TIMEOUT_S = 3.0
 REDIAL_AFTER_S = 0.3
 """A failed dial is answered from memory for so long, so that callers do not pile up."""
 MAX_CHANNELS = 8
@@ -79,6 +91,8 @@ class ChannelTransport:
         default_factory=lambda: RateLimiter(CALLS_PER_S, CALLS_BURST)
     )
     direct: DirectListener | None = None
+    identity: Identity | None = None
+    """Whose peer this is; without it no streams through relays."""
 
     def __post_init__(self) -> None:
         self.peer_id = self.carrier.peer_id
@@ -101,6 +115,8 @@ class ChannelTransport:
         self.pacer = Pacer()
         self._closed = False
         self.links = None if self.direct is None else DirectLinks(self, self.direct)
+        self.relays = None if self.identity is None else Relays(self, self.identity)
+        self._announced: list[str] = []
 
     async def start(self) -> None:
         """Starts the carrier. Raises `AddressError` or `TransportError`."""
@@ -115,7 +131,43 @@ class ChannelTransport:
     # ---- the port ---------------------------------------------------------------------------
 
     def addresses(self) -> list[str]:
+        return [*self._announced, *self.carrier.addresses()]
+
+    def own_addresses(self) -> list[str]:
+        """Those of the carrier."""
         return self.carrier.addresses()
+
+    def announce(self, addresses: Sequence[str]) -> None:
+        """Further addresses of this peer, in place of those announced before."""
+        self._announced = list(addresses)
+
+    async def observed(self, peer_id: str) -> str:
+        """The multiaddr that a connected peer comes from; empty where unknown."""
+        return await self.carrier.observed(peer_id)
+
+    async def knock(self, host: str, port: int) -> bool:
+        """Can a TCP connection be made there? It is closed at once."""
+        try:
+            async with asyncio.timeout(KNOCK_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError):
+            return False
+        writer.transport.abort()
+        return True
+
+    def grant_relay(self, peer_id: str, for_s: float) -> None:
+        """Lets others call a peer through this one."""
+        if self.relays is not None:
+            self.relays.grant(peer_id, asyncio.get_running_loop().time() + for_s)
+
+    @property
+    def num_grants(self) -> int:
+        """Peers that may be called through this one."""
+        return 0 if self.relays is None else self.relays.num_granted
+
+    def has_grant(self, peer_id: str) -> bool:
+        """May a peer be called through this one?"""
+        return self.relays is not None and self.relays.has_grant(peer_id)
 
     def set_run(self, run_id: str) -> None:
         self.run_id = run_id
@@ -131,7 +183,9 @@ class ChannelTransport:
             return
         if peer_id != machine:
             self._known_seats.setdefault(machine, {})[peer_id] = None
-        self.carrier.learn(machine, addresses)
+        self.carrier.learn(machine, [a for a in addresses if CIRCUIT not in a])
+        if self.relays is not None:
+            self.relays.learn(machine, addresses)
 
     def connected(self) -> list[str]:
         return list(self._channels)
@@ -150,7 +204,7 @@ class ChannelTransport:
     async def dial(self, address: str, timeout_s: float = 10.0) -> str:
         try:
             async with asyncio.timeout(timeout_s):
-                peer_id = await self.carrier.connect(address)
+                peer_id = await self._connect(address)
                 if peer_id == self.peer_id:
                     raise AddressError("that is this peer's own address")
                 channel = await self._channel(peer_id)
@@ -158,6 +212,16 @@ class ChannelTransport:
                 return peer_id
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s") from None
+
+    async def _connect(self, address: str) -> str:
+        """The peer id behind an address; there is a way to it, or there may be one."""
+        circuit = split_circuit(address)
+        if circuit is None:
+            return await self.carrier.connect(address)
+        if not circuit[2]:
+            raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
+        self.learn(circuit[2], [address])
+        return circuit[2]
 
     async def call(
         self,
@@ -314,6 +378,8 @@ class ChannelTransport:
         await self._cancel_all()  # while the channels stand: their callers are told
         if self.links is not None:
             await self.links.close()
+        if self.relays is not None:
+            await self.relays.close()
         for channel in self._all():
             channel.close()
         await self._cancel_all()  # what came in meanwhile
@@ -370,7 +436,7 @@ class ChannelTransport:
         channel = None
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                channel = self._attach(await self.carrier.open(peer_id))
+                channel = self._attach(await self._open_stream(peer_id))
                 await asyncio.shield(channel.ready)
                 return channel
         except TimeoutError:
@@ -379,6 +445,15 @@ class ChannelTransport:
             raise Unreachable(f"{name}: no answer within {OPEN_TIMEOUT_S:.0f} s") from None
         except OSError as e:
             raise Unreachable(f"{name}: {e}") from None
+
+    async def _open_stream(self, peer_id: str) -> ByteStream:
+        """Straight, or through a relay of the peer's."""
+        relays = self.relays
+        if relays is None or not relays.knows(peer_id):
+            return await self.carrier.open(peer_id)
+        return await race(
+            lambda: self.carrier.open(peer_id), lambda: relays.open(peer_id), RELAY_AFTER_S
+        )
 
     def _opened(self, peer_id: str, task: asyncio.Task[Channel]) -> None:
         self._opening.pop(peer_id, None)
@@ -407,7 +482,17 @@ class ChannelTransport:
             error = self._failed[peer_id][1]
             raise type(error)(str(error))
 
+    def accept(self, stream: ByteStream) -> None:
+        """`relay.Home`"""
+        self._accept(stream)
+
     def _accept(self, stream: ByteStream) -> None:
+        if stream.protocol == RELAY_PROTOCOL:
+            if self.relays is None or not self.may_attach(stream.remote):
+                stream.transport.abort()
+            else:
+                self.relays.accept(stream)
+            return
         num_open = sum(c.remote == stream.remote and not c.is_direct for c in self._all())
         if self._closed or num_open >= MAX_CHANNELS or self._is_banned(stream.remote):
             stream.transport.abort()

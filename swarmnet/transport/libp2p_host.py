@@ -25,7 +25,7 @@ import trio
 
 from swarmnet.errors import AddressError, Unreachable, WrongProtocol
 from swarmnet.transport import libp2p_import as p2p
-from swarmnet.transport.base import PROTOCOL_NAME
+from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL
 from swarmnet.transport.yamux import MAX_PAYLOAD_BYTES, Stream, StreamReset, Yamux
 from swarmnet.transport.yamux import PROTOCOL_ID as YAMUX
 
@@ -121,12 +121,12 @@ class Host:
     def __init__(
         self,
         seed: bytes,
-        on_stream: Callable[[str, socket.socket], None],
+        on_stream: Callable[[str, socket.socket, str], None],
         announced: Callable[[], list[str]],
     ) -> None:
-        """`seed`: the 32 bytes of an Ed25519 private key. `on_stream(peer id, socket)`: for every
-        incoming stream with `PROTOCOL_NAME`; the socket is the callee's to close. `announced()`:
-        the multiaddrs that identify tells others."""
+        """`seed`: the 32 bytes of an Ed25519 private key. `on_stream(peer id, socket,
+        protocol)`: for every incoming stream with `PROTOCOL_NAME` or `RELAY_PROTOCOL`; the socket
+        is the callee's to close. `announced()`: the multiaddrs that identify tells others."""
         keys = p2p.create_new_key_pair(seed)
         self.peer_id = str(p2p.ID.from_pubkey(keys.public_key))
         self.addresses: list[str] = []
@@ -136,7 +136,7 @@ class Host:
         noise = p2p.NoiseTransport(keys, p2p.create_noise_key_pair().private_key)
         self._upgrader = p2p.TransportUpgrader({p2p.NOISE: noise}, {})
         self._muxer = _served(YAMUX)
-        self._protocols = _served(PROTOCOL_NAME, IDENTIFY_PROTOCOL, PING_PROTOCOL)
+        self._protocols = _served(PROTOCOL_NAME, RELAY_PROTOCOL, IDENTIFY_PROTOCOL, PING_PROTOCOL)
         self._on_stream = on_stream
         self._nursery: trio.Nursery | None = None
         self._connections: dict[str, list[Connection]] = {}
@@ -183,33 +183,41 @@ class Host:
         """Makes sure that there is a connection to a peer. Raises `Unreachable`."""
         await self._connection(peer_id, endpoints)
 
-    async def open(self, peer_id: str, endpoints: Sequence[Endpoint]) -> socket.socket:
-        """Opens a stream with `PROTOCOL_NAME`; returns the far end of its bridge. A connection that
+    async def open(
+        self, peer_id: str, endpoints: Sequence[Endpoint], protocol: str = PROTOCOL_NAME
+    ) -> socket.socket:
+        """Opens a stream; returns the far end of its bridge. A connection that
         turns out to be dead is closed and dialled again, once. Raises `Unreachable`."""
         for connection in self._live(peer_id)[-1:]:
             try:
-                return await self._open_on(connection)
+                return await self._open_on(connection, protocol)
             except (StreamReset, trio.TooSlowError) as e:
                 logger.debug("the connection to %s was dead: %s", peer_id, e)
                 connection.yamux.end()
         connection = await self._connection(peer_id, endpoints)
         try:
-            return await self._open_on(connection)
+            return await self._open_on(connection, protocol)
         except (StreamReset, trio.TooSlowError) as e:
             connection.yamux.end()
             raise Unreachable(f"{peer_id} closed the new connection at once: {e}") from None
 
-    async def _open_on(self, connection: Connection) -> socket.socket:
+    def observed(self, peer_id: str) -> str:
+        """The multiaddr that a connected peer comes from; empty where there is none."""
+        for connection in reversed(self._live(peer_id)):
+            if connection.remote is not None:
+                host, port = connection.remote
+                return f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
+        return ""
+
+    async def _open_on(self, connection: Connection, protocol: str) -> socket.socket:
         """Raises `StreamReset`, `trio.TooSlowError` or `Unreachable`."""
         with trio.fail_after(NEGOTIATE_TIMEOUT_S):
             stream = await connection.yamux.open_stream()
             try:
-                await _select(PROTOCOL_NAME, stream)
+                await _select(protocol, stream)
             except p2p.ProtocolNotSupportedError:
                 stream.reset()
-                raise WrongProtocol(
-                    f"{connection.peer_id} does not speak {PROTOCOL_NAME}"
-                ) from None
+                raise WrongProtocol(f"{connection.peer_id} does not speak {protocol}") from None
             except Exception as e:
                 stream.reset()
                 raise StreamReset(_reason(e)) from None
@@ -346,8 +354,8 @@ class Host:
         try:
             with trio.fail_after(NEGOTIATE_TIMEOUT_S):
                 protocol = await _negotiate(self._protocols, stream)
-            if protocol == PROTOCOL_NAME:
-                self._on_stream(connection.peer_id, self._bridge(stream))
+            if protocol in (PROTOCOL_NAME, RELAY_PROTOCOL):
+                self._on_stream(connection.peer_id, self._bridge(stream), str(protocol))
             elif protocol == IDENTIFY_PROTOCOL:
                 with trio.fail_after(NEGOTIATE_TIMEOUT_S):
                     await self._identify(stream, connection)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from swarmnet.errors import AddressError, Unreachable
-from swarmnet.transport.base import ByteStream
+from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
 
 
 class LoopbackHub:
@@ -19,6 +19,8 @@ class LoopbackHub:
 
     def __init__(self) -> None:
         self.carriers: dict[str, LoopbackCarrier] = {}
+        self.apart: set[frozenset[str]] = set()
+        """Pairs of which neither can dial the other."""
 
     def carrier(self, peer_id: str) -> LoopbackCarrier:
         """A new one; reachable once it is started."""
@@ -53,13 +55,18 @@ class LoopbackCarrier:
         self._find(peer_id)
         return peer_id
 
-    async def open(self, peer_id: str) -> ByteStream:
+    async def open(self, peer_id: str, protocol: str = PROTOCOL_NAME) -> ByteStream:
         self.opened += 1
+        if frozenset((self.peer_id, peer_id)) in self._hub.apart:
+            raise Unreachable(f"{peer_id[-8:]}: no answer in time")
         remote = self._find(peer_id)
         near, far = socket.socketpair()
         stream = ByteStream(peer_id, await self._wrap(near))
-        remote.accept(ByteStream(self.peer_id, await remote._wrap(far)))
+        remote.accept(ByteStream(self.peer_id, await remote._wrap(far), protocol=protocol))
         return stream
+
+    async def observed(self, peer_id: str) -> str:
+        return f"/loopback/p2p/{peer_id}"
 
     async def close(self) -> None:
         if self._hub.carriers.get(self.peer_id) is self:

@@ -31,7 +31,7 @@ from typing import Any
 
 from swarmnet.errors import AddressError, TransportError, Unreachable, WrongProtocol
 from swarmnet.identity import Identity
-from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
+from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
 
 log = logging.getLogger("swarmnet.transport")
 
@@ -210,16 +210,28 @@ class P2pdCarrier:
         await self._connect(peer_id)
         return peer_id
 
-    async def open(self, peer_id: str) -> ByteStream:
+    async def open(self, peer_id: str, protocol: str = PROTOCOL_NAME) -> ByteStream:
         from hivemind.proto import p2pd_pb2
 
         await self._connect(peer_id)
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
-            streamOpen=p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer_id), proto=[PROTOCOL_NAME]),
+            streamOpen=p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer_id), proto=[protocol]),
         )
         reader, writer = await self._ask(peer_id, request)
-        return _byte_stream(peer_id, reader, writer)
+        return _byte_stream(peer_id, reader, writer, protocol)
+
+    async def observed(self, peer_id: str) -> str:
+        if self.p2p is None:
+            return ""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                peers = await self.p2p.list_peers()
+        except Exception as e:
+            log.debug("the daemon does not say who is connected: %r", e)
+            return ""
+        found = [str(a) for p in peers if p.peer_id.to_base58() == peer_id for a in p.addrs]
+        return next((a for a in found if "/p2p-circuit" not in a), "")
 
     async def close(self) -> None:
         if self._watchdog is not None:
@@ -294,9 +306,14 @@ class P2pdCarrier:
                 return self._reasons[address]
         return _reason(text)
 
-    async def _on_stream(self, info: Any, reader: Any, writer: Any) -> None:
+    async def _on_relay_stream(self, info: Any, reader: Any, writer: Any) -> None:
+        await self._on_stream(info, reader, writer, RELAY_PROTOCOL)
+
+    async def _on_stream(
+        self, info: Any, reader: Any, writer: Any, protocol: str = PROTOCOL_NAME
+    ) -> None:
         try:
-            stream = _byte_stream(info.peer_id.to_base58(), reader, writer)
+            stream = _byte_stream(info.peer_id.to_base58(), reader, writer, protocol)
         except Unreachable:
             return
         self._accept(stream)
@@ -354,6 +371,7 @@ class P2pdCarrier:
             async with asyncio.timeout(START_TIMEOUT_S):
                 self.p2p = await OwnP2P.replicate(Multiaddr(f"/unix{control}"))
                 await self.p2p.add_binary_stream_handler(PROTOCOL_NAME, self._on_stream)
+                await self.p2p.add_binary_stream_handler(RELAY_PROTOCOL, self._on_relay_stream)
                 visible = [str(a) for a in await self.p2p.get_visible_maddrs()]
         except Exception as e:
             raise TransportError(f"p2pd cannot be spoken to: {e!r}") from None
@@ -398,7 +416,7 @@ class P2pdCarrier:
             "connManager": 0,
             "idleTimeout": "30s",
             "natPortMap": int(self._nat_port_map),
-            "relay": 1,
+            "relay": 0,  # ours is `transport.relay`
             "tls": 1,
             "persistentConnMaxMsgSize": 4 << 20,
         }
@@ -521,7 +539,7 @@ def _peer_bytes(peer_id: str) -> bytes:
     return data
 
 
-def _byte_stream(remote: str, reader: Any, writer: Any) -> ByteStream:
+def _byte_stream(remote: str, reader: Any, writer: Any, protocol: str) -> ByteStream:
     """Takes a stream from asyncio's reader and writer, with what was read already. Raises
     `Unreachable` where its other end is gone: a protocol set later would never hear of it."""
     transport = writer.transport
@@ -529,7 +547,8 @@ def _byte_stream(remote: str, reader: Any, writer: Any) -> ByteStream:
         transport.abort()
         raise Unreachable("the stream ended at once")
     transport.pause_reading()
-    return ByteStream(remote, transport, bytes(reader._buffer), keep=(reader, writer))
+    leftover = bytes(reader._buffer)
+    return ByteStream(remote, transport, leftover, keep=(reader, writer), protocol=protocol)
 
 
 def _check_multiaddr(address: str) -> None:

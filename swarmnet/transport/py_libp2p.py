@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.errors import AddressError, SwarmnetError, TransportError, Unreachable
 from swarmnet.identity import Identity
-from swarmnet.transport.base import ByteStream
+from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
 from swarmnet.transport.trio_thread import ThreadEnded, TrioThread
 
 if TYPE_CHECKING:
@@ -131,13 +131,22 @@ class PyLibp2pCarrier:
         self.learn(peer_id, [address, *self._known.get(peer_id, ())])
         return peer_id
 
-    async def open(self, peer_id: str) -> ByteStream:
+    async def open(self, peer_id: str, protocol: str = PROTOCOL_NAME) -> ByteStream:
         """Opens a stream to a peer, over the connection to it or a new one. Raises
         `Unreachable`."""
         matches = [_match(a, peer_id) for a in self._known.get(peer_id, ())]
         endpoints = [_endpoint(m) for m in matches if m]
-        far = await self._in_trio(lambda host: host.open(peer_id, endpoints), _close)
-        return await self._wrap(peer_id, far)
+        far = await self._in_trio(lambda host: host.open(peer_id, endpoints, protocol), _close)
+        return await self._wrap(peer_id, far, protocol)
+
+    async def observed(self, peer_id: str) -> str:
+        async def look(host: Host) -> str:
+            return host.observed(peer_id)
+
+        try:
+            return await self._in_trio(look)
+        except Unreachable:
+            return ""
 
     async def close(self) -> None:
         """Closes every stream and connection and ends the thread, within `CLOSE_TIMEOUT_S`.
@@ -171,17 +180,17 @@ class PyLibp2pCarrier:
         except OSError as e:  # no more file descriptors, say
             raise Unreachable(f"cannot open a stream: {e}") from None
 
-    def _on_stream_in_trio(self, remote: str, far: socket.socket) -> None:
+    def _on_stream_in_trio(self, remote: str, far: socket.socket, protocol: str) -> None:
         assert self._thread is not None
-        if not self._thread.soon_in_loop(self._on_stream, remote, far):
+        if not self._thread.soon_in_loop(self._on_stream, remote, far, protocol):
             far.close()
 
-    def _on_stream(self, remote: str, far: socket.socket) -> None:
+    def _on_stream(self, remote: str, far: socket.socket, protocol: str) -> None:
         """An incoming stream, on the loop's thread."""
         if self._accept is None:
             far.close()
             return
-        task = asyncio.ensure_future(self._hand_over(remote, far))
+        task = asyncio.ensure_future(self._hand_over(remote, far, protocol))
         self._accepting[task] = None
         task.add_done_callback(lambda t: self._on_handed_over(t, far))
 
@@ -190,9 +199,9 @@ class PyLibp2pCarrier:
         if task.cancelled():  # perhaps before it ever ran
             far.close()
 
-    async def _hand_over(self, remote: str, far: socket.socket) -> None:
+    async def _hand_over(self, remote: str, far: socket.socket, protocol: str) -> None:
         try:
-            stream = await self._wrap(remote, far)
+            stream = await self._wrap(remote, far, protocol)
         except (Unreachable, OSError) as e:
             logger.debug("an incoming stream ended early: %s", e)
             return
@@ -201,7 +210,7 @@ class PyLibp2pCarrier:
         else:
             self._accept(stream)
 
-    async def _wrap(self, remote: str, far: socket.socket) -> ByteStream:
+    async def _wrap(self, remote: str, far: socket.socket, protocol: str) -> ByteStream:
         """The asyncio side of a bridge. Raises `Unreachable` where the stream is already over."""
         loop = asyncio.get_running_loop()
         early = _Early()
@@ -219,7 +228,7 @@ class PyLibp2pCarrier:
         transport.pause_reading()
         self._forget_closed()
         self._streams[transport] = None
-        return ByteStream(remote, transport, bytes(early.data))
+        return ByteStream(remote, transport, bytes(early.data), protocol=protocol)
 
     def _forget_closed(self) -> None:
         for transport in [t for t in self._streams if t.is_closing()]:

@@ -25,6 +25,7 @@ COMMANDS = {
         "--transport",
         "--no-direct",
         "--direct-port",
+        "--no-relay",
         "--state-dir",
         "--data",
         "--builder",

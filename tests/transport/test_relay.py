@@ -1,0 +1,254 @@
+"""Streams through a relay: who talks with whom, what the relay sees, and what bounds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import uvloop
+
+from swarmnet.errors import SwarmnetError, Unreachable
+from swarmnet.transport import relay as relay_module
+from swarmnet.transport.base import RELAY_PROTOCOL, Request
+from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.loopback import LoopbackHub
+from swarmnet.transport.relay import RELAYED, split_circuit
+from swarmnet.wire import Array, Message
+from tests.transport.streams import identity
+
+TIMEOUT_S = 20.0
+GRANT_S = 60.0
+
+
+async def echo(request: Request) -> Message:
+    return Message([request.remote, request.message.body], request.message.arrays)
+
+
+@dataclass
+class World:
+    """Two peers that cannot dial each other, and others that both can."""
+
+    hub: LoopbackHub
+    a: ChannelTransport
+    b: ChannelTransport
+    relays: list[ChannelTransport]
+
+    def circuit(self, peer: ChannelTransport, relay: ChannelTransport) -> str:
+        return f"/loopback/p2p/{relay.peer_id}/p2p-circuit/p2p/{peer.peer_id}"
+
+    async def call(self, size: int = 0, **options: Any) -> Message:
+        arrays = (Array("uint8", (size,), bytes(i % 251 for i in range(size))),) if size else ()
+        return await self.a.call(
+            self.b.peer_id, "echo", Message("hello", arrays), timeout_s=TIMEOUT_S, **options
+        )
+
+
+@asynccontextmanager
+async def world(num_relays: int = 1) -> AsyncIterator[World]:
+    hub = LoopbackHub()
+    ids = [identity(i + 1) for i in range(2 + num_relays)]
+    made = [ChannelTransport(hub.carrier(i.peer_id), identity=i) for i in ids]
+    for transport in made:
+        await transport.start()
+        transport.set_run("r")
+        transport.handle("echo", echo)
+    a, b, *relays = made
+    hub.apart.add(frozenset((a.peer_id, b.peer_id)))
+    w = World(hub, a, b, relays)
+    for r in relays:
+        for peer in (a, b):
+            await peer.dial(f"/loopback/p2p/{r.peer_id}")
+        r.grant_relay(b.peer_id, GRANT_S)
+    a.learn(b.peer_id, [w.circuit(b, r) for r in relays])
+    try:
+        yield w
+    finally:
+        for transport in made:
+            await transport.close()
+
+
+def play(
+    scenario: Callable[[World], Coroutine[Any, Any, None]], num_relays: int = 1, loop: Any = None
+) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), world(num_relays) as w:
+            await scenario(w)
+
+    with asyncio.Runner(loop_factory=loop or uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_peers_that_cannot_dial_each_other_talk_through_a_third(loop: Any) -> None:
+    async def scenario(w: World) -> None:
+        reply = await w.call(3_000_000)
+        assert reply.body == [w.a.peer_id, "hello"], "the callee knows who calls"
+        assert bytes(reply.arrays[0].data) == bytes(i % 251 for i in range(3_000_000))
+        back = await w.b.call(w.a.peer_id, "echo", Message(1), timeout_s=TIMEOUT_S)
+        assert back.body == [w.b.peer_id, 1], "the same channel, the other way"
+        (r,) = w.relays
+        assert r.relays is not None
+        assert r.relays.num_joined == 1
+        assert r.traffic.sent_bytes[RELAYED] > 6_000_000
+        assert w.a.connected() == [r.peer_id, w.b.peer_id]
+
+    play(scenario, loop=loop)
+
+
+def test_the_relay_sees_no_content() -> None:
+    secret = b"the crown jewels" * 40
+    seen = bytearray()
+    forward = relay_module._Half.data_received
+
+    def spying(self: Any, data: bytes) -> None:
+        seen.extend(data)
+        forward(self, data)
+
+    async def scenario(w: World) -> None:
+        arrays = (Array("uint8", (len(secret),), secret),)
+        reply = await w.a.call(w.b.peer_id, "echo", Message(None, arrays), timeout_s=TIMEOUT_S)
+        assert bytes(reply.arrays[0].data) == secret
+        assert len(seen) > 2 * len(secret)
+        assert secret[:16] not in seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay_module._Half, "data_received", spying)
+        play(scenario)
+
+
+def test_a_relay_that_answers_itself_is_found_out() -> None:
+    """It joins the caller to a peer of its own choosing, which cannot sign for the callee."""
+
+    async def scenario(w: World) -> None:
+        bad, other = w.relays
+        assert bad.relays is not None
+        bad.grant_relay(other.peer_id, GRANT_S)
+        await other.dial(f"/loopback/p2p/{bad.peer_id}")
+        w.a.learn(w.b.peer_id, [w.circuit(w.b, bad)])
+        open_ = bad.carrier.open
+
+        async def elsewhere(peer_id: str, protocol: str = "") -> Any:
+            if protocol == RELAY_PROTOCOL and peer_id == w.b.peer_id:
+                peer_id = other.peer_id
+            return await open_(peer_id, protocol)
+
+        bad.carrier.open = elsewhere  # type: ignore[method-assign]
+        with pytest.raises(Unreachable, match="who answered is not who was called"):
+            await w.call()
+
+    play(scenario, 2)
+
+
+def test_a_relay_cannot_pretend_that_somebody_calls() -> None:
+    async def scenario(w: World) -> None:
+        (r,) = w.relays
+        stream = await r.carrier.open(w.b.peer_id, RELAY_PROTOCOL)
+        talk = relay_module._Talk(stream)
+        talk.say({"from": w.a.peer_id})
+        assert await talk.hear() == {"ok": 1}
+        assert r.relays is not None
+        visitor = relay_module._Talk(None)
+        transport = await r.relays._tls(talk, visitor, server=False)
+        challenge = await visitor.read(96)
+        transport.write(r.relays._identity.sign(challenge))
+        with pytest.raises(EOFError):
+            await visitor.read(1)
+        assert w.a.peer_id not in w.b.connected()
+
+    play(scenario)
+
+
+def test_another_relay_takes_over() -> None:
+    async def scenario(w: World) -> None:
+        await w.call()
+        used = [r for r in w.relays if r.relays is not None and r.relays.num_joined]
+        assert len(used) == 1
+        await used[0].close()
+        reply: Message | None = None
+        for _ in range(100):
+            try:
+                reply = await w.call()
+                break
+            except SwarmnetError:
+                await asyncio.sleep(0.05)
+        assert reply is not None
+        assert reply.body == [w.a.peer_id, "hello"]
+
+    play(scenario, 2)
+
+
+def test_without_a_place_nobody_is_called() -> None:
+    async def scenario(w: World) -> None:
+        w.relays[0].grant_relay(w.b.peer_id, -1.0)
+        with pytest.raises(Unreachable, match="the relay keeps no place for it"):
+            await w.call()
+
+    play(scenario)
+
+
+def test_circuits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MAX_CIRCUITS", 0)
+
+    async def scenario(w: World) -> None:
+        with pytest.raises(Unreachable, match="the relay is full"):
+            await w.call()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xff",
+        b"\x00\x01\xc1",
+        b"\x00\x01\x01",
+        b"\x00\x01\x80",
+        b"\x00\x05\x81\xa2to\x01",
+    ],
+)
+def test_garbage_costs_its_sender_the_stream_only(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "HEAD_TIMEOUT_S", 0.3)
+
+    async def scenario(w: World) -> None:
+        (r,) = w.relays
+        stream = await w.a.carrier.open(r.peer_id, RELAY_PROTOCOL)
+        talk = relay_module._Talk(stream)
+        talk.transport.write(data)
+        with pytest.raises(EOFError):
+            await talk.read(1)
+        monkeypatch.setattr(relay_module, "HEAD_TIMEOUT_S", 8.0)
+        assert (await w.call()).body
+
+    play(scenario)
+
+
+def test_what_is_relayed_keeps_to_the_cap_on_the_upload() -> None:
+    async def scenario(w: World) -> None:
+        (r,) = w.relays
+        await w.call()
+        r.limit_upload(2e6)
+        loop = asyncio.get_running_loop()
+        began, before = loop.time(), r.traffic.sent_bytes[RELAYED]
+        await w.call(1_000_000)
+        sent = r.traffic.sent_bytes[RELAYED] - before
+        assert sent > 2_000_000
+        assert sent / (loop.time() - began) < 1.6 * 2e6
+
+    play(scenario)
+
+
+def test_addresses_of_circuits() -> None:
+    assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R/p2p-circuit/p2p/N") == (
+        "/ip4/5.5.5.2/tcp/1/p2p/R", "R", "N",
+    )  # fmt: skip
+    assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R/p2p-circuit") == (
+        "/ip4/5.5.5.2/tcp/1/p2p/R", "R", "",
+    )  # fmt: skip
+    assert split_circuit("/ip4/5.5.5.2/tcp/1/p2p/R") is None
