@@ -52,6 +52,8 @@ T = TypeVar("T")
 OPEN_TIMEOUT_S = 15.0
 RELAY_AFTER_S = 1.0
 """A peer that has a relay is tried through it when it has not answered for so long."""
+NEXT_RELAY_AFTER_S = 0.4
+"""Likewise the next of its relays."""
 KNOCK_TIMEOUT_S = 3.0
 REDIAL_AFTER_S = 0.3
 """A failed dial is answered from memory for so long, so that callers do not pile up."""
@@ -451,9 +453,12 @@ class ChannelTransport:
         relays = self.relays
         if relays is None or not relays.knows(peer_id):
             return await self.carrier.open(peer_id)
-        return await race(
-            lambda: self.carrier.open(peer_id), lambda: relays.open(peer_id), RELAY_AFTER_S
-        )
+        ways = [lambda: self.carrier.open(peer_id), *relays.ways(peer_id)]
+        first_s = 0.0 if relays.is_needed(peer_id) else RELAY_AFTER_S
+        starts = [first_s, *[NEXT_RELAY_AFTER_S] * len(ways)][: len(ways) - 1]
+        index, stream = await race(ways, starts)
+        relays.opened(peer_id, through_relay=index > 0)
+        return stream
 
     def _opened(self, peer_id: str, task: asyncio.Task[Channel]) -> None:
         self._opening.pop(peer_id, None)

@@ -52,6 +52,9 @@ RELAYED = "relay"
 """What forwarded bytes are counted under."""
 
 
+Way = Callable[[], Coroutine[Any, Any, ByteStream]]
+
+
 class Home(Protocol):
     """The transport that has these circuits."""
 
@@ -84,6 +87,7 @@ class Relays:
         self._certificate = Certificate()
         self._context = client_context()
         self._known: dict[str, dict[str, str]] = {}
+        self._needed: dict[str, None] = {}
         self._grants: dict[str, float] = {}
         self._circuits: dict[_Circuit, None] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -137,30 +141,38 @@ class Relays:
 
     # ---- the caller -------------------------------------------------------------------------
 
-    async def open(self, peer_id: str) -> ByteStream:
-        """A stream to a peer through one of its relays. Raises `Unreachable`."""
-        reasons = []
+    def ways(self, peer_id: str) -> list[Way]:
+        """How to open a stream to a peer through its relays, those first that are connected."""
         near = self._home.connected()
         relays = self._known.get(peer_id, {})
-        for relay_id in sorted(relays, key=lambda r: r not in near):
-            try:
-                return await self._through(relay_id, relays[relay_id], peer_id)
-            except (SwarmnetError, OSError, EOFError, TimeoutError) as e:
-                reasons.append(f"relay {relay_id[-8:]}: {e or 'no answer in time'}")
-        raise Unreachable("; ".join(reasons) or "no relay of it is known")
+        order = sorted(relays, key=lambda r: r not in near)
+        return [lambda r=r: self._through(r, relays[r], peer_id) for r in order]  # type: ignore[misc]
+
+    def is_needed(self, peer_id: str) -> bool:
+        """Was a peer reached in no other way, lately?"""
+        return peer_id in self._needed
+
+    def opened(self, peer_id: str, *, through_relay: bool) -> None:
+        """A stream to a peer was opened."""
+        self._needed.pop(peer_id, None)
+        if through_relay:
+            if len(self._needed) >= MAX_KNOWN:
+                del self._needed[next(iter(self._needed))]
+            self._needed[peer_id] = None
 
     async def _through(self, relay_id: str, address: str, peer_id: str) -> ByteStream:
         if relay_id not in self._home.connected():
             await self._home.carrier.connect(address)
         stream = await self._home.carrier.open(relay_id, RELAY_PROTOCOL)
         transport: asyncio.Transport = stream.transport
+        name = f"relay {relay_id[-8:]}"
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 talk = _Talk(stream)
                 talk.say({"to": peer_id})
                 answer = await talk.hear()
                 if answer.get("e") is not None:
-                    raise Unreachable(str(answer["e"])[:200])
+                    raise Unreachable(f"{name}: {str(answer['e'])[:200]}")
                 visitor = _Talk(None)
                 transport = await self._tls(talk, visitor, server=False)
                 certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -171,9 +183,11 @@ class Relays:
                 if not verify(peer_id, _claim(CALLEE, print_, nonce, own), signature):
                     raise ProtocolViolation("who answered is not who was called")
                 transport.write(self._identity.sign(_claim(CALLER, print_, nonce, peer_id)))
-        except BaseException:
+        except BaseException as e:
             transport.abort()
             stream.transport.abort()
+            if isinstance(e, ProtocolViolation | EOFError | OSError | TimeoutError):
+                raise Unreachable(f"{name}: {str(e) or 'no answer in time'}") from None
             raise
         self.num_used += 1
         return ByteStream(peer_id, transport, visitor.rest(), keep=(stream, talk))
@@ -466,38 +480,38 @@ class _Circuit:
             half.transport.abort()
 
 
-async def race(
-    first: Callable[[], Coroutine[Any, Any, ByteStream]],
-    second: Callable[[], Coroutine[Any, Any, ByteStream]],
-    head_start_s: float,
-) -> ByteStream:
-    """The stream of whichever way is open first; the second is tried when the first has failed, or
-    has not come in `head_start_s`. Raises the first one's error where both fail."""
+async def race(ways: Sequence[Way], head_starts_s: Sequence[float]) -> tuple[int, ByteStream]:
+    """The stream of whichever way is open first, and which one that is. Each way is tried when all
+    before it have failed, or have had their head start. Raises the last way's error where all
+    fail."""
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(first())]
+    tasks: list[asyncio.Task[ByteStream]] = []
+    won = -1
     try:
-        await asyncio.wait(tasks, timeout=head_start_s)
-        if tasks[0].done() and tasks[0].exception() is None:
-            return tasks[0].result()
-        tasks.append(loop.create_task(second()))
-        waiting = {t for t in tasks if not t.done()}
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task in done and task.exception() is None:
-                    return task.result()
-        raise tasks[1].exception() or Unreachable("no way")
+        for way, head_start_s in zip(ways, [*head_starts_s, None], strict=True):
+            tasks.append(loop.create_task(way()))
+            end = None if head_start_s is None else loop.time() + head_start_s
+            while (waiting := [t for t in tasks if not t.done()]) and won < 0:
+                left_s = None if end is None else end - loop.time()
+                if left_s is not None and left_s <= 0:
+                    break
+                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                won = _first_open(tasks)
+            won = _first_open(tasks)
+            if won >= 0:
+                return won, tasks[won].result()
+        raise tasks[-1].exception() or Unreachable("no way")
     finally:
         for task in tasks:
             task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, ByteStream) and not _is_wanted(result, tasks):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for index, result in enumerate(results):
+            if isinstance(result, ByteStream) and index != won:
                 result.transport.abort()
 
 
-def _is_wanted(stream: ByteStream, tasks: Sequence[asyncio.Task[ByteStream]]) -> bool:
-    """Of two streams the first in the order of `tasks` is used."""
-    for task in tasks:
+def _first_open(tasks: Sequence[asyncio.Task[ByteStream]]) -> int:
+    for index, task in enumerate(tasks):
         if task.done() and not task.cancelled() and task.exception() is None:
-            return task.result() is stream
-    return False
+            return index
+    return -1

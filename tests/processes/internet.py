@@ -1,0 +1,151 @@
+"""A small internet of network namespaces: public machines, and machines behind a router with NAT
+each. Needs Linux, root, `ip` and `nft` or `iptables`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PUBLIC_NET = "5.5.5"
+"""Global addresses, as Python's `ipaddress` and libp2p see them; the namespaces have no way out."""
+
+
+class NoNamespaces(Exception):
+    """This machine cannot make network namespaces; says why."""
+
+
+def run(*command: str) -> str:
+    """Raises `NoNamespaces` with what the command said."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise NoNamespaces(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[:300]}")
+    return done.stdout
+
+
+@dataclass
+class Internet:
+    """Hosts by name, each a namespace."""
+
+    name: str
+    spaces: list[str] = field(default_factory=list)
+    num_public: int = 0
+    num_behind: int = 0
+
+    def space(self, name: str) -> str:
+        space = f"{self.name}-{name}"
+        run("ip", "netns", "add", space)
+        self.spaces.append(space)
+        run("ip", "-n", space, "link", "set", "lo", "up")
+        return space
+
+    def begin(self) -> None:
+        """The wire that public machines and routers are on."""
+        wire = self.space("wire")
+        run("ip", "-n", wire, "link", "add", "name", "br0", "type", "bridge")
+        run("ip", "-n", wire, "link", "set", "br0", "up")
+
+    def _plug(self, space: str, device: str, address: str) -> None:
+        """A cable from a namespace to the wire."""
+        wire, port = f"{self.name}-wire", f"p{self.num_public}"
+        run("ip", "-n", wire, "link", "add", port, "type", "veth", "peer", "name", device,
+            "netns", space)  # fmt: skip
+        run("ip", "-n", wire, "link", "set", port, "master", "br0", "up")
+        run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", device)
+        run("ip", "-n", space, "link", "set", device, "up")
+
+    def public(self, name: str) -> str:
+        """A machine with an address of its own; returns its namespace."""
+        self.num_public += 1
+        space = self.space(name)
+        self._plug(space, "wan", self.address_of(self.num_public))
+        return space
+
+    @staticmethod
+    def address_of(number: int) -> str:
+        return f"{PUBLIC_NET}.{10 + number}"
+
+    def behind_nat(self, name: str) -> str:
+        """A machine behind a router of its own; returns its namespace."""
+        self.num_public += 1
+        self.num_behind += 1
+        router, inside = self.space(f"{name}-nat"), self.space(name)
+        self._plug(router, "wan", self.address_of(self.num_public))
+        net = f"10.{self.num_behind}.0"
+        run("ip", "-n", router, "link", "add", "lan", "type", "veth", "peer", "name", "eth",
+            "netns", inside)  # fmt: skip
+        run("ip", "-n", router, "addr", "add", f"{net}.1/24", "dev", "lan")
+        run("ip", "-n", router, "link", "set", "lan", "up")
+        run("ip", "-n", inside, "addr", "add", f"{net}.2/24", "dev", "eth")
+        run("ip", "-n", inside, "link", "set", "eth", "up")
+        run("ip", "-n", inside, "route", "add", "default", "via", f"{net}.1")
+        self._inside(router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        self._masquerade(router)
+        return inside
+
+    def _masquerade(self, router: str) -> None:
+        """Who is inside goes out under the router's address; nothing from outside gets in."""
+        if shutil.which("nft"):
+            for rule in (
+                "add table ip nat",
+                "add chain ip nat post { type nat hook postrouting priority 100 ; }",
+                "add rule ip nat post oifname wan masquerade",
+                "add table ip filter",
+                "add chain ip filter forward { type filter hook forward priority 0 ; }",
+                "add rule ip filter forward iifname wan ct state new drop",
+            ):
+                self._inside(router, "nft", rule)
+            return
+        self._inside(router, "iptables", "-t", "nat", "-A", "POSTROUTING", "-o", "wan",
+                     "-j", "MASQUERADE")  # fmt: skip
+        self._inside(router, "iptables", "-A", "FORWARD", "-i", "wan", "-m", "conntrack",
+                     "--ctstate", "NEW", "-j", "DROP")  # fmt: skip
+
+    @staticmethod
+    def _inside(space: str, *command: str) -> None:
+        run("ip", "netns", "exec", space, *command)
+
+    def reaches(self, space: str, address: str) -> bool:
+        """Does a ping get there?"""
+        try:
+            self._inside(space, *_ping(address))
+        except NoNamespaces:
+            return False
+        return True
+
+    def end(self) -> None:
+        for space in reversed(self.spaces):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+        self.spaces.clear()
+
+
+def _ping(address: str) -> Sequence[str]:
+    """A TCP connection to a port where nobody listens: refused is an answer, silence is none."""
+    code = (
+        "import socket, sys\n"
+        "s = socket.socket(); s.settimeout(2)\n"
+        f"try: s.connect(('{address}', 9))\n"
+        "except ConnectionRefusedError: sys.exit(0)\n"
+        "except OSError as e: sys.exit(str(e))\n"
+    )
+    import sys
+
+    return (sys.executable, "-c", code)
+
+
+@contextmanager
+def internet() -> Iterator[Internet]:
+    """Raises `NoNamespaces` where the machine does not offer them."""
+    if not shutil.which("ip"):
+        raise NoNamespaces("there is no `ip` here: apt-get install iproute2")
+    if not (shutil.which("nft") or shutil.which("iptables")):
+        raise NoNamespaces("there is neither `nft` nor `iptables`: apt-get install nftables")
+    made = Internet(f"sn{os.getpid()}")
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.end()

@@ -1,0 +1,75 @@
+"""Peers behind NAT train with each other through a public one; network namespaces."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from peer.limits import LIMITS_FILE
+from tests.processes.internet import Internet, NoNamespaces, internet
+from tests.processes.running import SWARMNET, Command, Machine, machine, tiny_run
+
+pytestmark = pytest.mark.processes
+
+
+def start(running: Machine, space: str, name: str, *arguments: str) -> Command:
+    """A peer on a machine of the small internet."""
+    return running.start_peer(
+        name,
+        "--host",
+        "0.0.0.0",
+        *arguments,
+        command=("ip", "netns", "exec", space, *SWARMNET),
+    )
+
+
+def test_peers_behind_nat_train_through_a_relay_and_survive_its_death() -> None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.fail("network namespaces need Linux and root: run this test in a container as root")
+    try:
+        with internet() as net, machine() as running:
+            check(net, running)
+    except NoNamespaces as e:
+        pytest.fail(f"this machine offers no network namespaces: {e}")
+
+
+def check(net: Internet, running: Machine) -> None:
+    one, two = net.public("one"), net.public("two")
+    left, right = net.behind_nat("left"), net.behind_nat("right")
+    assert net.reaches(left, net.address_of(1))
+    assert not net.reaches(one, "10.1.0.2")
+    assert not net.reaches(left, "10.2.0.2")
+
+    spec = tiny_run(running.folder, rounds=5000)
+    # The public machines' owners want them for themselves: they stay in the swarm and relay, but
+    # serve no stage. So whatever is trained passes from left to right and back.
+    for name in ("one", "two"):
+        (running.folder / name).mkdir()
+        (running.folder / name / LIMITS_FILE).write_text("paused = true\n")
+    first = start(running, one, "one", "--spec", str(spec))
+    running.until_ready(first)
+    address = f"/ip4/{net.address_of(1)}/tcp/{first.address.split('/tcp/')[1]}"
+    join = ("--join", address)
+    second = start(running, two, "two", *join)
+    data = ("--data", str(running.folder / "text.txt"))
+    a = start(running, left, "left", *join, "--stage", "0", *data)
+    b = start(running, right, "right", *join, "--stage", "1", "--no-feed")
+    running.until_ready(second, a, b)
+    running.until(lambda: len(a.events("round")) >= 5)
+    for peer in (a, b):
+        assert said(peer, "nobody can dial this peer") == 1, peer.describe()
+    running.until(lambda: said(b, "others reach this peer through it") >= 2)
+    assert not said(first, "nobody can dial this peer")
+    before = len(b.events("round"))
+    running.kill(first)
+    running.until(lambda: len(b.events("round")) >= before + 5)
+    for peer in (a, b, second):
+        assert peer.process.poll() is None, peer.describe()
+    assert not [e for e in a.events("peer_lost") if e["peer_id"] == b.peer_id]
+
+
+def said(peer: Command, words: str) -> int:
+    """Lines of its log with these words."""
+    return sum(words in line for line in peer.errors())
