@@ -34,8 +34,10 @@ NUM_JUDGES = 3
 """Peers that are asked what they see."""
 LOOK_EVERY_S = 300.0
 """Between two looks at whether this peer can be dialled; networks change."""
-FIRST_LOOKS_S = 3.0
+FIRST_LOOKS_S = 0.5
 """The same until somebody has said something."""
+WANTING_S = 3.0
+"""Between two tries to find more relays."""
 RENEW_EVERY_S = 20.0
 GRANT_S = 90.0
 """A place at a relay ends so long after it was asked for last."""
@@ -143,7 +145,11 @@ class Relaying:
                 self.relays = {}
             self._tell()
             self._wake.clear()
-            wait_s = FIRST_LOOKS_S if self._is_wanting() else RENEW_EVERY_S
+            wait_s = RENEW_EVERY_S
+            if self.reachable is None:
+                wait_s = FIRST_LOOKS_S
+            elif self._is_wanting():
+                wait_s = WANTING_S
             try:
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -151,8 +157,6 @@ class Relaying:
                 pass
 
     def _is_wanting(self) -> bool:
-        if self.reachable is None:
-            return True
         return self.reachable is False and len(self.relays) < NUM_RELAYS and bool(self._others())
 
     # ---- can this peer be dialled? ----------------------------------------------------------
