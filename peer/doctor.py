@@ -19,6 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from peer.doctor_nat import check_nat
+from peer.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from peer.joining import check_addresses, dial_any, fetch_run, read_addresses
 from peer.options import ANY_INTERFACE, TransportName
 from swarmnet.errors import SwarmnetError, UserError
@@ -34,7 +36,6 @@ from swarmnet.swarm.messages import (
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
 
-GOOD, WARNING, BAD, SKIPPED = "good", "warning", "bad", "skipped"
 MARKS = {GOOD: "[green]ok  [/]", WARNING: "[yellow]warn[/]", BAD: "[red]BAD [/]", SKIPPED: "--  "}
 MIN_PYTHON = (3, 11)
 LOW_MEMORY_BYTES = 2 << 30
@@ -45,16 +46,6 @@ MAX_CLOCK_ERROR_S = 30.0
 SLOW_UPLOAD_BYTES_PER_S = 250_000
 PROBE_TIMEOUT_S = 40.0
 GIB, MIB = 1 << 30, 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    level: str
-    found: str
-    mend: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +263,13 @@ async def _ask(
     text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
     found = [Finding("the way out", GOOD, text)]
     transport.set_run(spec.run_id)
-    for check in (_check_way_in(transport, peer_id, own), _check_speed(transport, peer_id)):
+    # Port reuse: p2pd goes out from the port on which it listens, py-libp2p does not.
+    nat = check_nat(transport, peer_id, can_compare=options.transport == "p2pd")
+    for check in (
+        _check_way_in(transport, peer_id, own),
+        nat,
+        _check_speed(transport, peer_id),
+    ):
         try:
             found += await check
         except SwarmnetError as e:
@@ -300,8 +297,8 @@ async def _check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) 
     text = nat if all(_is_private(a) for a in own) else "a firewall is in the way"
     mend = (
         "forward a TCP port to this machine, then start peers with --port PORT --announce "
-        "/ip4/YOUR.PUBLIC.IP/tcp/PORT; without it this peer still trains with peers that it can "
-        "dial, and they call it back over the same connection"
+        "/ip4/YOUR.PUBLIC.IP/tcp/PORT; without it others reach this peer through relays, which "
+        "is slower"
     )
     return [*found, Finding("the way in", WARNING, f"not reached ({why}): {text}", mend)]
 

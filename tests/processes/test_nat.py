@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -62,6 +63,16 @@ def check(net: Internet, running: Machine) -> None:
         assert said(peer, "nobody can dial this peer") == 1, peer.describe()
     running.until(lambda: said(b, "others reach this peer through it") >= 2)
     assert not said(first, "nobody can dial this peer")
+    found = doctor(running, left, address)
+    assert found["NAT"]["level"] == "warning"
+    assert "endpoint-independent" in found["NAT"]["found"]
+    assert net.address_of(3) in found["NAT"]["found"]
+    assert "--announce" in found["NAT"]["mend"]
+    assert "give this machine a place" in found["relay"]["found"]
+    assert found["the way in"]["level"] == "warning"
+    found = doctor(running, two, address)
+    assert "none: peers see this machine at its own address" in found["NAT"]["found"]
+    assert "not needed" in found["relay"]["found"]
     lost = len(a.events("peer_lost"))
     before = len(b.events("round"))
     running.kill(first)
@@ -70,6 +81,14 @@ def check(net: Internet, running: Machine) -> None:
         assert peer.process.poll() is None, peer.describe()
     gone = [e["peer_id"] for e in a.events("peer_lost")[lost:]]
     assert gone in ([], [first.peer_id]), "the other relay takes over before anybody is missed"
+
+
+def doctor(running: Machine, space: str, address: str) -> dict[str, dict[str, str]]:
+    """What `swarmnet doctor` says on a machine, by check."""
+    in_space = ("ip", "netns", "exec", space, *SWARMNET)
+    command = running.start("doctor", "doctor", "--join", address, "--json", command=in_space)
+    assert running.wait(command, 120.0) == 0, command.describe()
+    return {finding["check"]: finding for finding in json.loads(command.output())}
 
 
 def said(peer: Command, words: str) -> int:
