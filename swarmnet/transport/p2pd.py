@@ -539,7 +539,9 @@ def _peer_bytes(peer_id: str) -> bytes:
     return data
 
 
-def _byte_stream(remote: str, reader: Any, writer: Any, protocol: str) -> ByteStream:
+def _byte_stream(
+    remote: str, reader: Any, writer: Any, protocol: str = PROTOCOL_NAME
+) -> ByteStream:
     """Takes a stream from asyncio's reader and writer, with what was read already. Raises
     `Unreachable` where its other end is gone: a protocol set later would never hear of it."""
     transport = writer.transport

@@ -12,8 +12,8 @@ import pytest
 
 from swarmnet import errors, identity
 from swarmnet.protocol import placement, records, upgrade
-from swarmnet.swarm import discovery, feeder, messages
-from swarmnet.transport import base, calls, channel, direct, frames, links, outbox
+from swarmnet.swarm import discovery, feeder, messages, relaying
+from swarmnet.transport import base, calls, channel, direct, frames, links, outbox, relay
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
 from tests.transport.test_frames import read
 
@@ -109,6 +109,16 @@ def test_every_field_is_named(cls: type) -> None:
         f"for {channel.FIRST_BAN_S:.0f} s; with each",
         f"up to {channel.LONGEST_BAN_S:.0f} s; {channel.FORGIVEN_AFTER_S / 60:.0f} minutes",
         f"{len(direct.PREAMBLE)} bytes `{direct.PREAMBLE.hex(' ')}`",
+        f"`{base.RELAY_PROTOCOL}`",
+        f"at most {relay.MAX_HEAD_BYTES:,}) and a msgpack map",
+        f"{relay.MAX_CIRCUITS} circuits run through the relay, {relay.MAX_CIRCUITS_EACH} of one",
+        f"sends {relay.NONCE_BYTES} random bytes",
+        f"`{relay.CALLEE[:-1].decode()}`, a zero byte",
+        f"`{relay.CALLER[:-1].decode()}`, a zero byte",
+        f"Each step has {relay.HEAD_TIMEOUT_S:.0f} s",
+        f"failed or taken {channel.RELAY_AFTER_S:.0f} s",
+        f"`busy` when {relaying.MAX_GRANTS} have a place",
+        f"{relaying.LOOK_BURST:.0f} times at once and every {1 / relaying.LOOKS_PER_S:.0f} s",
         f"the {upgrade.TOKEN_BYTES} bytes of `token`",
         f"void {upgrade.TICKET_S:.0f} s after",
         f"at most {upgrade.MAX_TICKETS_EACH} that are open",
