@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -196,5 +197,24 @@ def test_busy_time_grows_with_work_and_nothing_of_it_is_kept() -> None:
         gc.collect()
         assert alive() is None
         await device.close()
+
+    asyncio.run(main())
+
+
+def test_a_capped_share_is_kept_by_resting_and_counts_as_work() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        device.limit_share(0.25)
+        began = time.perf_counter()
+        for _ in range(4):
+            await device.run(FORWARD, lambda: time.sleep(0.02))
+        elapsed_s = time.perf_counter() - began
+        assert elapsed_s >= 3 * 0.02 / 0.25 + 0.02, "it rests between any two pieces of work"
+        assert device.busy_s >= 4 * 0.02 / 0.25, "whoever measures its speed finds it slower"
+        device.limit_share(1e-6)  # a minute's rest, which is the longest
+        await device.run(FORWARD, lambda: time.sleep(0.02))
+        async with asyncio.timeout(30):
+            await device.close()
+        assert not device._thread._thread.is_alive(), "closing does not wait for the rest"
 
     asyncio.run(main())

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.transport.base import Request
+from swarmnet.transport.calls import BATCH_BYTES
+from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.frames import PART_BYTES
+from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.transport.pacing import Pacer
+from swarmnet.wire import Array, Message
 
 RATE = 1e6
 PIECE = 100_000
@@ -96,3 +102,39 @@ def test_who_is_gone_is_not_waited_for() -> None:
         pacer.close()
 
     run_virtual(main())
+
+
+def test_the_bulk_of_a_real_channel_keeps_to_the_cap_and_small_calls_do_not_wait() -> None:
+    size, rate = 1_500_000, 3e6
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            hub = LoopbackHub()
+            a, b = (ChannelTransport(hub.carrier(name)) for name in ("a", "b"))
+
+            async def echo(request: Request) -> Message:
+                return Message(request.message.body)
+
+            for transport in (a, b):
+                await transport.start()
+                transport.handle("echo", echo)
+            a.limit_upload(rate)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            arrays = (Array("uint8", (size,), bytes(size)),)
+            bulk = loop.create_task(a.call("b", "echo", Message(1, arrays), timeout_s=30.0))
+            for i in range(10):
+                reply = await a.call("b", "echo", Message(i), timeout_s=30.0)
+                assert reply.body == i
+            assert not bulk.done(), "ten round trips take less than half a second's bulk"
+            await bulk
+            # What is written last need not have been paid for.
+            assert loop.time() - began > (size - BATCH_BYTES - PART_BYTES) / rate
+            assert a.traffic.upload.published(loop.time()) == pytest.approx(rate, rel=0.1)
+            a.limit_upload(None)
+            await a.call("b", "echo", Message(1, arrays), timeout_s=30.0)
+            assert a.traffic.upload.published(loop.time()) == 0.0
+            for transport in (a, b):
+                await transport.close()
+
+    asyncio.run(main())
