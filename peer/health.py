@@ -39,6 +39,7 @@ def describe_health(peer: Peer) -> dict[str, object]:
         "state": own.state,
         "stage": own.stage,
         "round": own.round,
+        "paused": own.paused,
         "live_peers": len(live),
         "time_unix_s": round(time.time(), 1),
     }

@@ -56,8 +56,12 @@ def check(net: Internet, running: Machine) -> None:
     second = start(running, two, "two", *join)
     data = ("--data", str(running.folder / "text.txt"))
     a = start(running, left, "left", *join, "--stage", "0", *data)
-    b = start(running, right, "right", *join, "--stage", "1", "--no-feed")
-    running.until_ready(second, a, b)
+    running.until_ready(a)
+    running.until(lambda: said(a, "others reach this peer through it"))
+    # The other is given nothing but the address of the first one, through the relay.
+    through = ("--join", f"{address}/p2p-circuit/p2p/{a.peer_id}")
+    b = start(running, right, "right", *through, "--stage", "1", "--no-feed")
+    running.until_ready(second, b)
     running.until(lambda: len(a.events("round")) >= 5)
     for peer in (a, b):
         assert said(peer, "nobody can dial this peer") == 1, peer.describe()
