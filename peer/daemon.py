@@ -48,6 +48,7 @@ from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.discovery import Directory
 from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import LOGITS, InferRequest
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.recovery import Disk
@@ -267,11 +268,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         free_bytes = free_memory_bytes()
         peer = compose(spec, options, net.transport, key, machine, admitted)
         arm_from_environment(peer)
-        keeper = await asyncio.to_thread(keeper_of, peer, spec, options, net.transport, machine)
-        keeper.start()
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
-        tasks.start(keeper.run())
         directory: Directory | None = None
 
         async def make_seat(seat: int) -> Peer:
@@ -282,7 +280,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             desk = await asyncio.to_thread(build_machine, spec, its, None, machine)
             if desk.disk is not None:
                 stack.push_async_callback(desk.disk.worker.close)
-            further = compose(spec, its, net.transport.seat(seat), key, desk, admitted)
+            further = compose(spec, its, net.transport.seat(seat), key, desk, admitted, peer.guest)
             if directory is not None:
                 directory.also(further.gossip)
             return further
@@ -293,6 +291,11 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         count = SeatCount(spec, options, peer, free_bytes) if group is None else one
         changes = group is None and options.stages == AUTO_STAGES
         seats = Seats(peer, count, make_seat, changes)
+        keeper = await asyncio.to_thread(keeper_of, seats, spec, options, net.transport, machine)
+        keeper.start()
+        if isinstance(count, SeatCount):
+            count.free_bytes = min(free_bytes, keeper.memory.room_bytes)
+        tasks.start(keeper.run())
         if admitted.not_after_unix_s:
             tasks.start(_stop_when_expired(seats, admitted.not_after_unix_s))
         if net.p2p is not None and net.on_restart is not None:
@@ -301,7 +304,13 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             await directory.start(join)
             tasks.start(directory.run())
         carrier: Any = net.transport
-        relaying = Relaying(carrier, peer.gossip, peer.rng, offers=options.relay)
+        relaying = Relaying(
+            carrier,
+            peer.gossip,
+            peer.rng,
+            offers=options.relay,
+            also=lambda: [further.gossip for further in seats.peers[1:]],
+        )
         tasks.start(relaying.run())
         tasks.start(known.keep(spec.run_id, peer.view))
         spare_old_objects()
@@ -334,20 +343,20 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
 
 
 def keeper_of(
-    peer: Peer, spec: RunSpec, options: PeerOptions, transport: Any, machine: Machine
+    seats: Seats, spec: RunSpec, options: PeerOptions, transport: Any, machine: Machine
 ) -> Keeper:
-    """Who keeps the peer to the limits in its state folder."""
+    """Who keeps this machine's peers to the limits in the state folder."""
     import psutil
 
-    def stage() -> int | None:
-        return None if peer.replica is None else peer.replica.index
+    def stages() -> list[int]:
+        return [peer.replica.index for peer in seats.peers if peer.replica is not None]
 
     built = spec.with_builder(options.model_builder(spec))
     base_bytes = tree_bytes(psutil.Process())
     memory = MemoryCap(stage_needs(built), base_bytes)
     path = options.state_dir / LIMITS_FILE
     device: Any = machine.device
-    return Keeper(path, peer.guest, transport, device, memory, stage)
+    return Keeper(path, seats.first.guest, transport, device, memory, stages)
 
 
 def _say(line: str) -> None:
@@ -361,8 +370,9 @@ def compose(
     key: Key,
     machine: Machine,
     admitted: Admitted = Admitted(),  # noqa: B008  it is immutable
+    guest: Guest | None = None,
 ) -> Peer:
-    """A `Peer` of real parts."""
+    """A `Peer` of real parts. `guest`: of the machine's first seat."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
         raise UserError(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
@@ -386,6 +396,7 @@ def compose(
         limits=Limits(),
         wanted_stage=options.stage,
         feeds=options.feed,
+        guest=guest or Guest(),
     )
     if peer.feeder is not None:
         counted = CountedMicrobatches(

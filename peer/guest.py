@@ -55,8 +55,8 @@ class Keeper:
     transport: CapsUpload
     device: CapsShare
     memory: MemoryCap
-    stage: Callable[[], int | None]
-    """That the peer serves now."""
+    stages: Callable[[], list[int]]
+    """That the machine serves now."""
     minute: Callable[[], int] = minute_of_day
     measure_others: Callable[[], float] | None = None
     measure_memory: Callable[[], float] | None = None
@@ -76,7 +76,8 @@ class Keeper:
             reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
             if all(reasons):
                 raise UserError(min(reasons, key=len))
-        self.guest.unfit = self.memory.unfit
+        self.guest.unfit = lambda k: self.memory.unfit(k, self._beside(k))
+        self.guest.max_open_steps = lambda k: self.memory.max_open_steps(k, self._beside(k))
         self._decide()
 
     async def run(self) -> None:
@@ -126,6 +127,7 @@ class Keeper:
             self.transport.limit_upload(limits.max_upload_bytes_per_s)
         self.device.limit_share(limits.max_device_share)
         self.memory.cap_bytes = limits.max_memory_bytes
+        self.guest.tell()  # there may be room for a stage now
         if not limits.pause_when_busy:
             self._watch.reset()
 
@@ -149,11 +151,9 @@ class Keeper:
     # ---- deciding ---------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        stage = self.stage()
-        self.guest.max_open_steps = None if stage is None else self.memory.max_open_steps(stage)
         reason = why_paused(self.limits, self.minute(), self._watch.is_busy)
         if not reason:
-            reason = self._why_unfit(stage)
+            reason = self._why_unfit()
         if reason == self.guest.why_paused:
             return
         if reason:
@@ -163,11 +163,14 @@ class Keeper:
         self.guest.why_paused = reason
         self.guest.tell()
 
-    def _why_unfit(self, stage: int | None) -> str:
-        """The memory that may be taken became too little for the stage that is served, or for
-        all."""
-        if stage is not None:
-            return self.memory.unfit(stage)
+    def _beside(self, stage: int) -> list[int]:
+        return [k for k in self.stages() if k != stage]
+
+    def _why_unfit(self) -> str:
+        """The memory that may be taken became too little for what is served, or for any stage."""
+        served = self.stages()
+        if served:
+            return self.memory.unfit(served[0], served[1:])
         reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
         return reasons[0] if reasons and all(reasons) else ""
 

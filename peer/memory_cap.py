@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -58,27 +59,36 @@ class MemoryCap:
     """Of the process tree before there is a stage."""
     cap_bytes: float | None = None
 
-    def unfit(self, stage_index: int) -> str:
-        """Why a stage does not fit; empty where it does."""
+    def unfit(self, stage_index: int, beside: Sequence[int] = ()) -> str:
+        """Why a stage does not fit; empty where it does. `beside`: stages that the machine serves
+        too."""
         if self.cap_bytes is None:
             return ""
-        need = self.needs[stage_index]
-        total = self.base_bytes + need.state + (need.microbatch or 0.0)
+        needs = [self.needs[k] for k in (stage_index, *beside)]
+        total = self.base_bytes + sum(need.state + (need.microbatch or 0.0) for need in needs)
         if total <= self.cap_bytes:
             return ""
+        others = f" beside {len(beside)} more" if beside else ""
         return (
-            f"stage {stage_index} takes {total / MIB:,.0f} MiB with one microbatch in flight, and "
-            f"--max-memory allows {self.cap_bytes / MIB:,.0f} MiB "
+            f"stage {stage_index}{others} takes {total / MIB:,.0f} MiB with one microbatch in "
+            f"flight, and --max-memory allows {self.cap_bytes / MIB:,.0f} MiB "
             f"({size_text(self.cap_bytes)}); allow more, or join a smaller run"
         )
 
-    def max_open_steps(self, stage_index: int) -> int | None:
-        """Microbatches that may be inside the stage; None = no bound."""
+    def max_open_steps(self, stage_index: int, beside: Sequence[int] = ()) -> int | None:
+        """Microbatches that may be inside the stage; None = no bound. Stages `beside` it get as
+        much of what is left."""
         each = self.needs[stage_index].microbatch
         if self.cap_bytes is None or not each:
             return None
-        room = self.cap_bytes - self.base_bytes - self.needs[stage_index].state
+        states = sum(self.needs[k].state for k in (stage_index, *beside))
+        room = (self.cap_bytes - self.base_bytes - states) / (1 + len(beside))
         return max(1, min(int(room / each), UNTIL_LARGEST))
+
+    @property
+    def room_bytes(self) -> float:
+        """For stages; infinite where there is no cap."""
+        return float("inf") if self.cap_bytes is None else self.cap_bytes - self.base_bytes
 
     def is_full(self, used_bytes: float) -> bool:
         """Is all taken that may be taken?"""

@@ -85,10 +85,15 @@ class Seats:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def peers(self) -> list[Peer]:
+        """Those that there are now."""
+        return [self.first, *(peer for peer, _ in self.further.values())]
+
     def stop(self) -> None:
         """Asks all to hand over and leave."""
         self._stopping.set()
-        for peer in (self.first, *(peer for peer, _ in self.further.values())):
+        for peer in self.peers:
             peer.stop()
 
     async def _keep(self) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Guest:
-    """The owner's word. Nothing is limited by default."""
+    """The owner's word, for all peers (seats) of the machine. Nothing is limited by default."""
 
     unfit: Callable[[int], str] = lambda stage_index: ""
     """Why a stage does not fit into the memory that may be taken; empty where it does."""
-    max_open_steps: int | None = None
-    """Microbatches inside the replica at a time."""
+    max_open_steps: Callable[[int], int | None] = lambda stage_index: None
+    """Microbatches inside a replica of a stage at a time; None = no bound."""
     is_memory_full: bool = False
     """The memory that may be taken is taken: one microbatch at a time, until it is not."""
     why_paused: str = ""
@@ -25,10 +25,11 @@ class Guest:
         """Something changed."""
         self.changed.set()
 
-    def has_room(self, num_open: int) -> bool:
-        """May one more microbatch come in, beside so many?"""
+    def has_room(self, stage_index: int, num_open: int) -> bool:
+        """May one more microbatch come into a stage, beside so many?"""
         if num_open == 0:  # or nothing would ever be done
             return True
         if self.is_memory_full:
             return False
-        return self.max_open_steps is None or num_open < self.max_open_steps
+        most = self.max_open_steps(stage_index)
+        return most is None or num_open < most

@@ -23,6 +23,7 @@ from swarmnet.protocol.records import (
     JOINING,
     LEAVING,
     LEFT,
+    MAX_TEXT,
     OBSERVER_STAGE,
     OBSERVING,
     Record,
@@ -191,6 +192,7 @@ class Peer:
         self._stopping = asyncio.Event()
         self._moved_at = float("-inf")
         self._busy_s = 0.0
+        self._has_served = False
         self.transport.handle("spec", self._on_spec)
         self.probes = Probes(self.transport, self.gossip)
 
@@ -245,6 +247,7 @@ class Peer:
                 ),
             )
             self.replica = self.steps.replica = replica
+            self._has_served = True
             target = await self._serve_until_moved(replica)
 
     async def _meet(self, neighbours: list[str]) -> None:
@@ -571,12 +574,12 @@ class Peer:
 
     async def _rest(self) -> None:
         """Stays in the swarm and does nothing, until this peer may work."""
-        while self.guest.why_paused:
-            if self.gossip.own.paused != self.guest.why_paused:
+        while reason := self.guest.why_paused or self._why_no_stage():
+            if self.gossip.own.paused != reason[:MAX_TEXT]:
                 self.gossip.update(
                     state=OBSERVING,
                     stage=OBSERVER_STAGE,
-                    paused=self.guest.why_paused,
+                    paused=reason[:MAX_TEXT],
                     digests=b"",
                     holds=b"",
                     restorable=(),
@@ -588,6 +591,14 @@ class Peer:
             await self.guest.changed.wait()
         if self.gossip.own.paused:
             self.gossip.update(state=JOINING, paused="", urgent=True)
+
+    def _why_no_stage(self) -> str:
+        """After a pause: no stage fits any more, beside what other seats of the machine serve. (At
+        the start that ends the peer, with a line: see `_stages_that_fit`.)"""
+        if not self._has_served:
+            return ""
+        reasons = [self.guest.unfit(k) for k in range(self.settings.num_stages)]
+        return reasons[0] if all(reasons) else ""
 
     async def _hand_over_to_pause(self, replica: Replica) -> None:
         """As when leaving: drains, waits until others hold the shards, saves."""

@@ -21,6 +21,7 @@ from swarmnet.protocol.reachability import (
     is_reachable,
 )
 from swarmnet.protocol.records import LEFT, Record
+from swarmnet.protocol.seats import machine_of
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.transport.base import Handler, Request
@@ -110,8 +111,10 @@ class Relaying:
         rng: random.Random,
         *,
         offers: bool = True,
+        also: Callable[[], Sequence[Gossip]] = lambda: (),
     ) -> None:
-        """`offers`: gives places to others, where it can be dialled itself."""
+        """`offers`: gives places to others, where it can be dialled itself. `also`: of the
+        machine's further seats, which have the same addresses."""
         self.reachable: bool | None = None
         """Can others dial this peer? None while unknown."""
         self.sights: list[Sight] = []
@@ -121,6 +124,7 @@ class Relaying:
         self._gossip = gossip
         self._rng = rng
         self._offers = offers
+        self._also = also
         self._askers = RateLimiter(LOOKS_PER_S, LOOK_BURST)
         self._looking = 0
         self._refused: dict[str, float] = {}
@@ -180,7 +184,8 @@ class Relaying:
         return [
             r
             for r in self._gossip.view.live(now)
-            if r.peer_id != own
+            if r.peer_id not in (own, self._gossip.own.peer_id)
+            and r.peer_id == machine_of(r.peer_id)  # the first seat of a machine
             and r.state != LEFT
             and r.addresses
             and not any("/p2p-circuit" in a for a in r.addresses)
@@ -240,10 +245,11 @@ class Relaying:
         self._transport.announce(extra)
         now = tuple(self._transport.addresses()[:MAX_ADDRESSES])
         totals = self._gossip.own.totals
-        if now != self._gossip.own.addresses or totals.get("relays", 0) != len(self.relays):
-            self._gossip.update(
-                addresses=now, totals={**totals, "relays": len(self.relays)}, urgent=True
-            )
+        if totals.get("relays", 0) != len(self.relays):
+            self._gossip.update(totals={**totals, "relays": len(self.relays)})
+        for gossip in (self._gossip, *self._also()):
+            if now != gossip.own.addresses:
+                gossip.update(addresses=now, urgent=True)
 
     # ---- for others -------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class StepService:
         limits = self.limits
         if waiting >= limits.max_waiting_forwards or self.num_flying >= limits.max_open_steps:
             raise Busy("the queue is full", backlog_s=over * replica.service_s / 2)
-        if not self.guest.has_room(self.num_flying):
+        if not self.guest.has_room(replica.index, self.num_flying):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 
     @property

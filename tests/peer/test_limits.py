@@ -132,7 +132,7 @@ class Bench:
     guest: Guest = field(default_factory=Guest)
     upload: list[float | None] = field(default_factory=list)
     share: float | None = None
-    stage: int | None = 0
+    stages: list[int] = field(default_factory=lambda: [0])
     minute: int = 0
     others: float = 0.0
     used: float = 0.0
@@ -146,7 +146,7 @@ class Bench:
             self,
             self,
             MemoryCap(needs, 1000.0),
-            lambda: self.stage,
+            lambda: self.stages,
             lambda: self.minute,
             lambda: self.others,
             lambda: self.used,
@@ -226,24 +226,32 @@ def test_memory_bounds_what_comes_in_and_which_stage(tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         bench.write("max_memory = '1135B'")
         bench.keeper.start()
-        assert bench.guest.max_open_steps == 3
-        assert bench.guest.has_room(2)
-        assert not bench.guest.has_room(3)
+        assert bench.guest.max_open_steps(0) == 3
+        assert bench.guest.has_room(0, 2)
+        assert not bench.guest.has_room(0, 3)
         bench.used = 1135.0
         await bench.pass_time(2)
-        assert bench.guest.has_room(0)
-        assert not bench.guest.has_room(1)
+        assert bench.guest.has_room(0, 0)
+        assert not bench.guest.has_room(0, 1)
         bench.used = 1134.0
         await bench.pass_time(2)
-        assert bench.guest.has_room(1)
+        assert bench.guest.has_room(0, 1)
         bench.write("max_memory = '1060B'")  # too little for this stage, enough for the other
         await bench.pass_time(2)
         assert bench.guest.why_paused.startswith("stage 0 takes 0 MiB with one microbatch")
-        bench.stage = None
+        bench.stages = []
         await bench.pass_time(2)
         assert bench.guest.why_paused == ""
         assert bench.guest.unfit(0)
         assert not bench.guest.unfit(1)
+        bench.stages = [1]
+        assert bench.guest.unfit(1) == ""
+        bench.write("max_memory = '1110B'")
+        await bench.pass_time(2)
+        assert "stage 0 beside 1 more takes" in bench.guest.unfit(0)
+        bench.stages = []
+        await bench.pass_time(2)
+        assert bench.guest.unfit(0) == ""
         bench.write("max_memory = '10B'")
         await bench.pass_time(2)
         assert bench.guest.why_paused

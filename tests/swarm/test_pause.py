@@ -148,7 +148,7 @@ def test_memory_bounds_the_microbatches_inside(tmp_path: Path) -> None:
         for i in range(3):
             swarm.start(f"peer-{i}", stage=min(i, 1))
         small = swarm.members["peer-1"].peer
-        small.guest.max_open_steps = 1
+        small.guest.max_open_steps = lambda stage_index: 1
         most = 0
 
         def look() -> bool:
