@@ -52,9 +52,9 @@ def relevant(sights: Sequence[Sight]) -> list[Sight]:
 
 
 def is_reachable(sights: Sequence[Sight]) -> bool | None:
-    """None while nobody has said anything."""
+    """By the word of most of them: one may lie. None while nobody has said anything."""
     judges = relevant(sights)
-    return any(s.reached for s in judges) if judges else None
+    return 2 * sum(bool(s.reached) for s in judges) > len(judges) if judges else None
 
 
 def kind_of_nat(own_hosts: Sequence[str], sights: Sequence[Sight]) -> str:

@@ -223,7 +223,8 @@ class Relaying:
             self._refused[relay_id] = asyncio.get_running_loop().time() + REFUSED_FOR_S
             return
         if relay_id not in self.relays:
-            log.warning("relay %s: others reach this peer through it", relay_id[-8:])
+            at = circuit_address(usable[0], relay_id, self._transport.peer_id)
+            log.warning("relay %s: others reach this peer through it, at %s", relay_id[-8:], at)
         self.relays[relay_id] = usable
 
     def _on_disconnected(self, peer_id: str) -> None:

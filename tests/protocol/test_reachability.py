@@ -28,7 +28,9 @@ def sight(peer: str = "p", host: str = "5.5.5.5", port: int = 4001, reached: int
     [
         ([], None),
         ([sight()], False),
-        ([sight(), sight("q", reached=4001)], True),
+        ([sight(reached=4001)], True),
+        ([sight(), sight("q", reached=4001)], False),
+        ([sight(), sight("q", reached=4001), sight("r", reached=4001)], True),
         ([sight("neighbour", "10.0.0.2", reached=4001)], True),
         ([sight(), sight("neighbour", "10.0.0.2", reached=4001)], False),
         ([sight("here", "127.0.0.1", reached=4001)], True),
