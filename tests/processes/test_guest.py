@@ -52,7 +52,6 @@ def test_a_volunteer_pauses_and_comes_back_while_the_run_goes_on() -> None:
         before = len(first.events("round"))
         running.until(lambda: len(first.events("round")) >= before + 3)
         assert not first.events("peer_lost")
-        assert not first.events("samples_lost")
         running.interrupt(guest)
         assert running.wait(guest) == 0
 
