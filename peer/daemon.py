@@ -193,7 +193,10 @@ def build_machine(
         log.warning("this machine's data was not named (--data): it serves but does not feed")
     disk = open_disk(run, spec, options)
     if beside is not None:
-        return replace(beside, build=build, data=None, disk=disk, build_local=build_local)
+        own = beside.device.seat()
+        return replace(
+            beside, build=build, device=own, data=None, disk=disk, build_local=build_local
+        )
     return Machine(build, DeviceThread(), WorkerThread(), data, disk, build_local, free=free_memory)
 
 
@@ -266,7 +269,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if machine.disk is not None:
             stack.push_async_callback(machine.disk.worker.close)
         free_bytes = free_memory_bytes()
-        peer = compose(spec, options, net.transport, key, machine, admitted)
+        first = replace(machine, device=machine.device.seat())
+        peer = compose(spec, options, net.transport, key, first, admitted)
         arm_from_environment(peer)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)

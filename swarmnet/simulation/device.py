@@ -24,6 +24,7 @@ class _Job:
     kind: str
     work: Callable[[], Any]
     result: asyncio.Future[Any]
+    seat: SyntheticSeat | None = None
 
 
 class SyntheticDevice:
@@ -53,7 +54,11 @@ class SyntheticDevice:
             return self._busy_s
         return self._busy_s + asyncio.get_running_loop().time() - self._started_at
 
-    async def run(self, kind: str, work: Callable[[], T]) -> T:
+    def seat(self) -> SyntheticSeat:
+        """As the port says."""
+        return SyntheticSeat(self)
+
+    async def run(self, kind: str, work: Callable[[], T], seat: SyntheticSeat | None = None) -> T:
         """Raises `Busy` when the queue is full and `RuntimeError` when closed, else what `work`
         raises."""
         if self._closed:
@@ -63,7 +68,7 @@ class SyntheticDevice:
                 "the device's queue is full", backlog_s=self.num_waiting * self._seconds(kind)
             )
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(kind, work, result)
+        job = _Job(kind, work, result, seat)
         self._queues[kind].append(job)
         if self._running is None:
             self._start_next()
@@ -94,7 +99,10 @@ class SyntheticDevice:
         loop.call_later(max(0.0, self._seconds(job.kind)), self._finish, job)
 
     def _finish(self, job: _Job) -> None:
-        self._busy_s += asyncio.get_running_loop().time() - self._started_at
+        took_s = asyncio.get_running_loop().time() - self._started_at
+        self._busy_s += took_s
+        if job.seat is not None:
+            job.seat.busy_s += took_s
         try:
             value = job.work()
         except Exception as error:
@@ -104,6 +112,29 @@ class SyntheticDevice:
             if not job.result.done():
                 job.result.set_result(value)
         self._start_next()
+
+
+class SyntheticSeat:
+    """`ports.Device`: a device that others work on too, as one of them sees it."""
+
+    def __init__(self, device: SyntheticDevice) -> None:
+        self.busy_s = 0.0
+        self._device = device
+
+    @property
+    def num_waiting(self) -> int:
+        return self._device.num_waiting
+
+    async def run(self, kind: str, work: Callable[[], T]) -> T:
+        """Raises as `SyntheticDevice.run`."""
+        return await self._device.run(kind, work, self)
+
+    def seat(self) -> SyntheticSeat:
+        """As the port says."""
+        return SyntheticSeat(self._device)
+
+    async def close(self) -> None:
+        """The device is its machine's to close."""
 
 
 class InlineWorker:

@@ -49,6 +49,9 @@ class Device(Protocol):
         """Queues `work` and returns what it returns. Cancelling the waiter of work that has not
         started removes it; work that has started finishes."""
 
+    def seat(self) -> Device:
+        """The same device, for one of several who work on it: with a `busy_s` of its own work."""
+
     async def close(self) -> None: ...
 
 

@@ -44,6 +44,7 @@ class _Item:
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    seat: DeviceSeat | None = None
     has_started: bool = False
 
 
@@ -61,9 +62,9 @@ class _WorkThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, priority: int, work: Callable[[], T]) -> T:
+    async def run(self, priority: int, work: Callable[[], T], seat: DeviceSeat | None = None) -> T:
         loop = asyncio.get_running_loop()
-        item = _Item(work, loop, loop.create_future())
+        item = _Item(work, loop, loop.create_future(), seat)
         with self._condition:
             if self._closed:
                 raise NotReady("the device is closed")
@@ -130,6 +131,8 @@ class _WorkThread:
         pause_s = min(rest_s(worked_s, self.max_share), LONGEST_REST_S)
         # A device that must rest is slower: who measures its speed by this clock finds it so.
         self.busy_s += worked_s + pause_s
+        if item.seat is not None:
+            item.seat.busy_s += worked_s + pause_s
         with self._condition:
             self.num_waiting -= 1
         _deliver(item, result, error)
@@ -166,9 +169,38 @@ class DeviceThread:
         closed."""
         return await self._thread.run(PRIORITIES[kind], work)
 
+    def seat(self) -> DeviceSeat:
+        """As the port says."""
+        return DeviceSeat(self._thread)
+
     async def close(self) -> None:
         """Refuses what waits, lets what runs finish. Idempotent."""
         await self._thread.close()
+
+
+class DeviceSeat:
+    """A device that others work on too, as one of them sees it; implements `swarm.ports.Device`."""
+
+    def __init__(self, thread: _WorkThread) -> None:
+        self.busy_s = 0.0
+        """Of its own work."""
+        self._thread = thread
+
+    @property
+    def num_waiting(self) -> int:
+        """Of everybody's work."""
+        return self._thread.num_waiting
+
+    async def run(self, kind: str, work: Callable[[], T]) -> T:
+        """Raises as `DeviceThread.run`."""
+        return await self._thread.run(PRIORITIES[kind], work, self)
+
+    def seat(self) -> DeviceSeat:
+        """As the port says."""
+        return DeviceSeat(self._thread)
+
+    async def close(self) -> None:
+        """The device is its machine's to close."""
 
 
 class WorkerThread:

@@ -152,7 +152,9 @@ class Swarm:
         )
         if beside is not None:
             theirs = beside.machine
-            machine = replace(machine, device=theirs.device, services=theirs.services)
+            machine = replace(machine, device=theirs.device.seat(), services=theirs.services)
+        else:
+            machine = replace(machine, device=machine.device.seat())
         peer = Peer(
             transport=self.hub.transport(name),
             signer=OpenSigner(),

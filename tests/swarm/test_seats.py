@@ -38,10 +38,15 @@ def test_seats_share_the_speed_of_their_device(tmp_path: Path) -> None:
         await start_machine(swarm, "m", 2)
         swarm.start("alone-0", stage=0)
         swarm.start("alone-1", stage=1)
-        await swarm.until_round(10)
+        await swarm.until_round(20)
         rates = {n: m.peer.gossip.own.samples_per_s for n, m in swarm.members.items()}
         assert rates["m"] < 0.75 * rates["alone-0"], rates
         assert rates["m/1"] < 0.75 * rates["alone-1"], rates
+        seats = [swarm.members[name].peer for name in ("m", "m/1")]
+        clocks = [seat.machine.device.busy_s for seat in seats]
+        assert all(clocks)
+        both_s = sum(seat.replica.service_s for seat in seats if seat.replica)
+        assert rates["m"] == pytest.approx(4 / both_s, rel=0.2), "a seat counts its own work only"
 
     in_virtual_time(scenario, spec)
 

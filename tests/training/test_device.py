@@ -218,3 +218,23 @@ def test_a_capped_share_is_kept_by_resting_and_counts_as_work() -> None:
         assert not device._thread._thread.is_alive(), "closing does not wait for the rest"
 
     asyncio.run(main())
+
+
+def test_seats_of_a_device_have_clocks_of_their_own() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        one, other = device.seat(), device.seat()
+        await one.run(FORWARD, lambda: time.sleep(0.02))
+        assert one.busy_s >= 0.02
+        assert other.busy_s == 0
+        assert device.busy_s == one.busy_s
+        await asyncio.gather(
+            other.run(FORWARD, lambda: time.sleep(0.01)), one.run(BACKWARD, lambda: None)
+        )
+        assert other.busy_s >= 0.01
+        assert device.busy_s == pytest.approx(one.busy_s + other.busy_s)
+        await one.close()  # not its to close
+        assert await other.run(FORWARD, lambda: 5) == 5
+        await device.close()
+
+    asyncio.run(main())
