@@ -274,8 +274,14 @@ class PipelineSpec(_Table):
     microbatch: int = Field(ge=1, le=1 << 20)
     """Samples that travel together; divides `global_batch`."""
 
-    activations: Literal["keep", "recompute"] = "keep"
-    """Between forward and backward: `keep` the graph, or keep the input only and `recompute`."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the passes, where a machine has no wish of its own (`--precision`). `auto`: bf16 on GPUs
+    that have it, else fp32. What peers exchange, sums of gradients and the optimizer are fp32."""
+
+    activations: Literal["auto", "keep", "blocks", "recompute", "offload"] = "auto"
+    """Between forward and backward: `keep` the graph; keep the input of each layer (`blocks`) or
+    of the stage (`recompute`) and compute again; `offload` the graph's tensors (from a GPU to main
+    memory, from there to the disk). `auto`: each machine by its free memory."""
 
     max_in_flight: int = Field(default=0, ge=0, le=1 << 16)
     """Microbatches that a feeder has under way at a time; 0 = automatic."""

@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult
+from swarmnet.training.computing import Computing
 from swarmnet.training.leading import Leading, following
 from swarmnet.training.local_group import LocalGroup, SharedFloats
 from swarmnet.training.models.base import LayerBuilder, describe_parameters
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.training.tensor_parallel import part_of
 from swarmnet.wire import Array
+
+FP16 = "--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16"
 
 
 def check_split(spec: RunSpec, num_ranks: int) -> None:
@@ -134,7 +137,11 @@ class FsdpStage(TorchStage):
             return _apply(_Sum, inner(outputs, targets[start:stop]))
 
         plan = dataclasses.replace(plan, loss=loss)
-        super().__init__(plan, *arguments[1:], **(options | {"recompute": True}))
+        computing: Computing = options.pop("computing")
+        if computing.precision == "fp16":
+            raise SpecError(FP16)
+        computing = dataclasses.replace(computing, activations="recompute", compile=False)
+        super().__init__(plan, *arguments[1:], **options, computing=computing)
 
     def _build(self, layer: LayerBuilder) -> nn.Module:
         if self._rank == 0:
@@ -143,7 +150,7 @@ class FsdpStage(TorchStage):
             return layer.build()
 
     def _flatten(self) -> tuple[Tensor, Tensor]:
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         total = self._total
         values, gradients = self._shared.values[:total], self._shared.values[total:]
@@ -152,9 +159,13 @@ class FsdpStage(TorchStage):
             for r, p in zip(self.parameter_ranges, parameters, strict=True):
                 values[r.start : r.stop].view(r.shape).copy_(p.detach())
         self._held: list[tuple[Any, Tensor, Tensor]] = []
+        # Parts are fp32; whole layers, while they compute, in the precision of the passes.
+        policy = MixedPrecisionPolicy()
+        if self._dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for module in self._modules:
             module.to("meta")
-            fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
             module.to_empty(device=self._device)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
@@ -226,7 +237,9 @@ def _apply(function: Any, x: Tensor) -> Tensor:
     return cast(Tensor, function.apply(x))
 
 
-def build_fsdp_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> LeadFsdpStage:
+def build_fsdp_stage(
+    spec: RunSpec, stage_index: int, group: LocalGroup, computing: Computing | None = None
+) -> LeadFsdpStage:
     """A stage on all ranks of `group`; replaces the one that they had.
 
     Raises:
@@ -237,7 +250,7 @@ def build_fsdp_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> Lead
     make = functools.partial(
         LeadFsdpStage, group=group, mesh=group.group, rank=0, num_ranks=group.num_ranks
     )
-    stage = build_stage(spec, stage_index, device=group.devices[0], make=make)
+    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
     assert isinstance(stage, LeadFsdpStage)
     return stage
 
@@ -254,8 +267,8 @@ def follow(
     mesh = open_default_group(device, store, rank, num_ranks, timeout_s)
     spec = RunSpec.from_canonical(options["spec"].encode())
 
-    def build(stage_index: int, fd: int | None) -> TorchStage:
+    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
         make = functools.partial(FsdpStage, mesh=mesh, rank=rank, num_ranks=num_ranks, fd=fd)
-        return build_stage(spec, stage_index, device=device, make=make)
+        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
 
     return following(build)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.training.computing import Computing
 from swarmnet.training.local_group import LocalGroup, SharedFloats
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
@@ -44,7 +45,8 @@ class Leading(_Base):
         self._forgotten: deque[StepKey] = deque()
         self._is_collected = True
         super().__init__(*arguments, **options)
-        group.send("build", {"stage": self.stage_index}, fd=self._shared.fd)
+        about = {"stage": self.stage_index, "computing": self.computing.values()}
+        group.send("build", about, fd=self._shared.fd)
         group.join()
         self._shared.close_fd()
 
@@ -165,15 +167,16 @@ class Leading(_Base):
 
 
 def following(
-    build_rank: Callable[[int, int | None], TorchStage],
+    build_rank: Callable[[int, Computing, int | None], TorchStage],
 ) -> dict[str, Callable[..., None]]:
-    """The calls of a rank other than 0; `build_rank(stage_index, fd)` makes its stage."""
+    """The calls of a rank other than 0; `build_rank(stage_index, computing, fd)` makes its
+    stage."""
     stage: TorchStage | None = None
 
     def build(values: dict[str, Any], _: list[Array], fd: int | None) -> None:
         nonlocal stage
         stage = None
-        stage = build_rank(values["stage"], fd)
+        stage = build_rank(values["stage"], Computing(**values["computing"]), fd)
 
     def forget(values: dict[str, Any], _: list[Array], __: int | None) -> None:
         assert stage is not None

@@ -10,6 +10,11 @@ Life of a microbatch here: `forward` keeps its input (and the graph, with activa
 `backward` drops the graph and keeps the output's gradient beside the input, a receipt of which
 `retract` can undo what `backward` added; `forget` or `finish_round` drops the receipt.
 
+Precision. Layers compute with the flat tensors themselves (fp32), or with a copy of the parameters
+in bf16 or fp16 that `finish_round` refreshes. A gradient in low precision is added to the flat one
+and dropped: in bf16 as soon as a parameter's is there, in fp16 when the whole pass is known to be
+finite; else the pass is made again with a smaller scale (`loss_scale`).
+
 Whoever sends a value that is not finite is refused before anything is added. Values are also
 bounded by `LARGEST_VALUE`: products of two such values still fit into fp32, so that a finite input
 cannot make an infinite gradient where it enters.
@@ -29,6 +34,9 @@ from swarmnet.errors import NotReady, ProtocolViolation, RemoteError, SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.computing import Computing, computing_of
+from swarmnet.training.loss_scale import LossScale
+from swarmnet.training.low_precision import LowPrecision, lower_buffers
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
@@ -59,9 +67,12 @@ class Kept:
     works on it is simply no longer in the table."""
 
     inputs: Tensor
+    """In the precision of the passes, where it is of floats."""
     outputs: Tensor | None = None
-    """With its graph; only between forward and backward, only with activations "keep"."""
+    """With its graph; only between forward and backward, and not with activations "recompute"."""
     grad_outputs: Tensor | None = None
+    scale: float = 1.0
+    """Of the backward pass; other than 1 in fp16 only."""
     targets: Tensor | None = None
     is_added: bool = False
     """Its gradient is in the buffer."""
@@ -83,7 +94,7 @@ class TorchStage:
         shard_size: int,
         microbatch: int,
         seed: int,
-        recompute: bool = False,
+        computing: Computing = Computing(),  # noqa: B008  it is immutable
         device: torch.device | str = "cpu",
         inputs: TensorSpec | None = None,
         reuses_gradient: bool = False,
@@ -99,12 +110,16 @@ class TorchStage:
         self._outputs = TensorSpec("float32", layers[-1].output_shape)
         self._microbatch = microbatch
         self._seed = seed
-        self._recompute = recompute
+        self.computing = computing
+        self._dtype = computing.dtype
+        self._recompute = computing.activations == "recompute"
         self._device = torch.device(device)
+        self._scaling = LossScale() if computing.precision == "fp16" else None
         self._needs_grad_inputs = stage_index > 0
         self._layers = layers
         self._modules = [self._build(layer) for layer in layers]
         self.parameter_ranges = parameter_ranges(layers, self._modules)
+        self._low = LowPrecision(at_once=self._scaling is None)
         self._parameters, self._gradients = self._flatten()
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
         self._parameter_shards = self._parameters.split(shard_size)
@@ -142,14 +157,15 @@ class TorchStage:
         _check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
         kept = self._begin(key, self._receive("inputs", inputs, self._inputs))
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Array]:
             with torch.set_grad_enabled(not self._recompute):
-                return self._run(key, kept.inputs)
+                outputs = self._run(key, kept.inputs)
+            return outputs, self._checked_outputs(outputs)
 
-        outputs = self._or_forget(key, lambda: self._checked_outputs(run(), self._microbatch))
+        outputs, sent = self._or_forget(key, run)
         if not self._recompute:
             kept.outputs = outputs
-        return from_tensor(outputs)
+        return sent
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         """As the port says. Raises `NotReady` for a key that is forgotten or was never here."""
@@ -160,9 +176,10 @@ class TorchStage:
             raise ValueError(f"the gradient of {key} is in the buffer already")
         _check_shape("gradient", grad_outputs, "float32", self._batch(self._outputs))
         grad = self._receive("gradient", grad_outputs, self._outputs)
-        outputs = self._run(key, kept.inputs) if kept.outputs is None else kept.outputs
-        kept.outputs = None
-        outputs.backward(grad)
+        if self._scaling is None:
+            grad = grad.to(self._dtype)
+        outputs, kept.outputs = kept.outputs, None
+        self._backward(kept, lambda: self._run(key, kept.inputs), grad, outputs)
         kept.grad_outputs = grad
         return self._added(kept)
 
@@ -173,7 +190,9 @@ class TorchStage:
         kept.targets = wanted
         loss = self._or_forget(key, lambda: self._loss(key, kept.inputs, wanted))
         loss_sum = self._or_forget(key, lambda: _finite_loss(loss))
-        loss.backward()
+        self._backward(
+            kept, lambda: self._loss(key, kept.inputs, wanted), torch.ones_like(loss), loss
+        )
         return LossResult(loss_sum, self._plan.count(wanted), self._added(kept))
 
     def retract(self, key: StepKey) -> None:
@@ -183,9 +202,12 @@ class TorchStage:
         self._kept.pop(key, None)
         inputs = kept.inputs.detach()
         if kept.targets is not None:
-            self._loss(key, inputs, kept.targets).neg().backward()
+            loss = self._loss(key, inputs, kept.targets)
+            loss.backward(torch.full_like(loss, -kept.scale))
         elif kept.grad_outputs is not None:
-            self._run(key, inputs).backward(kept.grad_outputs.neg())
+            outputs = self._run(key, inputs)
+            outputs.backward((kept.grad_outputs * -kept.scale).to(outputs.dtype))
+        self._low.add(1.0 / kept.scale)
 
     def forget(self, key: StepKey) -> None:
         self._kept.pop(key, None)
@@ -203,7 +225,7 @@ class TorchStage:
                 raise ProtocolViolation("targets of another batch or length than the inputs")
             wanted = self._receive("targets", targets, self._plan.targets)
         with torch.no_grad(), _EvaluationMode(self):
-            outputs = self._run(None, x)
+            outputs = self._run(None, x).float()
             if wanted is None:
                 return from_tensor(outputs)
             return LossResult(
@@ -241,6 +263,7 @@ class TorchStage:
             for shard_index, values in staged.items():
                 self._parameter_shards[shard_index].copy_(values)
             self._gradients.zero_()
+            self._low.refresh()
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -256,14 +279,18 @@ class TorchStage:
             )
         for module in self._modules:
             module.to(self._device)
+            lower_buffers(module, self._dtype)
         values = torch.empty(total, dtype=torch.float32, device=self._device)
         gradients = torch.zeros_like(values)
         parameters = (p for module in self._modules for p in module.parameters())
         for r, p in zip(self.parameter_ranges, parameters, strict=True):
             view = values[r.start : r.stop].view(r.shape)
             view.copy_(p.detach())
-            p.data = view
-            p.grad = gradients[r.start : r.stop].view(r.shape)
+            gradient = gradients[r.start : r.stop].view(r.shape)
+            if self._dtype == torch.float32:
+                p.data, p.grad = view, gradient
+            else:
+                self._low.hold(p, view, gradient, self._dtype)
         return values, gradients
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
@@ -293,7 +320,40 @@ class TorchStage:
         return x
 
     def _loss(self, key: StepKey, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._plan.loss(self._run(key, inputs), targets)
+        return self._plan.loss(self._run(key, inputs).float(), targets)
+
+    def _backward(
+        self, kept: Kept, again: Callable[[], Tensor], grad: Tensor, root: Tensor | None
+    ) -> None:
+        """The backward pass from `root`, or from what `again` makes, as often as fp16 needs it.
+        Raises `RemoteError` where fp16 cannot hold the gradient; then nothing was added."""
+        scaling = self._scaling
+        if scaling is None:
+            root = again() if root is None else root
+            root.backward(grad)
+            return
+        largest = float(grad.abs().max())
+        while True:
+            scale = scaling.scale(largest)
+            root = again() if root is None else root
+            root.backward((grad * scale).to(root.dtype))
+            root = None
+            if self._agree(self._low.is_finite() and _is_gradient_finite(kept.inputs)):
+                break
+            self._low.drop()
+            kept.inputs.grad = None
+            if not scaling.overflowed():
+                raise RemoteError(
+                    f"a gradient at stage {self.stage_index} does not fit into fp16; "
+                    "--precision bf16 or fp32 holds it"
+                )
+        scaling.worked()
+        self._low.add(1.0 / scale)
+        kept.scale = scale
+
+    def _agree(self, is_good: bool) -> bool:
+        """Whether it is good at all ranks of this peer."""
+        return is_good
 
     def _added(self, kept: Kept) -> Array | None:
         """After a backward pass: the gradient of the input, which leaves the entry."""
@@ -302,19 +362,27 @@ class TorchStage:
         if not self._needs_grad_inputs:
             return None
         grad = torch.zeros_like(kept.inputs) if grad is None else grad
+        grad = grad.float() / kept.scale if kept.scale != 1.0 else grad.float()
         if not _is_finite(grad):  # the parameters themselves are to blame, not who sent
             raise RemoteError(f"the gradient at stage {self.stage_index} is not finite")
         return from_tensor(grad)
 
-    def _checked_outputs(self, outputs: Tensor, num_samples: int) -> Tensor:
-        expected = (num_samples, *self._outputs.shape)
-        if outputs.dtype != torch.float32 or tuple(outputs.shape) != expected:
+    def _checked_outputs(self, outputs: Tensor) -> Array:
+        """As they travel. Raises `ProtocolViolation` where the inputs are to blame."""
+        expected = self._batch(self._outputs)
+        if outputs.dtype != self._dtype or tuple(outputs.shape) != expected:
             raise RemoteError(
                 f"stage {self.stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
-                f"not float32 of shape {expected}: correct the model's output_shape"
+                f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        _check_finite("activation", outputs.detach())
-        return outputs
+        sent = outputs.detach().float()
+        if self._scaling is not None and not _is_finite(sent):
+            raise RemoteError(
+                f"an activation of stage {self.stage_index} does not fit into fp16; "
+                "--precision bf16 or fp32 holds it"
+            )
+        _check_finite("activation", sent)
+        return from_tensor(sent)
 
     def _receive(self, what: str, array: Array, spec: TensorSpec) -> Tensor:
         """The array as a tensor, its values checked; shape and dtype were checked before."""
@@ -323,6 +391,8 @@ class TorchStage:
             _check_finite(what, tensor)
         else:
             _check_values(what, tensor, spec.num_values)
+        if what == "inputs" and tensor.is_floating_point():
+            return tensor.to(self._device, self._dtype)
         return tensor.to(self._device)
 
     def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
@@ -363,9 +433,11 @@ def build_stage(
     stage_index: int,
     *,
     device: torch.device | str = "cpu",
+    computing: Computing | None = None,
     make: Callable[..., TorchStage] | None = None,
 ) -> TorchStage:
-    """A stage of the spec's model with its initial parameters. `make`: what is made in place of a
+    """A stage of the spec's model with its initial parameters. `computing`: how this machine
+    computes; as the spec says where it is not given. `make`: what is made in place of a
     `TorchStage`, of the same arguments.
 
     Raises:
@@ -382,7 +454,7 @@ def build_stage(
         shard_size=shard_parameters(spec, plan),
         microbatch=spec.pipeline.microbatch,
         seed=spec.seed,
-        recompute=spec.pipeline.activations == "recompute",
+        computing=computing or computing_of(spec, device),
         device=device,
         inputs=TensorSpec("float32", before.output_shape) if before else None,
         reuses_gradient=spec.sync.mode == "zero",
@@ -415,6 +487,10 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)
     return low.item() >= -LARGEST_VALUE and high.item() <= LARGEST_VALUE
+
+
+def _is_gradient_finite(tensor: Tensor) -> bool:
+    return tensor.grad is None or bool(torch.isfinite(tensor.grad).all())
 
 
 def _check_finite(what: str, tensor: Tensor) -> None:

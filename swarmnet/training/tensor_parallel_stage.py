@@ -20,10 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.training.computing import Computing
 from swarmnet.training.leading import Leading, following
 from swarmnet.training.local_group import LocalGroup, SharedFloats
 from swarmnet.training.models.base import (
@@ -147,7 +149,7 @@ class ParallelStage(TorchStage):
         values, gradients = self._shared.values[:total], self._shared.values[total : 2 * total]
         cuts = self._layout.cuts[self._region.rank]
         slots = {r.name: start for r, _, start in self._layout.slots(self._region.rank)}
-        self._held: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        self._held: list[tuple[nn.Parameter, Tensor, Tensor | None, Tensor | None]] = []
         for (module, name), r, cut in zip(
             _named(self._modules), self.parameter_ranges, cuts, strict=True
         ):
@@ -166,32 +168,45 @@ class ParallelStage(TorchStage):
 
     def _hold(
         self, module: nn.Module, name: str, value: Tensor, gradient: Tensor | None
-    ) -> tuple[nn.Parameter, Tensor, Tensor | None]:
+    ) -> tuple[nn.Parameter, Tensor, Tensor | None, Tensor | None]:
+        """The parameter, its canonical value and gradient, and the sum of gradients on the
+        device."""
         mine = value if self.on_cpu else value.to(self._device).contiguous()
         parameter = nn.Parameter(mine.new_empty(0), requires_grad=gradient is not None)
-        parameter.data = mine  # so it counts its own changes, not those of the shared memory
-        if gradient is not None:
-            parameter.grad = gradient if self.on_cpu else torch.zeros_like(mine)
+        total = gradient
+        if gradient is not None and not self.on_cpu:
+            total = torch.zeros_like(mine)
+        if self._dtype == torch.float32:
+            parameter.data = mine  # so it counts its own changes, not those of the shared memory
+            parameter.grad = total
+        else:
+            self._low.hold(parameter, value, total, self._dtype)
         setattr(module, name, parameter)
-        return parameter, value, gradient
+        return parameter, value, gradient, total
 
     def fetch_parameters(self) -> None:
-        """From the canonical vector to the device; gradients there become zero."""
+        """From the canonical vector to what this rank computes with; sums of gradients on the
+        device become zero."""
         if self.on_cpu:
+            self._low.refresh()
             return
         with torch.no_grad():
-            for parameter, value, _ in self._held:
+            for parameter, value, _, total in self._held:
                 parameter.copy_(value)
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+                if total is not None:
+                    total.zero_()
 
     def store_gradients(self) -> None:
         """From the device to the canonical vector and the slots."""
         if self.on_cpu:
             return
-        for parameter, _, gradient in self._held:
-            if gradient is not None and parameter.grad is not None:
-                gradient.copy_(parameter.grad)
+        for _, _, gradient, total in self._held:
+            if gradient is not None and total is not None:
+                gradient.copy_(total)
+
+    def _agree(self, is_good: bool) -> bool:
+        mine = torch.tensor([1.0 if is_good else 0.0], device=self._device)
+        return bool(self._region.all_reduce(mine, dist.ReduceOp.MIN).item() > 0)
 
     def finish_round(self) -> None:
         """At ranks other than 0, which writes the canonical vectors."""
@@ -232,7 +247,9 @@ class LeadStage(Leading, ParallelStage):
                 slot.zero_()
 
 
-def build_parallel_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> LeadStage:
+def build_parallel_stage(
+    spec: RunSpec, stage_index: int, group: LocalGroup, computing: Computing | None = None
+) -> LeadStage:
     """A stage on all ranks of `group`; replaces the one that they had.
 
     Raises:
@@ -247,7 +264,7 @@ def build_parallel_stage(spec: RunSpec, stage_index: int, group: LocalGroup) -> 
         sequence_parallel=group.options.get("sequence_parallel", False),
     )
     make = functools.partial(LeadStage, group=group, region=region, model=spec.model)
-    stage = build_stage(spec, stage_index, device=group.devices[0], make=make)
+    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
     assert isinstance(stage, LeadStage)
     return stage
 
@@ -271,9 +288,9 @@ def follow(
     spec = RunSpec.from_canonical(options["spec"].encode())
     region = Region(group, rank, num_ranks, sequence_parallel=options["sequence_parallel"])
 
-    def build(stage_index: int, fd: int | None) -> TorchStage:
+    def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
         make = functools.partial(ParallelStage, region=region, model=spec.model, fd=fd)
-        return build_stage(spec, stage_index, device=device, make=make)
+        return build_stage(spec, stage_index, device=device, computing=computing, make=make)
 
     return following(build)
 

@@ -11,6 +11,7 @@ import pytest
 
 PROGRAM = """
 import json, sys, torch
+from swarmnet.training.computing import Computing
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.fsdp import build_fsdp_stage, open_default_group
 from swarmnet.training.local_group import LocalGroup
@@ -19,7 +20,7 @@ from swarmnet.training.tensor_parallel_stage import rank_options
 from tests.training.flights import fly, gradient
 from tests.training.specs import MODEL, small_spec
 from tests.training.test_tensor_parallel import close_by_name, compare_evaluation, \\
-    compare_microbatches
+    compare_microbatches, tokens
 
 num_ranks = int(sys.argv[1])
 spec = small_spec(pipeline={"num_stages": 1, "global_batch": 8, "microbatch": 4})
@@ -58,6 +59,15 @@ try:
         back, wanted = many.backward((0, number), grad), one.backward((0, number), grad)
         assert torch.allclose(to_tensor(back), to_tensor(wanted), rtol=1e-4, atol=1e-6)
     close_by_name(one, gradient(many), gradient(one))
+    group = restart(group, spec)
+    one = build_stage(spec, 0)
+    many = build_fsdp_stage(spec, 0, group, Computing("bf16"))
+    for index in range(3):
+        arguments = (0, index), tokens(spec, index), tokens(spec, 10 + index)
+        expected, result = (stage.forward_backward(*arguments) for stage in (one, many))
+        assert abs(result.loss_sum / expected.loss_sum - 1) < 0.01
+    ours, theirs = gradient(many), gradient(one)
+    assert 1e-5 < ((ours - theirs).norm() / theirs.norm()).item() < 0.02
     print(json.dumps({"held": held, "whole": whole}))
 finally:
     group.close()

@@ -14,6 +14,7 @@ import xxhash
 from swarmnet.errors import NotReady, ProtocolViolation, SpecError
 from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
+from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
 from swarmnet.training.reference import ReferenceTrainer
@@ -368,7 +369,7 @@ def dropout_plan() -> ModelPlan:
     )
 
 
-def dropout_stage(recompute: bool) -> TorchStage:
+def dropout_stage(activations: ActivationsName) -> TorchStage:
     plan = dropout_plan()
     return TorchStage(
         plan,
@@ -378,13 +379,13 @@ def dropout_stage(recompute: bool) -> TorchStage:
         shard_size=8,
         microbatch=8,
         seed=5,
-        recompute=recompute,
+        computing=Computing(activations=activations),
     )
 
 
 def test_dropout_is_the_same_when_a_pass_is_done_again() -> None:
     inputs = from_tensor(torch.ones(8, 4))
-    keep, recompute = dropout_stage(False), dropout_stage(True)
+    keep, recompute = dropout_stage("keep"), dropout_stage("recompute")
     outputs = [stage.forward((0, 3), inputs) for stage in (keep, recompute)]
     assert bytes(outputs[0].data) == bytes(outputs[1].data)
     other = keep.forward((0, 4), inputs)
@@ -400,7 +401,7 @@ def test_dropout_is_the_same_when_a_pass_is_done_again() -> None:
 
 
 def test_work_that_is_given_up_while_it_runs_leaves_nothing_behind() -> None:
-    stage = dropout_stage(False)
+    stage = dropout_stage("keep")
     stage._modules[0].register_forward_pre_hook(lambda *_: stage.forget((0, 3)))
     stage.forward((0, 3), from_tensor(torch.ones(8, 4)))
     assert stage.num_kept == 0

@@ -14,6 +14,7 @@ from swarmnet.errors import NotReady, ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.computing import Computing
 from swarmnet.training.local_group import LocalGroup, RankLost
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.stage import TorchStage, build_stage
@@ -165,6 +166,57 @@ def test_what_one_rank_refuses_all_refuse_and_go_on() -> None:
             stage.backward((0, 2), grad)
         group.join()
         assert group.failure is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "sequence_parallel", "activations", "tolerance"),
+    [("bf16", True, "keep", 0.02), ("fp16", False, "recompute", 0.003)],
+)
+def test_ranks_in_low_precision(
+    precision: Any, sequence_parallel: bool, activations: Any, tolerance: float
+) -> None:
+    """Close to one rank in fp32; what is taken out again leaves nothing but rounding."""
+    spec = small_spec(pipeline=ONE_STAGE)
+    one = build_stage(spec, 0, computing=Computing("fp32"))
+    with ranks(spec, 2, sequence_parallel=sequence_parallel) as group:
+        many = build_parallel_stage(spec, 0, group, Computing(precision, activations))
+        assert torch.equal(parameters(many), parameters(one))
+        for r in range(2):
+            for index in range(2):
+                inputs, targets = tokens(spec, index), tokens(spec, 10 + index)
+                expected = one.forward_backward((r, index), inputs, targets)
+                result = many.forward_backward((r, index), inputs, targets)
+                assert result.loss_sum == pytest.approx(expected.loss_sum, rel=tolerance)
+            ours, theirs = gradient(many), gradient(one)
+            assert ((ours - theirs).norm() / theirs.norm()).item() < tolerance
+            for index in range(2):
+                many.retract((r, index))
+            assert gradient(many).abs().max() < 1e-4 * theirs.abs().max()
+            new = torch.randn(one.shard_sizes[1]) / 50
+            for stage in (one, many):
+                stage.stage_parameters(1, from_tensor(new))
+                stage.finish_round()
+
+
+def test_ranks_agree_on_an_overflow() -> None:
+    """Of the embedding of one token, which only one of the ranks holds."""
+    spec = small_spec(
+        model={"max_position_embeddings": 64}, pipeline={"num_stages": 3, "microbatch": 4}
+    )
+    one = build_stage(spec, 0)
+    for token in (3, 253):
+        inputs = from_tensor(torch.full((4, 64), token, dtype=torch.int32))
+        grad = from_tensor(torch.ones(4, 64, MODEL["hidden_size"]))
+        with ranks(spec, 2) as group:
+            many = build_parallel_stage(spec, 0, group, Computing("fp16"))
+            assert many._scaling is not None
+            for stage in (one, many):
+                stage.forward((token, 0), inputs)
+                stage.backward((token, 0), grad)
+            assert many._scaling.num_overflows > 0
+            ours, theirs = gradient(many), gradient(one)
+            assert ((ours - theirs).norm() / theirs.norm()).item() < 0.003
+            one.finish_round()
 
 
 def use_for_ever(stage: LeadStage, spec: RunSpec) -> None:

@@ -179,7 +179,9 @@ def rotary_tables(
 
 
 def _rotate(x_BSHE: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    return x_BSHE * cos + x_BSHE.roll(x_BSHE.shape[-1] // 2, dims=-1) * signed_sin
+    """In fp32, where the tables are: the angles of late positions need the digits."""
+    turned = x_BSHE * cos + x_BSHE.roll(x_BSHE.shape[-1] // 2, dims=-1) * signed_sin
+    return turned.to(x_BSHE.dtype)
 
 
 def _norm(spec: ModelSpec) -> nn.RMSNorm:

@@ -1,0 +1,70 @@
+"""How one machine computes its stage: in which precision, and what it keeps between the passes.
+
+Replicas of a stage may differ in all of it. What they exchange (parameters, gradients, digests,
+checkpoints, activations) is fp32 in one canonical layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import RunSpec
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+ActivationsName = Literal["keep", "blocks", "recompute", "offload"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """The choices of one machine."""
+
+    precision: PrecisionName = "fp32"
+    """Of the passes. Gradients add up, and parameters are stepped, in fp32 whatever this says."""
+    activations: ActivationsName = "keep"
+    """Between forward and backward: the graph (`keep`); the input of each layer (`blocks`); the
+    stage's input (`recompute`); the graph, with its tensors elsewhere (`offload`)."""
+    compile: bool = False
+    """`torch.compile` each layer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    def values(self) -> dict[str, Any]:
+        """Plain values, for the other ranks."""
+        return asdict(self)
+
+
+def computing_of(spec: RunSpec, device: torch.device | str = "cpu") -> Computing:
+    """What the spec says, where the machine has no wish and nothing was measured."""
+    activations = spec.pipeline.activations
+    precision = choose_precision(spec, AUTO, device)
+    return Computing(precision, "keep" if activations == "auto" else activations)
+
+
+def choose_precision(
+    spec: RunSpec, wanted: str = AUTO, device: torch.device | str = "cpu"
+) -> PrecisionName:
+    """What the machine wants, else what the run wants, else what suits the device: bf16 on a GPU
+    that can, fp32 elsewhere."""
+    name = spec.pipeline.precision if wanted == AUTO else wanted
+    if name == AUTO:
+        name = "bf16" if _has_bf16(torch.device(device)) else "fp32"
+    if name not in DTYPES:
+        raise SpecError(f"precision {name!r} is unknown; known are auto, {', '.join(DTYPES)}")
+    return name  # type: ignore[return-value]
+
+
+def _has_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,0 +1,56 @@
+"""Dynamic scaling of the gradient inside one stage, for fp16 (Micikevicius et al., 2018).
+
+fp16 ends at 65,504 above and at 6e-8 below, so a backward pass in it needs its gradient moved into
+that window. Here the window is one stage's own affair: a gradient arrives in fp32, is multiplied by
+a power of two, goes through this stage, and what comes out is divided by the same number in
+fp32, which is exact. What travels never is scaled, so replicas need not agree on a scale, and an
+overflow is mended where it happened.
+
+The scale of a pass depends on what arrives: the largest number is moved to `target`, which falls
+when a pass overflowed and rises when many did not.
+"""
+
+from __future__ import annotations
+
+import math
+
+START_TARGET = 2.0**10
+MAX_TARGET = 2.0**15
+MIN_TARGET = 2.0**-14
+"""Below it there is no scale: the gradient inside the stage spans more than fp16 can."""
+FALL = 0.25
+GROW = 2.0
+GROW_AFTER = 500
+"""Passes without an overflow."""
+
+
+class LossScale:
+    """The scale of a stage's coming passes. Deterministic: ranks that make the same calls have the
+    same one."""
+
+    def __init__(self, target: float = START_TARGET) -> None:
+        self.target = target
+        self.num_overflows = 0
+        self._num_good = 0
+
+    def scale(self, largest: float) -> float:
+        """A power of two, for a gradient whose largest number is `largest`."""
+        return 2.0 ** math.floor(math.log2(self.target / (largest or 1.0)))
+
+    def worked(self) -> None:
+        """A pass without an overflow."""
+        self._num_good += 1
+        if self._num_good >= GROW_AFTER:
+            self._num_good = 0
+            self.target = min(self.target * GROW, MAX_TARGET)
+
+    def overflowed(self) -> bool:
+        """A pass has overflowed; whether a smaller scale is worth another try. Where not, the
+        coming passes begin anew."""
+        self.num_overflows += 1
+        self._num_good = 0
+        self.target *= FALL
+        if self.target >= MIN_TARGET:
+            return True
+        self.target = START_TARGET
+        return False
