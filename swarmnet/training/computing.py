@@ -36,6 +36,8 @@ class Computing:
     stage's input (`recompute`); the graph, with its tensors elsewhere (`offload`)."""
     compile: bool = False
     """`torch.compile` each layer."""
+    folder: str = ""
+    """Where `offload` puts its files, without a GPU; empty for the system's temporary folder."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,11 +7,16 @@ state of a shard is on R replicas, so a replica holds
 
     weights * Psi + gradients * Psi + (master + moments) * Psi * min(R, N) / N
 
-In fp32 the weights are their own master copy: 4 + 4 + 8 R / N bytes a parameter. Beside it there
-are activations, by microbatch in flight. Everything is in bytes; the share of the optimizer is that
-of a replica with the average upload bandwidth.
+In fp32 the weights are their own master copy: 4 + 4 + 8 R / N bytes a parameter. In bf16 there is
+the copy that layers compute with besides: 2 + 4 + 4 + 8 R / N; and in fp16, while a pass runs, the
+gradient of that pass: 2 more. (That fp32 weights are on every replica, and not in R places, is
+what lets any replica answer for any shard.) Everything is in bytes; the share of the optimizer is
+that of a replica with the average upload bandwidth.
 
-Activations of the built-in Llama are those that autograd keeps (`layer_numbers`): B samples, S
+Beside it there are activations, by microbatch in flight: what the stage keeps between the passes by
+the policy (`Activations`), and the activation as it came and as it went, in fp32.
+
+Activations of the built-in Llama are those that autograd keeps (`layer_bytes`): B samples, S
 positions, D width, K width of keys and values, I width of the feed-forward layer, H heads,
 V tokens.
 """
@@ -25,7 +30,7 @@ from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.stage import stage_parameter_ranges
 
-FP32_BYTES = 4
+FP32_BYTES, LOW_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,11 @@ class Precision:
 
 
 FP32 = Precision("fp32", weights=4, gradients=4, master=0, moments=8)
+BF16 = Precision("bf16", weights=2 + 4, gradients=4, master=0, moments=8)
+FP16 = Precision("fp16", weights=2 + 4, gradients=4 + 2, master=0, moments=8)
 MIXED = Precision("mixed", weights=2, gradients=2, master=4, moments=8)
 """The ZeRO paper's: fp16 or bf16 weights and gradients, everything else fp32."""
-PRECISIONS = {p.name: p for p in (FP32, MIXED)}
+PRECISIONS = {p.name: p for p in (FP32, BF16, FP16, MIXED)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class StageMemory:
     optimizer: float
     activations: float | None
     """None for a custom model: nobody knows but its author."""
+    offloaded: float
+    """Of the activations: what is not in the device's memory."""
     unsharded: float
     """Weights, gradients and optimizer without ZeRO."""
 
@@ -94,24 +103,26 @@ def state_bytes(
     )
 
 
-def layer_numbers(model: ModelSpec, layer: str, batch: int) -> int:
-    """Numbers of 4 bytes that one layer of the Llama keeps between forward and backward, for a
-    microbatch of `batch` samples.
+def layer_bytes(model: ModelSpec, layer: str, batch: int, element: int = FP32_BYTES) -> int:
+    """Bytes that one layer of the Llama keeps between forward and backward, for a microbatch of
+    `batch` samples whose passes are made in numbers of `element` bytes.
 
-    A decoder layer, for each position: its input, what both norms keep (the normed value before and
-    after the weight, and one number), rotated queries, keys, values, the attention's output and
-    one number a head, the residual between, gate, its SiLU, up, and their product.
+    A decoder layer, for each position: what both norms keep (their input and the normed value
+    before the weight, and one number, all in fp32; the result), rotated queries, keys, values, the
+    attention's output and one fp32 number a head, gate, its SiLU, up, and their product. In fp32
+    the norms' inputs are the layer's input and the residual between.
     """
     positions = batch * model.max_position_embeddings
     width, inner = model.hidden_size, model.intermediate_size
     kv_width = model.num_key_value_heads * model.head_size
     if layer == "model.embed_tokens":
-        return positions  # the tokens
+        return positions * FP32_BYTES  # the tokens
     if layer == "model.norm":
-        return positions * (3 * width + 1)
+        return positions * (FP32_BYTES * (2 * width + 1) + element * width)
     if layer == "lm_head":
-        return positions * (model.vocab_size + 2)  # log-probabilities; targets of 8 bytes
-    return positions * (8 * width + 2 * kv_width + 4 * inner + model.num_attention_heads + 2)
+        return positions * FP32_BYTES * (model.vocab_size + 2)  # log-probabilities; int64 targets
+    exact = 4 * width + model.num_attention_heads + 2
+    return positions * (FP32_BYTES * exact + element * (4 * width + 2 * kv_width + 4 * inner))
 
 
 def plan_memory(
@@ -121,9 +132,11 @@ def plan_memory(
     in_flight: int,
     replication: int | None = None,
     precision: Precision = FP32,
+    activations: str | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
     backward pass. The last stage does both at once: one microbatch, whatever is in flight.
+    `activations`: the policy; None for the spec's, which may be "auto": then "keep".
 
     Raises:
         SpecError: the model cannot be built or cut so; a number is not positive.
@@ -131,12 +144,14 @@ def plan_memory(
     if num_replicas < 1 or in_flight < 0:
         raise SpecError("a stage needs at least one replica, and no fewer than 0 microbatches")
     copies = spec.sync.replication if replication is None else replication
+    policy = activations or spec.pipeline.activations
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     rows = []
-    for k, layers in enumerate(stages):
+    for k in range(len(stages)):
         num_parameters = stage_parameter_ranges(spec, k)[-1].stop
         weights, gradients, optimizer = state_bytes(num_parameters, num_replicas, copies, precision)
-        names = [layer.name for layer in layers]
+        one = stage_activations(spec, k, precision)
+        held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
                 stage=k,
@@ -144,28 +159,82 @@ def plan_memory(
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
-                activations=_activations(spec, names, k, len(stages), in_flight),
+                activations=None if held is None else float(held[0]),
+                offloaded=0.0 if held is None else float(held[1]),
                 unsharded=float(precision.total * num_parameters),
             )
         )
     return rows
 
 
-def _activations(
-    spec: RunSpec, layers: list[str], stage: int, num_stages: int, in_flight: int
-) -> float | None:
-    """With the graph kept: what the layers keep, and the output. Recomputed: the input of each, and
-    the layers' for the one that is being recomputed."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Of one microbatch at one stage, in bytes. Every tensor counts once."""
+
+    graph: int
+    """What autograd keeps of all layers and of the loss."""
+    came: int
+    """What the stage got, where that is not in the graph: in low precision."""
+    inputs: int
+    """The copy of it that layers compute with."""
+    outputs: int
+    """What the layers gave, and the graph hangs on; 0 where that is what is sent."""
+    sent: int
+    """What goes to the next stage, in fp32."""
+    borders: int
+    """What autograd keeps where each layer is computed again: their inputs."""
+    largest_layer: int
+    """What autograd keeps of one layer, or of the loss, beside its input."""
+    is_input_in_graph: bool
+    is_last: bool
+
+    def held(self, policy: str, in_flight: int) -> tuple[int, int]:
+        """(in the device's memory, elsewhere) with so many microbatches in flight and one of them
+        in its backward pass."""
+        if in_flight == 0:
+            return 0, 0
+        inputs = 0 if self.is_input_in_graph else self.inputs
+        each = self.came + inputs + self.outputs + self.sent + self.graph
+        if self.is_last:
+            in_flight = 1
+        if policy == "recompute" and not self.is_last:
+            waiting = self.came + self.inputs + self.sent
+            return (in_flight - 1) * waiting + each + (0 if self.outputs else self.sent), 0
+        if policy == "blocks":
+            waiting = self.came + self.borders + self.outputs + self.sent
+            return in_flight * waiting + self.largest_layer, 0
+        if policy == "offload":
+            waiting = self.came + self.inputs + self.outputs + self.sent
+            return in_flight * waiting + self.largest_layer, in_flight * self.graph
+        return in_flight * each, 0
+
+
+def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
+    """Of one microbatch at a stage; None for a custom model: nobody knows but its author. Raises
+    `SpecError`."""
     model, batch = spec.model, spec.pipeline.microbatch
     if model.kind != "llama":
         return None
+    stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
+    names = [layer.name for layer in stages[stage]]
+    element = FP32_BYTES if precision is FP32 else LOW_BYTES
+    is_low, is_first, is_last = precision is not FP32, stage == 0, stage == len(stages) - 1
     positions = batch * model.max_position_embeddings
-    whole = sum(layer_numbers(model, name, batch) for name in layers)
     border = positions * model.hidden_size
-    input_numbers = border if stage else positions
-    if stage == num_stages - 1:
-        return float(FP32_BYTES * whole * min(in_flight, 1))
-    if spec.pipeline.activations == "recompute":
-        one = whole + border if in_flight else 0
-        return float(FP32_BYTES * (in_flight * input_numbers + one))
-    return float(FP32_BYTES * in_flight * (whole + border))
+    parts = {name: layer_bytes(model, name, batch, element) for name in names}
+    again = [name for name in names if name not in ("model.embed_tokens", "lm_head")]
+    loss = parts.get("lm_head", 0)
+    tokens = FP32_BYTES * positions if is_first else 0
+    num_borders = len(again) + ("lm_head" in parts)
+    shared_input = 0 if is_low else FP32_BYTES * border
+    return Activations(
+        graph=sum(parts.values()),
+        came=FP32_BYTES * border if is_low and not is_first else 0,
+        inputs=tokens or element * border,
+        outputs=element * border if is_low and not is_last else 0,
+        sent=0 if is_last else FP32_BYTES * border,
+        borders=tokens + element * border * num_borders,
+        largest_layer=max([loss, *(parts[name] - shared_input for name in again)]),
+        is_input_in_graph=is_first or not is_low,
+        is_last=is_last,
+    )

@@ -24,17 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swarmnet.errors import NotReady, ProtocolViolation, RemoteError, SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing, computing_of
+from swarmnet.training.device_copies import copies_of
 from swarmnet.training.loss_scale import LossScale
 from swarmnet.training.low_precision import LowPrecision, lower_buffers
 from swarmnet.training.models.base import (
@@ -53,8 +55,11 @@ from swarmnet.training.models.registry import (
     shard_parameters,
     split_stages,
 )
+from swarmnet.training.offload import FilePlace, HostPlace, OffloadedPass, Place
 from swarmnet.wire import Array
 
+KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
+"""Layers that keep no more than their input anyway."""
 LARGEST_VALUE = 1e15
 """Of activations and their gradients."""
 
@@ -114,6 +119,7 @@ class TorchStage:
         self._dtype = computing.dtype
         self._recompute = computing.activations == "recompute"
         self._device = torch.device(device)
+        self._copies = copies_of(self._device)
         self._scaling = LossScale() if computing.precision == "fp16" else None
         self._needs_grad_inputs = stage_index > 0
         self._layers = layers
@@ -122,6 +128,7 @@ class TorchStage:
         self._low = LowPrecision(at_once=self._scaling is None)
         self._parameters, self._gradients = self._flatten()
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
+        self._spared = self._parameter_storages()
         self._parameter_shards = self._parameters.split(shard_size)
         self._gradient_shards = self._gradients.split(shard_size)
         self._staged: dict[int, Tensor] = {}
@@ -315,9 +322,38 @@ class TorchStage:
         """The layers. With dropout, torch is seeded by the key: a pass done again is the same."""
         if key is not None and self._plan.is_random:
             torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
+        if not torch.is_grad_enabled():
+            return self._through_layers(x, lambda module, x: module(x))
+        activations = self.computing.activations
+        if activations == "offload":
+            with OffloadedPass(self._place(), self._spared).hooks():
+                return self._through_layers(x, lambda module, x: module(x))
+        if activations == "blocks":
+            return self._through_layers(x, self._checkpointed)
+        return self._through_layers(x, lambda module, x: module(x))
+
+    def _through_layers(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         for module in self._modules:
-            x = module(x)
+            x = call(module, x)
         return x
+
+    def _checkpointed(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The layer, which keeps its input only and is computed again in the backward pass (Chen
+        et al., 2016)."""
+        if isinstance(module, KEEPS_ITS_INPUT):
+            return cast(Tensor, module(x))
+        again = checkpoint(module, x, use_reentrant=False, preserve_rng_state=self._plan.is_random)
+        return cast(Tensor, again)
+
+    def _place(self) -> Place:
+        """Where the tensors of a pass go that leave the device."""
+        if self._device.type == "cuda":
+            return HostPlace(self._copies)
+        return FilePlace(self.computing.folder)
+
+    def _parameter_storages(self) -> frozenset[int]:
+        parameters = (p for module in self._modules for p in module.parameters())
+        return frozenset(p.untyped_storage().data_ptr() for p in parameters)
 
     def _loss(self, key: StepKey, inputs: Tensor, targets: Tensor) -> Tensor:
         return self._plan.loss(self._run(key, inputs).float(), targets)

@@ -15,8 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.spec import RunSpec
+from swarmnet.training import offload
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.computing import Computing
 from swarmnet.training.data import open_data
-from swarmnet.training.memory_plan import FP32, MIXED, plan_memory, state_bytes
+from swarmnet.training.memory_plan import (
+    BF16,
+    FP16,
+    FP32,
+    MIXED,
+    Precision,
+    plan_memory,
+    state_bytes,
+)
 from swarmnet.training.stage import build_stage
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
@@ -28,7 +39,7 @@ NUM_REPLICAS = 4
 
 @given(st.integers(1, 10**12), st.integers(1, 64), st.integers(1, 8))
 def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> None:
-    for precision, bare in ((FP32, 16), (MIXED, 16)):
+    for precision, bare in ((FP32, 16), (BF16, 18), (FP16, 20), (MIXED, 16)):
         assert precision.total == bare
         assert sum(state_bytes(n, 1, replication, precision)) == bare * n  # alone: all of it
         held = [sum(state_bytes(n, replicas, replication, precision)) for _ in range(replicas)]
@@ -40,14 +51,13 @@ def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> N
 
 
 def kept_bytes(stage: Any, inputs: Array, targets: Array) -> tuple[int, Array | None]:
-    """What autograd keeps of one microbatch (beside parameters and the rotary tables), and the
-    output; each storage once."""
-    parameters = {p.untyped_storage().data_ptr() for p in stage.state_dict().values()}
+    """What there is of one microbatch between its passes (beside parameters and the rotary tables),
+    and the output; each storage once."""
     kept: dict[int, torch.Tensor] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         at = t.untyped_storage().data_ptr()
-        if at not in parameters and (t.ndim < 3 or t.shape[1] != 1 or t.shape[0] != 16):
+        if at not in stage._spared and (t.ndim < 3 or t.shape[1] != 1 or t.shape[0] != 16):
             kept[at] = t
         return t
 
@@ -57,33 +67,56 @@ def kept_bytes(stage: Any, inputs: Array, targets: Array) -> tuple[int, Array | 
             output = None
         else:
             output = stage.forward((0, 0), inputs)
-    total = sum(t.untyped_storage().nbytes() for t in kept.values())
-    return total + (len(output.data) if output is not None else 0), output
+    entry = stage._kept[0, 0]
+    for array in (inputs, output):
+        tensor = None if array is None else to_tensor(array)
+        if tensor is not None:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+    for tensor in (entry.inputs, entry.outputs):
+        if tensor is not None:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+    return sum(t.untyped_storage().nbytes() for t in kept.values()), output
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_activations_are_what_autograd_keeps(tmp_path: Path, kv_heads: int) -> None:
+@pytest.mark.parametrize("policy", ["keep", "blocks", "recompute", "offload"])
+@pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=lambda p: p.name)
+def test_activations_are_what_a_stage_keeps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    policy: Any,
+    kv_heads: int,
+) -> None:
+    """Between the passes: with one microbatch more in flight there is so much more."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
     spec = small_spec(
         write_text(tmp_path),
         model={"num_key_value_heads": kv_heads},
         pipeline={"num_stages": 3},
     )
     assert spec.model.max_position_embeddings == 16
-    inputs, targets = open_data(spec).microbatch(0)
-    for row in plan_memory(spec, num_replicas=1, in_flight=1):
-        measured, output = kept_bytes(build_stage(spec, row.stage), inputs, targets)
-        assert row.activations == pytest.approx(measured, rel=0.01), f"stage {row.stage}"
-        inputs = output or inputs
-    many = plan_memory(spec, num_replicas=1, in_flight=5)
-    one = plan_memory(spec, num_replicas=1, in_flight=1)
-    assert [m.activations / o.activations for m, o in zip(many, one, strict=True)] == [5, 5, 1]  # type: ignore[operator]
-
-
-def test_recomputing_keeps_the_inputs_only(tmp_path: Path) -> None:
-    spec = small_spec(write_text(tmp_path), pipeline={"num_stages": 2, "activations": "recompute"})
-    three, four = (plan_memory(spec, num_replicas=1, in_flight=k)[0] for k in (3, 4))
-    tokens = 4 * spec.pipeline.microbatch * spec.model.max_position_embeddings
-    assert four.activations - three.activations == tokens  # type: ignore[operator]
+    computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
+    data, targets = open_data(spec).microbatch(0)
+    for k in range(3):
+        inputs = Array(data.dtype, data.shape, bytes(data.data))
+        stage = build_stage(spec, k, computing=computing)
+        measured, output = kept_bytes(stage, inputs, targets)
+        one, two = (
+            plan_memory(spec, num_replicas=1, in_flight=n, precision=precision, activations=policy)[
+                k
+            ].activations
+            for n in (1, 2)
+        )
+        assert one is not None
+        assert two is not None
+        if stage.is_last:
+            assert two == one
+            if policy == "keep":
+                assert one == pytest.approx(measured, rel=0.01)
+        else:
+            assert two - one == pytest.approx(measured, rel=0.01), f"stage {k}"
+        data = output or data
 
 
 def tensor_bytes() -> int:
@@ -109,11 +142,12 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-def large(folder: Path) -> RunSpec:
+def large(folder: Path, precision: str) -> RunSpec:
     """Large enough for parameters to be what counts, in many shards."""
     spec = tiny_spec(folder, num_stages=1)
     values = spec.model_dump()
     values["optimizer"]["rounds"] = ROUNDS
+    values["pipeline"]["precision"] = precision
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     values["sync"]["shard_parameters"] = 2048
     values["optimizer"]["warmup_rounds"] = 0
@@ -121,10 +155,11 @@ def large(folder: Path) -> RunSpec:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_real_peers_hold_what_the_plan_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda p: p.name)
+def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision) -> None:
     """All tensors of a process with a whole swarm in it, and the share of each peer."""
-    spec = large(tmp_path)
-    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
+    spec = large(tmp_path, precision.name)
+    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0, precision=precision)
 
     async def scenario(swarm: Swarm) -> None:
         before = tensor_bytes()

@@ -1,0 +1,85 @@
+"""Copies between a device's memory and the host's.
+
+On a GPU they run on streams of their own, from and into pinned memory, and whoever needs one waits
+for its event, never for the whole device. On a CPU there is one memory, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class OnHost:
+    """A tensor on its way to the host."""
+
+    tensor: Tensor
+    ready: Any = None
+    """An event; None where it is there."""
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there."""
+        if self.ready is not None:
+            self.ready.synchronize()
+            self.ready = None
+        return self.tensor
+
+
+class DeviceCopies(Protocol):
+    """Between one device and the host."""
+
+    def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
+        """A host tensor on the device. What the caller's thread computes next waits for it, the
+        caller does not. `after`: an event that the copy waits for."""
+
+    def to_host(self, tensor: Tensor) -> OnHost:
+        """A device tensor on the host, with the same strides where they have no gaps."""
+
+
+class OneMemory:
+    """Of a CPU: nothing to copy."""
+
+    def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
+        return tensor
+
+    def to_host(self, tensor: Tensor) -> OnHost:
+        return OnHost(tensor)
+
+
+class CudaCopies:
+    """Of a GPU: one stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inward = torch.cuda.Stream(device)
+        self._outward = torch.cuda.Stream(device)
+
+    def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        if after is not None:
+            self._inward.wait_event(after)
+        with torch.cuda.stream(self._inward):
+            moved = pinned.to(self._device, non_blocking=True)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._inward)
+        moved.record_stream(computing)
+        return moved
+
+    def to_host(self, tensor: Tensor) -> OnHost:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
+            host.copy_(tensor, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record(self._outward)
+        tensor.record_stream(self._outward)
+        return OnHost(host, ready)
+
+
+def copies_of(device: torch.device) -> DeviceCopies:
+    """Those that suit the device."""
+    return CudaCopies(device) if device.type == "cuda" else OneMemory()
