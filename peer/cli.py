@@ -118,6 +118,26 @@ PauseWhenBusyOption = Annotated[
         help="Pause while the machine is used by others than this peer.",
     ),
 ]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
+]
+PrecisionOption = Annotated[
+    Literal["auto", "fp32", "bf16", "fp16"],
+    typer.Option(
+        help="Of this machine's passes; what peers exchange is fp32. auto: as the run says."
+    ),
+]
+ActivationsOption = Annotated[
+    Literal["auto", "keep", "blocks", "recompute", "offload"],
+    typer.Option(
+        help="What this machine keeps between forward and backward. auto: as the run says, else by "
+        "free memory."
+    ),
+]
+CompileOption = Annotated[
+    bool, typer.Option("--compile", help="Compile the layers (torch.compile): slow to start.")
+]
 MetricsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
@@ -219,6 +239,10 @@ def peer(
     tp: TpOption = None,
     sequence_parallel: SequenceParallelOption = False,
     local_kind: LocalKindOption = "tensor",
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    activations: ActivationsOption = "auto",
+    compile_layers: CompileOption = False,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Rounds between checkpoints of the stage; 0 = none.")
     ] = 10,
@@ -314,6 +338,10 @@ def peer(
                 tp=tp,
                 sequence_parallel=sequence_parallel,
                 local=local_kind,
+                device=device,
+                precision=precision,
+                activations=activations,
+                compile=compile_layers,
                 checkpoint_every=checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 invite=invite,
@@ -355,6 +383,10 @@ def local(
     tp: TpOption = None,
     sequence_parallel: SequenceParallelOption = False,
     local_kind: LocalKindOption = "tensor",
+    device: DeviceOption = "auto",
+    precision: PrecisionOption = "auto",
+    activations: ActivationsOption = "auto",
+    compile_layers: CompileOption = False,
     chaos: Annotated[
         str,
         typer.Option(
@@ -388,6 +420,10 @@ def local(
             tp=tp,
             sequence_parallel=sequence_parallel,
             local=local_kind,
+            device=device,
+            precision=precision,
+            activations=activations,
+            compile=compile_layers,
             screen="plain" if plain else "auto",
             debug=debug,
             chaos=chaos,
@@ -617,9 +653,11 @@ def plan(
         int, typer.Option(min=0, help="Microbatches between forward and backward at a replica.")
     ] = 4,
     precision: Annotated[
-        Literal["fp32", "mixed"],
-        typer.Option(help="Of the numbers; mixed is the ZeRO paper's 16 bytes a parameter."),
-    ] = "fp32",
+        Literal["auto", "fp32", "bf16", "fp16", "mixed"],
+        typer.Option(
+            help="Of the passes; auto: as the run says. mixed: the ZeRO paper's 16 bytes."
+        ),
+    ] = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for programs.")
     ] = False,

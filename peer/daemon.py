@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from peer.computing import choose_computing
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.faults import arm_from_environment
 from peer.guest import Keeper
@@ -32,7 +33,7 @@ from peer.limits import LIMITS_FILE, change_limits
 from peer.loop import spare_old_objects
 from peer.memory_cap import MemoryCap, free_memory, stage_needs, tree_bytes
 from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
-from peer.ranks import build_ranked_stage, open_ranks, until_over
+from peer.ranks import build_ranked_stage, choose_devices, open_ranks, until_over
 from peer.ready import write_ready_file
 from peer.seats import SeatCount, Seats, free_memory_bytes, seat_dir
 from swarmnet import __version__
@@ -168,13 +169,16 @@ def build_machine(
         set_num_threads(options.threads)
     run, spec = spec, spec.with_builder(options.model_builder(spec))
 
+    devices = choose_devices(spec, options)
     store = open_store(spec.sync.optimizer_store, options.state_dir / OPTIMIZER_FOLDER)
 
     def build(stage_index: int) -> tuple[Any, Any]:
+        computing, line = choose_computing(spec, options, stage_index, devices)
+        _say(line)
         if group is None:
-            stage = build_stage(spec, stage_index)
+            stage = build_stage(spec, stage_index, device=devices[0], computing=computing)
         else:
-            stage = build_ranked_stage(spec, stage_index, options, group)
+            stage = build_ranked_stage(spec, stage_index, options, group, computing)
         return stage, build_optimizer(spec, stage, store)
 
     def build_local(stage: Any, optimizer: Any) -> Any:

@@ -22,7 +22,10 @@ from peer.observing import JoinRun, RunObserver, join_run
 from peer.options import (
     INVITE_VARIABLE,
     LOOPBACK,
+    ActivationsName,
+    DeviceName,
     LocalName,
+    PrecisionName,
     ScreenName,
     TransportName,
     UsageError,
@@ -68,6 +71,11 @@ class LocalOptions:
     """Ranks of each peer."""
     sequence_parallel: bool = False
     local: LocalName = "tensor"
+    device: DeviceName = "auto"
+    precision: PrecisionName = "auto"
+    activations: ActivationsName = "auto"
+    compile: bool = False
+    """All four of each peer."""
     screen: ScreenName = "auto"
     debug: bool = False
     chaos: str = ""
@@ -194,6 +202,11 @@ def _shared_arguments(options: LocalOptions) -> list[str]:
         arguments.append("--sequence-parallel")
     if options.local != "tensor":
         arguments += ["--local", options.local]
+    for name in ("device", "precision", "activations"):
+        if getattr(options, name) != "auto":
+            arguments += [f"--{name}", getattr(options, name)]
+    if options.compile:
+        arguments.append("--compile")
     if options.debug:
         arguments.append("--debug")
     return arguments

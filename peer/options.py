@@ -13,6 +13,9 @@ from swarmnet.spec import PYTHON_STDLIB, RunSpec
 
 TransportName = Literal["p2pd", "py-libp2p"]
 LocalName = Literal["tensor", "fsdp"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
 ScreenName = Literal["auto", "plain", "quiet"]
 
 LOOPBACK = "127.0.0.1"
@@ -73,6 +76,14 @@ class PeerOptions:
     local: LocalName = "tensor"
     """What ranks are for: a part of every layer, or a part of every microbatch with parameters and
     gradients sharded ("fsdp")."""
+    device: DeviceName = "auto"
+    """What computes; `auto`: GPUs, where there are any."""
+    precision: PrecisionName = "auto"
+    """Of this machine's passes, in place of the run's."""
+    activations: ActivationsName = "auto"
+    """What this machine keeps between the passes, in place of what the run says."""
+    compile: bool = False
+    """`torch.compile` the layers."""
     checkpoint_every: int = 10
     """Rounds between two checkpoints of this peer's stage; 0 = none."""
     keep_checkpoints: int = 2

@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from swarmnet.spec import RunSpec, load_spec
-from swarmnet.training.memory_plan import PRECISIONS, StageMemory, optimizer_share, plan_memory
+from swarmnet.training.activation_choice import POLICIES
+from swarmnet.training.memory_plan import (
+    PRECISIONS,
+    Precision,
+    StageMemory,
+    optimizer_share,
+    plan_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +35,54 @@ class PlanOptions:
 def show_plan(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
     spec = load_spec(options.spec)
-    rows = plan_memory(
-        spec,
-        num_replicas=options.replicas,
-        in_flight=options.in_flight,
-        precision=PRECISIONS[options.precision],
-    )
+    precision = precision_of(spec, options)
+
+    def rows_of(policy: str | None) -> list[StageMemory]:
+        return plan_memory(
+            spec,
+            num_replicas=options.replicas,
+            in_flight=options.in_flight,
+            precision=precision,
+            activations=policy,
+        )
+
+    rows = rows_of(None)
+    policies: dict[str, list[StageMemory]] = {policy: rows_of(policy) for policy in POLICIES}
     if options.as_json:
-        stages = [asdict(r) | {"state": r.state, "total": r.total} for r in rows]
-        console.print_json(json.dumps({"replicas": options.replicas, "stages": stages}))
+        stages = [
+            asdict(r)
+            | {"state": r.state, "total": r.total}
+            | {"by_policy": {p: found[r.stage].activations for p, found in policies.items()}}
+            for r in rows
+        ]
+        plan = {"replicas": options.replicas, "precision": precision.name, "stages": stages}
+        console.print_json(json.dumps(plan))
         return
     console.print(_table(rows))
-    for line in _formulae(spec, options):
+    console.print(_policies(policies))
+    for line in _formulae(spec, options, precision):
         console.print(line, soft_wrap=True)
+
+
+def precision_of(spec: RunSpec, options: PlanOptions) -> Precision:
+    """What the person asked for, else what the run says, on a machine without a GPU."""
+    from swarmnet.training.computing import choose_precision
+
+    name = options.precision
+    return PRECISIONS[choose_precision(spec) if name == "auto" else name]
+
+
+def _policies(policies: dict[str, list[StageMemory]]) -> Table:
+    table = Table(
+        title="Activations by policy", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    table.add_column("stage")
+    for policy in policies:
+        table.add_column(policy, justify="right", no_wrap=True)
+    for rows in zip(*policies.values(), strict=True):
+        shown = ("?" if r.activations is None else size(r.activations) for r in rows)
+        table.add_row(str(rows[0].stage), *shown)
+    return table
 
 
 def _table(rows: list[StageMemory]) -> Table:
@@ -73,8 +115,7 @@ def _table(rows: list[StageMemory]) -> Table:
     return table
 
 
-def _formulae(spec: RunSpec, options: PlanOptions) -> list[str]:
-    p = PRECISIONS[options.precision]
+def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     share = optimizer_share(options.replicas, spec.sync.replication)
     store = "in files" if spec.sync.optimizer_store == "disk" else "in the host's memory"
     a_parameter = p.weights + p.gradients + p.optimizer * share
@@ -85,7 +126,8 @@ def _formulae(spec: RunSpec, options: PlanOptions) -> list[str]:
         f"stage; {p.total} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
         f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
-        f'activations = "{spec.pipeline.activations}".',
+        f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
+        "as keep); offload moves the rest out of the device's memory.",
     ]
 
 

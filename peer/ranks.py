@@ -6,10 +6,13 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from peer.computing import check_options
 from peer.options import PeerOptions
+from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
+    from swarmnet.training.computing import Computing
     from swarmnet.training.local_group import LocalGroup
     from swarmnet.training.stage import TorchStage
 
@@ -17,7 +20,8 @@ log = logging.getLogger("swarmnet.peer")
 
 
 def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
-    """A device for each rank. Raises `SpecError` where `--tp` does not go with the model.
+    """A device for each rank. Raises `SpecError` where `--tp` does not go with the model,
+    `UserError` where there is no GPU and `--device` wants one.
 
     Without `--tp`: all GPUs, or as many as the model can be cut into."""
     import torch
@@ -25,14 +29,19 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     from swarmnet.training.fsdp import check_split
     from swarmnet.training.tensor_parallel import check_cut, fits
 
-    num_gpus = torch.cuda.device_count()
+    num_gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
     is_sharded = options.local == "fsdp"
+    if options.device == "cuda" and num_gpus < (options.tp or 1):
+        raise UserError(
+            f"--device cuda: this machine has {num_gpus} GPUs that torch can use, and "
+            f"{options.tp or 1} are wanted; --device auto takes what there is"
+        )
     if options.tp is not None:
         (check_split if is_sharded else check_cut)(spec, options.tp)
         kind = "cuda" if num_gpus >= options.tp else "cpu"
         return [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(options.tp)]
     if num_gpus < 2 or (spec.model.kind != "llama" and not is_sharded):
-        return ["cpu"]
+        return ["cuda:0" if num_gpus else "cpu"]
 
     def is_possible(num_ranks: int) -> bool:
         if is_sharded:
@@ -47,6 +56,7 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     """The other ranks of this peer, started; None where it has one only. Blocks for seconds.
     Raises `SpecError` or `RankLost`."""
     devices = choose_devices(spec, options)
+    check_options(options, len(devices))
     if len(devices) == 1:
         return None
     from swarmnet.training.fsdp import open_default_group
@@ -63,16 +73,20 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
 
 
 def build_ranked_stage(
-    spec: RunSpec, stage_index: int, options: PeerOptions, group: LocalGroup
+    spec: RunSpec,
+    stage_index: int,
+    options: PeerOptions,
+    group: LocalGroup,
+    computing: Computing,
 ) -> TorchStage:
     """A stage on all ranks."""
     if options.local == "fsdp":
         from swarmnet.training.fsdp import build_fsdp_stage
 
-        return build_fsdp_stage(spec, stage_index, group)
+        return build_fsdp_stage(spec, stage_index, group, computing)
     from swarmnet.training.tensor_parallel_stage import build_parallel_stage
 
-    return build_parallel_stage(spec, stage_index, group)
+    return build_parallel_stage(spec, stage_index, group, computing)
 
 
 async def until_over(life: asyncio.Task[None], group: LocalGroup | None) -> None:

@@ -105,6 +105,7 @@ class SyntheticStage:
     def __init__(self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer) -> None:
         self.stage_index = stage_index
         self.num_stages = num_stages
+        self.max_in_flight = 1 << 16
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
         self._observe = observer

@@ -75,6 +75,8 @@ class Stage(Protocol):
     num_stages: int
     shard_sizes: tuple[int, ...]
     """Elements of each shard."""
+    max_in_flight: int
+    """Microbatches between their passes that memory has room for."""
 
     def check(self, inputs: Array, targets: Array) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap."""

@@ -125,7 +125,8 @@ class StepService:
         # A place is free when one forward or one backward is done: half a microbatch.
         over = waiting + 1 - self.limits.max_waiting_forwards
         limits = self.limits
-        if waiting >= limits.max_waiting_forwards or self.num_flying >= limits.max_open_steps:
+        most = min(limits.max_open_steps, replica.stage.max_in_flight)
+        if waiting >= limits.max_waiting_forwards or self.num_flying >= most:
             raise Busy("the queue is full", backlog_s=over * replica.service_s / 2)
         if not self.guest.has_room(replica.index, self.num_flying):
             raise Busy("no memory for more", backlog_s=replica.service_s)

@@ -36,6 +36,8 @@ class Computing:
     stage's input (`recompute`); the graph, with its tensors elsewhere (`offload`)."""
     compile: bool = False
     """`torch.compile` each layer."""
+    max_in_flight: int = 1 << 16
+    """Microbatches between their passes that memory has room for."""
     folder: str = ""
     """Where `offload` puts its files, without a GPU; empty for the system's temporary folder."""
 

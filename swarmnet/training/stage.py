@@ -22,9 +22,10 @@ cannot make an infinite gradient where it enters.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import xxhash
@@ -116,6 +117,7 @@ class TorchStage:
         self._microbatch = microbatch
         self._seed = seed
         self.computing = computing
+        self.max_in_flight = computing.max_in_flight
         self._dtype = computing.dtype
         self._recompute = computing.activations == "recompute"
         self._device = torch.device(device)
@@ -129,6 +131,9 @@ class TorchStage:
         self._parameters, self._gradients = self._flatten()
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
         self._spared = self._parameter_storages()
+        if computing.compile:
+            for module in self._modules:
+                module.compile(dynamic=False)
         self._parameter_shards = self._parameters.split(shard_size)
         self._gradient_shards = self._gradients.split(shard_size)
         self._staged: dict[int, Tensor] = {}
@@ -231,7 +236,8 @@ class TorchStage:
             if targets.shape[:num_free] != inputs.shape[:num_free]:
                 raise ProtocolViolation("targets of another batch or length than the inputs")
             wanted = self._receive("targets", targets, self._plan.targets)
-        with torch.no_grad(), _EvaluationMode(self):
+        is_whole = tuple(x.shape) == self._batch(self._inputs)
+        with torch.no_grad(), _EvaluationMode(self), self._uncompiled(not is_whole):
             outputs = self._run(None, x).float()
             if wanted is None:
                 return from_tensor(outputs)
@@ -344,6 +350,12 @@ class TorchStage:
             return cast(Tensor, module(x))
         again = checkpoint(module, x, use_reentrant=False, preserve_rng_state=self._plan.is_random)
         return cast(Tensor, again)
+
+    def _uncompiled(self, is_wanted: bool) -> contextlib.AbstractContextManager[Any]:
+        """For shapes that come once: compiling takes longer than they do."""
+        if is_wanted and self.computing.compile:
+            return torch.compiler.set_stance("force_eager")
+        return contextlib.nullcontext()
 
     def _place(self) -> Place:
         """Where the tensors of a pass go that leave the device."""

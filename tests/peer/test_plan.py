@@ -28,7 +28,10 @@ def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
         "no",
         "ZeRO",
     ]
-    assert sum(line.split()[:1] in (["0"], ["1"]) for line in lines) == 2
+    tables = [lines.index(line) for line in lines if line.split()[:1] == ["stage"]]
+    assert lines[tables[1]].split() == ["stage", "keep", "blocks", "recompute", "offload"]
+    for start in tables:
+        assert sum(line.split()[:1] in (["0"], ["1"]) for line in lines[start : start + 5]) == 2
     assert "x R / N = 12.00, with R = 2 owners of a shard and N = 4 replicas" in result.stdout
 
 
@@ -42,6 +45,17 @@ def test_for_programs(tmp_path: Path) -> None:
         n = stage["num_parameters"]
         assert stage["unsharded"] == 16 * n
         assert stage["state"] == 2 * n + 2 * n + 12 * n * 2 / 8
+
+
+def test_low_precision_and_the_policies() -> None:
+    command = ["plan", "--spec", str(SPEC), "--replicas", "4", "--precision", "bf16", "--json"]
+    plan = json.loads(CliRunner().invoke(app, command).stdout)
+    assert plan["precision"] == "bf16"
+    for stage in plan["stages"]:
+        n = stage["num_parameters"]
+        assert stage["state"] == (2 + 4 + 4 + 8 * 2 / 4) * n
+        assert stage["by_policy"]["keep"] == stage["activations"]
+        assert stage["by_policy"]["blocks"] < stage["by_policy"]["keep"]
 
 
 @pytest.mark.parametrize(

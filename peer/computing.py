@@ -1,0 +1,116 @@
+"""How this machine computes the stage that it is to serve: what its options say, else what the run
+says, else what its memory allows. Said to the person in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peer.options import PeerOptions, UsageError
+from swarmnet.spec import RunSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from swarmnet.training.computing import Computing
+
+OFFLOAD_FOLDER = "activations"
+"""In the state folder."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free: of the GPU, or of this machine or the container that this runs in."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, _free_in_container())
+
+
+def _free_in_container() -> int:
+    try:
+        limit, used = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current"))
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # there is none, or it has no limit
+        return 1 << 62
+
+
+def choose_computing(
+    spec: RunSpec, options: PeerOptions, stage: int, devices: list[str]
+) -> tuple[Computing, str]:
+    """The choice, and the line. `spec` has this machine's builder. Raises `UsageError`."""
+    import torch
+
+    from swarmnet.training.activation_choice import (
+        FREE_PART,
+        POLICIES,
+        choose_activations,
+        expected_in_flight,
+        known_activations,
+    )
+    from swarmnet.training.computing import ActivationsName, Computing, choose_precision
+    from swarmnet.training.memory_plan import PRECISIONS, state_bytes
+    from swarmnet.training.stage import stage_parameter_ranges
+
+    device = torch.device(devices[0])
+    is_sharded = len(devices) > 1 and options.local == "fsdp"
+    check_options(options, len(devices))
+    precision = choose_precision(spec, options.precision, device)
+    numbers = PRECISIONS[precision]
+    wanted = spec.pipeline.activations if options.activations == "auto" else options.activations
+    if is_sharded:  # parts of a layer are gathered for each pass: nothing else is possible
+        wanted = "recompute"
+    policies: tuple[ActivationsName, ...]
+    if wanted != "auto":
+        policies = (wanted,)
+    elif device.type == "cuda":
+        policies = POLICIES
+    else:  # a disk is so slow that it should be somebody's wish
+        policies = POLICIES[:-1]
+    num_parameters = stage_parameter_ranges(spec, stage)[-1].stop
+    weights, gradients, optimizer = state_bytes(num_parameters, 1, spec.sync.replication, numbers)
+    on_device = weights + gradients
+    if device.type == "cpu" and spec.sync.optimizer_store == "memory":
+        on_device += optimizer
+    free = free_memory(device)
+    left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])
+    in_flight = expected_in_flight(spec)
+    choice = choose_activations(
+        known_activations(spec, stage, numbers),
+        free_bytes=left, in_flight=in_flight, policies=policies,
+    )  # fmt: skip
+    computing = Computing(
+        precision=precision,
+        activations=choice.activations,
+        compile=options.compile,
+        folder=str(options.state_dir / OFFLOAD_FOLDER),
+        max_in_flight=choice.max_in_flight,
+    )
+    return computing, _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+
+
+def check_options(options: PeerOptions, num_ranks: int) -> None:
+    """Raises `UsageError` where options do not go together."""
+    if options.compile and num_ranks > 1:
+        raise UsageError("--compile goes with one rank; leave it out, or add --tp 1")
+
+
+def _line(
+    stage: int,
+    device: torch.device,
+    computing: Computing,
+    needed: float | None,
+    in_flight: int,
+    left: float,
+) -> str:
+    from peer.plan import size
+
+    line = f"stage {stage}: {computing.precision} on {device}, activations {computing.activations}"
+    if needed is None:
+        return f"{line}; how much memory they take is not known"
+    line += f", about {size(needed)} with {in_flight} microbatches in flight ({size(left)} free)"
+    if needed > left:
+        line += f"; no more than {computing.max_in_flight} are let in"
+    return line

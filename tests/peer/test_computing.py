@@ -1,0 +1,112 @@
+"""How a machine computes: its options before the run's, the run's before what suits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peer.computing
+from peer.computing import choose_computing, free_memory
+from peer.options import PeerOptions, UsageError
+from peer.ranks import choose_devices
+from swarmnet.errors import UserError
+from swarmnet.spec import RunSpec
+from tests.training.specs import small_spec
+
+CPU = ["cpu"]
+LARGE = {"hidden_size": 256, "intermediate_size": 704, "max_position_embeddings": 256}
+
+
+def large(**pipeline: Any) -> RunSpec:
+    wanted = {"num_stages": 2, "global_batch": 64} | pipeline
+    return small_spec(model=LARGE, pipeline=wanted)
+
+
+def choose(
+    folder: Path, spec: RunSpec, devices: list[str] = CPU, **options: Any
+) -> tuple[Any, str]:
+    return choose_computing(spec, PeerOptions(state_dir=folder, **options), 0, devices)
+
+
+def test_a_machine_differs_from_its_run(tmp_path: Path) -> None:
+    spec = large(precision="bf16", activations="recompute")
+    computing, line = choose(tmp_path, spec)
+    assert (computing.precision, computing.activations) == ("bf16", "recompute")
+    assert line.startswith("stage 0: bf16 on cpu, activations recompute, about ")
+    computing, _ = choose(tmp_path, spec, precision="fp16", activations="offload")
+    assert (computing.precision, computing.activations) == ("fp16", "offload")
+    assert computing.folder == str(tmp_path / "activations")
+
+
+def test_free_memory_decides_and_the_person_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_free(num_bytes: float) -> tuple[Any, str]:
+        monkeypatch.setattr(peer.computing, "free_memory", lambda device: num_bytes)
+        return choose(tmp_path, large())
+
+    computing, line = with_free(64e9)
+    assert computing.activations == "keep"
+    assert "with 5 microbatches in flight (51.2 GB free)" in line
+    assert "let in" not in line
+    seen = [with_free(megabytes * 1e6)[0].activations for megabytes in (400, 160, 110)]
+    assert seen[0] == "keep"
+    assert seen[1] in ("blocks", "recompute")
+    computing, line = with_free(1e6)
+    assert line.endswith("; no more than 2 are let in")
+    assert computing.max_in_flight == 2
+    assert computing.activations != "offload"  # to a disk only where somebody wants it
+
+
+def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:
+    computing, _ = choose(tmp_path, large(), ["cpu", "cpu"], local="fsdp", tp=2, activations="keep")
+    assert computing.activations == "recompute"
+
+
+def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    whole = free_memory(torch.device("cpu"))
+    monkeypatch.setattr(peer.computing, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert free_memory(torch.device("cpu")) == 600_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(torch.device("cpu")) > whole / 2
+
+
+def test_compiled_layers_are_those_of_one_rank(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--compile goes with one rank"):
+        choose(tmp_path, large(), ["cpu", "cpu"], compile=True)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "options", "devices"),
+    [
+        (0, {}, ["cpu"]),
+        (1, {}, ["cuda:0"]),
+        (1, {"device": "cpu"}, ["cpu"]),
+        (2, {}, ["cuda:0", "cuda:1"]),
+        (2, {"device": "cpu"}, ["cpu"]),
+        (2, {"tp": 1}, ["cuda:0"]),
+        (1, {"tp": 2}, ["cpu", "cpu"]),
+        (0, {"device": "cuda"}, None),
+        (1, {"device": "cuda", "tp": 2}, None),
+    ],
+)
+def test_devices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    options: dict[str, Any],
+    devices: list[str] | None,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    wanted = PeerOptions(state_dir=tmp_path, **options)
+    if devices is None:
+        with pytest.raises(UserError, match=f"--device cuda: this machine has {num_gpus} GPUs"):
+            choose_devices(small_spec(), wanted)
+    else:
+        assert choose_devices(small_spec(), wanted) == devices
