@@ -43,7 +43,7 @@ class Leading(_Base):
         self._group = group
         self._lock = threading.Lock()
         self._forgotten: deque[StepKey] = deque()
-        self._is_collected = True
+        self._is_whole = True
         super().__init__(*arguments, **options)
         about = {"stage": self.stage_index, "computing": self.computing.values()}
         group.send("build", about, fd=self._shared.fd)
@@ -89,7 +89,7 @@ class Leading(_Base):
                 self._lock.release()
 
     def gradient_shard(self, shard_index: int) -> Array:
-        if not self._is_collected:
+        if not self._is_whole:
             self._collect()
         return super().gradient_shard(shard_index)
 
@@ -101,7 +101,7 @@ class Leading(_Base):
             self._shared.values[2 * self.num_parameters :].zero_()  # the slots
             self._group.send("finish_round")
             self.fetch_parameters()
-            self._is_collected = True
+            self._is_whole = True
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Leading(_Base):
             number = self._group.send(call, values, arrays)
             is_refused = False
             if adds:
-                self._is_collected = False
+                self._is_whole = False
             try:
                 result = work()
             except (SwarmnetError, ValueError):
@@ -160,7 +160,7 @@ class Leading(_Base):
                 self.store_gradients()
             self._group.join()
             self._add_slots()
-            self._is_collected = True
+            self._is_whole = True
 
     def _add_slots(self) -> None:
         """Adds up what ranks have of the same gradient."""

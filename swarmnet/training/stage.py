@@ -1,19 +1,21 @@
 """A stage on one device: the mathematics behind `swarm.ports.Stage`.
 
 Memory. All parameters of the stage are views into one flat fp32 tensor, all gradients views into
-another, in the canonical order of `models.base.parameter_ranges`; so a shard is a slice, a
-network buffer can point straight at it, and autograd adds into it in place. Parameters of the
-coming round wait for `finish_round` where the gradient of their shard was, which nobody needs once
-they are there: a replica never holds more than the two vectors.
+another, both in the host's memory, in the canonical order of `models.base.parameter_ranges`; so a
+shard is a slice, a network buffer can point straight at it, and autograd adds into it in place.
+Parameters of the coming round wait for `finish_round` where the gradient of their shard was, which
+nobody needs once they are there: a replica never holds more than the two vectors.
 
-Life of a microbatch here: `forward` keeps its input (and the graph, with activations "keep");
-`backward` drops the graph and keeps the output's gradient beside the input, a receipt of which
-`retract` can undo what `backward` added; `forget` or `finish_round` drops the receipt.
+Life of a microbatch here: `forward` keeps its input, and of the graph what the policy says
+(`computing.Computing.activations`); `backward` drops the graph and keeps the output's gradient
+beside the input, a receipt of which `retract` can undo what `backward` added; `forget` or
+`finish_round` drops the receipt.
 
-Precision. Layers compute with the flat tensors themselves (fp32), or with a copy of the parameters
-in bf16 or fp16 that `finish_round` refreshes. A gradient in low precision is added to the flat one
-and dropped: in bf16 as soon as a parameter's is there, in fp16 when the whole pass is known to be
-finite; else the pass is made again with a smaller scale (`loss_scale`).
+Precision. Layers compute with the flat tensors themselves (fp32 on a CPU), or with a copy of the
+parameters, in bf16 or fp16 or on a GPU, that `finish_round` refreshes. On a GPU gradients add up in
+an fp32 vector there, which comes to the host once a round. A gradient in low precision is added to
+the fp32 one and dropped: in bf16 as soon as a parameter's is there, in fp16 when the whole pass is
+known to be finite; else the pass is made again with a smaller scale (`loss_scale`).
 
 Whoever sends a value that is not finite is refused before anything is added. Values are also
 bounded by `LARGEST_VALUE`: products of two such values still fit into fp32, so that a finite input
@@ -23,6 +25,7 @@ cannot make an infinite gradient where it enters.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -39,7 +42,6 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.device_copies import copies_of
 from swarmnet.training.loss_scale import LossScale
-from swarmnet.training.low_precision import LowPrecision, lower_buffers
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
@@ -57,6 +59,7 @@ from swarmnet.training.models.registry import (
     split_stages,
 )
 from swarmnet.training.offload import FilePlace, HostPlace, OffloadedPass, Place
+from swarmnet.training.parameter_copies import ParameterCopies, lower_buffers
 from swarmnet.wire import Array
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
@@ -127,7 +130,10 @@ class TorchStage:
         self._layers = layers
         self._modules = [self._build(layer) for layer in layers]
         self.parameter_ranges = parameter_ranges(layers, self._modules)
-        self._low = LowPrecision(at_once=self._scaling is None)
+        self._low = ParameterCopies(at_once=self._scaling is None)
+        self._sums: Tensor | None = None
+        self._is_collected = True
+        self._collecting = threading.Lock()
         self._parameters, self._gradients = self._flatten()
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
         self._spared = self._parameter_storages()
@@ -220,6 +226,7 @@ class TorchStage:
             outputs = self._run(key, inputs)
             outputs.backward((kept.grad_outputs * -kept.scale).to(outputs.dtype))
         self._low.add(1.0 / kept.scale)
+        self._is_collected = False
 
     def forget(self, key: StepKey) -> None:
         self._kept.pop(key, None)
@@ -248,9 +255,11 @@ class TorchStage:
     # ---- shards -----------------------------------------------------------------------------
 
     def gradient_shard(self, shard_index: int) -> Array:
+        self._collect_sums()
         return from_tensor(self._gradient_shards[shard_index])
 
     def copy_gradient(self, shard_index: int) -> Array:
+        self._collect_sums()
         return from_tensor(self._gradient_shards[shard_index].clone())
 
     def parameter_shard(self, shard_index: int) -> Array:
@@ -276,6 +285,9 @@ class TorchStage:
             for shard_index, values in staged.items():
                 self._parameter_shards[shard_index].copy_(values)
             self._gradients.zero_()
+            if self._sums is not None:
+                self._sums.zero_()
+                self._is_collected = True
             self._low.refresh()
 
     # ---- inside -----------------------------------------------------------------------------
@@ -293,18 +305,36 @@ class TorchStage:
         for module in self._modules:
             module.to(self._device)
             lower_buffers(module, self._dtype)
-        values = torch.empty(total, dtype=torch.float32, device=self._device)
-        gradients = torch.zeros_like(values)
+        is_pinned = self._device.type == "cuda"
+        values = torch.empty(total, dtype=torch.float32, pin_memory=is_pinned)
+        gradients = torch.zeros(total, dtype=torch.float32, pin_memory=is_pinned)
+        if self._is_apart:
+            self._sums = torch.zeros(total, dtype=torch.float32, device=self._device)
+        sums = gradients if self._sums is None else self._sums
         parameters = (p for module in self._modules for p in module.parameters())
         for r, p in zip(self.parameter_ranges, parameters, strict=True):
             view = values[r.start : r.stop].view(r.shape)
             view.copy_(p.detach())
-            gradient = gradients[r.start : r.stop].view(r.shape)
-            if self._dtype == torch.float32:
+            gradient = sums[r.start : r.stop].view(r.shape)
+            if self._dtype == torch.float32 and not self._is_apart:
                 p.data, p.grad = view, gradient
             else:
-                self._low.hold(p, view, gradient, self._dtype)
+                self._low.hold(p, view, gradient, self._dtype, self._device)
         return values, gradients
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether layers compute in another memory than the host's, where the flat vectors are."""
+        return self._device.type != "cpu"
+
+    def _collect_sums(self) -> None:
+        """Makes the flat gradient what has added up on the device."""
+        if self._sums is None:
+            return
+        with self._collecting:
+            if not self._is_collected:
+                self._gradients.copy_(self._sums)
+                self._is_collected = True
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
@@ -375,6 +405,7 @@ class TorchStage:
     ) -> None:
         """The backward pass from `root`, or from what `again` makes, as often as fp16 needs it.
         Raises `RemoteError` where fp16 cannot hold the gradient; then nothing was added."""
+        self._is_collected = False
         scaling = self._scaling
         if scaling is None:
             root = again() if root is None else root
@@ -411,6 +442,7 @@ class TorchStage:
             return None
         grad = torch.zeros_like(kept.inputs) if grad is None else grad
         grad = grad.float() / kept.scale if kept.scale != 1.0 else grad.float()
+        grad = self._copies.to_host(grad).wait()
         if not _is_finite(grad):  # the parameters themselves are to blame, not who sent
             raise RemoteError(f"the gradient at stage {self.stage_index} is not finite")
         return from_tensor(grad)
@@ -423,7 +455,7 @@ class TorchStage:
                 f"stage {self.stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        sent = outputs.detach().float()
+        sent = self._copies.to_host(outputs.detach().float()).wait()
         if self._scaling is not None and not _is_finite(sent):
             raise RemoteError(
                 f"an activation of stage {self.stage_index} does not fit into fp16; "
@@ -439,9 +471,8 @@ class TorchStage:
             _check_finite(what, tensor)
         else:
             _check_values(what, tensor, spec.num_values)
-        if what == "inputs" and tensor.is_floating_point():
-            return tensor.to(self._device, self._dtype)
-        return tensor.to(self._device)
+        tensor = self._copies.to_device(tensor)
+        return tensor.to(self._dtype) if what == "inputs" and spec.dtype == "float32" else tensor
 
     def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
         """As `check`, for evaluation: up to a microbatch, and sequences up to full length."""

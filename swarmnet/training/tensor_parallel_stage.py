@@ -180,7 +180,7 @@ class ParallelStage(TorchStage):
             parameter.data = mine  # so it counts its own changes, not those of the shared memory
             parameter.grad = total
         else:
-            self._low.hold(parameter, value, total, self._dtype)
+            self._low.hold(parameter, value, total, self._dtype, self._device)
         setattr(module, name, parameter)
         return parameter, value, gradient, total
 

@@ -1,4 +1,5 @@
-"""Parameters that layers compute with in bf16 or fp16, beside the fp32 ones that are trained."""
+"""Copies of parameters that layers compute with, beside the fp32 ones that are trained: in lower
+precision, or in another memory, or both."""
 
 from __future__ import annotations
 
@@ -10,45 +11,51 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Copy:
     parameter: nn.Parameter
     value: Tensor
     """fp32, of the same shape."""
     gradient: Tensor | None
-    """fp32; None where another rank adds it up."""
+    """Where its gradients add up: fp32, on the parameter's device. None where another rank does
+    that, or autograd does it by itself, since the copy is fp32 too."""
 
 
-class LowPrecision:
+class ParameterCopies:
     """The copies of a stage's parameters, and how their gradients come into fp32.
 
-    Empty where the stage computes in fp32.
+    Empty where layers compute with the trained parameters themselves.
     """
 
     def __init__(self, *, at_once: bool) -> None:
         """`at_once`: a gradient is added as soon as autograd has it, so that no more than one lies
         about. Else all of a pass wait for `add` or `drop`."""
         self._at_once = at_once
-        self._held: list[_Held] = []
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self._held)
+        self._copies: list[_Copy] = []
 
     def hold(
-        self, parameter: nn.Parameter, value: Tensor, gradient: Tensor | None, dtype: torch.dtype
+        self,
+        parameter: nn.Parameter,
+        value: Tensor,
+        gradient: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """Makes `parameter` a copy of `value` in `dtype`; its gradients are added to `gradient`."""
+        """Makes `parameter` a copy of `value`; its gradients are added to `gradient`."""
         parameter.grad = None
-        parameter.data = value.to(dtype, copy=True).contiguous()
-        self._held.append(_Held(parameter, value, gradient))
+        parameter.data = value.to(device, dtype, copy=True).contiguous()
+        if dtype == torch.float32:
+            parameter.grad = gradient
+            self._copies.append(_Copy(parameter, value, None))
+            return
+        self._copies.append(_Copy(parameter, value, gradient))
         if self._at_once and gradient is not None:
             parameter.register_post_accumulate_grad_hook(_adder(gradient))
 
     def refresh(self) -> None:
-        """The copies take the values of the fp32 parameters."""
+        """The copies take the values of the trained parameters."""
         with torch.no_grad():
-            for held in self._held:
-                held.parameter.copy_(held.value)
+            for copy in self._copies:
+                copy.parameter.copy_(copy.value, non_blocking=True)
 
     def is_finite(self) -> bool:
         """Of the gradients that wait."""
@@ -63,15 +70,16 @@ class LowPrecision:
 
     def drop(self) -> None:
         """Forgets the gradients that wait."""
-        for held in self._held:
-            held.parameter.grad = None
+        for copy in self._copies:
+            if copy.gradient is not None:
+                copy.parameter.grad = None
 
     def _waiting(self) -> list[tuple[Tensor, Tensor]]:
         """The fp32 gradient, and what is to be added."""
         found = []
-        for held in self._held:
-            if held.gradient is not None and held.parameter.grad is not None:
-                found.append((held.gradient, held.parameter.grad))
+        for copy in self._copies:
+            if copy.gradient is not None and copy.parameter.grad is not None:
+                found.append((copy.gradient, copy.parameter.grad))
         return found
 
 

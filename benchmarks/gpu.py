@@ -1,0 +1,197 @@
+"""One peer's stage of a 1B-class model, against the same layers in a plain loop: tokens/s and MFU.
+
+    python benchmarks/gpu.py                      # on a GPU: bf16, a stage of Llama 3.2 1B's shape
+    python benchmarks/gpu.py --compile
+    python benchmarks/gpu.py --tiny --device cpu  # does the script run?
+
+(a) plain: forward and backward of the stage's layers, their inputs and output gradients on the
+device, gradients in the precision of the passes; nothing else. (b) peer: the stage as a peer has
+it, behind its device thread and event loop: arrays from and to main memory, finite checks,
+receipts, fp32 sums of gradients, `--in-flight` microbatches between their passes. The two take
+turns, `--repeat` times; the ratio is that of the medians.
+
+MFU: FLOPs that the model needs (forward, and twice that backward) over what the device could do:
+`--peak-tflops`, or else what one large matrix product reaches here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import BACKWARD, FORWARD
+from swarmnet.training.arrays import from_tensor
+from swarmnet.training.computing import Computing, PrecisionName
+from swarmnet.training.device import DeviceThread
+from swarmnet.training.models.base import build_layer
+from swarmnet.training.models.llama import decoder_flops
+from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.stage import TorchStage, build_stage
+
+STAGE = 1
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 2048,
+}
+TINY = {
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 352,
+    "vocab_size": 1024,
+    "max_position_embeddings": 128,
+}
+WARM = 3
+BACKWARD_COST = 2
+PEAK_SIZE, PEAK_SIZE_TINY, PEAK_REPEAT = 8192, 768, 10
+
+
+def make_spec(options: argparse.Namespace) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": TINY if options.tiny else LLAMA_1B,
+            "data": {"paths": ["python-stdlib"]},
+            "optimizer": {"learning_rate": 1e-3, "rounds": 1},
+            "pipeline": {
+                "num_stages": 3,
+                "global_batch": options.samples,
+                "microbatch": options.samples,
+            },
+        }
+    )
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def plain_seconds(stage: TorchStage, came: Tensor, grad: Tensor, total: int) -> float:
+    """(a), on the stage's own layers; their gradients are thrown away."""
+    dtype = stage.computing.dtype
+    came, grad = came.to(stage._device, dtype), grad.to(stage._device, dtype)
+    layers = [
+        build_layer(stage._plan, layer, 0).to(stage._device, dtype) for layer in stage._layers
+    ]
+    if stage.computing.compile:
+        for layer in layers:
+            layer.compile(dynamic=False)
+
+    def microbatch() -> None:
+        x = inputs = came.detach().requires_grad_()
+        for layer in layers:
+            x = layer(x)
+        x.backward(grad)
+        inputs.grad = None
+
+    for _ in range(WARM):
+        microbatch()
+    wait_for(stage._device)
+    start_s = time.perf_counter()
+    for _ in range(total):
+        microbatch()
+    wait_for(stage._device)
+    return time.perf_counter() - start_s
+
+
+async def peer_seconds(
+    stage: TorchStage, came: Tensor, grad: Tensor, total: int, in_flight: int
+) -> float:
+    """(b)."""
+    device = DeviceThread()
+    inputs, grads = from_tensor(came), from_tensor(grad)
+    gate = asyncio.Semaphore(in_flight)
+
+    async def microbatch(index: int) -> None:
+        key = (0, index)
+        async with gate:
+            await device.run(FORWARD, lambda: stage.forward(key, inputs))
+            await device.run(BACKWARD, lambda: stage.backward(key, grads))
+            stage.forget(key)
+
+    await asyncio.gather(*(microbatch(i) for i in range(WARM)))
+    wait_for(stage._device)
+    start_s = time.perf_counter()
+    await asyncio.gather(*(microbatch(WARM + i) for i in range(total)))
+    wait_for(stage._device)
+    seconds = time.perf_counter() - start_s
+    await device.close()
+    stage.finish_round()
+    return seconds
+
+
+def reached_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a large matrix product."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = 0.0
+    for _ in range(PEAK_REPEAT):
+        wait_for(device)
+        start_s = time.perf_counter()
+        a @ a
+        wait_for(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start_s))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--activations", choices=("keep", "blocks", "recompute", "offload"))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--samples", type=int, default=4, help="of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--in-flight", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--peak-tflops", type=float)
+    options = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda:0" if options.device != "cpu" and has_gpu else "cpu")
+    if options.device == "cuda" and not has_gpu:
+        parser.error("no GPU that torch can use; --device cpu --tiny proves the script")
+    if device.type == "cpu" and not options.tiny:
+        parser.error("a model of this size takes a GPU; add --tiny")
+    precision: PrecisionName = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    spec = make_spec(options)
+    computing = Computing(precision, options.activations or "keep", options.compile)
+    stage = build_stage(spec, STAGE, device=device, computing=computing)
+    layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[STAGE]
+    flops = len(layers) * decoder_flops(spec.model) * options.samples * (1 + BACKWARD_COST)
+    peak = (options.peak_tflops or 0) * 1e12 or reached_flops(
+        device, computing.dtype, PEAK_SIZE_TINY if options.tiny else PEAK_SIZE
+    )
+    shape = (options.samples, spec.model.max_position_embeddings, spec.model.hidden_size)
+    came, grad = torch.randn(shape), torch.randn(shape) / 100
+    total = options.microbatches
+    plain: list[float] = []
+    ours: list[float] = []
+    for _ in range(options.repeat):
+        plain.append(plain_seconds(stage, came, grad, total))
+        ours.append(asyncio.run(peer_seconds(stage, came, grad, total, options.in_flight)))
+    tokens = total * options.samples * spec.model.max_position_embeddings
+    print(
+        f"{len(layers)} layers, {stage.num_parameters / 1e6:.1f} M parameters, {precision} on "
+        f"{device}, peak {peak / 1e12:.2f} TFLOP/s"
+    )
+    for name, seconds in (("plain", plain), ("peer", ours)):
+        median_s = statistics.median(seconds)
+        mfu = flops * total / median_s / peak
+        print(f"{name:6} {tokens / median_s:12,.0f} tokens/s   MFU {mfu:.3f}")
+    print(f"peer / plain: {statistics.median(plain) / statistics.median(ours):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Compiled layers compute what plain ones do. In a process of its own: compiling starts helpers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, torch
+from swarmnet.training.computing import Computing
+from swarmnet.training.stage import build_stage
+from tests.training.flights import fly, gradient
+from tests.training.specs import small_spec
+from tests.training.test_tensor_parallel import tokens
+
+make = torch.nn.Module.compile  # without a C++ compiler, which takes half a minute
+torch.nn.Module.compile = lambda self, **how: make(self, backend="aot_eager", **how)
+spec = small_spec(pipeline={"num_stages": 2}, model={"num_hidden_layers": 2})
+rows = [[build_stage(spec, i, computing=Computing("fp32", compile=c)) for i in range(2)]
+        for c in (False, True)]
+for number in range(2):
+    a, b = (fly(row, (0, number), tokens(spec, 1), tokens(spec, 2)) for row in rows)
+    assert abs(a.loss_sum / b.loss_sum - 1) < 1e-5
+for plain, compiled in zip(*rows):
+    assert torch.allclose(gradient(plain), gradient(compiled), rtol=1e-4, atol=1e-5)
+compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+assert compiled > 0, compiled
+short = tokens(spec, 3, length=5)
+x, y = (row[0].evaluate(short, None) for row in rows)
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+assert x.shape == y.shape
+"""
+
+
+def test_compiled_layers_give_the_same_gradients() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
