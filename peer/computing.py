@@ -19,12 +19,12 @@ OFFLOAD_FOLDER = "activations"
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device | str) -> int:
     """Bytes that are free: of the GPU, or of this machine or the container that this runs in."""
     import psutil
     import torch
 
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, _free_in_container())
 
@@ -75,6 +75,8 @@ def choose_computing(
     if device.type == "cpu" and spec.sync.optimizer_store == "memory":
         on_device += optimizer
     free = free_memory(device)
+    if options.stages.isdecimal():  # those to come need their parts
+        free //= max(1, int(options.stages))
     left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])
     in_flight = expected_in_flight(spec)
     choice = choose_activations(

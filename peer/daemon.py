@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from peer.computing import choose_computing
+from peer.computing import choose_computing, free_memory
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.faults import arm_from_environment
 from peer.guest import Keeper
@@ -35,7 +35,7 @@ from peer.memory_cap import MemoryCap, free_memory, stage_needs, tree_bytes
 from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
 from peer.ranks import build_ranked_stage, choose_devices, open_ranks, until_over
 from peer.ready import write_ready_file
-from peer.seats import SeatCount, Seats, free_memory_bytes, seat_dir
+from peer.seats import SeatCount, Seats, seat_dir
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
@@ -272,7 +272,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         stack.push_async_callback(machine.worker.close)
         if machine.disk is not None:
             stack.push_async_callback(machine.disk.worker.close)
-        free_bytes = free_memory_bytes()
+        device = choose_devices(spec, options)[0]
+        free_bytes = float(free_memory(device))
         first = replace(machine, device=machine.device.seat())
         peer = compose(spec, options, net.transport, key, first, admitted)
         arm_from_environment(peer)
@@ -296,7 +297,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         async def one() -> int:
             return 1
 
-        count = SeatCount(spec, options, peer, free_bytes) if group is None else one
+        count = SeatCount(spec, options, peer, free_bytes, device) if group is None else one
         changes = group is None and options.stages == AUTO_STAGES
         seats = Seats(peer, count, make_seat, changes)
         keeper = await asyncio.to_thread(keeper_of, seats, spec, options, net.transport, machine)

@@ -12,12 +12,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peer.options import AUTO_STAGES, PeerOptions
 from swarmnet.errors import UserError
 from swarmnet.protocol.seats import MAX_SEATS, Room, machine_of, room_for
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
+
+if TYPE_CHECKING:
+    from swarmnet.training.computing import Computing
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -153,6 +157,7 @@ class SeatCount:
     first: Peer
     free_bytes: float
     """Before any stage was built."""
+    device: str = "cpu"
     last: int = 0
 
     async def __call__(self) -> int:
@@ -173,7 +178,8 @@ class SeatCount:
         return num_seats
 
     async def _by_room(self) -> tuple[int, str]:
-        from swarmnet.training.memory_plan import plan_memory
+        from swarmnet.training.computing import choose_precision
+        from swarmnet.training.memory_plan import PRECISIONS, plan_memory
 
         spec, now = self.spec, asyncio.get_running_loop().time()
         own = machine_of(self.first.gossip.own.peer_id)
@@ -186,8 +192,9 @@ class SeatCount:
             for k in range(spec.pipeline.num_stages)
         ]
         in_flight = spec.pipeline.max_in_flight or IN_FLIGHT
-        rows = plan_memory(spec, num_replicas=1, in_flight=in_flight)
-        layer_s = await asyncio.to_thread(measured_layer_s, spec, self.options)
+        precision = PRECISIONS[choose_precision(spec, self.options.precision, self.device)]
+        rows = plan_memory(spec, num_replicas=1, in_flight=in_flight, precision=precision)
+        layer_s = await asyncio.to_thread(measured_layer_s, spec, self.options, self.device)
         num_layers = spec.model.num_hidden_layers / spec.pipeline.num_stages
         speed = spec.pipeline.microbatch / (layer_s * num_layers) if layer_s else 0.0
         room = room_for([row.total for row in rows], self.free_bytes, speed, rates)
@@ -219,17 +226,7 @@ def describe_room(room: Room, stage_bytes: float, free_bytes: float, samples_per
     )
 
 
-def free_memory_bytes() -> float:
-    """Of the device that stages live on."""
-    import psutil
-    import torch
-
-    if torch.cuda.is_available():
-        return float(torch.cuda.mem_get_info()[0])
-    return float(psutil.virtual_memory().available)
-
-
-def measured_layer_s(spec: RunSpec, options: PeerOptions) -> float:
+def measured_layer_s(spec: RunSpec, options: PeerOptions, device: str = "cpu") -> float:
     """Seconds that this machine takes for forward and backward of one decoder layer and microbatch,
     measured once and kept in the state folder; 0 for a custom model, whose layers nobody knows.
     Blocks."""
@@ -237,7 +234,11 @@ def measured_layer_s(spec: RunSpec, options: PeerOptions) -> float:
 
     if spec.model.kind != "llama":
         return 0.0
-    what = f"{spec.model}|{spec.pipeline.microbatch}|{torch.__version__}|{options.threads}"
+    from swarmnet.training.computing import Computing, choose_precision
+
+    computing = Computing(choose_precision(spec, options.precision, device))
+    how = f"{torch.__version__}|{options.threads}|{device}|{computing.precision}"
+    what = f"{spec.model}|{spec.pipeline.microbatch}|{how}"
     key = sha256(what.encode()).hexdigest()[:16]
     path = options.state_dir / SPEED_FILE
     try:
@@ -246,7 +247,7 @@ def measured_layer_s(spec: RunSpec, options: PeerOptions) -> float:
             return float(kept["layer_s"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # never measured, or something else was
-    layer_s = _measure_layer_s(spec)
+    layer_s = _measure_layer_s(spec, computing, device)
     try:
         beside = path.with_name(f".{path.name}")
         beside.write_text(json.dumps({"key": key, "layer_s": layer_s}) + "\n")
@@ -256,7 +257,7 @@ def measured_layer_s(spec: RunSpec, options: PeerOptions) -> float:
     return layer_s
 
 
-def _measure_layer_s(spec: RunSpec) -> float:
+def _measure_layer_s(spec: RunSpec, computing: Computing, device: str) -> float:
     """The middle of a pipeline of three stages, one decoder layer each."""
     import torch
 
@@ -265,7 +266,8 @@ def _measure_layer_s(spec: RunSpec) -> float:
 
     model = spec.model.model_copy(update={"num_hidden_layers": 3, "vocab_size": 256})
     pipeline = spec.pipeline.model_copy(update={"num_stages": 3})
-    stage = build_stage(spec.model_copy(update={"model": model, "pipeline": pipeline}), 1)
+    spec = spec.model_copy(update={"model": model, "pipeline": pipeline})
+    stage = build_stage(spec, 1, device=device, computing=computing)
     shape = (spec.pipeline.microbatch, model.max_position_embeddings, model.hidden_size)
     inputs = from_tensor(torch.randn(shape))
     best = float("inf")
