@@ -56,7 +56,7 @@ def choose_computing(
 
     device = torch.device(devices[0])
     is_sharded = len(devices) > 1 and options.local == "fsdp"
-    check_options(options, len(devices))
+    check_options(spec, options, devices)
     precision = choose_precision(spec, options.precision, device)
     numbers = PRECISIONS[precision]
     wanted = spec.pipeline.activations if options.activations == "auto" else options.activations
@@ -93,10 +93,15 @@ def choose_computing(
     return computing, _line(stage, device, computing, choice.needed_bytes, in_flight, left)
 
 
-def check_options(options: PeerOptions, num_ranks: int) -> None:
+def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
     """Raises `UsageError` where options do not go together."""
-    if options.compile and num_ranks > 1:
+    from swarmnet.training.computing import choose_precision
+
+    precision = choose_precision(spec, options.precision, devices[0])
+    if len(devices) > 1 and options.compile:
         raise UsageError("--compile goes with one rank; leave it out, or add --tp 1")
+    if len(devices) > 1 and options.local == "fsdp" and precision == "fp16":
+        raise UsageError("--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16")
 
 
 def _line(

@@ -56,7 +56,7 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     """The other ranks of this peer, started; None where it has one only. Blocks for seconds.
     Raises `SpecError` or `RankLost`."""
     devices = choose_devices(spec, options)
-    check_options(options, len(devices))
+    check_options(spec, options, devices)
     if len(devices) == 1:
         return None
     from swarmnet.training.fsdp import open_default_group
