@@ -25,6 +25,7 @@ cannot make an infinite gradient where it enters.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
 """Layers that keep no more than their input anyway."""
 LARGEST_VALUE = 1e15
 """Of activations and their gradients."""
+
+log = logging.getLogger("swarmnet.training")
 
 T = TypeVar("T")
 
@@ -125,6 +128,7 @@ class TorchStage:
         self._recompute = computing.activations == "recompute"
         self._device = torch.device(device)
         self._copies = copies_of(self._device)
+        self._num_refused = 0
         self._scaling = LossScale() if computing.precision == "fp16" else None
         self._needs_grad_inputs = stage_index > 0
         self._layers = layers
@@ -422,13 +426,21 @@ class TorchStage:
             self._low.drop()
             kept.inputs.grad = None
             if not scaling.overflowed():
-                raise RemoteError(
-                    f"a gradient at stage {self.stage_index} does not fit into fp16; "
-                    "--precision bf16 or fp32 holds it"
-                )
+                raise self._too_large_for_fp16("a gradient at")
         scaling.worked()
         self._low.add(1.0 / scale)
         kept.scale = scale
+
+    def _too_large_for_fp16(self, what: str) -> RemoteError:
+        """What the caller is told; the person at this machine too, more and more seldom."""
+        text = (
+            f"{what} stage {self.stage_index} does not fit into fp16; "
+            "--precision bf16 or fp32 holds it"
+        )
+        self._num_refused += 1
+        if self._num_refused.bit_count() == 1:
+            log.warning("%s (%d microbatches so far went elsewhere)", text, self._num_refused)
+        return RemoteError(text)
 
     def _agree(self, is_good: bool) -> bool:
         """Whether it is good at all ranks of this peer."""
@@ -457,10 +469,7 @@ class TorchStage:
             )
         sent = self._copies.to_host(outputs.detach().float()).wait()
         if self._scaling is not None and not _is_finite(sent):
-            raise RemoteError(
-                f"an activation of stage {self.stage_index} does not fit into fp16; "
-                "--precision bf16 or fp32 holds it"
-            )
+            raise self._too_large_for_fp16("an activation of")
         _check_finite("activation", sent)
         return from_tensor(sent)
 

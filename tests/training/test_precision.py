@@ -192,6 +192,7 @@ def test_what_does_not_fit_into_fp16_at_all_is_refused_and_nothing_added() -> No
     with pytest.raises(RemoteError, match="an activation of stage 1 does not fit into fp16"):
         stage.forward((0, 1), from_tensor(torch.full((8, 4), 1e6)))
     assert stage.num_kept == 1
+    assert stage._num_refused == 2
 
 
 @given(st.floats(1e-30, 1e15), st.lists(st.booleans(), max_size=60))
