@@ -181,6 +181,10 @@ class FsdpStage(TorchStage):
         self.fetch_parameters()
         return values, gradients
 
+    def _parameter_storages(self) -> frozenset[int]:
+        """Nothing is offloaded here; parts of a distributed tensor have no one storage."""
+        return frozenset()
+
     @property
     def on_cpu(self) -> bool:
         """Whether the canonical gradient is always whole."""
