@@ -19,7 +19,7 @@ OFFLOAD_FOLDER = "activations"
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_memory(device: torch.device | str) -> int:
+def free_bytes_of(device: torch.device | str) -> int:
     """Bytes that are free: of the GPU, or of this machine or the container that this runs in."""
     import psutil
     import torch
@@ -74,7 +74,7 @@ def choose_computing(
     on_device = weights + gradients
     if device.type == "cpu" and spec.sync.optimizer_store == "memory":
         on_device += optimizer
-    free = free_memory(device)
+    free = free_bytes_of(device)
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from peer.computing import choose_computing, free_memory
+from peer.computing import choose_computing, free_bytes_of
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.faults import arm_from_environment
 from peer.guest import Keeper
@@ -273,7 +273,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if machine.disk is not None:
             stack.push_async_callback(machine.disk.worker.close)
         device = choose_devices(spec, options)[0]
-        free_bytes = float(free_memory(device))
+        free_bytes = float(free_bytes_of(device))
         first = replace(machine, device=machine.device.seat())
         peer = compose(spec, options, net.transport, key, first, admitted)
         arm_from_environment(peer)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import peer.computing
-from peer.computing import choose_computing, free_memory
+from peer.computing import choose_computing, free_bytes_of
 from peer.options import PeerOptions, UsageError
 from peer.ranks import choose_devices
 from swarmnet.errors import UserError
@@ -44,7 +44,7 @@ def test_free_memory_decides_and_the_person_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_free(num_bytes: float) -> tuple[Any, str]:
-        monkeypatch.setattr(peer.computing, "free_memory", lambda device: num_bytes)
+        monkeypatch.setattr(peer.computing, "free_bytes_of", lambda device: num_bytes)
         return choose(tmp_path, large())
 
     computing, line = with_free(64e9)
@@ -68,13 +68,13 @@ def test_what_is_fully_sharded_is_recomputed(tmp_path: Path) -> None:
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    whole = free_memory(torch.device("cpu"))
+    whole = free_bytes_of(torch.device("cpu"))
     monkeypatch.setattr(peer.computing, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert free_memory(torch.device("cpu")) == 600_000
+    assert free_bytes_of(torch.device("cpu")) == 600_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory(torch.device("cpu")) > whole / 2
+    assert free_bytes_of(torch.device("cpu")) > whole / 2
 
 
 def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
