@@ -2,7 +2,8 @@
 
 A record is small, versioned and signed (the signature is kept beside it, see
 `swarm.gossip`). Of two records of one peer the one with the higher (incarnation, version)
-holds. Counters of a round only grow, so that records may arrive in any order.
+holds, so that records may arrive in any order. Counters of a round only grow, but for `launched`:
+a microbatch that its feeder gives up is taken out of it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
 
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """A feeder's counters for one round, in samples; they only grow."""
+    """A feeder's counters for one round, in samples."""
 
     round: int
     launched: int = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from swarmnet.errors import NoRoute, ProtocolViolation, Refused, Stale, SwarmnetError
+from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, SwarmnetError
 from swarmnet.protocol import assignment, progress
 from swarmnet.protocol.records import ACTIVE, HeldOut, RoundCount
 from swarmnet.swarm.gossip import Gossip, Tasks
@@ -41,6 +41,10 @@ LOOK_AGAIN_S = 0.2
 KEPT_COMMITS = 4
 """Rounds whose committed microbatches a feeder can still be asked about."""
 IN_FLIGHT_PER_REPLICA = 1.5
+MAX_REFUSED = 8
+"""Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
+and rests."""
+REST_S = 300.0
 
 
 def microbatch_id(run_id: str, peer_id: str, incarnation: int, round_index: int, n: int) -> int:
@@ -90,6 +94,8 @@ class Feeder:
         self._launched_at = 0.0
         self._evaluated = -1
         self._evaluating = False
+        self._refused = 0
+        self._rests_until = 0.0
         self.transport.handle("committed", self._on_committed)
 
     async def run(self, replica: Replica) -> None:
@@ -109,6 +115,7 @@ class Feeder:
         flights = Tasks("feeder")
         try:
             while replica.round == r:
+                self._wake()
                 if replica.is_open(r):
                     feeds = self._is_feeder()
                     if feeds:
@@ -203,7 +210,6 @@ class Feeder:
         """One microbatch, there and back, tried until it counts or the round is over."""
         own = self.gossip.own
         the_id = microbatch_id(own.run_id, own.peer_id, own.incarnation, mine.round, n)
-        inputs, targets = self.data.microbatch(the_id)
         request = StepRequest(
             round=mine.round,
             microbatch_id=the_id,
@@ -218,11 +224,12 @@ class Feeder:
             path = now_at
 
         try:
+            arrays = self.data.microbatch(the_id)
             while replica.round == mine.round:
                 try:
                     passed = await self.wiring.step(
                         replace(request, hint=path),
-                        (inputs, targets),
+                        arrays,
                         accept=_accept,
                         on_path=on_path,
                         prefer_self=own.stage == 0,
@@ -236,16 +243,44 @@ class Feeder:
                         return
                     # Not open, not closed: it is fetching the round's parameters, and opens it
                     # again. A flight given up here would be launched and never committed.
-                except (NoRoute, Refused) as e:
+                except NoRoute as e:
                     log.info("round %d: a microbatch found no way: %s", mine.round, e)
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                 else:
+                    self._refused = 0
                     if the_id not in mine.refused:
                         self._committed(mine, the_id, passed.reply)
                     return
+        except (Refused, DataError, OSError) as e:
+            self._given_up(mine, e)
         finally:
             mine.in_flight -= 1
             self.gossip.news.tell()
+
+    def _given_up(self, mine: RoundOfFeeder, why: Exception) -> None:
+        """A microbatch that cannot be read, or that every replica finds wrong, is as never launched;
+        after several in a row this peer is no feeder for a while, and others launch its part."""
+        log.info("round %d: a microbatch is given up: %s", mine.round, why)
+        count = self.gossip.own.count(mine.round)
+        launched = count.launched - self.settings.samples_per_microbatch
+        self.gossip.update_count(replace(count, launched=launched), urgent=True)
+        self._refused += 1
+        if self._refused >= MAX_REFUSED and self.gossip.own.has_data:
+            log.warning(
+                "this peer feeds no more for %.0f s: its last %d microbatches were refused (%s). "
+                "Compare its data and tokenizer with the run's. It goes on serving.",
+                REST_S,
+                self._refused,
+                why,
+            )
+            self.gossip.update(has_data=False, urgent=True)
+            self._rests_until = asyncio.get_running_loop().time() + REST_S
+
+    def _wake(self) -> None:
+        """After its rest, the feeder tries its data again."""
+        if self._rests_until and asyncio.get_running_loop().time() >= self._rests_until:
+            self._refused, self._rests_until = 0, 0.0
+            self.gossip.update(has_data=True, urgent=True)
 
     def _committed(self, mine: RoundOfFeeder, the_id: int, reply: StepReply) -> None:
         """The whole gradient is there: the microbatch counts, and its path hears so."""
@@ -265,7 +300,7 @@ class Feeder:
         )
         commit = Commit(mine.round, (the_id,))
         if reply.path[0] == self.gossip.own.peer_id:
-            self.steps.commit(commit)
+            self.steps.commit(commit, self.gossip.own.peer_id)
         else:
             self.transport.notify(reply.path[0], "commit", Message(commit))
 

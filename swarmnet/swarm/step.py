@@ -100,8 +100,12 @@ class StepService:
             )
             task = self._tasks.start(self._fly(replica, step, inputs, targets))
             flight = self._flights[key] = Flight(task)
-        elif flight.path:
-            request.progress(Message(StepProgress(flight.path)))
+        else:
+            entry = replica.ledger.get(key)
+            if entry is not None:
+                entry.add_caller(request.remote)
+            if flight.path:
+                request.progress(Message(StepProgress(flight.path)))
         flight.listeners.append(request.progress)
         try:
             return await asyncio.shield(flight.task)
@@ -239,17 +243,22 @@ class StepService:
     async def _on_commit(self, request: Request) -> Message:
         self.gossip.check_run(request)
         commit = convert(request.message.body, Commit)
-        self.commit(commit)
+        self.commit(commit, request.remote)
         return Message()
 
-    def commit(self, commit: Commit) -> None:
-        """Closes microbatches: they count, their receipts go, and the next stage hears of it."""
+    def commit(self, commit: Commit, sender: str) -> None:
+        """Closes microbatches: they count, their receipts go, and the next stage hears of it.
+        Those of which `sender` is neither a caller nor the feeder are passed over."""
         replica = self.replica
         if replica is None:
             return
         onward: dict[str, list[int]] = {}
         for microbatch_id in commit.microbatch_ids:
             key = (commit.round, microbatch_id)
+            entry = replica.ledger.get(key)
+            if entry is not None and sender != entry.feeder and sender not in entry.callers:
+                log.debug("a commit of %s, who did not call, is passed over", sender[-8:])
+                continue
             entry = replica.ledger.commit(key)
             if entry is None or entry.state == RUNNING:
                 continue
@@ -266,7 +275,7 @@ class StepService:
 
     def _send_commit(self, peer_id: str, commit: Commit) -> None:
         if peer_id == self.gossip.own.peer_id:
-            self.commit(commit)
+            self.commit(commit, peer_id)
         else:
             self.transport.notify(peer_id, "commit", Message(commit))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from swarmnet.errors import (
@@ -36,7 +36,7 @@ DEPTH_GRACE_S = 0.5
 first."""
 LONGEST_CALL_S = 600.0
 MAX_REFUSALS = 3
-"""After so many replicas have found the same arrays wrong, it is the arrays."""
+"""After so many replicas, or all that there are, have found the same arrays wrong, it is the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Wiring:
         give_up = loop.time() + self.limits.route_wait_s
         hint = request.hint
         last_error: SwarmnetError | None = None
-        refusals = 0
+        refusers: dict[str, None] = {}
         for _ in range(self.limits.max_attempts):
             peer_id = await self._choose(request, hint, give_up, prefer_self)
             if peer_id is None:
@@ -133,8 +133,8 @@ class Wiring:
                 last_error = e
             except Refused as e:
                 last_error = e
-                refusals += 1
-                if refusals >= MAX_REFUSALS:
+                refusers[peer_id] = None
+                if len(refusers) >= MAX_REFUSALS or self._is_last(request.stage, refusers):
                     raise
             except SwarmnetError as e:
                 last_error = e
@@ -145,6 +145,11 @@ class Wiring:
             if loop.time() >= give_up:
                 break
         raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {last_error}")
+
+    def _is_last(self, stage_index: int, refusers: Collection[str]) -> bool:
+        """There is no live replica left that might find the arrays right."""
+        now = asyncio.get_running_loop().time()
+        return all(r.peer_id in refusers for r in self.gossip.view.replicas(stage_index, now))
 
     async def _choose(
         self,
@@ -255,9 +260,11 @@ class Wiring:
         if method not in self.local:
             raise NotReady("this peer serves no stage")
         own = self.gossip.own
-        return await self.local[method](
-            Request(own.peer_id, own.run_id, method, message, on_progress)
-        )
+        request = Request(own.peer_id, own.run_id, method, message, on_progress)
+        try:
+            return await self.local[method](request)
+        except ProtocolViolation as e:  # as the transport tells it to another peer
+            raise Refused(str(e)) from None
 
     def blame(self, stage_index: int, peer_id: str) -> None:
         """A reply of this peer turned out to be unusable after all."""

@@ -6,7 +6,7 @@ the model's layers, the data and the learning rate, and nothing that a stage or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,12 @@ class ReferenceTrainer:
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters by name (Hugging Face's for a Llama)."""
         return {name: p.detach() for name, p in self._named_parameters().items()}
+
+    def load_state_dict(self, parameters: Mapping[str, Tensor]) -> None:
+        """Takes parameters by name in place of its own, for a measurement of its loss."""
+        with torch.no_grad():
+            for name, p in self._named_parameters().items():
+                p.copy_(parameters[name])
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients by name."""

@@ -148,7 +148,7 @@ class MemoryTransport:
         self._calls: dict[int, OpenCall] = {}
         self._next_call = 0
         self._links: dict[str, None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._connected: list[Callable[[str], None]] = []
         self._disconnected: list[Callable[[str], None]] = []
         self._dead = False
@@ -324,8 +324,8 @@ class MemoryTransport:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
 
     async def _serve(
         self, caller: MemoryTransport, call_id: int, method: str, message: Message

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.spec import load_spec
+from swarmnet.spec import RunSpec, load_spec
+from swarmnet.swarm.feeder import microbatch_id
 from tests.processes.running import (
     RUN_LIMIT_S,
     Command,
@@ -21,9 +22,14 @@ from tests.processes.running import (
 from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
-ROUNDS = 120
-HARMED_FROM = 10
+ROUNDS = 30
+HARMED_FROM = 4
 """Round in which the harm is done."""
+MORE_ROUNDS = 60
+"""Of a run that is to be under way when a process that is started meanwhile joins it."""
+NOISE = 0.05
+"""Nats of held-out loss. Runs of `ROUNDS` rounds that nothing disturbs, each on other draws of the
+same text, end within 0.02 of each other, having come down by 1.0 from 5.54."""
 
 
 @pytest.mark.parametrize(
@@ -54,12 +60,12 @@ def test_a_run_survives_deaths_at_one_instant(
     [
         pytest.param(
             "010101",
-            {2: "forward:round=10:nth=2", 3: "backward:round=25:nth=2", 4: "push:round=40:nth=2"},
+            {2: "forward:round=4:nth=2", 3: "backward:round=9:nth=2", 4: "push:round=14:nth=2"},
             id="in forward, in backward, as contributor",
         ),
         pytest.param(
             "010101",
-            {2: "aggregate:round=10:nth=2", 3: "mirror:round=25:nth=2", 4: "feed:round=40:nth=3"},
+            {2: "aggregate:round=4:nth=2", 3: "mirror:round=9:nth=2", 4: "feed:round=14:nth=3"},
             id="as primary that aggregates, as primary that mirrors, as feeder",
         ),
     ],
@@ -76,7 +82,7 @@ def test_a_run_survives_a_death_at_an_exact_moment(
 
 
 def test_a_run_survives_the_death_of_a_donor(running: Machine) -> None:
-    path = _many_shards(tiny_run(running.folder, rounds=ROUNDS))
+    path = _many_shards(tiny_run(running.folder, rounds=MORE_ROUNDS))
     peers = running.start_swarm(path, [("--stage", "1"), ("--stage", "0")], {2: "donate:nth=2"})
     running.until_round(peers[0], HARMED_FROM)
     data = ("--data", str(running.folder / "text.txt"))
@@ -102,33 +108,44 @@ def _assert_killed(running: Machine, victims: Sequence[Command]) -> None:
 
 
 def test_a_stopped_peer_is_gone_round_and_is_used_again(running: Machine) -> None:
-    path = tiny_run(running.folder, rounds=400)
+    path = tiny_run(running.folder, rounds=ROUNDS)
     peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
     witness, victim = peers[0], peers[3]
     running.until_round(witness, HARMED_FROM)
     victim.process.send_signal(signal.SIGSTOP)
     running.until(lambda: any(e["peer_id"] == victim.peer_id for e in witness.events("peer_lost")))
     before = len(witness.events("round"))
-    running.until(lambda: len(witness.events("round")) >= before + 5)
+    running.until(lambda: len(witness.events("round")) >= before + 3)
     victim.process.send_signal(signal.SIGCONT)
     running.until(
         lambda: sum(e["peer_id"] == victim.peer_id for e in witness.events("peer_joined")) >= 2
     )
-    running.until_round(witness, 400)
-    asyncio.run(parameters_of(load_spec(path), [peer.address for peer in peers]))
+    _assert_a_good_end(running, witness, peers, peers)
 
 
 def _assert_a_good_end(
     running: Machine, witness: Command, peers: Sequence[Command], survivors: Sequence[Command]
 ) -> None:
-    """The run did its rounds, the replicas agree, and the model is near that of a plain loop over
-    what the feeders counted: only gradients that died with a peer are missing."""
+    """The run did its rounds, and the replicas agree. The model is near that of a plain loop over
+    what the feeders counted, from which only gradients that died with a peer are missing; and its
+    loss is that of a loop that nothing disturbed, on other draws, within `NOISE`."""
     spec = load_spec(running.folder / "run-1.toml")
-    running.until_round(witness, ROUNDS)
+    rounds = spec.optimizer.rounds
+    running.until_round(witness, rounds)
     model = asyncio.run(parameters_of(spec, [peer.address for peer in survivors]))
+    running.until(lambda: len(counted_by(peers)) >= rounds)
     counted = counted_by(peers)
-    running.until(lambda: len(counted_by(peers)) >= ROUNDS)
-    trainer = replay(spec, counted, ROUNDS)
+    trainer = replay(spec, counted, rounds)
     assert relative_difference(model, trainer.state_dict()) < 0.1
-    losses = [event["loss"] for event in witness.events("round")]
-    assert losses[-1] < 0.6 * losses[0]
+    undisturbed = replay(spec, _other_draws(spec), rounds).held_out_loss()
+    trainer.load_state_dict(model)
+    assert abs(trainer.held_out_loss() - undisturbed) < NOISE
+
+
+def _other_draws(spec: RunSpec) -> dict[int, list[int]]:
+    """Microbatches of exactly one global batch a round that no feeder of the run drew."""
+    num_microbatches = spec.pipeline.global_batch // spec.pipeline.microbatch
+    return {
+        r: [microbatch_id(spec.run_id, "nobody", 0, r, n) for n in range(num_microbatches)]
+        for r in range(spec.optimizer.rounds)
+    }

@@ -24,6 +24,7 @@ from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import (
+    Commit,
     GossipRequest,
     Records,
     ReduceRequest,
@@ -273,6 +274,84 @@ def test_a_gradient_that_is_not_finite_does_not_count(tmp_path: Path, said: Said
         assert swarm.total("samples_lost") > 0
         assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
         assert swarm.total("shard_reset") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+class Misread:
+    """Data of another tokenizer: its tokens are none of the model's."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
+        inputs, targets = self._data.microbatch(microbatch_id)
+        return Array("int64", inputs.shape, struct.pack("<64q", *[999] * 64)), targets
+
+
+class Unreadable(Misread):
+    """Data on a disk that fails."""
+
+    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
+        raise OSError("input/output error")
+
+
+@pytest.mark.parametrize("kind", [Misread, Unreadable])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_feeder_with_unusable_data_stops_feeding_and_goes_on_serving(
+    tmp_path: Path, said: Said, kind: type[Misread], stage: int
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=8)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("good-0", stage=0)
+        swarm.start("good-1", stage=1, feeds=False)
+        swarm.start("bad", stage=stage, data=kind(swarm.data))
+        await swarm.until_round(8, limit_s=200.0)
+        bad = swarm.members["bad"].peer
+        assert bad.gossip.own.state == ACTIVE
+        assert bad.replica is not None
+        if stage == 1:  # feeders at stage 0 serve themselves
+            assert bad.replica.device.busy_s > 0.3, "it served nothing"
+        assert sum(len(ids) for ids in swarm.counted.values()) == 8 * 8
+        assert_numbers_agree(swarm, spec, 8)
+        if stage == 0:
+            lines = [line for line in said.lines if "feeds no more" in line]
+            assert len(lines) == 1
+            assert "data and tokenizer" in lines[0]
+            assert not bad.gossip.own.has_data
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_commit_of_somebody_who_did_not_call_is_passed_over(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=6)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(2)
+        stranger = swarm.hub.transport("stranger")
+        stranger.set_run(spec.run_id)
+        tried = 0
+        while min(swarm.rounds()) < 5:
+            for name, member in swarm.members.items():
+                replica = member.peer.replica
+                assert replica is not None
+                r = replica.round
+                entries = [e for e in replica.ledger.running(r) if not e.commit_seen]
+                ids = tuple(e.key[1] for e in entries)
+                if ids:
+                    await stranger.call(name, "commit", Message(Commit(r, ids)), timeout_s=5.0)
+                    running = set(map(id, replica.ledger.running(r)))
+                    assert not any(e.commit_seen for e in entries if id(e) in running)
+                    tried += len(ids)
+            await asyncio.sleep(0.05)
+        assert tried > 20
+        await swarm.until_round(6)
+        assert_numbers_agree(swarm, spec, 6)
 
     in_virtual_time(scenario, spec)
 
