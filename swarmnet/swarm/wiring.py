@@ -36,7 +36,8 @@ DEPTH_GRACE_S = 0.5
 first."""
 LONGEST_CALL_S = 600.0
 MAX_REFUSALS = 3
-"""After so many replicas, or all that there are, have found the same arrays wrong, it is the arrays."""
+"""After so many replicas, or all that there are, have found the same arrays wrong, the fault is
+theirs."""
 
 
 @dataclass(frozen=True, slots=True)
