@@ -7,7 +7,8 @@ at the peers at every `look`. The first broken invariant is kept with its time; 
    forward.
 2. No optimizer step contains a microbatch twice, or one of another round, and no optimizer state
    sees two steps of one round; sums are what their microbatches add up to.
-3. What a stage averaged in a round was committed by a feeder; committed = averaged + lost.
+3. What a stage averaged in a round was committed by a feeder. Committed = averaged + lost, exactly,
+   by the peers' own books too, and no loss is told twice.
 4. Replicas of a stage that are in the same round agree within `Bounds.converge_s`.
 5. A peer that moves leaves another replica behind.
 6. Queues stay within their limits.
@@ -25,6 +26,7 @@ from typing import Any
 
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.simulation.stage import Gradient, check_sum
+from swarmnet.swarm.lost_samples import Loss
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import StepKey
 
@@ -61,10 +63,13 @@ class Member:
 class Books:
     """One round's accounts."""
 
+    began_at: float = 0.0
     committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Path by microbatch id, by the word of the feeders."""
     averaged: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
     """(stage, shard): the microbatches of every aggregate that an optimizer step used."""
+    losses: dict[int, list[Loss]] = field(default_factory=dict)
+    """By stage, what its replicas said of the round's books."""
 
 
 @dataclass
@@ -77,12 +82,16 @@ class Monitor:
     num_shards: int
     bounds: Bounds = field(default_factory=Bounds)
     on_commit: Callable[[StepKey], None] = lambda key: None
+    tokens_per_microbatch: int = 1
+    samples_per_microbatch: int = 1
     broken: str | None = None
     num_committed: int = 0
     """Microbatches."""
     num_checks: int = 0
     lost: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(round, stage): microbatches that were committed and not averaged, of closed books."""
+    untold: int = 0
+    """Microbatches, once a stage, that a feeder committed and took with it untold."""
     splits: int = 0
     """Shards that were stepped with different aggregates in one round."""
     last_fault_at: float = 0.0
@@ -95,6 +104,7 @@ class Monitor:
         self._stepped: dict[tuple[str, int, int, int], int] = {}
         self._progress_at = 0.0
         self._best_round = -1
+        self._finishing = False
         self._apart_since: dict[int, float] = {}
 
     # ---- work -------------------------------------------------------------------------------
@@ -162,7 +172,14 @@ class Monitor:
         self.log("step", peer=peer_id, round=round, stage=stage_index, shard=shard, n=len(ids))
 
     def _book(self, round_index: int) -> Books:
-        return self._books.setdefault(round_index, Books())
+        return self._books.setdefault(round_index, Books(self.now()))
+
+    def reported(self, peer_id: str, loss: Loss) -> None:
+        """A peer closed the books of a round for its stage."""
+        self.num_checks += 1
+        self.log("books", peer=peer_id, round=loss.round, stage=loss.stage, lost=loss.lost_samples)
+        if loss.round >= self.closed_rounds:
+            self._book(loss.round).losses.setdefault(loss.stage, []).append(loss)
 
     # ---- looking ----------------------------------------------------------------------------
 
@@ -183,6 +200,7 @@ class Monitor:
     def finish(self) -> None:
         """Closes the books of the rounds that every stage has finished."""
         self.look()
+        self._finishing = True
         for r in sorted(r for r in self._books if r < self._least_round()):
             self._close(r)
         if self.broken is not None:
@@ -300,8 +318,33 @@ class Monitor:
                     )
                 missing = len(committed) - len(averaged & committed)
                 self.lost[(r, s)] = max(self.lost[(r, s)], missing)
+        for s in range(self.num_stages):
+            self._check_losses(r, s, book)
         lost = [(s, self.lost[(r, s)]) for s in range(self.num_stages) if self.lost[(r, s)]]
         self.log("closed", round=r, committed=len(committed), lost=lost)
+
+    def _check_losses(self, r: int, s: int, book: Books) -> None:
+        """Committed = averaged + reported lost, by the word of the peers. Only what a feeder
+        committed and died, or was cut off, before it told anybody is in nobody's books."""
+        results = [book.averaged.get((s, j), []) for j in range(self.num_shards)]
+        if self._finishing or any(len(sums) > 1 for sums in results):
+            return  # not told yet; or two halves of a swarm have different books
+        committed = len(book.committed)
+        averaged = min(max(map(len, sums), default=0) for sums in results)
+        where = f"round {r} stage {s}: {committed} committed, {averaged} averaged"
+        losses = book.losses.get(s, [])
+        if not losses:
+            self.fail(f"{where}: no replica closed the books")
+        size, per = self.tokens_per_microbatch, self.samples_per_microbatch
+        counted = max((x.counted_tokens // size for x in losses), default=0)
+        if any(x.averaged_tokens != averaged * size for x in losses):
+            self.fail(f"{where}: its replicas say {[x.averaged_tokens for x in losses]} tokens")
+        if sum(x.lost_samples for x in losses) != max(0, counted - averaged) * per:
+            self.fail(f"{where}: {counted} counted, {[x.lost_samples for x in losses]} told lost")
+        untold = committed - counted
+        self.untold += max(0, untold)
+        if untold < 0 or (untold and self.last_fault_at < book.began_at):
+            self.fail(f"{where}: the books say {counted} committed")
 
     def describe(self) -> str:
         """Every peer in a line, for a message."""

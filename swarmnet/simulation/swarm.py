@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -103,6 +104,8 @@ class Simulation:
             scenario.sizes.num_shards,
             scenario.bounds,
             on_commit=self._on_commit,
+            tokens_per_microbatch=scenario.sizes.tokens_per_microbatch,
+            samples_per_microbatch=scenario.samples_per_microbatch,
         )
         self._hash = blake2b(digest_size=16)
         self._lines: list[str] = []
@@ -235,6 +238,7 @@ class Simulation:
             rng=self._rng(f"peer {name} {incarnation}"),
             limits=scenario.limits,
             gossip_settings=scenario.gossip,
+            on_loss=partial(monitor.reported, name),
         )
         known = self.rng.sample(sorted(monitor.members), min(BOOTSTRAP_PEERS, len(monitor.members)))
         monitor.members[name] = Member(peer)

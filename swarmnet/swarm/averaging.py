@@ -41,6 +41,7 @@ from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.messages import (
     FetchReply,
     FetchRequest,
@@ -114,6 +115,8 @@ class ShardUpdate:
     """The result: the shard of round + 1."""
     own: bool = False
     """The own replica has closed the round and contributed."""
+    num_tokens: int = 0
+    """Behind the aggregate."""
 
 
 @dataclass
@@ -125,9 +128,13 @@ class Averaging:
     settings: RunSettings
     limits: Limits
     replica: Replica
+    on_loss: OnLoss = lambda loss: None
 
     def __post_init__(self) -> None:
         self.news = News()
+        self.lost = LostSamples(self.gossip, self.replica, self.settings.global_batch, self.on_loss)
+        self._tokens: dict[tuple[int, int], int] = {}
+        """By exchange and shard, what is behind its result, as far as is known."""
         self._tasks = Tasks("averaging")
         self._updates: dict[tuple[int, int], ShardUpdate] = {}
         self._applied: dict[int, int] = {}
@@ -339,9 +346,18 @@ class Averaging:
             raise behind
         if results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
+        self._note_averaged(r, shards)
         took = self.last_exchange_s = loop.time() - started
         self.replica.exchanges.add(took)
         self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
+
+    def _note_averaged(self, r: int, shards: Sequence[int]) -> None:
+        """For the books: what is behind every shard. Where shards take turns, the first one
+        stands for all."""
+        asked = [0] if self.plan.is_local else shards
+        known = [self._tokens[(r, j)] for j in asked if (r, j) in self._tokens]
+        if known and len(known) == len(asked):
+            self.lost.averaged(r, min(known))
 
     async def _until_restored(self, r: int) -> None:
         """When a whole swarm goes on from checkpoints, its peers become active one after the other;
@@ -401,6 +417,8 @@ class Averaging:
         body = convert(reply.body, ReduceReply)
         if len(reply.arrays) != 1:
             raise ProtocolViolation("a reply to reduce without parameters")
+        if body.num_tokens >= 0:
+            self._tokens[(r, j)] = body.num_tokens
         return reply.arrays[0], body.counted
 
     async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
@@ -448,7 +466,7 @@ class Averaging:
         r = self.current
         if push.round < r and push.round == self.plan.last_exchange(push.shard, r):
             # a straggler: the parameters of this round are what it lacks
-            return self._answer(r, push.shard, await self._copy(push.shard))
+            return self._answer(push, r, await self._copy(push.shard))
         if push.round != r:
             if push.round < r:
                 raise Stale(f"round {push.round} is over here", round=r)
@@ -458,7 +476,7 @@ class Averaging:
                 raise NotReady(f"round {push.round} has not begun here", round=self.current)
         key = (push.round, push.shard)
         if key in self._mirrored:
-            return self._answer(push.round + 1, push.shard, self._mirrored[key])
+            return self._answer(push, push.round + 1, self._mirrored[key])
         update = self._update(*key)
         self._redirect_unless_mine(update)
         counted = not update.closed
@@ -469,10 +487,13 @@ class Averaging:
         self.news.tell()
         parameters = await self._result(update)
         counted = counted or not push.num_tokens
-        return Message(ReduceReply(push.round + 1, counted), (parameters,))
+        reply = ReduceReply(push.round + 1, counted, update.num_tokens)
+        return Message(reply, (parameters,))
 
-    def _answer(self, round_index: int, shard_index: int, parameters: Array) -> Message:
-        return Message(ReduceReply(round_index, counted=False), (parameters,))
+    def _answer(self, push: ReduceRequest, round_index: int, parameters: Array) -> Message:
+        num_tokens = self._tokens.get((push.round, push.shard), -1)
+        reply = ReduceReply(round_index, counted=False, num_tokens=num_tokens)
+        return Message(reply, (parameters,))
 
     async def _copy(self, j: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
@@ -531,19 +552,20 @@ class Averaging:
             await self.news.until(lambda: j not in self._mirroring, self.limits.reduce_wait_s)
             if (r, j) in self._mirrored:  # the primary died after its step: this is its result
                 update.parameters = self._mirrored[(r, j)]
+                update.num_tokens = self._tokens[(r, j)]
                 return
             if self.primary(r, j) != self.gossip.own.peer_id:
                 return
             update.closed = True
             total, squares, num_tokens = await self._sum(update)
-            if j == 0:
-                self._report_lost(r, num_tokens)
+            update.num_tokens = num_tokens
             update.contributions.clear()
             if total is None:
                 # Even an empty stage takes part in the norm, so that the others need not wait.
                 await self._clip(r, j, 0.0)
                 self._applied[j] = r
                 update.parameters = await self._copy(j)
+                self._tokens[(r, j)] = 0
                 return
             clip = await self._clip(r, j, squares / num_tokens**2)
             if self._past(r):
@@ -577,19 +599,6 @@ class Averaging:
             return 0
         now = asyncio.get_running_loop().time()
         return progress.round_progress(self.gossip.view, r, now, self.settings.global_batch).tokens
-
-    def _report_lost(self, r: int, num_tokens: int) -> None:
-        """Samples that the feeders count and whose gradient died with a replica of this stage."""
-        if self.plan.is_local:
-            return
-        now = asyncio.get_running_loop().time()
-        state = progress.round_progress(self.gossip.view, r, now, self.settings.global_batch)
-        if state.tokens > num_tokens:
-            lost = round(state.committed * (state.tokens - num_tokens) / state.tokens)
-            self.gossip.add_total("samples_lost", lost)
-            log.warning(
-                "round %d: %d samples of stage %d died with a peer", r, lost, self.replica.index
-            )
 
     async def _gather(self, update: ShardUpdate) -> None:
         """Waits until every live contributor has pushed, the deadline passed, or the shard is
@@ -673,7 +682,8 @@ class Averaging:
             before, asyncio.get_running_loop().time()
         ):
             self.gossip.add_total("shard_promoted")
-        request = MirrorRequest(r, self.replica.index, j, scale, optimizer.steps(j))
+        steps = optimizer.steps(j)
+        request = MirrorRequest(r, self.replica.index, j, scale, steps, update.num_tokens)
         mirrors = [
             self._tasks.start(self._mirror(peer_id, request, total))
             for peer_id in self.placement(r).owners(j)
@@ -681,6 +691,7 @@ class Averaging:
         ]
         parameters = await self._step(r, j, total, scale)
         await asyncio.gather(*mirrors)
+        self._tokens[(r, j)] = update.num_tokens
         update.parameters = parameters
 
     async def _step(self, r: int, j: int, total: Array, scale: float) -> Array:
@@ -724,7 +735,9 @@ class Averaging:
             raise NotReady("the state is not followed here")
         self._mirroring.add(j)
         try:
-            self._mirrored[(r, j)] = await self._step(r, j, total, mirror.scale)
+            parameters = await self._step(r, j, total, mirror.scale)
+            self._tokens[(r, j)] = mirror.num_tokens
+            self._mirrored[(r, j)] = parameters
             self._primaries[j] = request.remote
         finally:
             self._mirroring.discard(j)
@@ -746,6 +759,8 @@ class Averaging:
             del self._updates[key]
         for key in [k for k in self._mirrored if k[0] <= r]:
             del self._mirrored[key]
+        for key in [k for k in self._tokens if k[0] < r - BEHIND_ROUNDS]:
+            del self._tokens[key]
         self.norms.finish_round(r)
         self.aggregator.norms.finish_round(r)
         self.news.tell()

@@ -258,8 +258,8 @@ class Feeder:
             self.gossip.news.tell()
 
     def _given_up(self, mine: RoundOfFeeder, why: Exception) -> None:
-        """A microbatch that cannot be read, or that every replica finds wrong, is as never launched;
-        after several in a row this peer is no feeder for a while, and others launch its part."""
+        """A microbatch that cannot be read, or that every replica finds wrong, is as never
+        launched; after several in a row this peer rests, and others launch its part."""
         log.info("round %d: a microbatch is given up: %s", mine.round, why)
         count = self.gossip.own.count(mine.round)
         launched = count.launched - self.settings.samples_per_microbatch

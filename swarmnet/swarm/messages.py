@@ -218,6 +218,12 @@ class ReduceReply:
     round: int
     counted: bool
     """The contribution is in them; False where it came too late."""
+    num_tokens: int = -1
+    """Behind the step that they come from; -1 where that is not known."""
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.num_tokens < 2**62:
+            raise ValueError("a number of tokens is out of range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +237,11 @@ class MirrorRequest:
     scale: float
     steps: int
     """Steps that the optimizer state had seen before this one."""
+    num_tokens: int = 0
+    """Behind the sum."""
 
     def __post_init__(self) -> None:
-        _index(self.round, self.stage, self.shard, self.steps)
+        _index(self.round, self.stage, self.shard, self.steps, self.num_tokens)
         if not math.isfinite(self.scale):
             raise ValueError("the scale is not finite")
 

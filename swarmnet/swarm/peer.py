@@ -38,6 +38,7 @@ from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
 from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.local_updates import LocalUpdates
+from swarmnet.swarm.lost_samples import OnLoss
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.probes import Probes
@@ -133,6 +134,8 @@ class Peer:
     guest: Guest = field(default_factory=Guest)
     on_history: Callable[[int, int], None] = lambda old, new: None
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
+    on_loss: OnLoss = lambda loss: None
+    """Hears of the books that this peer closes for its stage (see `swarm.lost_samples`)."""
 
     def __post_init__(self) -> None:
         disk = self.machine.disk
@@ -389,7 +392,9 @@ class Peer:
 
     async def _serve(self, replica: Replica) -> None:
         """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
-        averaging = Averaging(self.transport, self.gossip, self.settings, self.limits, replica)
+        averaging = Averaging(
+            self.transport, self.gossip, self.settings, self.limits, replica, self.on_loss
+        )
         sync = StateSync(self.transport, self.gossip, self.limits, replica, self.rng)
         updates = self.updates = self._updates(replica, averaging)
         rounds = Rounds(
@@ -551,6 +556,7 @@ class Peer:
             last_exchange_s=averaging.last_exchange_s if replica.open_s else 0.0,
             urgent=True,
         )
+        averaging.lost.opened(replica.round)
         self.recovery.forget_loaded()
         if averaging.current == replica.round:  # else after the exchange that runs beside it
             self._tasks.start(averaging.follow_owners())

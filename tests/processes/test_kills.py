@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 ROUNDS = 30
 HARMED_FROM = 4
 """Round in which the harm is done."""
-MORE_ROUNDS = 60
+MORE_ROUNDS = 45
 """Of a run that is to be under way when a process that is started meanwhile joins it."""
 NOISE = 0.05
 """Nats of held-out loss. Runs of `ROUNDS` rounds that nothing disturbs, each on other draws of the
