@@ -139,6 +139,14 @@ class SamplesLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Diverged(Event):
+    """After a partition a peer gave up its result of a round for that of others."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardReset(Event):
     """All holders of a shard's optimizer state were lost; it began again from zero."""
 
@@ -196,6 +204,7 @@ COUNTED: dict[str, type[Any]] = {
     "rerouted": Rerouted,
     "retracted": Retracted,
     "samples_lost": SamplesLost,
+    "diverged": Diverged,
     "shard_reset": ShardReset,
     "shard_promoted": ShardPromoted,
     "checkpoints": CheckpointSaved,

@@ -296,7 +296,8 @@ def summary_table(summary: Summary) -> Table:
         *((name, f"{number(a, 3)} -> {number(b, 3)}") for name, a, b in measured if a),
         ("re-routes", number(summary.rerouted)),
         ("retracted", number(summary.retracted)),
-        ("samples lost with a peer", number(summary.samples_lost)),
+        ("samples lost", number(summary.samples_lost)),
+        ("results given up after a partition", number(summary.diverged)),
         ("bytes sent per token", size(summary.bytes_per_token)),
     ):
         table.add_row(Text(name), Text(value))

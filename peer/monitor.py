@@ -438,6 +438,7 @@ class Monitor:
             rerouted=self._totals.get("rerouted", 0),
             retracted=self._totals.get("retracted", 0),
             samples_lost=self._totals.get("samples_lost", 0),
+            diverged=self._totals.get("diverged", 0),
             bytes_per_token=sent / self._tokens_watched if self._tokens_watched else 0.0,
         )
 

@@ -6,6 +6,7 @@ from peer.events import (
     CheckpointSaved,
     ContributionDropped,
     ContributionsClipped,
+    Diverged,
     Event,
     HeldOut,
     Migrated,
@@ -86,6 +87,8 @@ def sentence(event: Event, rounds: int) -> str:
             return f"peer {short_id(event.peer_id)} took {event.count} orphans out again"
         case SamplesLost():
             return f"peer {short_id(event.peer_id)} lost {event.count} samples"
+        case Diverged():
+            return f"peer {short_id(event.peer_id)} took over the result of the other side of a cut"
         case ShardReset():
             return f"optimizer state of {event.count} shards was lost with all its holders"
         case ShardPromoted():

@@ -135,5 +135,7 @@ class Summary:
     rerouted: int
     retracted: int
     samples_lost: int
+    diverged: int
+    """Times that a replica gave up its result for that of others, after a partition."""
     bytes_per_token: float
     """Sent, all peers together, over a token trained."""

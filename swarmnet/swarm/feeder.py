@@ -262,7 +262,7 @@ class Feeder:
         launched; after several in a row this peer rests, and others launch its part."""
         log.info("round %d: a microbatch is given up: %s", mine.round, why)
         count = self.gossip.own.count(mine.round)
-        launched = count.launched - self.settings.samples_per_microbatch
+        launched = max(count.committed, count.launched - self.settings.samples_per_microbatch)
         self.gossip.update_count(replace(count, launched=launched), urgent=True)
         self._refused += 1
         if self._refused >= MAX_REFUSED and self.gossip.own.has_data:

@@ -216,6 +216,7 @@ def test_event_names_are_those_of_the_contract() -> None:
         "shard_promoted",
         "shard_reset",
         "samples_lost",
+        "diverged",
         "retracted",
         "checkpoint_saved",
         "contributions_clipped",
