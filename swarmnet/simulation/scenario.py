@@ -46,7 +46,7 @@ class Scenario:
     max_peers: int = 12
     clip: bool = True
     sync_mode: str = ZERO
-    """`zero` or `delayed`."""
+    """`zero`, `delayed` or `auto`."""
     settled_rounds: int = 0
     """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
     start_s: float = 2.0

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.sync_modes import DELAYED
+from swarmnet.protocol.sync_modes import AUTO, DELAYED
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.scenario import Scenario, small_swarm
 from swarmnet.simulation.swarm import simulate
+from swarmnet.swarm.lost_samples import LostSamples
 
 NUM_SEEDS = 300
 CHUNK = 25
@@ -50,13 +51,14 @@ def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_small_swarms_whose_exchanges_run_beside_the_rounds() -> None:
+@pytest.mark.parametrize(("mode", "num_seeds"), [(DELAYED, CHUNK), (AUTO, 12)])
+def test_small_swarms_whose_exchanges_run_beside_the_rounds(mode: str, num_seeds: int) -> None:
     failures = []
-    for seed in range(CHUNK):
-        scenario = replace(small_swarm(seed), keep_log=False, sync_mode=DELAYED)
+    for seed in range(num_seeds):
+        scenario = replace(small_swarm(seed), keep_log=False, sync_mode=mode)
         broken = simulate(scenario).broken
         if broken is not None:
-            failures.append(f"delayed, seed {seed}: {broken}")
+            failures.append(f"{mode}, seed {seed}: {broken}")
     assert not failures, "\n".join(failures)
 
 
@@ -82,3 +84,27 @@ def test_a_broken_invariant_is_found() -> None:
     broken = simulate(replace(scenario, bounds=bounds)).broken
     assert broken is not None
     assert "nothing has gone on" in broken
+
+
+@pytest.mark.parametrize("error", [-32, 32])
+def test_books_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """A replica that is one microbatch off in what is behind an update."""
+    averaged = LostSamples.averaged
+
+    def wrong(books: LostSamples, exchange: int, num_tokens: int) -> None:
+        averaged(books, exchange, num_tokens + error)
+
+    monkeypatch.setattr(LostSamples, "averaged", wrong)
+    broken = simulate(Scenario(seed=3, peers=6, stages=3, rounds=6, until_s=120.0)).broken
+    assert broken is not None
+    assert "its replicas say" in broken
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_loss_that_is_told_twice_or_not_at_all_is_found(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    monkeypatch.setattr(LostSamples, "_tells", lambda books, r, now: told)
+    results = [simulate(replace(small_swarm(seed), keep_log=False)) for seed in range(12)]
+    words = "told lost" if told else "no replica closed the books"
+    assert any(r.broken is not None and words in r.broken for r in results)
