@@ -27,7 +27,7 @@ def test_what_died_with_a_replica_is_told(
         if is_killed:
             victim = swarm.members["peer-5"].peer.replica
             assert victim is not None
-            while not victim.ledger.committed(victim.round):
+            while not victim.ledger.committed(victim.round):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             lost = sum(e.num_samples for e in victim.ledger.committed(victim.round))
             swarm.kill("peer-5")
