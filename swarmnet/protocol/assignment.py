@@ -101,10 +101,12 @@ def _next_to(beside: frozenset[int], stages: list[int]) -> list[int]:
     return [k for k in stages if k - 1 in beside or k + 1 in beside] or stages
 
 
-def feeders(view: View, now: float) -> list[str]:
+def feeders(view: View, now: float) -> Sequence[str]:
     """Peer ids of those that start microbatches, sorted: the active replicas of stage 0 that have
     data. Where none of them has data, one active peer that has it, with the lowest id."""
-    first = [r.peer_id for r in view.replicas(0, now) if r.has_data]
+    first = view.remembered(
+        0, "feeders", now, lambda: [r.peer_id for r in view.replicas(0, now) if r.has_data]
+    )
     if first:
         return first
     others = [r.peer_id for r in view.live(now) if r.has_data and r.state == ACTIVE]

@@ -9,11 +9,12 @@ and counts as never launched; a feeder that had sealed then unseals and launches
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.assignment import feeders
-from swarmnet.protocol.records import ACTIVE, LEAVING
-from swarmnet.protocol.view import View
+from swarmnet.protocol.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.view import ALL, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,33 @@ def round_progress(view: View, round_index: int, now: float, global_batch: int) 
 
     Samples that a peer committed before it restarted are gone from its record and from the sum;
     the round then becomes larger than the global batch, never smaller."""
+    return view.remembered(
+        ALL,
+        ("progress", round_index, global_batch),
+        now,
+        lambda: _summed(view, round_index, now, global_batch),
+    )
+
+
+def is_drained(view: View, round_index: int, now: float, global_batch: int) -> bool:
+    """`RoundProgress.drained`, quickly in the usual case that far too little is committed."""
+    if view.committed(round_index) < global_batch:
+        return False
+    return round_progress(view, round_index, now, global_batch).drained
+
+
+def is_launched(view: View, round_index: int, now: float, global_batch: int) -> bool:
+    """The global batch has been launched; likewise."""
+    if view.launched_at_most(round_index) < global_batch:
+        return False
+    return round_progress(view, round_index, now, global_batch).launched >= global_batch
+
+
+def _summed(view: View, round_index: int, now: float, global_batch: int) -> RoundProgress:
     launched = committed = tokens = 0
     loss_sum = 0.0
     all_sealed = True
-    for record in view.records():
-        for count in record.counts:
-            if count.round == round_index:
-                break
-        else:
-            continue
+    for record, count in view.counts(round_index):
         committed += count.committed
         tokens += count.tokens
         loss_sum += count.loss_sum
@@ -103,8 +122,36 @@ def may_launch(
     return own_launched < quota or quiet_s >= patience_s
 
 
+FEW_FEEDERS = 8
+"""Up to so many, the global batch is launched exactly; more do not hear of each other at once."""
+
+
+def may_help(
+    *,
+    own_launched: int,
+    launched: int,
+    global_batch: int,
+    age_s: float,
+    spread_s: float,
+) -> bool:
+    """May one of many feeders, done with its quota, launch more in place of slower ones?
+
+    Of what others launched it knows what they said `spread_s` seconds ago, so their number is
+    carried forward at the mean rate of the round, which has lasted `age_s`. The batch may become
+    larger by what was launched meanwhile; no part of it is lost, and nobody waits for the slowest
+    feeder."""
+    others = launched - own_launched
+    rate = others / age_s if age_s > 0 else 0.0
+    return own_launched + others + rate * spread_s < global_batch
+
+
 def newest_round(view: View, now: float, stage: int | None = None) -> int:
     """The highest round that a live, serving peer (of `stage`, where given) is in; 0 when there
     is none."""
-    records = view.live(now) if stage is None else view.members(stage, now)
+    if stage is not None:
+        return _newest(view.members(stage, now))
+    return view.remembered(ALL, "newest round", now, lambda: _newest(view.live(now)))
+
+
+def _newest(records: Sequence[Record]) -> int:
     return max((r.round for r in records if r.state in (ACTIVE, LEAVING)), default=0)

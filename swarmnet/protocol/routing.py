@@ -41,7 +41,7 @@ DEADLINE_FACTOR = 3.0
 MIN_DEADLINE_S = 1.0
 FIRST_DEADLINE_S = 30.0
 """Deadline of calls to a replica that never answered: its first may include a slow warm-up."""
-MAX_DEADLINE_S = 60.0
+MAX_DEADLINE_S = 300.0
 BAN_S = 1.0
 BAN_MAX_S = 30.0
 MIN_BUSY_S = 0.02
@@ -82,10 +82,18 @@ class Router:
     For every call: `pick`, `sent`, then exactly one of `succeeded`, `busy`, `failed` or (where
     the caller gave up for reasons that are not the replica's) `abandoned`."""
 
-    def __init__(self, rng: random.Random, *, samples_per_call: float | None = None) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        samples_per_call: float | None = None,
+        first_deadline_s: float = FIRST_DEADLINE_S,
+    ) -> None:
         """`samples_per_call`: samples in a microbatch; with it, announced throughputs become
-        service times in seconds, without it only their proportions are used."""
+        service times in seconds, without it only their proportions are used. `first_deadline_s`:
+        for calls to a replica that never answered."""
         self._rng = rng
+        self._first_deadline_s = first_deadline_s
         self._samples_per_call = samples_per_call
         self._replicas: dict[str, _Replica] = {}
         self._virtual_s = 0.0
@@ -203,10 +211,19 @@ class Router:
         there beyond what was usual when the latency was measured."""
         replica = self._replicas.get(peer_id)
         if replica is None or replica.latency_s is None:
-            return FIRST_DEADLINE_S
+            return max(self._first_deadline_s, self._longest_usual_s())
         usual_s = replica.latency_s + 4 * replica.deviation_s
         crowding = max(1.0, (len(replica.calls) + 1) / max(1.0, replica.crowd))
         return _clamp(DEADLINE_FACTOR * crowding * usual_s, MIN_DEADLINE_S, MAX_DEADLINE_S)
+
+    def _longest_usual_s(self) -> float:
+        """A newcomer may be as slow as the slowest that is known."""
+        usual = (
+            DEADLINE_FACTOR * (r.latency_s + 4 * r.deviation_s)
+            for r in self._replicas.values()
+            if r.latency_s is not None
+        )
+        return min(max(usual, default=0.0), MAX_DEADLINE_S)
 
     # -- estimates -------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ are those of SWIM, Das, Gupta and Motivala 2002).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, Record
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, Record, RoundCount
 
+T = TypeVar("T")
 Stamp = tuple[int, int]
 """(incarnation, version)"""
 
@@ -42,12 +44,34 @@ class _Forgotten:
     at: float
 
 
+ALL = -2
+"""In place of a stage, in what is remembered: every peer."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of the counters of one round, over all records, live or not; in samples."""
+
+    launched: int = 0
+    committed: int = 0
+
+
 class View:
-    """The records known to one peer. `silence_s` may be changed at any time."""
+    """The records known to one peer. `silence_s` may be changed at any time.
+
+    Who is live is asked far more often than it changes. So answers are remembered, for each stage
+    apart, until a record of that stage changes or the first of its live peers may have been silent
+    for too long."""
 
     def __init__(self, own_peer_id: str, *, silence_s: float = SILENCE_S) -> None:
         self.own_peer_id = own_peer_id
-        self.silence_s = silence_s
+        self._silence_s = silence_s
+        self._answers: dict[int, dict[object, object]] = {}
+        self._until: dict[int, float] = {}
+        self._sums: dict[int, _Sum] = {}
+        self._counting: dict[int, dict[str, RoundCount]] = {}
+        self._newest_round = 0
+        """Of any record of another peer, ever."""
         self._known: dict[str, _Known] = {}
         self._ids: list[str] = []
         self._ids_of_stage: dict[int, list[str]] = {}
@@ -56,6 +80,18 @@ class View:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def silence_s(self) -> float:
+        """A peer whose stamp has not advanced for this long is not live."""
+        return self._silence_s
+
+    @silence_s.setter
+    def silence_s(self, silence_s: float) -> None:
+        if silence_s != self._silence_s:
+            self._silence_s = silence_s
+            self._answers.clear()
+            self._until.clear()
 
     # -- records ---------------------------------------------------------------------------
 
@@ -69,9 +105,14 @@ class View:
         if known is not None:
             if record.stamp <= known.record.stamp:
                 return False
-            if known.record.stage != record.stage:
-                _discard(self._ids_of_stage[known.record.stage], peer_id)
+            before = known.record
+            if before.stage != record.stage:
+                _discard(self._ids_of_stage[before.stage], peer_id)
                 self._index_stage(record)
+                self._answers.pop(before.stage, None)
+            if before.counts != record.counts:
+                self._uncount(before)
+                self._count(record)
             known.record = record
             known.heard_at = now
         else:
@@ -81,6 +122,10 @@ class View:
             self._known[peer_id] = _Known(record, now)
             insort(self._ids, peer_id)
             self._index_stage(record)
+            self._count(record)
+        self._changed(record.stage)
+        if record.round > self._newest_round and peer_id != self.own_peer_id:
+            self._newest_round = record.round
         if self._suspected.get(peer_id, record.stamp) < record.stamp:
             del self._suspected[peer_id]
         return True
@@ -95,16 +140,35 @@ class View:
 
     def stamps(self) -> dict[str, Stamp]:
         """The digest that gossip swaps: peer id to stamp, by peer id."""
-        return {p: self._known[p].record.stamp for p in self._ids}
+        known = self._known
+        return {p: ((r := known[p].record).incarnation, r.version) for p in self._ids}
 
     def newer_than(self, stamps: Mapping[str, Stamp]) -> list[Record]:
         """Records that the owner of `stamps` lacks or has older, by peer id."""
-        records = self.records()
-        return [r for r in records if stamps.get(r.peer_id, NO_STAMP) < r.stamp]
+        known, get = self._known, stamps.get
+        newer = []
+        for peer_id in self._ids:
+            record = known[peer_id].record
+            incarnation, version = get(peer_id, NO_STAMP)
+            if record.version > version or record.incarnation != incarnation:
+                if record.stamp > (incarnation, version):
+                    newer.append(record)
+        return newer
 
     def wanted_from(self, stamps: Mapping[str, Stamp]) -> list[str]:
         """Peer ids of which the owner of `stamps` has newer records, sorted."""
-        return sorted(p for p, stamp in stamps.items() if stamp > self._stamp(p))
+        known = self._known
+        wanted = []
+        for peer_id, stamp in stamps.items():
+            entry = known.get(peer_id)
+            if entry is None:
+                if tuple(stamp) > self._forgotten_stamp(peer_id):
+                    wanted.append(peer_id)
+            elif stamp[1] > entry.record.version or stamp[0] != entry.record.incarnation:
+                if tuple(stamp) > entry.record.stamp:
+                    wanted.append(peer_id)
+        wanted.sort()
+        return wanted
 
     # -- who is live -----------------------------------------------------------------------
 
@@ -125,6 +189,7 @@ class View:
             return False
         self._suspected.pop(peer_id, None)  # so that the newest suspicion is the last
         self._suspected[peer_id] = stamp
+        self._changed(known.record.stage)
         return True
 
     def suspicions(self) -> list[tuple[str, Stamp]]:
@@ -145,19 +210,63 @@ class View:
             return True
         return peer_id not in self._suspected and known.heard_at >= now - self.silence_s
 
-    def live(self, now: float) -> list[Record]:
+    def live(self, now: float) -> Sequence[Record]:
         """Records of the live peers, by peer id."""
-        return self._live_of(self._ids, now)
+        return self.remembered(ALL, "live", now, lambda: self._live_of(self._ids, now))
 
-    def replicas(self, stage: int, now: float) -> list[Record]:
+    def replicas(self, stage: int, now: float) -> Sequence[Record]:
         """Live replicas that serve `stage` now, by peer id."""
-        live = self._live_of(self._ids_of_stage.get(stage, ()), now)
-        return [r for r in live if r.is_replica]
+        return self.remembered(
+            stage, "replicas", now, lambda: [r for r in self._live_in(stage, now) if r.is_replica]
+        )
 
-    def members(self, stage: int, now: float) -> list[Record]:
+    def members(self, stage: int, now: float) -> Sequence[Record]:
         """Live peers of `stage`, those on their way in or out included, by peer id."""
-        live = self._live_of(self._ids_of_stage.get(stage, ()), now)
-        return [r for r in live if r.state in (JOINING, ACTIVE, LEAVING)]
+        return self.remembered(
+            stage,
+            "members",
+            now,
+            lambda: [
+                r for r in self._live_in(stage, now) if r.state in (JOINING, ACTIVE, LEAVING)
+            ],
+        )
+
+    def is_past(self, round_index: int, now: float) -> bool:
+        """Some other live replica, of any stage, has begun a later round."""
+        if self._newest_round <= round_index:
+            return False
+        own = self.own_peer_id
+        return any(
+            r.round > round_index and r.is_replica and r.peer_id != own for r in self.live(now)
+        )
+
+    def committed(self, round_index: int) -> int:
+        """Samples committed in a round, by the word of everybody known."""
+        sums = self._sums.get(round_index)
+        return 0 if sums is None else sums.committed
+
+    def launched_at_most(self, round_index: int) -> int:
+        """Samples launched in a round, those included that died with their feeder."""
+        sums = self._sums.get(round_index)
+        return 0 if sums is None else sums.launched
+
+    def counts(self, round_index: int) -> Sequence[tuple[Record, RoundCount]]:
+        """Records that carry counters of a round, live or not, by peer id, with these."""
+        counting = self._counting.get(round_index, {})
+        return [(self._known[p].record, counting[p]) for p in sorted(counting)]
+
+    def remembered(self, stage: int, name: object, now: float, ask: Callable[[], T]) -> T:
+        """`ask()`, or what it said last time where nothing has changed since that concerns the
+        peers of `stage` (`ALL`: anybody). Not to be changed by who gets it."""
+        if now > self._until.get(stage, float("-inf")):
+            self._until[stage] = self._silent_from(stage, now)
+            self._answers.pop(stage, None)
+        answers = self._answers.get(stage)
+        if answers is None:
+            answers = self._answers[stage] = {}
+        if name not in answers:
+            answers[name] = ask()
+        return answers[name]  # type: ignore[return-value]
 
     # -- forgetting ------------------------------------------------------------------------
 
@@ -179,8 +288,12 @@ class View:
 
     # -- within ----------------------------------------------------------------------------
 
-    def _live_of(self, peer_ids: Iterable[str], now: float) -> list[Record]:
-        known, suspected, since = self._known, self._suspected, now - self.silence_s
+    def _live_in(self, stage: int, now: float) -> Sequence[Record]:
+        ids = self._ids_of_stage.get(stage, ())
+        return self.remembered(stage, "live", now, lambda: self._live_of(ids, now))
+
+    def _live_of(self, peer_ids: Sequence[str], now: float) -> list[Record]:
+        known, suspected, since = self._known, self._suspected, now - self._silence_s
         live = []
         for peer_id in peer_ids:  # `is_live` for many, without its calls: the hot path of a swarm
             entry = known[peer_id]
@@ -189,9 +302,39 @@ class View:
                 live.append(entry.record)
         return live
 
-    def _stamp(self, peer_id: str) -> Stamp:
-        known = self._known.get(peer_id)
-        return self._forgotten_stamp(peer_id) if known is None else known.record.stamp
+    def _silent_from(self, stage: int, now: float) -> float:
+        """Before this time none of those that are not silent now will be."""
+        ids = self._ids if stage == ALL else self._ids_of_stage.get(stage, ())
+        known, since = self._known, now - self._silence_s
+        heard = [at for p in ids if (at := known[p].heard_at) >= since]
+        return min(heard, default=now) + self._silence_s
+
+    def _changed(self, stage: int) -> None:
+        self._answers.pop(stage, None)
+        self._answers.pop(ALL, None)
+
+    def _count(self, record: Record) -> None:
+        for count in record.counts:  # of two for one round, the first holds
+            counting = self._counting.setdefault(count.round, {})
+            if record.peer_id not in counting:
+                self._add(count, 1)
+                counting[record.peer_id] = count
+
+    def _add(self, count: RoundCount, sign: int) -> None:
+        sums = self._sums.setdefault(count.round, _Sum())
+        sums.launched += sign * count.launched
+        sums.committed += sign * count.committed
+        if sums == _Sum():
+            del self._sums[count.round]
+
+    def _uncount(self, record: Record) -> None:
+        for count in record.counts:
+            counting = self._counting.get(count.round, {})
+            known = counting.pop(record.peer_id, None)
+            if known is not None:
+                self._add(known, -1)
+            if not counting:
+                self._counting.pop(count.round, None)
 
     def _forgotten_stamp(self, peer_id: str) -> Stamp:
         forgotten = self._forgotten.get(peer_id)
@@ -216,6 +359,8 @@ class View:
         _discard(self._ids, peer_id)
         _discard(self._ids_of_stage[record.stage], peer_id)
         self._suspected.pop(peer_id, None)
+        self._uncount(record)
+        self._changed(record.stage)
         if len(self._forgotten) >= MAX_PEERS:
             del self._forgotten[next(iter(self._forgotten))]
         self._forgotten[peer_id] = _Forgotten(record.stamp, now)

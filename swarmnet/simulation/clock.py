@@ -11,15 +11,16 @@ import asyncio
 import heapq
 import logging
 import random
-from asyncio import base_events, events, tasks
+from asyncio import base_events, tasks
 from collections.abc import Callable, Coroutine, Iterable
-from contextvars import Context
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
 RESOLUTION_S = 1e-7
 """Timers closer together than this fire at the same instant (exact up to 10^8 s in a double)."""
+MIN_CANCELLED = 64
+"""Cancelled timers that stay in the heap, at least, before it is built anew without them."""
 MAX_LISTED_TASKS = 16
 """Tasks named in an error."""
 
@@ -34,41 +35,6 @@ class VirtualTimeLimit(RuntimeError):
     """The run went past its limit of virtual time."""
 
 
-class _Timer(events.TimerHandle):
-    """A timer that keeps its place among those of the same instant."""
-
-    __slots__ = ("_order",)
-
-    def __init__(
-        self,
-        number: int,
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        loop: VirtualLoop,
-        context: Context | None,
-    ) -> None:
-        super().__init__(when, callback, args, loop, context)
-        self._order = (when, number)
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self._order < other._order)
-
-
-class _NoSelector:
-    """Stands where the loop would wait for sockets, and moves the clock instead."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> tuple[()]:
-        if timeout is None:
-            raise Deadlock(f"nothing can happen any more; waiting: {self._loop.describe_tasks()}")
-        if timeout > 0:
-            self._loop.jump()
-        return ()
-
-
 class VirtualLoop(base_events.BaseEventLoop):
     """`time()` starts at 0 and moves only when nothing is ready. No sockets, threads or signals."""
 
@@ -79,14 +45,15 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._limit_s = limit_s
         self._num_timers = 0
         self._clock_resolution = RESOLUTION_S
-        self._selector = _NoSelector(self)
+        self._scheduled: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timer_cancelled_count = 0
 
     def time(self) -> float:
         return self._now
 
     def jump(self) -> None:
         """Sets the clock to the next timer."""
-        when = self._scheduled[0].when()  # type: ignore[attr-defined]
+        when = self._scheduled[0][0]
         if self._limit_s is not None and when > self._limit_s:
             raise VirtualTimeLimit(
                 f"not done after {self._limit_s} s; waiting: {self.describe_tasks()}"
@@ -103,10 +70,41 @@ class VirtualLoop(base_events.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         self._check_closed()  # type: ignore[attr-defined]
         self._num_timers += 1
-        timer = _Timer(self._num_timers, when, callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, (when, self._num_timers, timer))
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
+
+    def _run_once(self) -> None:
+        """One turn of the loop, as `BaseEventLoop` does it; but the heap holds tuples, which keep
+        their order among timers of the same instant and are compared without a call."""
+        scheduled, ready = self._scheduled, self._ready  # type: ignore[attr-defined]
+        if self._timer_cancelled_count > max(MIN_CANCELLED, len(scheduled) // 2):
+            live = [entry for entry in scheduled if not entry[2]._cancelled]
+            heapq.heapify(live)
+            scheduled[:] = live
+            self._timer_cancelled_count = 0
+        while scheduled and scheduled[0][2]._cancelled:
+            heapq.heappop(scheduled)
+            self._timer_cancelled_count -= 1
+        if not ready:
+            if scheduled:
+                self.jump()
+            elif not self._stopping:  # type: ignore[attr-defined]
+                waiting = self.describe_tasks()
+                raise Deadlock(f"nothing can happen any more; waiting: {waiting}")
+        end = self._now + RESOLUTION_S
+        while scheduled and scheduled[0][0] < end:
+            timer = heapq.heappop(scheduled)[2]
+            if timer._cancelled:
+                self._timer_cancelled_count -= 1
+            else:
+                timer._scheduled = False
+                ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     def describe_tasks(self) -> str:
         """The tasks that are not done, and the line at which each waits."""

@@ -103,6 +103,10 @@ class SimulatedNetwork:
         self._down_free_at[target] = max(down_begin + down_s, self._down_free_at.get(target, 0.0))
         return down_end - now
 
+    def upload_s(self, source: str, num_bytes: int) -> float:
+        """Seconds that so many bytes keep the uplink of `source` busy."""
+        return num_bytes / self.links[source].up_bytes_per_s
+
     def digest(self) -> str:
         """Of every message so far: who, to whom, how long, when."""
         return self._hash.hexdigest()

@@ -5,13 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.sync_modes import ZERO
+from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.simulation.churn import ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
 from swarmnet.swarm.gossip import GossipSettings
 from swarmnet.swarm.settings import Limits
+
+
+SERVICE_S = 4.0
+MICROBATCHES_PER_REPLICA = 200
+STAGE_BYTES = 50_000_000
+STAGE_SHARDS = 64
+ACTIVATION_BYTES = 1 << 20
+CHECK_S = 10.0
+"""Of `large_swarm`."""
 
 
 @dataclass(frozen=True)
@@ -160,27 +169,43 @@ def small_swarm(seed: int) -> Scenario:
 
 
 def large_swarm(
-    peers: int, stages: int, until_s: float, churn: ChurnRates, seed: int = 0
+    peers: int,
+    stages: int,
+    until_s: float,
+    churn: ChurnRates,
+    seed: int = 0,
+    *,
+    service_s: float = SERVICE_S,
+    microbatches_per_replica: int = MICROBATCHES_PER_REPLICA,
 ) -> Scenario:
     """A swarm of volunteers at home: heterogeneous machines on home links, peers that come and go.
 
-    A microbatch takes a machine of middle speed a second in its stage; rounds are long enough
-    (about a minute) that averaging does not decide the throughput."""
+    A stage of 50 million parameters, exchanged in 8 bits; a microbatch is a sequence of 1,024
+    tokens of width 1,024, which travels in 8 bits too, and takes a machine of middle speed
+    `service_s` in its stage (4 s: about 0.1 TFLOP/s that reach the model). A round has so many
+    microbatches for each replica of a stage; its exchange runs beside the next one."""
     return Scenario(
         seed=seed,
         peers=peers,
         stages=stages,
         until_s=until_s,
-        global_batch=max(64, 4 * 40 * peers // stages),
-        sizes=Sizes(num_shards=4, shard_parameters=100_000, activation_numbers=16_384),
-        service_s=1.0,
+        global_batch=max(8, microbatches_per_replica * peers // stages),
+        samples_per_microbatch=1,
+        sizes=Sizes(
+            num_shards=STAGE_SHARDS,
+            shard_parameters=STAGE_BYTES // 4 // STAGE_SHARDS,
+            activation_numbers=ACTIVATION_BYTES // 4,
+            tokens_per_microbatch=1024,
+        ),
+        sync_mode=DELAYED,
+        service_s=service_s,
         speed_ratio=10.0,
         home_links=True,
         churn=churn,
         max_peers=2 * peers,
         start_s=min(30.0, until_s / 10),
-        check_s=1.0,
-        warmup_s=min(600.0, until_s / 4),
-        bounds=Bounds(converge_s=300.0, progress_s=900.0),
+        check_s=min(CHECK_S, max(1.0, until_s / 100)),
+        warmup_s=min(1800.0, until_s / 4),
+        bounds=Bounds(converge_s=1800.0, progress_s=3600.0),
         keep_log=False,
     )

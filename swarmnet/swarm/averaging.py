@@ -35,6 +35,7 @@ from swarmnet.errors import (
     UserError,
 )
 from swarmnet.protocol import progress
+from swarmnet.protocol.pacing import Pacer
 from swarmnet.protocol.placement import Placement, weights_from
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
 from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
@@ -61,9 +62,15 @@ log = logging.getLogger("swarmnet.averaging")
 MAX_REDIRECTS = 64
 RETRY_S = 0.05
 LOOK_AGAIN_S = 0.5
+LOOK_LESS, MAX_LOOK_S = 1.3, 5.0
+"""A call that takes longer is looked at less often: by this factor, up to so many seconds."""
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
 EXCHANGE_SMOOTHING = 0.3
+UPLOAD_SLACK = 3.0
+"""Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
+BESIDE_PART = 0.8
+"""Of the length of a round: how long an exchange beside one may wait for contributions."""
 PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
 PROBE_CALL_S = 1.0
@@ -113,10 +120,16 @@ class ShardUpdate:
     """The aggregate is being made; what comes now is too late."""
     parameters: Array | None = None
     """The result: the shard of round + 1."""
+    awaited: int = 0
+    """Contributions that there must be before it is worth looking whether all are there."""
     own: bool = False
     """The own replica has closed the round and contributed."""
     num_tokens: int = 0
     """Behind the aggregate."""
+    news: News = field(default_factory=News)
+    """Wakes the aggregation: another contribution."""
+    done: News = field(default_factory=News)
+    """Wakes the contributors that wait for the result: it is there, or there will be none."""
 
 
 @dataclass
@@ -146,6 +159,7 @@ class Averaging:
         """By shard that this replica follows as backup, who made its last step."""
         self._placements: dict[Any, Placement] = {}
         self._exchange_s = 0.0
+        self._pacer = Pacer()
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.last_exchange_s = 0.0
         self.flushed = False
@@ -159,7 +173,7 @@ class Averaging:
             self.settings.num_stages,
             self.replica.num_shards,
             self.roots,
-            self.limits.norm_wait_s,
+            lambda: max(self.limits.norm_wait_s, self._beside_s()),
         )
         contributions = ContributionNorms(
             self.transport,
@@ -413,6 +427,7 @@ class Averaging:
     ) -> tuple[Array, bool]:
         request = ReduceRequest(r, self.replica.index, j, num_tokens)
         message = Message(request, () if gradient is None else (gradient,))
+        await self._turn(message.arrays)
         reply = await self.call_while_live(peer_id, "reduce", message)
         body = convert(reply.body, ReduceReply)
         if len(reply.arrays) != 1:
@@ -421,17 +436,29 @@ class Averaging:
             self._tokens[(r, j)] = body.num_tokens
         return reply.arrays[0], body.counted
 
+    async def _turn(self, arrays: Sequence[Array]) -> None:
+        """Beside a round, waits until the uplink has room beside the microbatches."""
+        num_bytes = sum(a.num_bytes for a in arrays)
+        if not num_bytes or not self.plan.is_delayed(self.current):
+            return
+        now = asyncio.get_running_loop().time()
+        wait_s = self._pacer.wait_s(num_bytes, self.gossip.own.upload_bytes_per_s, now)
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
     async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
         """A long call that is given up as soon as the callee is not taken for live any more: a
         silent peer would hold it up to its deadline. Raises as `Transport.call`."""
         loop = asyncio.get_running_loop()
         call = loop.create_task(
-            self.transport.call(peer_id, method, message, timeout_s=2 * self.limits.reduce_wait_s)
+            self.transport.call(peer_id, method, message, timeout_s=2 * self._longest_wait_s())
         )
         probe_at = loop.time() + PROBE_CALL_S
+        look_s = LOOK_AGAIN_S
         try:
             while not call.done():
-                await asyncio.wait((call,), timeout=LOOK_AGAIN_S)
+                await asyncio.wait((call,), timeout=look_s)
+                look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
                 if not call.done() and loop.time() >= probe_at:
                     probe_at = loop.time() + PROBE_CALL_S
                     self.gossip.probe(peer_id)
@@ -452,7 +479,7 @@ class Averaging:
         update.own = True
         if gradient is not None and not update.closed:
             update.contributions[self.gossip.own.peer_id] = Contribution(num_tokens, gradient)
-        self.news.tell()
+        update.news.tell()
         return await self._result(update), True
 
     # ---- a primary's part -------------------------------------------------------------------
@@ -464,6 +491,9 @@ class Averaging:
         self._check_member(request.remote)
         gradient = self._gradient_of(push, request.message.arrays)
         r = self.current
+        if push.round == r == self.replica.round and not self.plan.is_delayed(r):
+            if self.replica.heard_over(r):  # who pushes has closed the round
+                self.gossip.news.tell()
         if push.round < r and push.round == self.plan.last_exchange(push.shard, r):
             # a straggler: the parameters of this round are what it lacks
             return self._answer(push, r, await self._copy(push.shard))
@@ -484,9 +514,11 @@ class Averaging:
             update.contributions[request.remote] = Contribution(push.num_tokens, gradient)
         elif counted:
             update.contributions.setdefault(request.remote, Contribution(0, None))
-        self.news.tell()
+        if len(update.contributions) >= update.awaited:
+            update.news.tell()
         parameters = await self._result(update)
         counted = counted or not push.num_tokens
+        await self._turn((parameters,))
         reply = ReduceReply(push.round + 1, counted, update.num_tokens)
         return Message(reply, (parameters,))
 
@@ -534,7 +566,7 @@ class Averaging:
             if self._updates.get((update.round, update.shard)) is not update:
                 raise NotReady("the update was given up here")
             self._redirect_unless_mine(update)
-            await self.news.wait(LOOK_AGAIN_S)
+            await update.done.wait(MAX_LOOK_S)
         return update.parameters
 
     def _redirect_unless_mine(self, update: ShardUpdate) -> None:
@@ -578,6 +610,7 @@ class Averaging:
         finally:
             if update.parameters is None:
                 self._updates.pop((r, j), None)
+            update.done.tell()
             self.news.tell()
 
     async def _sum(self, update: ShardUpdate) -> tuple[Array | None, float, int]:
@@ -605,18 +638,20 @@ class Averaging:
         another's."""
         loop = asyncio.get_running_loop()
         limits = self.limits
-        wait_s = WAIT_FACTOR * self._exchange_s + limits.reduce_wait_min_s
+        wait_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s()) + limits.reduce_wait_min_s
+        longest_s = self._longest_wait_s()
         end: float | None = None
         probe_at: float | None = None
         while True:
             if self.primary(update.round, update.shard) != self.gossip.own.peer_id:
                 return
             if update.own and end is None:
-                end = loop.time() + min(wait_s, limits.reduce_wait_s)
+                end = loop.time() + min(wait_s, longest_s)
                 probe_at = loop.time() + PROBE_AFTER * (end - loop.time())
             missing = self._missing(update)
             if update.own and not missing:
                 return
+            update.awaited = len(update.contributions) + len(missing)
             if end is not None and loop.time() >= end:
                 log.info(
                     "round %d shard %d: went on without %s",
@@ -630,7 +665,23 @@ class Averaging:
                 for peer_id in missing:
                     self.gossip.probe(peer_id)
             left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - loop.time())
-            await self.news.wait(max(0.001, left))
+            await update.news.wait(max(0.001, left))
+
+    def _upload_s(self) -> float:
+        """What sending a gradient may take the slowest replica whose bandwidth is known, as it
+        sends results too: some slack on twice the stage's bytes."""
+        now = asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
+        stage_bytes = 4 * sum(self.replica.stage.shard_sizes)
+        return UPLOAD_SLACK * stage_bytes / min(rates) if rates else 0.0
+
+    def _longest_wait_s(self) -> float:
+        return max(self.limits.reduce_wait_s, self._beside_s())
+
+    def _beside_s(self) -> float:
+        """An exchange that runs beside a round holds nobody up as long as it ends with it."""
+        return BESIDE_PART * self.replica.open_s if self.plan.is_delayed(self.current) else 0.0
 
     def _missing(self, update: ShardUpdate) -> list[str]:
         """Live replicas that may have a gradient of this round and have not pushed it yet."""
@@ -708,6 +759,7 @@ class Averaging:
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
+            await self._turn((total,))
             await self.call_while_live(peer_id, "mirror", Message(request, (total,)))
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
@@ -787,6 +839,9 @@ class Averaging:
     async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore) -> None:
         """The optimizer state of one shard from a peer that holds it; tried again next round."""
         async with at_once:
+            if self._is_first(r):
+                await self._create(j)
+                return
             for holder in self._holders(r, j):
                 if self.plan.last_exchange(j, self.current) > self.plan.last_exchange(j, r):
                     return
@@ -805,6 +860,28 @@ class Averaging:
                     return
                 except SwarmnetError as e:
                     log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
+
+    def _is_first(self, r: int) -> bool:
+        """No step of the run has been made yet, and none is about to be: the optimizer state of
+        every shard is the initial one, so that nobody needs to fetch it."""
+        if r or self.replica.round:
+            return False
+        now = asyncio.get_running_loop().time()
+        return not progress.is_launched(self.gossip.view, 0, now, self.settings.global_batch)
+
+    async def _create(self, j: int) -> None:
+        def work() -> None:
+            if j not in self._applied and self._is_first(self.current):
+                self.replica.optimizer.create(j)
+                self._applied[j] = self.current - 1
+
+        await self.replica.worker.run(work)
+
+    @property
+    def owns_from_now(self) -> bool:
+        """A replica that becomes active now counts as a possible owner in this very round: in the
+        first one, otherwise whoever began a stage would have to update it alone."""
+        return self._is_first(self.current)
 
     async def _load(self, j: int, body: FetchReply, arrays: tuple[Array, ...]) -> None:
         optimizer = self.replica.optimizer

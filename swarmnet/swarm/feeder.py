@@ -92,6 +92,7 @@ class Feeder:
         self._heard_at = 0.0
         self._heard = 0
         self._launched_at = 0.0
+        self._round_began_at = 0.0
         self._evaluated = -1
         self._evaluating = False
         self._refused = 0
@@ -109,6 +110,7 @@ class Feeder:
     async def _feed_round(self, replica: Replica) -> None:
         """Feeds the present round of the replica until that round is over."""
         r = replica.round
+        self._round_began_at = asyncio.get_running_loop().time()
         mine = self._rounds.setdefault(r, RoundOfFeeder(r))
         for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
             del self._rounds[old]
@@ -145,7 +147,7 @@ class Feeder:
             mine.in_flight += 1
             self._launched_at = asyncio.get_running_loop().time()
             launched = count.launched + self.settings.samples_per_microbatch
-            self.gossip.update_count(replace(count, launched=launched, sealed=False), urgent=True)
+            self.gossip.update_count(replace(count, launched=launched, sealed=False))
             flights.start(self._fly(replica, mine, n))
 
     def _window(self) -> int:
@@ -160,25 +162,33 @@ class Feeder:
 
     def _may_launch(self, round_index: int) -> bool:
         now = asyncio.get_running_loop().time()
-        view = self.gossip.view
-        feeders = assignment.feeders(view, now)
-        own = self.gossip.own
-        state = progress.round_progress(view, round_index, now, self.settings.global_batch)
-        launched_by_others = state.launched - own.count(round_index).launched
+        view, batch = self.gossip.view, self.settings.global_batch
+        own, feeders = self.gossip.own, assignment.feeders(self.gossip.view, now)
+        own_launched = own.count(round_index).launched
+        launched_by_others = view.launched_at_most(round_index) - own_launched
         if launched_by_others != self._heard:
             self._heard, self._heard_at = launched_by_others, now
-        if own.peer_id not in feeders:
+        if own.peer_id not in feeders or progress.is_launched(view, round_index, now, batch):
             return False
+        quota = progress.quota(
+            feeders.index(own.peer_id), len(feeders), batch, self.settings.samples_per_microbatch
+        )
+        if own_launched < quota:
+            return True
+        launched = progress.round_progress(view, round_index, now, batch).launched
+        if len(feeders) > progress.FEW_FEEDERS:
+            return progress.may_help(
+                own_launched=own_launched,
+                launched=launched,
+                global_batch=batch,
+                age_s=now - self._round_began_at,
+                spread_s=self.gossip.spread_s,
+            )
         return progress.may_launch(
-            own_launched=own.count(round_index).launched,
-            quota=progress.quota(
-                feeders.index(own.peer_id),
-                len(feeders),
-                self.settings.global_batch,
-                self.settings.samples_per_microbatch,
-            ),
-            launched=state.launched,
-            global_batch=self.settings.global_batch,
+            own_launched=own_launched,
+            quota=quota,
+            launched=launched,
+            global_batch=batch,
             quiet_s=now - max(self._heard_at, self._launched_at),
             patience_s=self.limits.patience_s,
         )
@@ -189,11 +199,9 @@ class Feeder:
             return
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)
-        state = progress.round_progress(
-            self.gossip.view, mine.round, now, self.settings.global_batch
-        )
+        view, batch = self.gossip.view, self.settings.global_batch
         idle = mine.in_flight == 0 and not self._evaluating
-        sealed = idle and (not feeds or state.launched >= self.settings.global_batch)
+        sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, batch))
         if sealed != count.sealed:
             self.gossip.update_count(replace(count, sealed=sealed), urgent=True)
 
@@ -295,8 +303,7 @@ class Feeder:
                 sealed=count.sealed,
                 tokens=count.tokens + reply.num_tokens,
                 loss_sum=count.loss_sum + reply.loss_sum,
-            ),
-            urgent=True,
+            )
         )
         commit = Commit(mine.round, (the_id,))
         if reply.path[0] == self.gossip.own.peer_id:

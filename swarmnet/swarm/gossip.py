@@ -4,8 +4,8 @@ Every `interval_s` a peer swaps stamps with a random other one and each sends wh
 lacks (anti-entropy). News that cannot wait is pushed at once to the peers that it has channels
 with, at most `PUSH_FANOUT` of them. A view therefore converges whatever is lost.
 
-Liveness. A record is a heartbeat: its version grows at least every `heartbeat_s`, which is longer
-in a large swarm, so that control traffic per peer stays bounded. A channel that closes is looked
+Liveness. A record is a heartbeat: its version grows at least every `heartbeat_s`. In a large swarm
+heartbeats and exchanges are rarer, so that control traffic per peer stays bounded. A channel that closes is looked
 into at once: who cannot be reached again is suspected, the suspicion is gossiped, and the suspected
 peer, if it lives, refutes it with a newer record (SWIM, Das et al. 2002)."""
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,11 @@ from swarmnet.errors import (
     SwarmnetError,
     WrongRun,
 )
+from swarmnet.protocol.assignment import feeders
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
 from swarmnet.protocol.seats import machine_of
-from swarmnet.protocol.view import MAX_STAMP_LEAD, View
+from swarmnet.protocol.view import MAX_STAMP_LEAD, NO_STAMP, View
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.swarm.news import News
 from swarmnet.transport.base import Request, Transport
@@ -40,6 +42,10 @@ from swarmnet.wire import Message, convert, pack, unpack
 log = logging.getLogger("swarmnet.gossip")
 
 PUSH_FANOUT = 16
+SUSPICION_FANOUT = 4
+"""Likewise of suspicions, in a large swarm: all that had a channel to the dead notice it."""
+SILENCE_STEP = 0.05
+"""By what part the time after which a peer counts as silent must change to be changed."""
 PROBE_TIMEOUT_S = 2.0
 FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
@@ -67,11 +73,16 @@ class Signer(Protocol):
 @dataclass(frozen=True, slots=True)
 class GossipSettings:
     interval_s: float = 0.4
+    interval_per_peer_s: float = 0.02
+    """An exchange every `interval_s`, or every so many seconds times the number of live peers,
+    whichever is longer: stamps of all peers travel with it."""
     heartbeat_s: float = 1.0
-    heartbeat_per_peer_s: float = 0.02
+    heartbeat_per_peer_s: float = 0.1
     """The heartbeat is the longer of `heartbeat_s` and this times the number of live peers."""
-    silent_heartbeats: float = 8.0
-    """A peer whose record has not changed for so many heartbeats is taken for dead."""
+    silence_s: float = 8.0
+    """A peer whose record has not changed for so long is taken for dead..."""
+    silent_heartbeats: float = 4.0
+    """...or for so many heartbeats, whichever is longer."""
     push_delay_s: float = 0.01
     """Changes within this time travel as one."""
 
@@ -128,6 +139,8 @@ class Gossip:
         self._push_timer: asyncio.TimerHandle | None = None
         self._dirty = False
         self._published_at = 0.0
+        self._published = NO_STAMP
+        self._interval_s, self._heartbeat_s = self.settings.interval_s, self.settings.heartbeat_s
         self._probing: dict[str, asyncio.Task[Any]] = {}
         self._listeners: list[Callable[[Record], None]] = []
         self._suspected: list[Callable[[str], None]] = []
@@ -146,9 +159,22 @@ class Gossip:
         self._changed(urgent)
 
     def update_count(self, count: RoundCount, *, urgent: bool = False) -> None:
-        """Replaces this feeder's counters of one round."""
+        """Replaces this feeder's counters of one round. In a small swarm that is always urgent: one
+        push reaches everybody, and nobody launches what others have launched already."""
         self.own = self.own.with_count(count)
-        self._changed(urgent)
+        self._changed(urgent or self.is_small)
+
+    @property
+    def is_small(self) -> bool:
+        """A push reaches everybody."""
+        return len(self.view) <= PUSH_FANOUT
+
+    @property
+    def spread_s(self) -> float:
+        """About how long it takes until news that is not urgent is known everywhere."""
+        if self.is_small:
+            return 0.0
+        return self._interval_s * math.log2(len(self.view)) + self._publish_every_s()
 
     def add_total(self, name: str, amount: int = 1) -> None:
         """Adds to one of the own record's totals."""
@@ -192,7 +218,20 @@ class Gossip:
             self._envelopes[self.own.peer_id] = SignedRecord(payload, self.signer.sign(payload))
             self._dirty = False
             self._published_at = asyncio.get_running_loop().time()
+            self._published = self.own.stamp
         return self._envelopes[self.own.peer_id]
+
+    def _publish_every_s(self) -> float:
+        """Changes that are not urgent are collected for so long."""
+        return 0.0 if self.is_small else self._heartbeat_s / 4
+
+    def _seal_if_due(self) -> None:
+        if self._published == NO_STAMP:
+            self._seal_own()
+        elif self._dirty:
+            now = asyncio.get_running_loop().time()
+            if now - self._published_at >= self._publish_every_s():
+                self._seal_own()
 
     def envelope(self) -> SignedRecord:
         """The own record, signed."""
@@ -204,14 +243,23 @@ class Gossip:
         if self.quiet:
             return
         message = Message(Records(records=(self._seal_own(),)))
-        for peer_id in self._push_targets():
+        for peer_id in self._push_targets(PUSH_FANOUT):
             self.transport.notify(peer_id, "records", message)
 
-    def _push_targets(self) -> list[str]:
+    def _push_targets(self, fanout: int) -> list[str]:
+        """Everybody, or, where these are more than `PUSH_FANOUT`, `fanout` of them: half of these
+        are the first of the feeders, so that somebody has all the urgent news and sees at once that
+        a round is over; the others are drawn."""
         now = asyncio.get_running_loop().time()
-        live = [r.peer_id for r in self.view.live(now) if r.peer_id != self.own.peer_id]
-        known = sorted({*live, *self.transport.connected()} - {self.own.peer_id})
-        return known if len(known) <= PUSH_FANOUT else self.rng.sample(known, PUSH_FANOUT)
+        own = self.own.peer_id
+        live = [r.peer_id for r in self.view.live(now) if r.peer_id != own]
+        if len(live) <= PUSH_FANOUT:
+            live = sorted({*live, *self.transport.connected()} - {own})
+        if len(live) <= PUSH_FANOUT:
+            return live
+        first = [p for p in feeders(self.view, now)[: fanout // 2 + 1] if p != own][: fanout // 2]
+        drawn = self.rng.sample(live, fanout)
+        return [*first, *(p for p in drawn if p not in first)][:fanout]
 
     async def publish_now(self) -> None:
         """Pushes the own record without delay."""
@@ -225,7 +273,7 @@ class Gossip:
         """Gossips until cancelled."""
         try:
             while True:
-                await asyncio.sleep(self.settings.interval_s * self.rng.uniform(0.7, 1.3))
+                await asyncio.sleep(self._interval_s * self.rng.uniform(0.7, 1.3))
                 self._tend()
                 peer_id = self._partner()
                 if peer_id is not None:
@@ -238,31 +286,39 @@ class Gossip:
     def _tend(self) -> None:
         """Heartbeat, and forgetting."""
         now = asyncio.get_running_loop().time()
-        live = len(self.view.live(now))
-        heartbeat_s = max(self.settings.heartbeat_s, self.settings.heartbeat_per_peer_s * live)
-        self.view.silence_s = heartbeat_s * self.settings.silent_heartbeats
-        if now - self._published_at >= heartbeat_s:
+        self._pace(len(self.view.live(now)))
+        if now - self._published_at >= self._heartbeat_s:
             self._dirty = True
-        if not self.quiet and self._dirty:
-            self._seal_own()
+        if not self.quiet:
+            self._seal_if_due()
         for peer_id in self.view.forget_old(now, FORGET_AFTER_S):
             self._envelopes.pop(peer_id, None)
         self.news.tell()
 
+    def _pace(self, num_live: int) -> None:
+        """How often to speak, in a swarm of this size: so that what a peer sends and hears in a
+        second does not grow with the swarm."""
+        settings = self.settings
+        self._interval_s = max(settings.interval_s, settings.interval_per_peer_s * num_live)
+        self._heartbeat_s = max(settings.heartbeat_s, settings.heartbeat_per_peer_s * num_live)
+        silence_s = max(settings.silence_s, settings.silent_heartbeats * self._heartbeat_s)
+        if abs(silence_s - self.view.silence_s) > SILENCE_STEP * silence_s:
+            self.view.silence_s = silence_s
+
     def _partner(self) -> str | None:
         now = asyncio.get_running_loop().time()
-        known = [r.peer_id for r in self.view.records() if r.state != LEFT]
-        live = [p for p in known if self.view.is_live(p, now) and p != self.own.peer_id]
-        others = [p for p in known if p != self.own.peer_id]
+        own = self.own.peer_id
+        live = [r.peer_id for r in self.view.live(now) if r.peer_id != own]
         # Now and then a peer taken for dead: the only way to learn that a partition has healed.
-        pool = others if not live or self.rng.random() < 0.05 else live
-        pool = pool or [p for p in self.transport.connected() if p != self.own.peer_id]
+        if not live or self.rng.random() < 0.05:
+            live = [r.peer_id for r in self.view.records() if r.state != LEFT and r.peer_id != own]
+        pool = live or [p for p in self.transport.connected() if p != self.own.peer_id]
         return self.rng.choice(pool) if pool else None
 
     async def exchange(self, peer_id: str, timeout_s: float = 10.0) -> bool:
         """Swaps what is new with one peer; False where it cannot be reached."""
         if not self.quiet:
-            self._seal_own()
+            self._seal_if_due()
         request = GossipRequest(stamps=self._stamps(), suspicions=self._suspicions())
         try:
             reply = await self.transport.call(
@@ -284,8 +340,10 @@ class Gossip:
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
         stamps = self.view.stamps()
-        if self.quiet:
+        if self.quiet or self._published == NO_STAMP:
             stamps.pop(self.own.peer_id, None)
+        else:  # the view is ahead of what has been said
+            stamps[self.own.peer_id] = self._published
         if len(stamps) > MAX_RECORDS:  # as many as a message may have; others another time
             stamps = {p: stamps[p] for p in self.rng.sample(sorted(stamps), MAX_RECORDS)}
         return stamps
@@ -337,11 +395,13 @@ class Gossip:
         self.check_stranger(request)
         theirs = convert(request.message.body, GossipRequest)
         if not self.quiet:
-            self._seal_own()
+            self._seal_if_due()
+        own = self.own.peer_id
+        own_is_known = theirs.stamps.get(own, NO_STAMP) >= self._published
         records = tuple(
             self._envelopes[r.peer_id]
             for r in self.view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]
-            if r.peer_id in self._envelopes
+            if r.peer_id in self._envelopes and not (own_is_known and r.peer_id == own)
         )
         wanted = tuple(self.view.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
         if self.is_admitted(request.remote):
@@ -470,5 +530,5 @@ class Gossip:
         log.debug("%s does not answer", peer_id[-8:])
         self.news.tell()
         message = Message(Records(suspicions=(Suspicion(peer_id, *stamp),)))
-        for target in self._push_targets():
+        for target in self._push_targets(SUSPICION_FANOUT):
             self.transport.notify(target, "records", message)

@@ -7,31 +7,37 @@ from collections.abc import Callable
 
 
 class News:
-    """A counter that can be waited on. `tell` wakes every waiter."""
+    """A bell that can be waited on. `tell` wakes every waiter."""
 
     def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: dict[asyncio.Future[bool], None] = {}
 
     def tell(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        if not self._waiters:
+            return
+        waiters, self._waiters = self._waiters, {}
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(True)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """True when told, False when `timeout_s` passed first."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiters[waiter] = None
+        timer = None
+        if timeout_s is not None:
+            timer = loop.call_later(max(0.0, timeout_s), self._expire, waiter)
         try:
-            if timeout_s is None:
-                await waiter
-                return True
-            done, _ = await asyncio.wait((waiter,), timeout=max(0.0, timeout_s))
-            return bool(done)
+            return await waiter
         finally:
-            waiter.cancel()
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            if timer is not None:
+                timer.cancel()
+            self._waiters.pop(waiter, None)
+
+    def _expire(self, waiter: asyncio.Future[bool]) -> None:
+        if not waiter.done():
+            waiter.set_result(False)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until `condition()` holds, looked at after every `tell`; False at the timeout."""

@@ -59,7 +59,8 @@ class Norms:
     num_shards: int
     roots: Callable[[int], list[str]]
     """Live peers of a stage in the order in which they would be its root."""
-    wait_s: float
+    wait_s: Callable[[], float]
+    """Longest wait for the sums of all stages, now."""
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundNorms] = {}
@@ -94,7 +95,7 @@ class Norms:
         shards = tuple(sorted(sums))
         request = NormRequest(round_index, self.stage_index, shards, tuple(sums[j] for j in shards))
         loop = asyncio.get_running_loop()
-        end = loop.time() + self.wait_s
+        end = loop.time() + self.wait_s()
         while (left := end - loop.time()) > 0:
             for peer_id in self.roots(self.stage_index)[:2]:
                 try:
@@ -162,7 +163,7 @@ class Norms:
     async def _ask(self, round_index: int, norms: RoundNorms, stage: int) -> None:
         request = StageNormRequest(round_index, self.stage_index, norms.stages[self.stage_index])
         loop = asyncio.get_running_loop()
-        end = loop.time() + self.wait_s
+        end = loop.time() + self.wait_s()
         while stage not in norms.stages and loop.time() < end:
             for peer_id in self.roots(stage)[:2]:
                 try:

@@ -536,7 +536,9 @@ class Peer:
         if not joined and history != own.history:
             self.on_history(own.history, history)
         holds_any = len(averaging.holds().strip(b"\0")) > 0
-        fresh = joined and (holds_any or self.recovery.restored is not None)
+        fresh = joined and (
+            holds_any or averaging.owns_from_now or self.recovery.restored is not None
+        )
         self.gossip.update(
             state=ACTIVE if own.state == JOINING else own.state,
             stage=replica.index,
@@ -559,7 +561,7 @@ class Peer:
         averaging.lost.opened(replica.round)
         self.recovery.forget_loaded()
         if averaging.current == replica.round:  # else after the exchange that runs beside it
-            self._tasks.start(averaging.follow_owners())
+            self._tasks.start(self._own_shards(replica, averaging))
         if self.checkpointing is not None:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
@@ -637,6 +639,13 @@ class Peer:
         if all(reasons) or (wanted is not None and reasons[wanted]):
             raise UserError(reasons[wanted or 0])
         return [k for k in stages if not reasons[k]]
+
+    async def _own_shards(self, replica: Replica, averaging: Averaging) -> None:
+        """Sees to the shards that this replica owns; of those of the first round it says so."""
+        r = replica.round
+        await averaging.follow_owners()
+        if r == 0 and replica.is_open(r) and self.gossip.own.holds != averaging.holds():
+            self.gossip.update(holds=averaging.holds())
 
     # ---- leaving ----------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class Replica:
     """Committed in the round before, see `protocol.records.Record.samples`."""
     open_s: float = 0.0
     """How long the last round was open here."""
+    over: int = -1
+    """The newest round that, by what others ask of this replica, is over for them."""
     service_s: float = 0.0
     """Moving average of the device seconds of a microbatch, forward and backward together."""
     services: Histogram = field(default_factory=Histogram)
@@ -91,6 +93,18 @@ class Replica:
             raise NotReady(f"round {round_index} has not begun here", round=self.round)
         if self.round > round_index:
             raise Stale(f"round {round_index} is over here", round=self.round)
+
+    def heard_over(self, round_index: int) -> bool:
+        """Another replica's call shows that it has closed `round_index`. True when that is news;
+        only of the round that this replica is in."""
+        if round_index != self.round or self.over >= round_index or not self.synced:
+            return False
+        self.over = round_index
+        return True
+
+    def is_over(self, round_index: int) -> bool:
+        """Others have closed the round, as far as their calls show."""
+        return self.over >= round_index
 
     def is_open(self, round_index: int) -> bool:
         return self.round == round_index and self.synced and not self.closed

@@ -113,10 +113,9 @@ class Rounds:
         """The round's samples are all home, or others have finished it already."""
         now = asyncio.get_running_loop().time()
         view = self.gossip.view
-        if progress.round_progress(view, r, now, self.settings.global_batch).drained:
+        if progress.is_drained(view, r, now, self.settings.global_batch):
             return True
-        own = self.gossip.own.peer_id
-        return any(m.round > r and m.is_replica and m.peer_id != own for m in view.live(now))
+        return view.is_past(r, now) or self.replica.is_over(r)
 
     def _check_parameters(self, r: int) -> None:
         """After a partition, replicas may be in one round with different parameters. In the other

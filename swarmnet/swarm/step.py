@@ -37,6 +37,8 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.step")
 
 SERVICE_SMOOTHING = 0.1
+FURTHER_S = 5.0
+"""How long callers are not told that a microbatch has come further on a way that they know."""
 INFER_TIMEOUT_S = 60.0
 
 
@@ -49,11 +51,30 @@ class Flight:
     """Where it went after here, as far as is known."""
     listeners: list[Callable[[Message], None]] = field(default_factory=list)
 
+    _later: asyncio.TimerHandle | None = None
+
     def moved(self, path: tuple[str, ...]) -> None:
-        """Tells every caller where the microbatch is."""
-        self.path = path
+        """Tells every caller where the microbatch is: at once where it goes another way, or begins
+        to go one; a little later where it has only come further, for by then it may have come
+        further still."""
+        before, self.path = self.path, path
+        if before and path[: len(before)] == before:
+            if self._later is None:
+                loop = asyncio.get_running_loop()
+                self._later = loop.call_later(FURTHER_S, self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.silence()
         for tell in self.listeners:
-            tell(Message(StepProgress(path)))
+            tell(Message(StepProgress(self.path)))
+
+    def silence(self) -> None:
+        """It is home: where it was is of no interest any more."""
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
 
 
 @dataclass
@@ -88,6 +109,9 @@ class StepService:
         replica = self._serving(step.stage)
         inputs, targets = _two(request.message.arrays)
         replica.stage.check(inputs, targets)
+        if step.round == replica.round + 1 and self._is_replica(request.remote):
+            replica.heard_over(replica.round)
+            self.gossip.news.tell()
         await replica.enter(step.round, self.limits.enter_wait_s)
         key = (step.round, step.microbatch_id)
         flight = self._flights.get(key)
@@ -115,6 +139,12 @@ class StepService:
             raise
         finally:
             flight.listeners.remove(request.progress)
+            if not flight.listeners or flight.task.done():
+                flight.silence()
+
+    def _is_replica(self, peer_id: str) -> bool:
+        record = self.gossip.view.get(peer_id)
+        return record is not None and record.is_replica
 
     def _serving(self, stage_index: int) -> Replica:
         if self.replica is None or self.replica.index != stage_index:
@@ -287,6 +317,7 @@ class StepService:
         """Ends the flights of a round and of those before it."""
         for key in [k for k in self._flights if k[0] <= round_index]:
             flight = self._flights.pop(key)
+            flight.silence()
             flight.task.cancel()
 
     # ---- infer ------------------------------------------------------------------------------

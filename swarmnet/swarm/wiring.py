@@ -20,7 +20,7 @@ from swarmnet.errors import (
     SwarmnetError,
     TransportError,
 )
-from swarmnet.protocol.routing import Router
+from swarmnet.protocol.routing import FIRST_DEADLINE_S, Router
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
 from swarmnet.swarm.settings import Limits
@@ -34,7 +34,9 @@ LOOK_AGAIN_S = 0.25
 DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices
 first."""
-LONGEST_CALL_S = 600.0
+FIRST_DEADLINE_A_STAGE_S = 15.0
+"""For each stage that a call goes through whose duration nobody has measured yet."""
+LONGEST_CALL_S = 1200.0
 MAX_REFUSALS = 3
 """After so many replicas, or all that there are, have found the same arrays wrong, the fault is
 theirs."""
@@ -75,7 +77,11 @@ class Wiring:
         """The router to a stage, told of the replicas that are alive now."""
         if stage_index not in self._routers:
             self._routers[stage_index] = Router(
-                random.Random(self.rng.random()), samples_per_call=self.samples_per_call
+                random.Random(self.rng.random()),
+                samples_per_call=self.samples_per_call,
+                first_deadline_s=max(
+                    FIRST_DEADLINE_S, FIRST_DEADLINE_A_STAGE_S * (self.num_stages - stage_index)
+                ),
             )
         router = self._routers[stage_index]
         now = asyncio.get_running_loop().time()
@@ -175,9 +181,12 @@ class Wiring:
             await self.gossip.news.wait(max(0.005, min(wait_s, give_up - now)))
 
     def _behind(self, request: StepRequest, now: float) -> list[str]:
-        """Replicas that have not opened the round yet, as long as some other has."""
+        """Replicas that have not opened the round yet, as long as some other has. In a large swarm,
+        where it takes a while until that is known of all, those one round behind are asked: the
+        call itself tells them that the round before is over."""
+        slack = 0 if self.gossip.is_small else 1
         replicas = self.gossip.view.replicas(request.stage, now)
-        behind = [r.peer_id for r in replicas if r.round < request.round]
+        behind = [r.peer_id for r in replicas if r.round < request.round - slack]
         return behind if len(behind) < len(replicas) else []
 
     async def _attempt(

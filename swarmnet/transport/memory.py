@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from swarmnet.errors import (
     AddressError,
@@ -37,6 +37,8 @@ OVERHEAD_BYTES = 40
 LOCAL_DELAY_S = 0.0005
 MANY_ENTRIES = 32
 """A mapping with more is measured by its first entry."""
+METERED_BYTES = 64 << 10
+"""Messages longer than this say how fast an uplink is."""
 UNREACHABLE_AFTER_S = 5.0
 """How long it takes to find out that nobody answers behind a partition."""
 
@@ -46,6 +48,14 @@ class Network(Protocol):
 
     def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
         """Seconds until a message that is sent now arrives; None where it never does."""
+
+
+@runtime_checkable
+class MeteredNetwork(Network, Protocol):
+    """One whose uplinks have a bandwidth."""
+
+    def upload_s(self, source: str, num_bytes: int) -> float:
+        """Seconds that so many bytes keep the uplink of `source` busy."""
 
 
 class EvenNetwork:
@@ -106,6 +116,12 @@ class MemoryHub:
         return frozenset((a, b)) in self._parted
 
     # ---- delivery ---------------------------------------------------------------------------
+
+    def meter(self, sender: MemoryTransport, num_bytes: int) -> None:
+        """Long messages tell the sender how fast its uplink is, where the network has any."""
+        if num_bytes > METERED_BYTES and isinstance(self.network, MeteredNetwork):
+            seconds = self.network.upload_s(sender.peer_id, num_bytes)
+            sender.traffic.upload.total.add(num_bytes, seconds)
 
     def when_awake(self, peer_id: str, work: Callable[[], None]) -> None:
         """Does what happens at a peer: now, or when it is thawed."""
@@ -303,6 +319,7 @@ class MemoryTransport:
         num_bytes = OVERHEAD_BYTES + sum(a.num_bytes for a in message.arrays)
         num_bytes += len(pack(message.body)) if self._hub.copy else estimated_bytes(message.body)
         self.traffic.add_sent(method, num_bytes)
+        self._hub.meter(self, num_bytes)
         remote = self._hub.transports.get(target)
 
         def arrived() -> None:
@@ -425,18 +442,42 @@ def _tell(callbacks: Sequence[Callable[[str], None]], peer_id: str) -> None:
 
 def estimated_bytes(value: Any) -> int:
     """About how long a body would be in msgpack; cheap."""
-    if value is None or isinstance(value, (bool, int)):
+    kind = type(value)
+    fixed = FIXED_BYTES.get(kind)
+    if fixed is not None:
+        return fixed
+    if kind is str or kind is bytes:
+        return len(value) + 2
+    if kind is dict:
+        if len(value) > MANY_ENTRIES:  # such as stamps: all about as long
+            key = next(iter(value))
+            return 3 + len(value) * (estimated_bytes(key) + estimated_bytes(value[key]))
+        return 3 + sum(estimated_bytes(k) + estimated_bytes(v) for k, v in value.items())
+    if kind is tuple or kind is list:
+        total = 3
+        for v in value:
+            total += estimated_bytes(v)
+        return total
+    if isinstance(value, (bool, int)):
         return 3
-    if isinstance(value, float):
-        return 9
     if isinstance(value, (str, bytes)):
         return len(value) + 2
-    if isinstance(value, dict) and len(value) > MANY_ENTRIES:  # such as stamps: all about as long
-        key = next(iter(value))
-        return 3 + len(value) * (estimated_bytes(key) + estimated_bytes(value[key]))
-    if isinstance(value, dict):
-        return 3 + sum(estimated_bytes(k) + estimated_bytes(v) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return 3 + sum(estimated_bytes(v) for v in value)
-    names = getattr(type(value), "__slots__", ()) or getattr(value, "__dict__", {})
-    return 3 + sum(len(n) + 1 + estimated_bytes(getattr(value, n)) for n in names)
+    total, names = _fields(kind)
+    for name in names:
+        part = getattr(value, name)
+        kind = type(part)
+        if kind is str or kind is bytes:
+            total += len(part) + 2
+        else:
+            total += FIXED_BYTES.get(kind) or estimated_bytes(part)
+    return total
+
+
+FIXED_BYTES: dict[type, int] = {type(None): 3, bool: 3, int: 3, float: 9}
+
+
+@functools.lru_cache(maxsize=1024)
+def _fields(kind: type) -> tuple[int, tuple[str, ...]]:
+    """What the names of a class's fields take, and the names."""
+    names = tuple(getattr(kind, "__dataclass_fields__", ()) or getattr(kind, "__slots__", ()))
+    return 3 + sum(len(n) + 1 for n in names), names
