@@ -476,6 +476,27 @@ def simulate(
     links: Annotated[
         Literal["home", "fast"], typer.Option(help="What the peers are connected by.")
     ] = "home",
+    service: Annotated[
+        float,
+        typer.Option(min=0.01, help="Seconds of a microbatch in a stage, at middle speed."),
+    ] = 4.0,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="Of a round, for each replica of a stage.")
+    ] = 200,
+    sync: Annotated[
+        Literal["zero", "delayed"], typer.Option(help="Exchange between rounds, or beside them.")
+    ] = "delayed",
+    assignment: Annotated[
+        Literal["adaptive", "static", "swarm"],
+        typer.Option(help="How stages are shared out: this swarm's way, or one to compare."),
+    ] = "adaptive",
+    rebalance_every: Annotated[
+        float, typer.Option(min=1.0, help="Seconds; of the assignment swarm.")
+    ] = 300.0,
+    check_every: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds between looks at all peers; 0 for automatic."),
+    ] = 0.0,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Churn events, one JSON object a line."),
@@ -508,6 +529,12 @@ def simulate(
                 seed=seed,
                 speed_ratio=speed_ratio,
                 home_links=links == "home",
+                service_s=service,
+                microbatches=microbatches,
+                sync=sync,
+                assignment=assignment,
+                rebalance_every_s=rebalance_every,
+                check_every_s=check_every,
                 trace=trace,
                 sweep=sweep,
                 replay=replay,

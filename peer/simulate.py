@@ -10,11 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from json import dumps
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.protocol.sync_modes import DELAYED
+from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
-from swarmnet.simulation.scenario import Result, Scenario, large_swarm, small_swarm
+from swarmnet.simulation.scenario import (
+    MICROBATCHES_PER_REPLICA,
+    SERVICE_S,
+    Result,
+    Scenario,
+    large_swarm,
+    small_swarm,
+)
 from swarmnet.simulation.swarm import simulate
 
 Say = Callable[[str], None]
@@ -37,6 +47,16 @@ class SimulateOptions:
     speed_ratio: float = 10.0
     """Fastest machine over slowest."""
     home_links: bool = True
+    service_s: float = SERVICE_S
+    """Of a microbatch in a stage, at a machine of middle speed."""
+    microbatches: int = MICROBATCHES_PER_REPLICA
+    """Of a round, for each replica of a stage."""
+    sync: str = DELAYED
+    assignment: str = ADAPTIVE
+    rebalance_every_s: float = REBALANCE_EVERY_S
+    """Of the assignment `swarm`."""
+    check_every_s: float = 0.0
+    """Between two looks at all peers by the checks of invariants; 0 for automatic."""
     trace: Path | None = None
     """Churn events, one JSON object a line, in place of `churn`."""
     sweep: int = 0
@@ -93,7 +113,7 @@ def _large(options: SimulateOptions, say: Say) -> None:
         say(dumps(summary(result, took_s)))
     else:
         for name, text in lines(result, took_s):
-            say(f"{name:<34} {text}")
+            say(f"{name:<64} {text}")
     if options.plot is not None:
         draw(result, options.plot)
     if result.broken is not None:
@@ -108,9 +128,15 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         options.hours * 3600.0,
         ChurnRates.replacing(options.peers, options.churn),
         options.seed,
+        service_s=options.service_s,
+        microbatches_per_replica=options.microbatches,
     )
     return replace(
         scenario,
+        sync_mode=options.sync,
+        assignment=options.assignment,
+        rebalance_every_s=options.rebalance_every_s,
+        check_s=options.check_every_s or scenario.check_s,
         speed_ratio=options.speed_ratio,
         home_links=options.home_links,
         trace=() if options.trace is None else tuple(read_trace(options.trace)),
@@ -135,6 +161,7 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
     )
     faults = ", ".join(f"{n} {name}" for name, n in result.faults.items()) or "none"
     speed = result.virtual_s / max(took_s, 1e-9)
+    spent = sorted(result.breakdown.items(), key=lambda item: -item[1])
     return [
         ("simulated", f"{result.virtual_s:.0f} s in {took_s:.1f} s ({speed:.0f} times real time)"),
         ("throughput", f"{result.samples_per_s:.1f} samples/s"),
@@ -153,14 +180,18 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
         ("recovery after a crash", recovered),
         ("control traffic", f"{result.control_bytes_per_peer_s:.0f} bytes/s a peer"),
         ("all traffic", f"{result.bytes_per_peer_s:.0f} bytes/s a peer"),
+        *((f"machines: {name}", f"{100 * part:.1f} %") for name, part in spent if part),
         ("event log", result.log_hash),
     ]
 
 
 def draw(result: Result, path: Path) -> None:
-    """Throughput against the bounds, peers and recovery times, as a picture."""
+    """Throughput against the bounds, peers, recovery times and what the machines did, as a
+    picture; PNG or SVG, by the name's end."""
     pyplot = _import_pyplot()
-    figure, (above, middle, below) = pyplot.subplots(3, 1, figsize=(9, 9), layout="constrained")
+    figure, ((above, right), (middle, below)) = pyplot.subplots(
+        2, 2, figsize=(11, 6.5), layout="constrained"
+    )
     hours = [s.at_s / 3600.0 for s in result.samples_over_time]
     for values, label in (
         ([s.best_per_s for s in result.samples_over_time], "bound of the best assignment"),
@@ -169,13 +200,17 @@ def draw(result: Result, path: Path) -> None:
     ):
         above.plot(hours, values, label=label)
     above.set(ylabel="samples/s", xlabel="hours", ylim=(0, None))
-    above.set_title(f"{100 * result.fraction_of_bound:.1f} % of the bound")
-    above.legend()
+    above.set_title(f"{100 * result.fraction_of_bound:.1f} % of the bound as they served")
+    above.legend(fontsize="small")
     middle.plot(hours, [s.peers for s in result.samples_over_time])
     middle.set(ylabel="peers alive", xlabel="hours", ylim=(0, None))
     below.hist(result.recovery_s, bins=40)
     below.set(xlabel="recovery after a crash, s", ylabel="crashes")
-    figure.savefig(path, dpi=120)
+    spent = [(name, 100 * part) for name, part in reversed(result.breakdown.items()) if part]
+    right.barh([fill(name, 34) for name, _ in spent], [part for _, part in spent])
+    right.set(xlabel="% of the machines' capacity")
+    right.tick_params(axis="y", labelsize="small")
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
 

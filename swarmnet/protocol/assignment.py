@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
+from typing import Protocol
 
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.seats import machine_of, stages_beside
@@ -166,6 +167,41 @@ def propose_move(
             if gain >= margin and after > best_after:
                 best, best_after = Move(record.peer_id, source, target, gain), after
     return best
+
+
+class Assigner(Protocol):
+    """Who serves which stage. The swarm's own way is `Adaptive`; the simulator compares others."""
+
+    def choose(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        rng: random.Random,
+        *,
+        costs: Sequence[float] | None = None,
+        allowed: Sequence[int] | None = None,
+    ) -> int:
+        """The stage of a newcomer."""
+
+    def propose(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        *,
+        margin: float,
+        min_rounds: int = 0,
+        costs: Sequence[float] | None = None,
+    ) -> Move | None:
+        """The move that is due, whosever it is."""
+
+
+class Adaptive:
+    """`choose_stage` and `propose_move`."""
+
+    choose = staticmethod(choose_stage)
+    propose = staticmethod(propose_move)
 
 
 class MoveGate:

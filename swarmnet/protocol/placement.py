@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from hashlib import blake2b
 from statistics import median_low
 
@@ -34,6 +35,10 @@ def _score(stage: int, shard_index: int, peer_id: str, weight: float) -> float:
     name = f"{stage}|{shard_index}|{peer_id}".encode()
     x = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> (64 - HASH_BITS)
     return -weight / math.log((x + 0.5) / 2**HASH_BITS)
+
+
+KEPT_PLACEMENTS = 64
+"""Memberships whose placement is remembered."""
 
 
 class Placement:
@@ -71,6 +76,14 @@ class Placement:
     def owned_by(self, peer_id: str) -> list[int]:
         """Shards of which the peer is an owner, ascending."""
         return list(self._owned.get(peer_id, ()))
+
+
+@lru_cache(maxsize=KEPT_PLACEMENTS)
+def placed(
+    stage: int, num_shards: int, weights: tuple[tuple[str, float], ...], replication: int
+) -> Placement:
+    """The placement under a membership, made once: asked for with every shard of every update."""
+    return Placement(stage, num_shards, dict(weights), replication)
 
 
 def weights_from(records: Iterable[Record]) -> dict[str, float]:

@@ -226,9 +226,7 @@ class View:
             stage,
             "members",
             now,
-            lambda: [
-                r for r in self._live_in(stage, now) if r.state in (JOINING, ACTIVE, LEAVING)
-            ],
+            lambda: [r for r in self._live_in(stage, now) if r.state in (JOINING, ACTIVE, LEAVING)],
         )
 
     def is_past(self, round_index: int, now: float) -> bool:

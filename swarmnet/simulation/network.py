@@ -107,6 +107,11 @@ class SimulatedNetwork:
         """Seconds that so many bytes keep the uplink of `source` busy."""
         return num_bytes / self.links[source].up_bytes_per_s
 
+    def queued_s(self, peer_id: str, now: float) -> float:
+        """Seconds of long messages that wait for the peer's uplink or its downlink."""
+        free_at = max(self._up_free_at.get(peer_id, 0.0), self._down_free_at.get(peer_id, 0.0))
+        return max(0.0, free_at - now)
+
     def digest(self) -> str:
         """Of every message so far: who, to whom, how long, when."""
         return self._hash.hexdigest()

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from swarmnet.protocol.sync_modes import DELAYED, ZERO
+from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
@@ -65,6 +66,10 @@ class Scenario:
     gossip: GossipSettings = field(default_factory=GossipSettings)
     warmup_s: float = 0.0
     """Left out of the throughput and of its bound."""
+    assignment: str = ADAPTIVE
+    """How the stages are shared out: one of `baselines.ASSIGNMENTS`."""
+    rebalance_every_s: float = REBALANCE_EVERY_S
+    """Of the `swarm` assignment."""
     keep_log: bool = True
     """Keeps the event log's lines; its hash is always made."""
 
@@ -113,6 +118,8 @@ class Result:
     """From each crash to the commit of the last microbatch that was inside the dead peer."""
     control_bytes_per_peer_s: float
     bytes_per_peer_s: float
+    breakdown: dict[str, float]
+    """What the machines did after the warm-up, as parts of their capacity (see `breakdown`)."""
     checks: int
     samples_over_time: tuple[Sample, ...]
     log: tuple[str, ...] = ()

@@ -14,7 +14,9 @@ from typing import Any
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.records import ACTIVE, LEFT
 from swarmnet.simulation import churn
-from swarmnet.simulation.bound import Capacity, Integral, best_flow, max_flow
+from swarmnet.simulation.baselines import assigner, limits_for
+from swarmnet.simulation.bound import Capacity, Integral, best_flow, max_flow, replica_rate
+from swarmnet.simulation.breakdown import Breakdown
 from swarmnet.simulation.churn import ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
@@ -118,6 +120,7 @@ class Simulation:
         self._recovery: dict[float, float] = {}
         self._bound, self._best = Integral(), Integral()
         self._curve: list[Sample] = []
+        self._breakdown = Breakdown(self.network, scenario.global_batch)
         self._marks = [0.0, 0.0, 0.0, 0.0]
         self._mending = 0
         """Stalls, cuts and absences that have not ended."""
@@ -145,6 +148,8 @@ class Simulation:
                 if warm is None and loop.time() >= scenario.warmup_s:
                     warm = (self.monitor.num_committed, self._bound.total, self._best.total)
                     warm_at = loop.time()
+                    self._breakdown.clear()
+                    self._clear_traffic()
                 self.monitor.look()
                 self._check_lives()
             self.monitor.finish()
@@ -236,7 +241,8 @@ class Simulation:
                 SyntheticData(scenario.samples_per_microbatch),
             ),
             rng=self._rng(f"peer {name} {incarnation}"),
-            limits=scenario.limits,
+            limits=limits_for(scenario.assignment, scenario.rebalance_every_s, scenario.limits),
+            assigner=assigner(scenario.assignment, scenario.rebalance_every_s),
             gossip_settings=scenario.gossip,
             on_loss=partial(monitor.reported, name),
         )
@@ -416,9 +422,11 @@ class Simulation:
         per_sample = scenario.sizes.activation_bytes / scenario.samples_per_microbatch
         alive, serving = [], []
         for name, m in self.monitor.members.items():
+            capacity = self._capacity(self.hosts[name])
+            rate = replica_rate(capacity, 1, 3, per_sample)
+            self._breakdown.add(m.peer, m.frozen_until > now, rate, scenario.check_s, now)
             if m.frozen_until > now:
                 continue
-            capacity = self._capacity(self.hosts[name])
             alive.append(capacity)
             replica = m.peer.replica
             if replica is not None and replica.synced and m.peer.gossip.own.state != LEFT:
@@ -441,6 +449,12 @@ class Simulation:
                 )
             )
             self._marks = [now, samples, self._bound.total, self._best.total]
+
+    def _clear_traffic(self) -> None:
+        """Bytes are counted from now on: those of the warm-up are all the joins at once."""
+        traffic = [_traffic(m.peer) for m in self.monitor.members.values()]
+        self._gone_bytes = [-sum(c for c, _ in traffic), -sum(b for _, b in traffic)]
+        self._peer_seconds = 0.0
 
     def _total(self, name: str) -> int:
         members = self.monitor.members.values()
@@ -477,6 +491,7 @@ class Simulation:
             control_bytes_per_peer_s=(self._gone_bytes[0] + sum(c for c, _ in traffic))
             / peer_seconds,
             bytes_per_peer_s=(self._gone_bytes[1] + sum(b for _, b in traffic)) / peer_seconds,
+            breakdown=self._breakdown.parts(),
             checks=monitor.num_checks,
             samples_over_time=tuple(self._curve),
             log=tuple(self._lines),

@@ -36,7 +36,7 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol import progress
 from swarmnet.protocol.pacing import Pacer
-from swarmnet.protocol.placement import Placement, weights_from
+from swarmnet.protocol.placement import Placement, placed, weights_from
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
 from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
@@ -75,6 +75,8 @@ PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
 PROBE_CALL_S = 1.0
 """A callee that has not answered for so long is asked whether it lives."""
+PROBE_PART = 0.2
+"""Of the time that it has taken so far: until it is asked again."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -157,9 +159,9 @@ class Averaging:
         """Why this machine cannot keep optimizer state; ends the peer."""
         self._primaries: dict[int, str] = {}
         """By shard that this replica follows as backup, who made its last step."""
-        self._placements: dict[Any, Placement] = {}
         self._exchange_s = 0.0
         self._pacer = Pacer()
+        self._probed: dict[str, float] = {}
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.last_exchange_s = 0.0
         self.flushed = False
@@ -229,14 +231,12 @@ class Averaging:
     def placement(self, round_index: int) -> Placement:
         """Owners of the shards of this stage, as far as is known now."""
         weights = weights_from(self.candidates(self.replica.index, round_index))
-        key = tuple(weights.items())
-        if key not in self._placements:
-            if len(self._placements) > 8:
-                self._placements.clear()
-            self._placements[key] = Placement(
-                self.replica.index, self.replica.num_shards, weights, self.settings.replication
-            )
-        return self._placements[key]
+        return placed(
+            self.replica.index,
+            self.replica.num_shards,
+            tuple(weights.items()),
+            self.settings.replication,
+        )
 
     def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
         """Who may be a shard's primary, the first choice first; those about to leave come last."""
@@ -248,7 +248,8 @@ class Averaging:
     def roots(self, stage_index: int) -> list[str]:
         """Peers of a stage in the order in which they stand in for its root."""
         candidates = self.candidates(stage_index, self.current)
-        return list(Placement(stage_index, 1, weights_from(candidates), 1).order(0))
+        weights = tuple(weights_from(candidates).items())
+        return list(placed(stage_index, 1, weights, 1).order(0))
 
     def primary(self, round_index: int, shard_index: int) -> str | None:
         """The peer that aggregates a shard; None where no candidate is known."""
@@ -453,21 +454,27 @@ class Averaging:
         call = loop.create_task(
             self.transport.call(peer_id, method, message, timeout_s=2 * self._longest_wait_s())
         )
-        probe_at = loop.time() + PROBE_CALL_S
-        look_s = LOOK_AGAIN_S
+        began, look_s = loop.time(), LOOK_AGAIN_S
         try:
             while not call.done():
                 await asyncio.wait((call,), timeout=look_s)
                 look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
-                if not call.done() and loop.time() >= probe_at:
-                    probe_at = loop.time() + PROBE_CALL_S
-                    self.gossip.probe(peer_id)
+                if not call.done():
+                    self._probe(peer_id, loop.time() - began, loop.time())
                 if not call.done() and not self.gossip.view.is_live(peer_id, loop.time()):
                     raise Unreachable(f"{peer_id[-8:]} has fallen silent")
             return call.result()
         finally:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
+
+    def _probe(self, peer_id: str, waited_s: float, now: float) -> None:
+        """Asks a callee whether it lives, all calls to it together; the less often, the longer it
+        has been known to take."""
+        pause_s = max(PROBE_CALL_S, PROBE_PART * waited_s)
+        if waited_s >= PROBE_CALL_S and now - self._probed.get(peer_id, -math.inf) >= pause_s:
+            self._probed[peer_id] = now
+            self.gossip.probe(peer_id)
 
     async def _own_shard(
         self, r: int, j: int, num_tokens: int, gradient: Array | None
@@ -813,6 +820,7 @@ class Averaging:
             del self._mirrored[key]
         for key in [k for k in self._tokens if k[0] < r - BEHIND_ROUNDS]:
             del self._tokens[key]
+        self._probed.clear()
         self.norms.finish_round(r)
         self.aggregator.norms.finish_round(r)
         self.news.tell()

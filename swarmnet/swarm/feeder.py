@@ -37,14 +37,17 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.feeder")
 
-LOOK_AGAIN_S = 0.2
+LOOK_AGAIN_S, LOOK_LESS_S = 0.2, 1.0
+"""The second in a large swarm."""
 KEPT_COMMITS = 4
 """Rounds whose committed microbatches a feeder can still be asked about."""
-IN_FLIGHT_PER_REPLICA = 1.5
 MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
 REST_S = 300.0
+IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 3.0
+"""Microbatches in the air for each replica of the swarm. Many feeders, who do not know of each
+other's microbatches, send them to a replica at random times: more must wait for none to be idle."""
 
 
 def microbatch_id(run_id: str, peer_id: str, incarnation: int, round_index: int, n: int) -> int:
@@ -124,7 +127,7 @@ class Feeder:
                         self._maybe_evaluate(replica)
                         self._launch(replica, mine, flights)
                     self._maybe_seal(mine, feeds)
-                await self.gossip.news.wait(LOOK_AGAIN_S)
+                await self.gossip.news.wait(LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S)
         finally:
             await flights.close()
             if replica.round != r and mine.committed:
@@ -158,7 +161,8 @@ class Feeder:
         view = self.gossip.view
         replicas = sum(len(view.replicas(s, now)) for s in range(self.settings.num_stages))
         feeders = max(1, len(assignment.feeders(view, now)))
-        return int(IN_FLIGHT_PER_REPLICA * replicas / feeders) + 1
+        each = IN_FLIGHT_PER_REPLICA if self.gossip.is_small else IN_FLIGHT_OF_MANY
+        return int(each * replicas / feeders) + 1
 
     def _may_launch(self, round_index: int) -> bool:
         now = asyncio.get_running_loop().time()

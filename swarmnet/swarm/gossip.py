@@ -46,6 +46,8 @@ SUSPICION_FANOUT = 4
 """Likewise of suspicions, in a large swarm: all that had a channel to the dead notice it."""
 SILENCE_STEP = 0.05
 """By what part the time after which a peer counts as silent must change to be changed."""
+TELL_TOGETHER_S = 0.2
+"""News within this time wakes its listeners once, in a large swarm."""
 PROBE_TIMEOUT_S = 2.0
 FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
@@ -137,6 +139,7 @@ class Gossip:
         self._envelopes: dict[str, SignedRecord] = {}
         self._tasks = Tasks("gossip")
         self._push_timer: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._dirty = False
         self._published_at = 0.0
         self._published = NO_STAMP
@@ -207,6 +210,19 @@ class Gossip:
     def _merge_own(self) -> None:
         self.own = replace(self.own, version=self.own.version + 1)
         self.view.merge(self.own, asyncio.get_running_loop().time())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wakes who waits for news: at once, or, in a large swarm, where there is always some,
+        for all of a short while together."""
+        if self.is_small:
+            self.news.tell()
+        elif self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(TELL_TOGETHER_S, self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._telling = None
         self.news.tell()
 
     def _seal_own(self) -> SignedRecord:
@@ -279,8 +295,9 @@ class Gossip:
                 if peer_id is not None:
                     self._tasks.start(self.exchange(peer_id))
         finally:
-            if self._push_timer is not None:
-                self._push_timer.cancel()
+            for timer in (self._push_timer, self._telling):
+                if timer is not None:
+                    timer.cancel()
             await self._tasks.close()
 
     def _tend(self) -> None:
@@ -293,7 +310,7 @@ class Gossip:
             self._seal_if_due()
         for peer_id in self.view.forget_old(now, FORGET_AFTER_S):
             self._envelopes.pop(peer_id, None)
-        self.news.tell()
+        self._tell()
 
     def _pace(self, num_live: int) -> None:
         """How often to speak, in a swarm of this size: so that what a peer sends and hears in a
@@ -434,7 +451,7 @@ class Gossip:
         if suspicions:
             self._hear_suspicions(news.suspicions)
         if changed:
-            self.news.tell()
+            self._tell()
 
     def take(self, envelope: SignedRecord) -> bool:
         """Checks and merges one record; True when it was news. Raises `ProtocolViolation`."""

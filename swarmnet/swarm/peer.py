@@ -130,6 +130,7 @@ class Peer:
     feeds: bool = True
     stage_costs: tuple[float, ...] | None = None
     admission: Admission = OPEN
+    assigner: assignment.Assigner = field(default_factory=assignment.Adaptive)
     on_round: OnRound = lambda round_index, ids: None
     guest: Guest = field(default_factory=Guest)
     on_history: Callable[[int, int], None] = lambda old, new: None
@@ -281,7 +282,7 @@ class Peer:
             self.gossip.update(state=JOINING, stage=wanted, restorable=offers, urgent=True)
             return wanted
         for _ in range(MAX_CLAIMS):
-            chosen = assignment.choose_stage(
+            chosen = self.assigner.choose(
                 self.view,
                 num_stages,
                 loop.time(),
@@ -357,7 +358,7 @@ class Peer:
             await asyncio.sleep(self.limits.balance_every_s * self.rng.uniform(0.7, 1.3))
             if self.wanted_stage is not None or self.gossip.own.state != ACTIVE:
                 continue
-            move = assignment.propose_move(
+            move = self.assigner.propose(
                 self.view,
                 self.settings.num_stages,
                 loop.time(),

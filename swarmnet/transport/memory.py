@@ -80,6 +80,8 @@ class MemoryHub:
         self.transports: dict[str, MemoryTransport] = {}
         self._frozen: dict[str, list[Callable[[], None]]] = {}
         self._parted: dict[frozenset[str], None] = {}
+        network = self.network
+        self._metered = network if isinstance(network, MeteredNetwork) else None
 
     def transport(self, peer_id: str) -> MemoryTransport:
         """A new endpoint."""
@@ -119,8 +121,8 @@ class MemoryHub:
 
     def meter(self, sender: MemoryTransport, num_bytes: int) -> None:
         """Long messages tell the sender how fast its uplink is, where the network has any."""
-        if num_bytes > METERED_BYTES and isinstance(self.network, MeteredNetwork):
-            seconds = self.network.upload_s(sender.peer_id, num_bytes)
+        if num_bytes > METERED_BYTES and self._metered is not None:
+            seconds = self._metered.upload_s(sender.peer_id, num_bytes)
             sender.traffic.upload.total.add(num_bytes, seconds)
 
     def when_awake(self, peer_id: str, work: Callable[[], None]) -> None:

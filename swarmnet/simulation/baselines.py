@@ -1,0 +1,122 @@
+"""Other ways to share the stages out, to compare the swarm's own with in the simulator.
+
+Everything else (routing, rounds, averaging, joining) stays as it is, so that the difference is that
+of the assignment alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from swarmnet.protocol.assignment import Adaptive, Assigner, Move, choose_stage
+from swarmnet.protocol.records import ACTIVE
+from swarmnet.protocol.view import View
+from swarmnet.swarm.settings import Limits
+
+ADAPTIVE, STATIC, SWARM = "adaptive", "static", "swarm"
+ASSIGNMENTS = (ADAPTIVE, STATIC, SWARM)
+REBALANCE_EVERY_S = 300.0
+"""The period of the published experiments."""
+WINDOW = 0.1
+"""Part of each period in which the move of that period may begin."""
+
+
+class StaticAssignment:
+    """A newcomer draws its stage and stays there."""
+
+    def choose(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        rng: random.Random,
+        *,
+        costs: Sequence[float] | None = None,
+        allowed: Sequence[int] | None = None,
+    ) -> int:
+        stages = range(num_stages) if allowed is None else allowed
+        return rng.choice([k for k in stages if not view.members(k, now)] or stages)
+
+    def propose(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        *,
+        margin: float,
+        min_rounds: int = 0,
+        costs: Sequence[float] | None = None,
+    ) -> Move | None:
+        return None
+
+
+@dataclass
+class SwarmRebalancing:
+    """Adaptive rebalancing as published with SWARM (Ryabinin et al. 2023, arXiv:2301.11913,
+    algorithm 2): every `every_s` seconds one peer of the stage with the least load goes to the
+    stage with the most.
+
+    Load is how long a stage's queues are. Where throughputs are announced, as here, the longest
+    queue grows at the stage with the least throughput, so these stand in for it. Who goes is the
+    peer with the shortest queue there, which in a stage that waits for work is any: drawn. There is
+    no margin, and no memory. Newcomers go to the stage with the least throughput."""
+
+    every_s: float = REBALANCE_EVERY_S
+    _moved_in: int = -1
+
+    def choose(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        rng: random.Random,
+        *,
+        costs: Sequence[float] | None = None,
+        allowed: Sequence[int] | None = None,
+    ) -> int:
+        return choose_stage(view, num_stages, now, rng, costs=costs, allowed=allowed)
+
+    def propose(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        *,
+        margin: float,
+        min_rounds: int = 0,
+        costs: Sequence[float] | None = None,
+    ) -> Move | None:
+        period = int(now // self.every_s)
+        if now - period * self.every_s > WINDOW * self.every_s or period == self._moved_in:
+            return None
+        staff = [view.replicas(k, now) for k in range(num_stages)]
+        rates = [sum(r.samples_per_s for r in rs) for rs in staff]
+        target = min(range(num_stages), key=lambda k: (rates[k], k))
+        source = max(range(num_stages), key=lambda k: (rates[k], k))
+        if source == target or len(staff[source]) < 2 or rates[target] <= 0:
+            return None
+        mover = min(
+            (r for r in staff[source] if r.state == ACTIVE),
+            key=lambda r: blake2b(f"{period}|{r.peer_id}".encode(), digest_size=8).digest(),
+        )
+        if mover.peer_id == view.own_peer_id:
+            self._moved_in = period
+        return Move(mover.peer_id, source, target, 0.0)
+
+
+def assigner(name: str, every_s: float) -> Assigner:
+    """One of `ASSIGNMENTS`, for one peer."""
+    if name == STATIC:
+        return StaticAssignment()
+    return SwarmRebalancing(every_s) if name == SWARM else Adaptive()
+
+
+def limits_for(name: str, every_s: float, limits: Limits) -> Limits:
+    """The published rebalancing looks at fixed times, not twice, and has no rest."""
+    if name != SWARM:
+        return limits
+    look_s = WINDOW * every_s / 3
+    return replace(limits, balance_every_s=look_s, move_proposals=1, move_cooldown_s=0.0)
