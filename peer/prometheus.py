@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -148,7 +148,7 @@ class PeerCollector(Collector):
         yield samples
         yield from self._losses(newest, live)
 
-    def _losses(self, newest: int, live: list[Any]) -> Iterator[Any]:
+    def _losses(self, newest: int, live: Sequence[Any]) -> Iterator[Any]:
         counts = [r.count(newest - 1) for r in live] if newest else []
         tokens = sum(c.tokens for c in counts)
         if tokens:

@@ -1,9 +1,9 @@
 """Long messages that can wait leave room on the uplink for those that cannot. Pure.
 
-An exchange that runs beside a round sends a stage's parameters several times; microbatches go up the
-same link meanwhile. If all shards were sent at once, a microbatch would share the link with dozens
-of streams, or stand behind them in the modem's queue (bufferbloat, Gettys and Nichols 2011). So
-each takes its turn at a part of the measured bandwidth, one after the other.
+An exchange that runs beside a round sends a stage's parameters several times; microbatches go up
+the same link meanwhile. If all shards were sent at once, a microbatch would share the link with
+dozens of streams, or stand behind them in the modem's queue (bufferbloat, Gettys and Nichols
+2011). So each takes its turn at a part of the measured bandwidth, one after the other.
 """
 
 from __future__ import annotations

@@ -150,9 +150,8 @@ class View:
         for peer_id in self._ids:
             record = known[peer_id].record
             incarnation, version = get(peer_id, NO_STAMP)
-            if record.version > version or record.incarnation != incarnation:
-                if record.stamp > (incarnation, version):
-                    newer.append(record)
+            if (record.incarnation, record.version) > (incarnation, version):
+                newer.append(record)
         return newer
 
     def wanted_from(self, stamps: Mapping[str, Stamp]) -> list[str]:
@@ -162,11 +161,10 @@ class View:
         for peer_id, stamp in stamps.items():
             entry = known.get(peer_id)
             if entry is None:
-                if tuple(stamp) > self._forgotten_stamp(peer_id):
+                if stamp > self._forgotten_stamp(peer_id):
                     wanted.append(peer_id)
-            elif stamp[1] > entry.record.version or stamp[0] != entry.record.incarnation:
-                if tuple(stamp) > entry.record.stamp:
-                    wanted.append(peer_id)
+            elif stamp > (entry.record.incarnation, entry.record.version):
+                wanted.append(peer_id)
         wanted.sort()
         return wanted
 

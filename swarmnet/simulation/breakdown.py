@@ -1,7 +1,7 @@
 """Where the bound went: what the machines that were alive did, second by second.
 
-Every machine is looked at at each check and its state is counted with the samples/s that it could do
-of a middle stage, so that a fast machine that waits weighs more than a slow one.
+Every machine is looked at at each check, and its state is counted with the samples/s that it could
+do of a middle stage, so that a fast machine that waits weighs more than a slow one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAVING_STATE = "leaving: handing over"
 EXCHANGE = "round closed: waiting for the exchange"
 FILL = "round's begin: no microbatch has come yet"
 DRAIN = "round's end: everything is launched, waiting for the last"
-LINK = "idle, the own link is full"
+LINK = "idle behind the own link, which is full"
 WAITING = "idle, no work has come"
 STATES = (WORKING, WAITING, LINK, FILL, DRAIN, EXCHANGE, JOINING, LEAVING_STATE, STALLED)
 LINK_FULL_S = 0.25

@@ -99,7 +99,7 @@ class VirtualLoop(base_events.BaseEventLoop):
             if timer._cancelled:
                 self._timer_cancelled_count -= 1
             else:
-                timer._scheduled = False
+                timer._scheduled = False  # type: ignore[attr-defined]
                 ready.append(timer)
         for _ in range(len(ready)):
             handle = ready.popleft()

@@ -14,7 +14,6 @@ from swarmnet.simulation.stage import Sizes
 from swarmnet.swarm.gossip import GossipSettings
 from swarmnet.swarm.settings import Limits
 
-
 SERVICE_S = 4.0
 MICROBATCHES_PER_REPLICA = 200
 STAGE_BYTES = 50_000_000

@@ -21,7 +21,6 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from swarmnet.errors import (
     NotReady,
@@ -498,9 +497,9 @@ class Averaging:
         self._check_member(request.remote)
         gradient = self._gradient_of(push, request.message.arrays)
         r = self.current
-        if push.round == r == self.replica.round and not self.plan.is_delayed(r):
-            if self.replica.heard_over(r):  # who pushes has closed the round
-                self.gossip.news.tell()
+        closed_there = push.round == r == self.replica.round and not self.plan.is_delayed(r)
+        if closed_there and self.replica.heard_over(r):
+            self.gossip.news.tell()
         if push.round < r and push.round == self.plan.last_exchange(push.shard, r):
             # a straggler: the parameters of this round are what it lacks
             return self._answer(push, r, await self._copy(push.shard))

@@ -5,9 +5,9 @@ lacks (anti-entropy). News that cannot wait is pushed at once to the peers that 
 with, at most `PUSH_FANOUT` of them. A view therefore converges whatever is lost.
 
 Liveness. A record is a heartbeat: its version grows at least every `heartbeat_s`. In a large swarm
-heartbeats and exchanges are rarer, so that control traffic per peer stays bounded. A channel that closes is looked
-into at once: who cannot be reached again is suspected, the suspicion is gossiped, and the suspected
-peer, if it lives, refutes it with a newer record (SWIM, Das et al. 2002)."""
+heartbeats and exchanges are rarer, so that control traffic per peer stays bounded. A channel that
+closes is looked into at once: who cannot be reached again is suspected, the suspicion is gossiped,
+and the suspected peer, if it lives, refutes it with a newer record (SWIM, Das et al. 2002)."""
 
 from __future__ import annotations
 

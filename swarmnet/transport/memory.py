@@ -464,7 +464,7 @@ def estimated_bytes(value: Any) -> int:
         return 3
     if isinstance(value, (str, bytes)):
         return len(value) + 2
-    total, names = _fields(kind)
+    total, names = _fields(kind)  # type: ignore[arg-type]
     for name in names:
         part = getattr(value, name)
         kind = type(part)

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnet.protocol.progress import may_launch, newest_round, quota, round_progress
+from swarmnet.protocol.progress import (
+    is_drained,
+    is_launched,
+    may_help,
+    may_launch,
+    newest_round,
+    quota,
+    round_progress,
+)
 from swarmnet.protocol.records import JOINING, LEFT, Record, RoundCount
 from swarmnet.protocol.view import View
 from tests.protocol.making import record
@@ -167,3 +175,40 @@ def test_every_round_drains_at_every_survivor(
     assert states[0].committed >= num_slots
     if not dies_at:
         assert states[0].launched == states[0].committed == num_slots
+
+
+def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
+    def may(launched: int, spread_s: float) -> bool:
+        return may_help(
+            own_launched=100,
+            launched=launched,
+            global_batch=1000,
+            age_s=100.0,
+            spread_s=spread_s,
+        )
+
+    assert may(launched=800, spread_s=0.0)
+    assert may(launched=800, spread_s=20.0), "700 of others in 100 s: 140 more by now"
+    assert not may(launched=800, spread_s=30.0)
+    assert not may(launched=1000, spread_s=0.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 30), st.booleans()),
+        max_size=8,
+    ),
+    st.integers(1, 60),
+)
+def test_the_quick_answers_are_those_of_the_whole_sum(
+    said: list[tuple[int, int, int, bool]], batch: int
+) -> None:
+    view = View("own", silence_s=5.0)
+    for i, (peer, launched, committed, sealed) in enumerate(said):
+        count = RoundCount(1, max(launched, committed), committed, sealed)
+        view.merge(record(f"p{peer}", i, counts=(count,)), now=float(i))
+    for now in (0.0, 6.0, 20.0):
+        state = round_progress(view, 1, now, batch)
+        assert is_drained(view, 1, now, batch) == state.drained
+        assert is_launched(view, 1, now, batch) == (state.launched >= batch)
+        assert state.committed == sum(c.committed for _, c in view.counts(1))

@@ -175,3 +175,26 @@ def test_the_number_of_known_peers_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert not view.merge(record("c"), 6.0)
     assert view.merge(record("c"), 12.0)
     assert [r.peer_id for r in view.records()] == ["b", "c", "me"]
+
+
+def test_what_is_remembered_changes_with_records_time_and_suspicions() -> None:
+    view = View("own", silence_s=10.0)
+    view.merge(record("a", 1, stage=0), 0.0)
+    view.merge(record("b", 1, stage=1), 5.0)
+    assert [r.peer_id for r in view.live(5.0)] == ["a", "b"]
+    assert [r.peer_id for r in view.live(11.0)] == ["b"], "a has been silent for too long"
+    assert not view.replicas(0, 11.0)
+    view.merge(record("a", 2, stage=1), 12.0)
+    assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a", "b"]
+    assert not view.members(0, 12.0)
+    view.suspect("b", (1, 1), 12.0)
+    assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a"]
+    view.silence_s = 1.0
+    assert not view.live(13.5)
+    view.silence_s = 100.0
+    assert [r.peer_id for r in view.live(13.5)] == ["a"]
+    assert not view.is_past(0, 13.5)
+    view.merge(record("a", 3, stage=1, round=1), 14.0)
+    assert view.is_past(0, 14.0)
+    assert not view.is_past(1, 14.0)
+    assert not view.is_past(0, 200.0)
