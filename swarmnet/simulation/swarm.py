@@ -36,7 +36,7 @@ BOOTSTRAP_PEERS = 3
 SAMPLES_KEPT = 200
 """Points of the curves over time."""
 CONTROL_METHODS = frozenset(
-    ("gossip", "records", "ping", "commit", "committed", "norm", "stage_norm", "spec")
+    ("gossip", "records", "ping", "admit", "commit", "committed", "norm", "stage_norm", "spec")
 )
 RUN_ID = "simulated"
 

@@ -110,6 +110,18 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmitRequest:
+    """Is there room for this microbatch? Asked before a long activation is sent."""
+
+    round: int
+    microbatch_id: int
+    stage: int
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.microbatch_id, self.stage)
+
+
+@dataclass(frozen=True, slots=True)
 class StepReply:
     """The microbatch came back. Arrays: the gradient of the inputs (none from stage 0)."""
 

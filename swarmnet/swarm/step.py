@@ -20,6 +20,7 @@ from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import (
     LOGITS,
+    AdmitRequest,
     Commit,
     InferReply,
     InferRequest,
@@ -37,6 +38,8 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.step")
 
 SERVICE_SMOOTHING = 0.1
+RESERVED_S = 10.0
+"""How long a place is kept for a microbatch that is on its way."""
 FURTHER_S = 5.0
 """How long callers are not told that a microbatch has come further on a way that they know."""
 INFER_TIMEOUT_S = 60.0
@@ -92,9 +95,12 @@ class StepService:
         self._flights: dict[StepKey, Flight] = {}
         self._tasks = Tasks("step")
         self.transport.handle("step", self.on_step)
+        self.transport.handle("admit", self._on_admit)
         self.transport.handle("commit", self._on_commit)
         self.transport.handle("infer", self._on_infer)
         self.wiring.local.update({"step": self.on_step, "infer": self._on_infer})
+        self._reserved: dict[StepKey, float] = {}
+        """Places kept for microbatches that were told that there is room, until when."""
         self._measured_busy_s = 0.0
 
     async def close(self) -> None:
@@ -118,7 +124,8 @@ class StepService:
         if flight is None:
             if replica.ledger.get(key) is not None:  # a late call, of somebody it passed by
                 raise Stale("the microbatch was committed here already", round=replica.round)
-            self._admit(replica)
+            if self._reserved.pop(key, None) is None:
+                self._admit(replica)
             replica.ledger.begin(
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
             )
@@ -142,6 +149,26 @@ class StepService:
             if not flight.listeners or flight.task.done():
                 flight.silence()
 
+    async def _on_admit(self, request: Request) -> Message:
+        """Keeps a place for a microbatch whose activation takes a while to send."""
+        self.gossip.check_run(request)
+        asked = convert(request.message.body, AdmitRequest)
+        replica = self._serving(asked.stage)
+        key = (asked.round, asked.microbatch_id)
+        if asked.round < replica.round:
+            raise Stale(f"round {asked.round} is over here", round=replica.round)
+        if key not in self._flights and replica.ledger.get(key) is None:
+            self._admit(replica)
+            now = asyncio.get_running_loop().time()
+            self._reserved[key] = now + RESERVED_S
+        return Message()
+
+    def _num_reserved(self) -> int:
+        now = asyncio.get_running_loop().time()
+        while self._reserved and next(iter(self._reserved.values())) <= now:
+            del self._reserved[next(iter(self._reserved))]
+        return len(self._reserved)
+
     def _is_replica(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
         return record is not None and record.is_replica
@@ -155,7 +182,7 @@ class StepService:
         """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave."""
         if self.gossip.own.state == LEAVING:
             raise NotReady("this peer is leaving")
-        waiting = replica.device.num_waiting
+        waiting = replica.device.num_waiting + self._num_reserved()
         # A place is free when one forward or one backward is done: half a microbatch.
         over = waiting + 1 - self.limits.max_waiting_forwards
         limits = self.limits

@@ -22,7 +22,7 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol.routing import FIRST_DEADLINE_S, Router
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
+from swarmnet.swarm.messages import AdmitRequest, StepProgress, StepReply, StepRequest
 from swarmnet.swarm.settings import Limits
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -36,6 +36,10 @@ DEPTH_GRACE_S = 0.5
 first."""
 FIRST_DEADLINE_A_STAGE_S = 15.0
 """For each stage that a call goes through whose duration nobody has measured yet."""
+ASK_S = 0.2
+"""A callee is asked for room first where sending the arrays takes longer than this..."""
+ADMIT_TIMEOUT_S = 5.0
+"""...and has so long to answer."""
 LONGEST_CALL_S = 1200.0
 MAX_REFUSALS = 3
 """After so many replicas, or all that there are, have found the same arrays wrong, the fault is
@@ -204,6 +208,7 @@ class Wiring:
         try:
             depth = self.num_stages - 1 - message.body.stage
             silence_s = router.deadline_s(peer_id) + DEPTH_GRACE_S * depth
+            await self._ask_for_room(peer_id, message)
             reply = await self._call(peer_id, message, silence_s, on_progress)
             body = convert(reply.body, StepReply)
             grad_inputs = accept(body, reply.arrays)
@@ -224,6 +229,18 @@ class Wiring:
             raise
         router.succeeded(peer_id, loop.time(), loop.time() - start)
         return Passed(peer_id, body, grad_inputs)
+
+    async def _ask_for_room(self, peer_id: str, message: Message) -> None:
+        """Raises `Busy` where there is none. Where sending takes far longer than asking, a full
+        replica must not find out only when the activation has gone up the link for nothing."""
+        body = message.body
+        num_bytes = sum(a.num_bytes for a in message.arrays)
+        upload = self.gossip.own.upload_bytes_per_s
+        slow = upload > 0 and num_bytes > upload * ASK_S
+        if not slow or body.hint or peer_id == self.gossip.own.peer_id:
+            return
+        asked = AdmitRequest(body.round, body.microbatch_id, body.stage)
+        await self.transport.call(peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S)
 
     async def _call(
         self,
