@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.sync_modes import AUTO, DELAYED
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.simulation.churn import ChurnRates
+from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import Scenario, small_swarm
 from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.lost_samples import LostSamples
@@ -18,6 +19,7 @@ from swarmnet.swarm.lost_samples import LostSamples
 NUM_SEEDS = 300
 CHUNK = 25
 REPLAY = """
+from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import small_swarm
 from swarmnet.simulation.swarm import simulate
 for seed in (4, 17, 25):
@@ -60,6 +62,33 @@ def test_small_swarms_whose_exchanges_run_beside_the_rounds(mode: str, num_seeds
         if broken is not None:
             failures.append(f"{mode}, seed {seed}: {broken}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("mode", [ZERO, DELAYED])
+def test_a_swarm_too_large_to_push_news_to_everybody(mode: str) -> None:
+    """More peers than one push reaches: counters travel with the exchanges, a call tells that a
+    round is over, and feeders help each other out by estimate."""
+    scenario = Scenario(
+        seed=7,
+        peers=24,
+        stages=2,
+        until_s=150.0,
+        churn_until_s=40.0,
+        settled_rounds=1,
+        global_batch=1200,
+        service_s=0.4,
+        speed_ratio=10.0,
+        home_links=True,
+        churn=ChurnRates(join=180.0, leave=90.0, crash=180.0),
+        max_peers=40,
+        sync_mode=mode,
+        keep_log=False,
+        bounds=Bounds(converge_s=60.0, progress_s=120.0),
+    )
+    result = simulate(scenario)
+    assert result.broken is None
+    assert result.rounds >= 1
+    assert result.fraction_of_bound > 0.2
 
 
 def test_nothing_is_lost_where_nothing_breaks() -> None:
