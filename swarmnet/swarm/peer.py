@@ -177,7 +177,6 @@ class Peer:
         self.steps = StepService(
             self.transport, self.gossip, self.wiring, self.limits, guest=self.guest
         )
-        self.steps.on_measured = self._announce_rate
         self.feeder = (
             Feeder(
                 self.transport,
@@ -529,7 +528,10 @@ class Peer:
         """A round has begun here: says so, with digests, and sees to the shards it owns."""
         await replica.measure_digests()
         own = self.gossip.own
-        rate = self._rate(replica)
+        services = self.machine.services
+        services[replica.index] = replica.service_s
+        busy_s = sum(services.values())
+        rate = self.settings.samples_per_microbatch / busy_s if replica.service_s else 0
         joined = own.state == JOINING
         history = self.recovery.history()
         if not joined and history != own.history:
@@ -565,18 +567,6 @@ class Peer:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
-
-    def _rate(self, replica: Replica) -> float:
-        """Samples/s that the device could do of this stage; 0 while unknown."""
-        services = self.machine.services
-        services[replica.index] = replica.service_s
-        busy_s = sum(services.values())
-        return self.settings.samples_per_microbatch / busy_s if replica.service_s else 0.0
-
-    def _announce_rate(self, replica: Replica) -> None:
-        """Others route by what is announced; a round may be long."""
-        if replica is self.replica and self.gossip.own.state == ACTIVE:
-            self.gossip.update(samples_per_s=self._rate(replica))
 
     def _busy_since(self, replica: Replica) -> float:
         """Seconds that the device has worked since the round before was opened."""

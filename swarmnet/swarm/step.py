@@ -38,8 +38,6 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.step")
 
 SERVICE_SMOOTHING = 0.1
-ANNOUNCE_CHANGE = 0.2
-"""By what part the service time must change to be announced in the middle of a round."""
 RESERVED_S = 10.0
 """How long a place is kept for a microbatch that is on its way."""
 FURTHER_S = 5.0
@@ -92,8 +90,6 @@ class StepService:
     limits: Limits
     replica: Replica | None = None
     guest: Guest = field(default_factory=Guest)
-    on_measured: Callable[[Replica], None] = lambda replica: None
-    """Hears when a replica turns out to be faster or slower than what was said of it last."""
 
     def __post_init__(self) -> None:
         self._flights: dict[StepKey, Flight] = {}
@@ -106,7 +102,6 @@ class StepService:
         self._reserved: dict[StepKey, float] = {}
         """Places kept for microbatches that were told that there is room, until when."""
         self._measured_busy_s = 0.0
-        self._num_measured, self._announced_s = 0, 0.0
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -297,13 +292,8 @@ class StepService:
         sample, self._measured_busy_s = busy_s - self._measured_busy_s, busy_s
         replica.services.add(sample)
         if replica.service_s == 0.0:
-            self._num_measured, self._announced_s = 0, 0.0
-        self._num_measured += 1
-        gain = max(SERVICE_SMOOTHING, 1 / self._num_measured)  # at first a plain average
-        replica.service_s += gain * (sample - replica.service_s)
-        if abs(replica.service_s - self._announced_s) > ANNOUNCE_CHANGE * self._announced_s:
-            self._announced_s = replica.service_s
-            self.on_measured(replica)
+            replica.service_s = sample
+        replica.service_s += SERVICE_SMOOTHING * (sample - replica.service_s)
 
     # ---- commit -----------------------------------------------------------------------------
 
