@@ -45,7 +45,7 @@ MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
 REST_S = 300.0
-IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 3.0
+IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 2.5
 """Microbatches in the air for each replica of the swarm. Many feeders, who do not know of each
 other's microbatches, send them to a replica at random times: more must wait for none to be idle."""
 
