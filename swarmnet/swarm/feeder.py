@@ -124,7 +124,7 @@ class Feeder:
                 if replica.is_open(r):
                     feeds = self._is_feeder()
                     if feeds:
-                        self._maybe_evaluate(replica)
+                        self._maybe_evaluate(replica, flights)
                         self._launch(replica, mine, flights)
                     self._maybe_seal(mine, feeds)
                 await self.gossip.news.wait(LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S)
@@ -342,8 +342,9 @@ class Feeder:
 
     # ---- held-out data ----------------------------------------------------------------------
 
-    def _maybe_evaluate(self, replica: Replica) -> None:
-        """The first of the feeders measures the loss on held-out data every so often."""
+    def _maybe_evaluate(self, replica: Replica, flights: Tasks) -> None:
+        """The first of the feeders measures the loss on held-out data every so often, unless one
+        that was first before it has. The round waits for it, and it ends with the round."""
         r = replica.round
         every = self.settings.evaluate_every
         due = r >= self.settings.rounds or (every > 0 and r % every == 0)
@@ -351,12 +352,14 @@ class Feeder:
             return
         now = asyncio.get_running_loop().time()
         view = self.gossip.view
+        if any(p.held_out is not None and p.held_out.round == r for p in view.live(now)):
+            return
         covered = all(view.replicas(s, now) for s in range(self.settings.num_stages))
         if covered and assignment.feeders(view, now)[0] == self.gossip.own.peer_id:
             self._evaluating = True
-            self._tasks.start(self._evaluate(replica, r))
+            flights.start(self._evaluate(r))
 
-    async def _evaluate(self, replica: Replica, r: int) -> None:
+    async def _evaluate(self, r: int) -> None:
         loss_sum, num_tokens = 0.0, 0
         try:
             for index in range(self.data.num_held_out):

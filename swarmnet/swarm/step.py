@@ -381,7 +381,7 @@ async def infer_through(
     timeout_s: float = INFER_TIMEOUT_S,
 ) -> Message:
     """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
-    error."""
+    error; `Stale` at once when the round that it asks for is over."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
@@ -402,6 +402,9 @@ async def infer_through(
                 reply = await wiring.transport.call(peer_id, "infer", message, timeout_s=timeout_s)
             return Message(convert(reply.body, InferReply), reply.arrays)
         except SwarmnetError as e:
+            theirs = e.details.get("round") if isinstance(e, Stale) else None
+            if isinstance(theirs, int) and theirs > infer.round:
+                raise
             error = e
             tried.append(peer_id)
     raise error
