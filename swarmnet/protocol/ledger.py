@@ -136,6 +136,10 @@ class Ledger:
         for index in [r for r in self._rounds if r <= round_index]:
             self._num_entries -= len(self._rounds.pop(index))
 
+    def drop_round(self, round_index: int) -> None:
+        """Drops the entries of a round."""
+        self._num_entries -= len(self._rounds.pop(round_index, {}))
+
     def _in_state(self, round_index: int, state: str) -> list[Entry]:
         return [e for e in self._rounds.get(round_index, {}).values() if e.state == state]
 

@@ -147,6 +147,32 @@ class Router:
         ready[choice].cost_s += self._estimate_s(ready[choice])
         return choice
 
+    def sample(self, now: float, count: int, *, exclude: Collection[str] = ()) -> list[str]:
+        """Up to `count` replicas that may be asked now, drawn evenly. Where callees say themselves
+        how long a call would take, the best of a few drawn at random is nearly as good as the best
+        of all, and no herds form (Mitzenmacher 2001, "The power of two choices")."""
+        ready = [
+            p
+            for p, r in self._replicas.items()
+            if r.present and r.ready_at() <= now and p not in exclude
+        ]
+        return self._rng.sample(ready, min(count, len(ready)))
+
+    def take(self, peer_id: str) -> None:
+        """Charges a call to a replica that was chosen otherwise than by `pick`."""
+        replica = self._replicas.get(peer_id)
+        if replica is not None:
+            replica.tried = True
+            replica.cost_s = max(replica.cost_s, self._virtual_s) + self._estimate_s(replica)
+
+    def put_off(self, peer_id: str, now: float, backlog_s: float) -> None:
+        """It said, before it was called, that it has no room: as `busy`."""
+        replica = self._replicas.get(peer_id)
+        if replica is not None:
+            wait_s = _clamp(backlog_s, MIN_BUSY_S, MAX_BUSY_S)
+            wait_s *= self._rng.uniform(1 - BUSY_JITTER, 1 + BUSY_JITTER)
+            replica.busy_until = max(replica.busy_until, now + wait_s)
+
     def ready_at(self, now: float) -> float | None:
         """The earliest time (>= now) at which some replica may be picked; None without replicas."""
         times = [r.ready_at() for r in self._replicas.values() if r.present]

@@ -61,9 +61,9 @@ class Breakdown:
         if peer.gossip.own.state == LEAVING:
             return LEAVING_STATE
         r, peer_id = replica.round, peer.transport.peer_id
-        if not replica.is_open(r):
+        if not replica.ahead and not replica.is_open(r):
             return EXCHANGE
-        if progress.is_launched(peer.view, r, now, self.global_batch):
+        if not replica.ahead and progress.is_launched(peer.view, r, now, self.global_batch):
             return DRAIN
         if self._fresh.get(peer_id, (-1, 0.0))[0] != r:
             self._fresh[peer_id] = (r, replica.device.busy_s)

@@ -139,7 +139,7 @@ class Monitor:
         if member is None or member.peer.identity.incarnation != incarnation:
             return  # a process that was killed while it was stopped: its device is gone too
         replica = member.peer.replica
-        if replica is not None and replica.round != key[0]:
+        if replica is not None and key[0] not in (replica.round, replica.round + replica.ahead):
             self.fail(f"{event} of round {key[0]} at {peer_id}, which is in round {replica.round}")
         if forward_weights and forward_weights != weights:
             self.fail(f"backward of {key} at {peer_id} met other parameters than its forward")

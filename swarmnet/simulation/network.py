@@ -107,6 +107,11 @@ class SimulatedNetwork:
         """Seconds that so many bytes keep the uplink of `source` busy."""
         return num_bytes / self.links[source].up_bytes_per_s
 
+    def upload_queue(self, source: str, now: float) -> int:
+        """Bytes that wait for the uplink of `source`."""
+        wait_s = max(0.0, self._up_free_at.get(source, 0.0) - now)
+        return int(wait_s * self.links[source].up_bytes_per_s)
+
     def queued_s(self, peer_id: str, now: float) -> float:
         """Seconds of long messages that wait for the peer's uplink or its downlink."""
         free_at = max(self._up_free_at.get(peer_id, 0.0), self._down_free_at.get(peer_id, 0.0))

@@ -98,6 +98,16 @@ class _Kept:
     added: bool = False
 
 
+@dataclass
+class _Round:
+    """What belongs to one round."""
+
+    index: int
+    parameters: list[Numbers]
+    ids: Counter[StepKey]
+    weights: bytes = b""
+
+
 class SyntheticStage:
     """`ports.Stage`. `observer(event, **facts)` hears of every piece of work; see
     `invariants.Monitor`."""
@@ -106,6 +116,7 @@ class SyntheticStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
+        self.can_open_ahead = True
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
         self._observe = observer
@@ -115,8 +126,9 @@ class SyntheticStage:
         ]
         self._coming: dict[int, Numbers] = {}
         self._ids: Counter[StepKey] = Counter()
+        self._ahead: _Round | None = None
         self._kept: dict[StepKey, _Kept] = {}
-        self.weights = self._digest_of_all()
+        self.weights = _digest_of(self._parameters)
 
     def check(self, inputs: Array, targets: Array) -> None:
         if len(inputs.data) != _KEY.size:
@@ -124,8 +136,9 @@ class SyntheticStage:
 
     def forward(self, key: StepKey, inputs: Array) -> Array:
         self._check_key(key, inputs)
-        self._observe("forward", key=key, weights=self.weights)
-        self._kept[key] = _Kept(self.weights)
+        weights = self._weights_of(key)
+        self._observe("forward", key=key, weights=weights)
+        self._kept[key] = _Kept(weights)
         return activation(key, self._sizes)
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
@@ -133,9 +146,10 @@ class SyntheticStage:
         kept = self._kept.get(key)
         assert kept is not None, f"backward of {key} without its forward"
         assert not kept.added, f"backward of {key} twice"
-        self._observe("backward", key=key, weights=self.weights, forward_weights=kept.weights)
+        weights = self._weights_of(key)
+        self._observe("backward", key=key, weights=weights, forward_weights=kept.weights)
         kept.added = True
-        self._ids[key] += 1
+        self._ids_of(key)[key] += 1
         return None if self.stage_index == 0 else activation(key, self._sizes)
 
     def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
@@ -148,9 +162,10 @@ class SyntheticStage:
         if kept is None or not kept.added:
             return
         self._observe("retract", key=key)
-        self._ids[key] -= 1
-        if not self._ids[key]:
-            del self._ids[key]
+        ids = self._ids_of(key)
+        ids[key] -= 1
+        if not ids[key]:
+            del ids[key]
 
     def forget(self, key: StepKey) -> None:
         self._kept.pop(key, None)
@@ -181,17 +196,43 @@ class SyntheticStage:
             raise ProtocolViolation("a shard of the wrong size")
         self._coming[shard_index] = _FLOATS.unpack(bytes(values.data))
 
+    def open_ahead(self, round_index: int) -> None:
+        parameters = [self._coming.get(j, numbers) for j, numbers in enumerate(self._parameters)]
+        self._coming.clear()
+        weights = _digest_of(parameters)
+        self._ahead = _Round(round_index, parameters, Counter(), weights)
+
+    def drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._forget_all(self._ahead.index)
+            self._ahead = None
+
+    def _forget_all(self, round_index: int) -> None:
+        for key in [k for k in self._kept if k[0] == round_index]:
+            del self._kept[key]
+
+    def _is_ahead(self, key: StepKey) -> bool:
+        return self._ahead is not None and key[0] == self._ahead.index
+
+    def _weights_of(self, key: StepKey) -> bytes:
+        return self._ahead.weights if self._ahead and self._is_ahead(key) else self.weights
+
+    def _ids_of(self, key: StepKey) -> Counter[StepKey]:
+        return self._ahead.ids if self._ahead and self._is_ahead(key) else self._ids
+
     def finish_round(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            assert not self._coming, "parameters put aside while a round was open ahead"
+            self._parameters, self._ids, self.weights = ahead.parameters, ahead.ids, ahead.weights
+            self._kept = {k: kept for k, kept in self._kept.items() if k[0] == ahead.index}
+            return
         for j, numbers in self._coming.items():
             self._parameters[j] = numbers
         self._coming.clear()
         self._ids = Counter()
         self._kept.clear()
-        self.weights = self._digest_of_all()
-
-    def _digest_of_all(self) -> bytes:
-        packed = b"".join(_FLOATS.pack(*numbers) for numbers in self._parameters)
-        return xxhash.xxh3_64_digest(packed)
+        self.weights = _digest_of(self._parameters)
 
     def _claim(self, data: bytes) -> Array:
         return Array("float32", (self._sizes.shard_parameters,), data)
@@ -293,6 +334,10 @@ class SyntheticData:
 
 def _tokens(key: StepKey) -> Array:
     return Array("int32", (4,), _KEY.pack(*key))
+
+
+def _digest_of(parameters: Sequence[Numbers]) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(_FLOATS.pack(*numbers) for numbers in parameters))
 
 
 def _rounded(numbers: Any) -> Numbers:

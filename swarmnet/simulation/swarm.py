@@ -354,7 +354,8 @@ class Simulation:
             return
         own = member.peer.gossip.own.peer_id
         ledger, r = replica.ledger, replica.round
-        for entry in (*ledger.running(r), *ledger.pending(r)):
+        rounds = (r, r + 1)
+        for entry in [e for q in rounds for e in (*ledger.running(q), *ledger.pending(q))]:
             if entry.feeder != own:
                 self._waiting[entry.key] = self._now()
 

@@ -6,6 +6,9 @@ go. What a round learns from is therefore one update old (Ren et al. 2021, "ZeRO
 section 5.2). One gradient buffer more a replica. After the last round both exchanges that are left
 are made, so that a run of n rounds ends with n updates; so it is in mode `auto` when exchanges
 return between the rounds.
+
+The exchange of round r - 1 gives the parameters of round r + 1. Where it is done before round r is,
+round r + 1 opens ahead of the last microbatches of round r (`replica`).
 """
 
 from __future__ import annotations
@@ -55,11 +58,19 @@ class DelayedUpdates:
         self._gradient = Gradient()
         self._exchange: asyncio.Task[None] | None = None
         self._last = -1
+        self._arrived = -1
+        """The newest exchange whose result was put aside here."""
 
     @property
     def is_owing(self) -> bool:
         """A gradient of this replica is not averaged yet."""
         return self._gradient.num_tokens > 0
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        if not self.replica.plan.is_delayed(round_index):
+            return False
+        current = self.averaging.current
+        return current == round_index or self._arrived == current
 
     def attend(self) -> None:
         self.auto.learn()
@@ -103,7 +114,7 @@ class DelayedUpdates:
         self.auto.finish_round(round_index, self.replica.open_s)
 
     async def close(self) -> None:
-        self._gradient, self._last = Gradient(), -1
+        self._gradient, self._last, self._arrived = Gradient(), -1, -1
         self.averaging.flushed = False
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -129,8 +140,9 @@ class DelayedUpdates:
             log.info("the optimizer state of new shards is taking long; asked again next round")
 
     async def _run(self, gradient: Gradient) -> None:
+        current = self.averaging.current
         await self.averaging.update(gradient.part)
-        self._gradient = Gradient()
+        self._gradient, self._arrived = Gradient(), current
 
     def _present(self, num_tokens: int) -> Gradient:
         """The gradient where it lies, for an exchange that is over before the next round."""

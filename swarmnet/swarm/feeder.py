@@ -45,7 +45,7 @@ MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
 REST_S = 300.0
-IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 2.5
+IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 4.0
 """Microbatches in the air for each replica of the swarm. Many feeders, who do not know of each
 other's microbatches, send them to a replica at random times: more must wait for none to be idle."""
 
@@ -67,6 +67,13 @@ class RoundOfFeeder:
     refused: list[int] = field(default_factory=list)
     """Asked about by a replica while in flight, and therefore not to be committed any more."""
     in_flight: int = 0
+    began_at: float = 0.0
+    launched_at: float = 0.0
+    """When it launched the newest one."""
+    heard: int = 0
+    """Samples that others have launched, and since when they have been so many."""
+    heard_at: float = 0.0
+    flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
 
 
 OnRound = Callable[[int, list[int]], None]
@@ -90,12 +97,9 @@ class Feeder:
     """Hears the id of each microbatch as soon as it counts."""
 
     def __post_init__(self) -> None:
-        self._tasks = Tasks("feeder")
         self._rounds: dict[int, RoundOfFeeder] = {}
-        self._heard_at = 0.0
-        self._heard = 0
-        self._launched_at = 0.0
-        self._round_began_at = 0.0
+        self._open: list[RoundOfFeeder] = []
+        """That are fed: the present one, and the next where that is open ahead."""
         self._evaluated = -1
         self._evaluating = False
         self._refused = 0
@@ -106,32 +110,42 @@ class Feeder:
         """Feeds until cancelled."""
         try:
             while True:
-                await self._feed_round(replica)
-        finally:
-            await self._tasks.close()
-
-    async def _feed_round(self, replica: Replica) -> None:
-        """Feeds the present round of the replica until that round is over."""
-        r = replica.round
-        self._round_began_at = asyncio.get_running_loop().time()
-        mine = self._rounds.setdefault(r, RoundOfFeeder(r))
-        for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
-            del self._rounds[old]
-        flights = Tasks("feeder")
-        try:
-            while replica.round == r:
                 self._wake()
-                if replica.is_open(r):
-                    feeds = self._is_feeder()
-                    if feeds:
-                        self._maybe_evaluate(replica, flights)
-                        self._launch(replica, mine, flights)
-                    self._maybe_seal(mine, feeds)
+                await self._close_rounds(replica)
+                for r in (replica.round, replica.round + 1):
+                    if replica.takes(r):
+                        self._feed(replica, self._round(r))
                 await self.gossip.news.wait(LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S)
         finally:
-            await flights.close()
-            if replica.round != r and mine.committed:
-                self.on_round(r, sorted(mine.committed))
+            for mine in self._open:
+                await mine.flights.close()
+            self._open.clear()
+
+    def _round(self, r: int) -> RoundOfFeeder:
+        """The books of a round that is open."""
+        mine = self._rounds.setdefault(r, RoundOfFeeder(r))
+        if mine not in self._open:
+            mine.began_at = asyncio.get_running_loop().time()
+            self._open.append(mine)
+            for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
+                del self._rounds[old]
+        return mine
+
+    async def _close_rounds(self, replica: Replica) -> None:
+        """Ends what still flies of rounds that are over, or whose beginning here was taken back."""
+        for mine in [m for m in self._open if m.round not in (replica.round, replica.round + 1)]:
+            self._open.remove(mine)
+            await mine.flights.close()
+            if mine.round < replica.round and mine.committed:
+                self.on_round(mine.round, sorted(mine.committed))
+
+    def _feed(self, replica: Replica, mine: RoundOfFeeder) -> None:
+        feeds = self._is_feeder()
+        if feeds:
+            if mine.round == replica.round:
+                self._maybe_evaluate(replica, mine.flights)
+            self._launch(replica, mine)
+        self._maybe_seal(mine, feeds)
 
     def _is_feeder(self) -> bool:
         now = asyncio.get_running_loop().time()
@@ -140,18 +154,21 @@ class Feeder:
 
     # ---- launching --------------------------------------------------------------------------
 
-    def _launch(self, replica: Replica, mine: RoundOfFeeder, flights: Tasks) -> None:
-        """Starts as many microbatches as the round still needs of this feeder."""
+    def _launch(self, replica: Replica, mine: RoundOfFeeder) -> None:
+        """Starts as many microbatches as the round still needs of this feeder. Those of a round
+        ahead never keep one of the present round on the ground."""
         if mine.round >= self.settings.rounds:
             return
-        while mine.in_flight < self._window() and self._may_launch(mine.round):
+        older = sum(m.in_flight for m in self._open if m.round < mine.round)
+        window = min(self._window(), older + mine.in_flight + self._room(replica))
+        while older + mine.in_flight < window and self._may_launch(mine):
             count = self.gossip.own.count(mine.round)
             n, mine.next_n = mine.next_n, mine.next_n + 1
             mine.in_flight += 1
-            self._launched_at = asyncio.get_running_loop().time()
+            mine.launched_at = asyncio.get_running_loop().time()
             launched = count.launched + self.settings.samples_per_microbatch
             self.gossip.update_count(replace(count, launched=launched, sealed=False))
-            flights.start(self._fly(replica, mine, n))
+            mine.flights.start(self._fly(replica, mine, n))
 
     def _window(self) -> int:
         """Microbatches that this feeder keeps in flight."""
@@ -161,17 +178,45 @@ class Feeder:
         view = self.gossip.view
         replicas = sum(len(view.replicas(s, now)) for s in range(self.settings.num_stages))
         feeders = max(1, len(assignment.feeders(view, now)))
-        each = IN_FLIGHT_PER_REPLICA if self.gossip.is_small else IN_FLIGHT_OF_MANY
-        return int(each * replicas / feeders) + 1
+        if self.gossip.is_small:
+            return int(IN_FLIGHT_PER_REPLICA * replicas / feeders) + 1
+        return int(IN_FLIGHT_OF_MANY * replicas * self._part(feeders, now)) + 1
 
-    def _may_launch(self, round_index: int) -> bool:
+    def _part(self, num_feeders: int, now: float) -> float:
+        """This feeder's part of what all have in the air: by its own speed, for it serves stage 0
+        to its own microbatches."""
+        rates = self.gossip.view.remembered(
+            0,
+            "rates of feeders",
+            now,
+            lambda: [r.samples_per_s for r in self.gossip.view.replicas(0, now) if r.has_data],
+        )
+        own = self.gossip.own
+        if own.stage != 0 or not own.samples_per_s or not rates:
+            return 1.0 / num_feeders
+        known = [rate for rate in rates if rate > 0]
+        usual = sum(known) / len(known)
+        return own.samples_per_s / sum(rate or usual for rate in rates)
+
+    def _room(self, replica: Replica) -> int:
+        """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
+        to do leaves the rest to others."""
+        most = self.limits.max_waiting_forwards
+        if self.gossip.is_small or replica.index != 0:
+            return self._window()
+        if self.transport.traffic.queued_bytes() > most * replica.sent_bytes:
+            return 0
+        return max(0, most - replica.device.num_waiting)
+
+    def _may_launch(self, mine: RoundOfFeeder) -> bool:
+        round_index = mine.round
         now = asyncio.get_running_loop().time()
         view, batch = self.gossip.view, self.settings.global_batch
         own, feeders = self.gossip.own, assignment.feeders(self.gossip.view, now)
         own_launched = own.count(round_index).launched
         launched_by_others = view.launched_at_most(round_index) - own_launched
-        if launched_by_others != self._heard:
-            self._heard, self._heard_at = launched_by_others, now
+        if launched_by_others != mine.heard:
+            mine.heard, mine.heard_at = launched_by_others, now
         if own.peer_id not in feeders or progress.is_launched(view, round_index, now, batch):
             return False
         quota = progress.quota(
@@ -185,7 +230,7 @@ class Feeder:
                 own_launched=own_launched,
                 launched=launched,
                 global_batch=batch,
-                age_s=now - self._round_began_at,
+                age_s=now - mine.began_at,
                 spread_s=self.gossip.spread_s,
             )
         return progress.may_launch(
@@ -193,7 +238,7 @@ class Feeder:
             quota=quota,
             launched=launched,
             global_batch=batch,
-            quiet_s=now - max(self._heard_at, self._launched_at),
+            quiet_s=now - max(mine.heard_at, mine.launched_at),
             patience_s=self.limits.patience_s,
         )
 
@@ -237,7 +282,7 @@ class Feeder:
 
         try:
             arrays = self.data.microbatch(the_id)
-            while replica.round == mine.round:
+            while replica.round <= mine.round:
                 try:
                     passed = await self.wiring.step(
                         replace(request, hint=path),
@@ -251,7 +296,7 @@ class Feeder:
                     if isinstance(theirs, int) and theirs > mine.round:
                         return  # the others finished the round without it: it never counts
                     await self.gossip.news.wait(LOOK_AGAIN_S)
-                    if replica.closed:
+                    if replica.is_closed(mine.round):
                         return
                     # Not open, not closed: it is fetching the round's parameters, and opens it
                     # again. A flight given up here would be launched and never committed.

@@ -79,6 +79,9 @@ class GossipAveraging:
     def is_owing(self) -> bool:
         return self._tokens > 0
 
+    def is_ready_ahead(self, round_index: int) -> bool:
+        return False
+
     def attend(self) -> None:
         pass
 

@@ -106,6 +106,9 @@ class LocalUpdates:
     def is_owing(self) -> bool:
         return any(self._tokens)
 
+    def is_ready_ahead(self, round_index: int) -> bool:
+        return False
+
     def attend(self) -> None:
         pass
 

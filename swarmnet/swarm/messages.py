@@ -102,6 +102,8 @@ class StepRequest:
     num_samples: int
     hint: tuple[str, ...] = ()
     """Replicas of the following stages that may know this microbatch already."""
+    asked: bool = False
+    """The caller chose this replica by its `admit`: it waits in a longer queue."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.microbatch_id, self.stage, self.num_samples)
@@ -111,14 +113,31 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """Is there room for this microbatch? Asked before a long activation is sent."""
+    """How long would this microbatch take here? Asked of a few replicas before a long activation
+    is sent to one of them, and said to that one."""
 
     round: int
     microbatch_id: int
     stage: int
+    comes: bool = False
+    """It has been sent: a place is to be kept."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.microbatch_id, self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitReply:
+    """There is room."""
+
+    wait_s: float
+    """Until its work here would be done, seconds, as far as is known now."""
+    known: bool = False
+    """It is here already: queued, under way, or done."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.wait_s) and self.wait_s >= 0):
+            raise ValueError("a wait that is none")
 
 
 @dataclass(frozen=True, slots=True)

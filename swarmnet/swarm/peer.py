@@ -173,10 +173,12 @@ class Peer:
             self.settings.num_stages,
             self.settings.samples_per_microbatch,
             self.rng,
+            overlaps=self.settings.sync_mode in (DELAYED, AUTO),
         )
         self.steps = StepService(
             self.transport, self.gossip, self.wiring, self.limits, guest=self.guest
         )
+        self.steps.on_measured = self._announce_rate
         self.feeder = (
             Feeder(
                 self.transport,
@@ -334,7 +336,7 @@ class Peer:
             balancing.cancel()
             await serving.close()
         self.machine.services.pop(replica.index, None)
-        self.steps.drop_round(replica.round)
+        self.steps.drop_round(replica.round + 1)
         if target is None:
             return None
         self.gossip.add_total("moved")
@@ -421,6 +423,9 @@ class Peer:
                     log.warning("%s: fetching the stage again", e)
                     self.gossip.update(state=JOINING, urgent=True)
                     replica.synced = False
+                    if replica.ahead:
+                        self.steps.drop_round(replica.round + 1)
+                        await replica.drop_ahead()
                     await updates.close()
                 except Diverged as e:
                     log.warning("%s: going over to them", e)
@@ -528,10 +533,7 @@ class Peer:
         """A round has begun here: says so, with digests, and sees to the shards it owns."""
         await replica.measure_digests()
         own = self.gossip.own
-        services = self.machine.services
-        services[replica.index] = replica.service_s
-        busy_s = sum(services.values())
-        rate = self.settings.samples_per_microbatch / busy_s if replica.service_s else 0
+        rate = self._rate(replica)
         joined = own.state == JOINING
         history = self.recovery.history()
         if not joined and history != own.history:
@@ -567,6 +569,21 @@ class Peer:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
+
+    def _rate(self, replica: Replica) -> float:
+        """Samples/s that the device could do of this stage, or the uplink carry; 0 while
+        unknown."""
+        services = self.machine.services
+        services[replica.index] = replica.service_s
+        if not replica.service_s:
+            return 0.0
+        link_s = self.transport.traffic.upload_s(replica.sent_bytes)
+        return self.settings.samples_per_microbatch / max(sum(services.values()), link_s)
+
+    def _announce_rate(self, replica: Replica) -> None:
+        """Newcomers, and those who move, go by what is announced; a round may be long."""
+        if replica is self.replica and self.gossip.own.state == ACTIVE:
+            self.gossip.update(samples_per_s=self._rate(replica))
 
     def _busy_since(self, replica: Replica) -> float:
         """Seconds that the device has worked since the round before was opened."""
@@ -675,7 +692,9 @@ class Peer:
         ]
         if not others:  # nobody is left to hand over to
             return alone
-        if self.steps.num_flying or replica.closed or replica.ledger.num_samples(replica.round):
+        if self.steps.num_flying or replica.closed:
+            return False
+        if any(replica.ledger.num_samples(replica.round + i) for i in (0, 1)):
             return False
         if self.updates.is_owing:
             return False

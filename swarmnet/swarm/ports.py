@@ -77,6 +77,8 @@ class Stage(Protocol):
     """Elements of each shard."""
     max_in_flight: int
     """Microbatches between their passes that memory has room for."""
+    can_open_ahead: bool
+    """Whether it can work on two rounds at a time (`open_ahead`)."""
 
     def check(self, inputs: Array, targets: Array) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap."""
@@ -108,7 +110,8 @@ class Stage(Protocol):
         """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""
 
     def copy_gradient(self, shard_index: int) -> Array:
-        """*averaging* The same, as a copy that outlives `finish_round`."""
+        """*averaging* The same, as a copy that outlives `finish_round`, though not the next
+        `open_ahead`."""
 
     def parameter_shard(self, shard_index: int) -> Array:
         """A view of the parameters of the current round, fp32."""
@@ -122,7 +125,17 @@ class Stage(Protocol):
 
     def finish_round(self) -> None:
         """*device* Makes the shards that were put aside by `stage_parameters` the parameters (the
-        others stay as they are), zeroes the gradient buffer and forgets every key."""
+        others stay as they are), zeroes the gradient buffer and forgets every key. Where a round
+        was opened ahead, its parameters and gradient become the present ones, and its keys stay."""
+
+    def open_ahead(self, round_index: int) -> None:
+        """*device* Makes the shards that were put aside the parameters of the coming round, whose
+        keys are worked on with them, and add to a gradient buffer of their own, until
+        `finish_round` makes that round the present one. The keys of the present round, and its
+        gradient and parameter shards, are not touched."""
+
+    def drop_ahead(self) -> None:
+        """*device* Forgets the round that was opened ahead, its gradient and its keys."""
 
 
 class Optimizer(Protocol):

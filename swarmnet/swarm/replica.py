@@ -4,6 +4,11 @@ A round at a replica is open (microbatches come and go), then closed (their grad
 averaged), then finished: the parameters change and the next one opens. The switch happens
 on the device thread, between two pieces of work, so that no microbatch ever meets the
 parameters of another round.
+
+In mode `delayed` the next round may be opened *ahead*, when everything of the present one has been
+launched and is on its way home: its parameters are there already. A replica then works on both,
+with parameters and a gradient buffer for each (two versions, as in PipeDream-2BW, Narayanan et al.
+2021), and no machine runs out of work between two rounds.
 """
 
 from __future__ import annotations
@@ -39,6 +44,10 @@ class Replica:
     """Holds the parameters of `round` and may serve microbatches."""
     closed: bool = False
     """The round is being averaged; no more microbatches."""
+    ahead: bool = False
+    """Microbatches of the next round come and go already."""
+    launched: int = -1
+    """The newest round of which, by what others ask of this replica, all is launched."""
     ledger: Ledger = field(default_factory=Ledger)
     news: News = field(default_factory=News)
     digests: bytes = b""
@@ -50,6 +59,8 @@ class Replica:
     """The newest round that, by what others ask of this replica, is over for them."""
     service_s: float = 0.0
     """Moving average of the device seconds of a microbatch, forward and backward together."""
+    sent_bytes: int = 0
+    """Of the arrays that the newest microbatch made this replica send."""
     services: Histogram = field(default_factory=Histogram)
     """The same, every one."""
     rounds: Histogram = field(default_factory=Histogram)
@@ -85,7 +96,7 @@ class Replica:
         where it does not begin within `wait_s`."""
 
         def open_or_over() -> bool:
-            return self.round > round_index or self.is_open(round_index)
+            return self.round > round_index or self.takes(round_index)
 
         if not open_or_over() and self.round == round_index and self.closed:
             raise Stale(f"round {round_index} is closed here", round=self.round)
@@ -102,6 +113,13 @@ class Replica:
         self.over = round_index
         return True
 
+    def heard_launched(self, round_index: int) -> bool:
+        """Likewise: all of it is launched, for another replica works on the next one."""
+        if round_index != self.round or self.launched >= round_index or not self.synced:
+            return False
+        self.launched = round_index
+        return True
+
     def is_over(self, round_index: int) -> bool:
         """Others have closed the round, as far as their calls show."""
         return self.over >= round_index
@@ -109,11 +127,21 @@ class Replica:
     def is_open(self, round_index: int) -> bool:
         return self.round == round_index and self.synced and not self.closed
 
+    def takes(self, round_index: int) -> bool:
+        """May microbatches of a round come and go here?"""
+        if self.ahead and round_index == self.round + 1:
+            return self.synced
+        return self.is_open(round_index)
+
+    def is_closed(self, round_index: int) -> bool:
+        """Microbatches of the round come too late here."""
+        return round_index < self.round or (round_index == self.round and self.closed)
+
     async def run(self, kind: str, key: StepKey, work: Callable[[], T]) -> T:
         """Runs device work of a microbatch, unless its round closed meanwhile (`Stale`)."""
 
         def guarded() -> T:
-            if not self.is_open(key[0]):
+            if not self.takes(key[0]):
                 raise Stale(f"round {key[0]} is closed here", round=self.round)
             return work()
 
@@ -138,11 +166,29 @@ class Replica:
             self.round = round_index
             self.synced = synced
             self.closed = False
+            self.ahead = False
 
         last = self.round
         await self.device.run(OTHER, switch)
         self.ledger.finish_round(max(last, round_index - 1))
         self.news.tell()
+
+    async def open_ahead(self) -> None:
+        """Lets microbatches of the next round in; the parameters put aside are that round's."""
+
+        def switch() -> None:
+            self.stage.open_ahead(self.round + 1)
+            self.ahead = True
+
+        await self.device.run(OTHER, switch)
+        self.news.tell()
+
+    async def drop_ahead(self) -> None:
+        """Forgets what was done of the next round."""
+        if self.ahead:
+            self.ahead = False
+            self.ledger.drop_round(self.round + 1)
+            await self.device.run(OTHER, self.stage.drop_ahead)
 
     async def measure_digests(self) -> bytes:
         """Digests of every shard of the common parameters, for the own record."""

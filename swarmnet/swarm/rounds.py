@@ -15,6 +15,7 @@ from typing import Protocol
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import divergence, progress
+from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.feeder import Feeder
@@ -39,6 +40,10 @@ class Updates(Protocol):
     def is_owing(self) -> bool:
         """Work of this replica is not in the common parameters yet, though its round is over."""
 
+    def is_ready_ahead(self, round_index: int) -> bool:
+        """The parameters of the round after this one are here, and the microbatches of this one do
+        not change them."""
+
     def attend(self) -> None:
         """Called while a round is open, often: sees to exchanges that run beside it."""
 
@@ -61,6 +66,9 @@ class ZeroUpdates:
     replica: Replica
     averaging: Averaging
     is_owing = False
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        return False
 
     def attend(self) -> None:
         pass
@@ -105,9 +113,24 @@ class Rounds:
             self.updates.attend()
             self._check_parameters(r)
             if not self.is_drained(r):
+                if self._may_open_ahead(r):
+                    await self.replica.open_ahead()
                 await self.gossip.news.wait(LOOK_AGAIN_S)
                 continue
             await self.finish(r)
+
+    def _may_open_ahead(self, r: int) -> bool:
+        """All of the round is launched, and the next one's parameters are here."""
+        replica, settings = self.replica, self.settings
+        if replica.ahead or not (replica.is_open(r) and replica.stage.can_open_ahead):
+            return False
+        if r + 1 >= settings.rounds or self.gossip.own.state != ACTIVE:
+            return False
+        now = asyncio.get_running_loop().time()
+        launched = replica.launched >= r or progress.is_launched(
+            self.gossip.view, r, now, settings.global_batch
+        )
+        return launched and self.updates.is_ready_ahead(r)
 
     def is_drained(self, r: int) -> bool:
         """The round's samples are all home, or others have finished it already."""

@@ -46,6 +46,8 @@ class Limits:
 
     max_waiting_forwards: int = 3
     """Forward work that may wait for the device before a replica answers `Busy`."""
+    max_waiting_announced: int = 32
+    """The same for microbatches whose callers have asked before: they know how long it takes."""
     max_open_steps: int = 64
     """Microbatches inside one replica at a time."""
     route_wait_s: float = 30.0
@@ -76,5 +78,5 @@ class Limits:
     """Looks in a row that must name the same move."""
     move_cooldown_s: float = 300.0
     """Rest of a peer after a move."""
-    move_min_rounds: int = 3
+    move_min_rounds: int = 1
     """Rounds that a replica serves a stage before it may leave it."""

@@ -20,6 +20,7 @@ from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import (
     LOGITS,
+    AdmitReply,
     AdmitRequest,
     Commit,
     InferReply,
@@ -38,7 +39,11 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.step")
 
 SERVICE_SMOOTHING = 0.1
-RESERVED_S = 10.0
+MIN_MEASURED = 3
+"""Microbatches after which a service time is announced..."""
+ANNOUNCE_CHANGE = 0.2
+"""...and by what part it must change to be announced again in the middle of a round."""
+RESERVED_S = 60.0
 """How long a place is kept for a microbatch that is on its way."""
 FURTHER_S = 5.0
 """How long callers are not told that a microbatch has come further on a way that they know."""
@@ -90,6 +95,8 @@ class StepService:
     limits: Limits
     replica: Replica | None = None
     guest: Guest = field(default_factory=Guest)
+    on_measured: Callable[[Replica], None] = lambda replica: None
+    """Hears when a replica turns out to be faster or slower than what was said of it last."""
 
     def __post_init__(self) -> None:
         self._flights: dict[StepKey, Flight] = {}
@@ -102,6 +109,7 @@ class StepService:
         self._reserved: dict[StepKey, float] = {}
         """Places kept for microbatches that were told that there is room, until when."""
         self._measured_busy_s = 0.0
+        self._announced_s = 0.0
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -115,17 +123,15 @@ class StepService:
         replica = self._serving(step.stage)
         inputs, targets = _two(request.message.arrays)
         replica.stage.check(inputs, targets)
-        if step.round == replica.round + 1 and self._is_replica(request.remote):
-            replica.heard_over(replica.round)
-            self.gossip.news.tell()
+        self._learn(replica, step.round, request.remote)
         await replica.enter(step.round, self.limits.enter_wait_s)
         key = (step.round, step.microbatch_id)
         flight = self._flights.get(key)
         if flight is None:
             if replica.ledger.get(key) is not None:  # a late call, of somebody it passed by
                 raise Stale("the microbatch was committed here already", round=replica.round)
-            if self._reserved.pop(key, None) is None:
-                self._admit(replica)
+            self._reserved.pop(key, None)
+            self._admit(replica, step.round, announced=step.asked)
             replica.ledger.begin(
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
             )
@@ -150,24 +156,51 @@ class StepService:
                 flight.silence()
 
     async def _on_admit(self, request: Request) -> Message:
-        """Keeps a place for a microbatch whose activation takes a while to send."""
+        """Says how long a microbatch would take here, and keeps a place for one that is coming."""
         self.gossip.check_run(request)
         asked = convert(request.message.body, AdmitRequest)
         replica = self._serving(asked.stage)
         key = (asked.round, asked.microbatch_id)
         if asked.round < replica.round:
             raise Stale(f"round {asked.round} is over here", round=replica.round)
-        if key not in self._flights and replica.ledger.get(key) is None:
-            self._admit(replica)
+        if key in self._flights or replica.ledger.get(key) is not None:
+            return Message(AdmitReply(0.0, known=True))
+        self._admit(replica, asked.round, announced=True)
+        if asked.comes and self._is_replica(request.remote):
             now = asyncio.get_running_loop().time()
             self._reserved[key] = now + RESERVED_S
-        return Message()
+        return Message(AdmitReply(self._wait_s(replica)))
+
+    def _wait_s(self, replica: Replica) -> float:
+        """Seconds until one more microbatch would be done here: behind what waits for the device,
+        or for the uplink, whichever takes longer."""
+        traffic = self.transport.traffic
+        waiting = replica.device.num_waiting + self._num_reserved()
+        device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
+        each_s = traffic.upload_s(replica.sent_bytes)
+        return max(device_s, traffic.upload_s(traffic.queued_bytes())) + max(
+            replica.service_s, each_s
+        )
 
     def _num_reserved(self) -> int:
         now = asyncio.get_running_loop().time()
         while self._reserved and next(iter(self._reserved.values())) <= now:
             del self._reserved[next(iter(self._reserved))]
         return len(self._reserved)
+
+    def _learn(self, replica: Replica, asked: int, caller: str) -> None:
+        """What another replica asks for tells how far it is: it works on the next round when this
+        one is over, or, where rounds may be opened ahead, when all of this one is launched."""
+        r = replica.round
+        if asked not in (r + 1, r + 2) or not self._is_replica(caller):
+            return
+        overlaps = replica.plan.is_delayed(r)
+        if asked == r + 1 and overlaps:
+            is_news = replica.heard_launched(r)
+        else:
+            is_news = (asked == r + 1 or overlaps) and replica.heard_over(r)
+        if is_news:
+            self.gossip.news.tell()
 
     def _is_replica(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
@@ -178,16 +211,19 @@ class StepService:
             raise NotReady(f"stage {stage_index} is not served here")
         return self.replica
 
-    def _admit(self, replica: Replica) -> None:
+    def _admit(self, replica: Replica, round_index: int, *, announced: bool) -> None:
         """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave."""
         if self.gossip.own.state == LEAVING:
             raise NotReady("this peer is leaving")
         waiting = replica.device.num_waiting + self._num_reserved()
         # A place is free when one forward or one backward is done: half a microbatch.
-        over = waiting + 1 - self.limits.max_waiting_forwards
         limits = self.limits
+        room = limits.max_waiting_announced if announced else limits.max_waiting_forwards
+        over = waiting + 1 - room
         most = min(limits.max_open_steps, replica.stage.max_in_flight)
-        if waiting >= limits.max_waiting_forwards or self.num_flying >= most:
+        if round_index > replica.round:  # the present round always has room to come to its end
+            most = max(1, most // 2)
+        if waiting >= room or self.num_flying >= most:
             raise Busy("the queue is full", backlog_s=over * replica.service_s / 2)
         if not self.guest.has_room(replica.index, self.num_flying):
             raise Busy("no memory for more", backlog_s=replica.service_s)
@@ -227,6 +263,7 @@ class StepService:
             FORWARD, key, lambda: stage.forward_backward(key, inputs, targets)
         )
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
+        replica.sent_bytes = 0 if result.grad_inputs is None else result.grad_inputs.num_bytes
         return reply, result.grad_inputs
 
     async def _through(
@@ -279,6 +316,8 @@ class StepService:
                     raise
                 continue
             reply = passed.reply
+            sent = (outputs, grad_inputs)
+            replica.sent_bytes = sum(a.num_bytes for a in sent if a is not None)
             return (
                 StepReply(reply.loss_sum, reply.num_tokens, (own, *reply.path)),
                 grad_inputs,
@@ -294,6 +333,10 @@ class StepService:
         if replica.service_s == 0.0:
             replica.service_s = sample
         replica.service_s += SERVICE_SMOOTHING * (sample - replica.service_s)
+        changed = abs(replica.service_s - self._announced_s) > ANNOUNCE_CHANGE * self._announced_s
+        if changed and sum(replica.services.counts) >= MIN_MEASURED:
+            self._announced_s = replica.service_s
+            self.on_measured(replica)
 
     # ---- commit -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import (
     Busy,
@@ -22,7 +22,13 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol.routing import FIRST_DEADLINE_S, Router
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.messages import AdmitRequest, StepProgress, StepReply, StepRequest
+from swarmnet.swarm.messages import (
+    AdmitReply,
+    AdmitRequest,
+    StepProgress,
+    StepReply,
+    StepRequest,
+)
 from swarmnet.swarm.settings import Limits
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -37,9 +43,15 @@ first."""
 FIRST_DEADLINE_A_STAGE_S = 15.0
 """For each stage that a call goes through whose duration nobody has measured yet."""
 ASK_S = 0.2
-"""A callee is asked for room first where sending the arrays takes longer than this..."""
+"""Replicas are asked first how long it would take where sending the arrays takes longer than
+this..."""
+ASKED = 3
+"""...so many of them..."""
 ADMIT_TIMEOUT_S = 5.0
-"""...and has so long to answer."""
+"""...and have so long to answer."""
+MIN_ADMIT_TIMEOUT_S = 0.3
+MAX_EXTENSIONS = 8
+"""Times that a callee which says that it is at work is waited for again."""
 LONGEST_CALL_S = 1200.0
 MAX_REFUSALS = 3
 """After so many replicas, or all that there are, have found the same arrays wrong, the fault is
@@ -55,6 +67,40 @@ class Passed:
     grad_inputs: Array | None
 
 
+@dataclass
+class Patience:
+    """How long a call is waited for. May be prolonged, and ended, while it is."""
+
+    deadline: float
+    is_over: bool = False
+    _timeout: asyncio.Timeout | None = None
+
+    async def wait(self, call: asyncio.Task[Message]) -> bool:
+        """True when the call is done, False when patience has run out first."""
+        try:
+            async with asyncio.timeout_at(self.deadline) as self._timeout:
+                await asyncio.wait((call,))
+                return True
+        except TimeoutError:
+            return call.done()
+        finally:
+            self._timeout = None
+
+    def until(self, deadline: float) -> None:
+        """Prolongs it."""
+        self.deadline = deadline
+        self._reschedule(deadline)
+
+    def end(self) -> None:
+        """It is over now."""
+        self.is_over = True
+        self._reschedule(asyncio.get_running_loop().time())
+
+    def _reschedule(self, when: float) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(when)
+
+
 Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
 
 
@@ -68,10 +114,12 @@ class Wiring:
     num_stages: int
     samples_per_call: int
     rng: random.Random
+    overlaps: bool = False
+    """Replicas may work on the round after the one that their record names."""
     local: dict[str, Handler] = field(default_factory=dict)
     """The own handlers: a peer that serves the next stage itself is a link of zero length."""
     _routers: dict[int, Router] = field(default_factory=dict)
-    _waiting: dict[str, list[asyncio.Timeout]] = field(default_factory=dict)
+    _waiting: dict[str, list[Patience]] = field(default_factory=dict)
     """Deadlines of the open calls, by callee."""
 
     def __post_init__(self) -> None:
@@ -109,12 +157,13 @@ class Wiring:
         over, `NoRoute` when no replica did it in time, `Refused` when the arrays are to blame.
         """
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self.limits.route_wait_s
+        longest = loop.time() + LONGEST_CALL_S
         hint = request.hint
         last_error: SwarmnetError | None = None
         refusers: dict[str, None] = {}
         for _ in range(self.limits.max_attempts):
-            peer_id = await self._choose(request, hint, give_up, prefer_self)
+            give_up = loop.time() + self.limits.route_wait_s
+            peer_id = await self._choose(request, arrays, hint, give_up, prefer_self)
             if peer_id is None:
                 break
             known: list[tuple[str, ...]] = []
@@ -134,6 +183,7 @@ class Wiring:
                 feeder=request.feeder,
                 num_samples=request.num_samples,
                 hint=hint[1:],
+                asked=self._asks(arrays),
             )
             try:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)
@@ -153,7 +203,7 @@ class Wiring:
             if known:  # what lies beyond the dead callee need not be done again
                 hint = (peer_id, *known[-1])
             prefer_self = False
-            if loop.time() >= give_up:
+            if loop.time() >= longest:
                 break
         raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {last_error}")
 
@@ -165,6 +215,7 @@ class Wiring:
     async def _choose(
         self,
         request: StepRequest,
+        arrays: tuple[Array, ...],
         hint: tuple[str, ...],
         give_up: float,
         prefer_self: bool,
@@ -175,7 +226,12 @@ class Wiring:
             router = self.router(request.stage)
             now = loop.time()
             prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
-            peer_id = router.pick(now, prefer=prefer, exclude=self._behind(request, now))
+            behind = self._behind(request, now)
+            if prefer is None and self._asks(arrays):
+                peer_id = await self._ask_around(router, request, behind)
+                now = loop.time()
+            else:
+                peer_id = router.pick(now, prefer=prefer, exclude=behind)
             if peer_id is not None:
                 return peer_id
             if now >= give_up:
@@ -188,7 +244,7 @@ class Wiring:
         """Replicas that have not opened the round yet, as long as some other has. In a large swarm,
         where it takes a while until that is known of all, those one round behind are asked: the
         call itself tells them that the round before is over."""
-        slack = 0 if self.gossip.is_small else 1
+        slack = 0 if self.gossip.is_small and not self.overlaps else 1
         replicas = self.gossip.view.replicas(request.stage, now)
         behind = [r.peer_id for r in replicas if r.round < request.round - slack]
         return behind if len(behind) < len(replicas) else []
@@ -208,7 +264,6 @@ class Wiring:
         try:
             depth = self.num_stages - 1 - message.body.stage
             silence_s = router.deadline_s(peer_id) + DEPTH_GRACE_S * depth
-            await self._ask_for_room(peer_id, message)
             reply = await self._call(peer_id, message, silence_s, on_progress)
             body = convert(reply.body, StepReply)
             grad_inputs = accept(body, reply.arrays)
@@ -230,17 +285,56 @@ class Wiring:
         router.succeeded(peer_id, loop.time(), loop.time() - start)
         return Passed(peer_id, body, grad_inputs)
 
-    async def _ask_for_room(self, peer_id: str, message: Message) -> None:
-        """Raises `Busy` where there is none. Where sending takes far longer than asking, a full
-        replica must not find out only when the activation has gone up the link for nothing."""
-        body = message.body
-        num_bytes = sum(a.num_bytes for a in message.arrays)
-        upload = self.gossip.own.upload_bytes_per_s
-        slow = upload > 0 and num_bytes > upload * ASK_S
-        if not slow or body.hint or peer_id == self.gossip.own.peer_id:
-            return
-        asked = AdmitRequest(body.round, body.microbatch_id, body.stage)
-        await self.transport.call(peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S)
+    def _asks(self, arrays: tuple[Array, ...]) -> bool:
+        """Where sending takes far longer than asking, it pays to ask several replicas first, and
+        none finds out that it is full only when the activation has gone up the link for nothing."""
+        return self.transport.traffic.upload_s(sum(a.num_bytes for a in arrays)) > ASK_S
+
+    async def _ask_around(
+        self, router: Router, request: StepRequest, exclude: Collection[str]
+    ) -> str | None:
+        """Of a few replicas drawn at random, the one that would be done with the microbatch first,
+        by its own word; None where none has room. Raises `Stale` where the round is over."""
+        loop = asyncio.get_running_loop()
+        drawn = router.sample(loop.time(), ASKED, exclude=exclude)
+        own = self.gossip.own.peer_id
+        if own in drawn:
+            router.take(own)
+            return own
+        asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
+        waits = await asyncio.gather(*(self._ask(router, p, asked) for p in drawn))
+        offers = [(wait_s, p) for wait_s, p in zip(waits, drawn, strict=True) if wait_s is not None]
+        if not offers:
+            return None
+        peer_id = min(offers)[1]
+        router.take(peer_id)
+        self.transport.notify(peer_id, "admit", Message(replace(asked, comes=True)))
+        return peer_id
+
+    async def _ask(self, router: Router, peer_id: str, asked: AdmitRequest) -> float | None:
+        """What a replica says; None where it has no room, or no answer."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            reply = await self.transport.call(
+                peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S
+            )
+            return convert(reply.body, AdmitReply).wait_s
+        except Busy as e:
+            router.put_off(peer_id, loop.time(), e.backlog_s)
+        except Stale as e:
+            theirs = e.details.get("round")
+            if isinstance(theirs, int) and theirs > asked.round:
+                raise
+            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+        except NotReady:
+            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+        except (TransportError, RemoteError, ProtocolViolation) as e:
+            router.sent(peer_id, start)
+            router.failed(peer_id, loop.time(), loop.time() - start)
+            if isinstance(e, TransportError):
+                self.gossip.probe(peer_id)
+        return None
 
     async def _call(
         self,
@@ -249,36 +343,58 @@ class Wiring:
         silence_s: float,
         on_progress: Callable[[Message], None],
     ) -> Message:
-        """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s`: a
-        callee that re-routes says so, and gets the time for it."""
+        """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s` and the
+        callee, asked, does not say that it has the microbatch: one that re-routes, or is slower
+        than it used to be, gets the time for it."""
         loop = asyncio.get_running_loop()
         if peer_id == self.gossip.own.peer_id:
             return await self.call_self("step", message, on_progress)
+        traffic = self.transport.traffic
+        num_bytes = traffic.queued_bytes() + sum(a.num_bytes for a in message.arrays)
+        patience = Patience(loop.time() + silence_s + traffic.upload_s(num_bytes))
+
+        def heard(progress: Message) -> None:
+            patience.until(loop.time() + silence_s)
+            on_progress(progress)
+
+        waiting = self._waiting.setdefault(peer_id, [])
+        waiting.append(patience)
+        call = loop.create_task(
+            self.transport.call(
+                peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
+            )
+        )
         try:
-            async with asyncio.timeout(silence_s) as patience:
+            for _ in range(MAX_EXTENSIONS):
+                if await patience.wait(call):
+                    return call.result()
+                if patience.is_over or not await self._is_at_work(peer_id, message, silence_s):
+                    break
+                patience.until(loop.time() + silence_s)
+            raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
+        finally:
+            waiting.remove(patience)
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            elif not call.cancelled():
+                call.exception()  # seen, where nobody waits for it any more
 
-                def heard(progress: Message) -> None:
-                    if not patience.expired():
-                        patience.reschedule(loop.time() + silence_s)
-                    on_progress(progress)
-
-                waiting = self._waiting.setdefault(peer_id, [])
-                waiting.append(patience)
-                try:
-                    return await self.transport.call(
-                        peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
-                    )
-                finally:
-                    waiting.remove(patience)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no answer for {silence_s:.1f} s") from None
+    async def _is_at_work(self, peer_id: str, message: Message, silence_s: float) -> bool:
+        """Does a callee that has been silent for long say that it has the microbatch?"""
+        body = message.body
+        asked = AdmitRequest(body.round, body.microbatch_id, body.stage)
+        timeout_s = min(max(MIN_ADMIT_TIMEOUT_S, silence_s / 4), ADMIT_TIMEOUT_S)
+        try:
+            reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
+            return convert(reply.body, AdmitReply).known
+        except (SwarmnetError, ProtocolViolation):
+            return False
 
     def _give_up(self, peer_id: str) -> None:
         """Nobody waits any longer for a peer that is taken for dead."""
-        now = asyncio.get_running_loop().time()
         for patience in self._waiting.get(peer_id, ()):
-            if not patience.expired():
-                patience.reschedule(now)
+            patience.end()
 
     async def call_self(
         self, method: str, message: Message, on_progress: Callable[[Message], None]

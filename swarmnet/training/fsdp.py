@@ -112,6 +112,8 @@ class _Sum(torch.autograd.Function):
 class FsdpStage(TorchStage):
     """What one rank has of a stage; the same calls at all ranks."""
 
+    overlaps_rounds = False
+
     def __init__(
         self,
         *arguments: Any,

@@ -3,14 +3,14 @@ precision, or in another memory, or both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copy:
     parameter: nn.Parameter
     value: Tensor
@@ -47,9 +47,20 @@ class ParameterCopies:
             parameter.grad = gradient
             self._copies.append(_Copy(parameter, value, None))
             return
-        self._copies.append(_Copy(parameter, value, gradient))
+        copy = _Copy(parameter, value, gradient)
+        self._copies.append(copy)
         if self._at_once and gradient is not None:
-            parameter.register_post_accumulate_grad_hook(_adder(gradient))
+            parameter.register_post_accumulate_grad_hook(_adder(copy))
+
+    def show(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Makes the copies those of other values, and adds gradients to other vectors; what
+        `parameter.data` is, the caller sees to."""
+        if not self._copies:
+            return
+        for copy, value, gradient in zip(self._copies, values, gradients, strict=True):
+            copy.value = value
+            if copy.gradient is not None:
+                copy.gradient = gradient
 
     def refresh(self) -> None:
         """The copies take the values of the trained parameters."""
@@ -91,10 +102,10 @@ def lower_buffers(module: nn.Module, dtype: torch.dtype) -> None:
                 setattr(part, name, buffer.to(dtype))
 
 
-def _adder(gradient: Tensor) -> Callable[[Tensor], None]:
+def _adder(copy: _Copy) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            gradient.add_(parameter.grad)
+        if parameter.grad is not None and copy.gradient is not None:
+            copy.gradient.add_(parameter.grad)
             parameter.grad = None
 
     return add

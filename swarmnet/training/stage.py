@@ -4,7 +4,9 @@ Memory. All parameters of the stage are views into one flat fp32 tensor, all gra
 another, both in the host's memory, in the canonical order of `models.base.parameter_ranges`; so a
 shard is a slice, a network buffer can point straight at it, and autograd adds into it in place.
 Parameters of the coming round wait for `finish_round` where the gradient of their shard was, which
-nobody needs once they are there: a replica never holds more than the two vectors.
+nobody needs once they are there: a replica never holds more than the two vectors. Where exchanges
+run beside a round there are two pairs of vectors (`vectors`): parameters and gradient of the round,
+and those of the round before (its gradient is being exchanged) or of the next one (`open_ahead`).
 
 Life of a microbatch here: `forward` keeps its input, and of the graph what the policy says
 (`computing.Computing.activations`); `backward` drops the graph and keeps the output's gradient
@@ -61,12 +63,15 @@ from swarmnet.training.models.registry import (
 )
 from swarmnet.training.offload import FilePlace, HostPlace, OffloadedPass, Place
 from swarmnet.training.parameter_copies import ParameterCopies, lower_buffers
+from swarmnet.training.vectors import Vectors
 from swarmnet.wire import Array
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
 """Layers that keep no more than their input anyway."""
 LARGEST_VALUE = 1e15
 """Of activations and their gradients."""
+SPARE_FACTOR = 1.5
+"""Free device memory that a second pair of vectors must leave, over what it takes."""
 
 log = logging.getLogger("swarmnet.training")
 
@@ -95,6 +100,9 @@ class TorchStage:
 
     `forget` may be called from any thread; the rest as the port says.
     """
+
+    overlaps_rounds = True
+    """False where layers hold parameters in a way of their own: no round is opened ahead."""
 
     def __init__(
         self,
@@ -136,16 +144,17 @@ class TorchStage:
         self.parameter_ranges = parameter_ranges(layers, self._modules)
         self._low = ParameterCopies(at_once=self._scaling is None)
         self._sums: Tensor | None = None
-        self._is_collected = True
         self._collecting = threading.Lock()
         self._parameters, self._gradients = self._flatten()
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
+        self._present = self._used = self._first_vectors(shard_size)
+        self._spare: Vectors | None = None
+        self._ahead: tuple[int, Vectors] | None = None
+        """The round that is open ahead, and its vectors."""
         self._spared = self._parameter_storages()
         if computing.compile:
             for module in self._modules:
                 module.compile(dynamic=False)
-        self._parameter_shards = self._parameters.split(shard_size)
-        self._gradient_shards = self._gradients.split(shard_size)
         self._staged: dict[int, Tensor] = {}
         self._kept: dict[StepKey, Kept] = {}
 
@@ -163,8 +172,7 @@ class TorchStage:
         return len(self._kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Views of the parameters by name (Hugging Face's for a Llama); `finish_round` changes what
-        they show."""
+        """Views of the parameters by name (Hugging Face's for a Llama), until `finish_round`."""
         return {
             r.name: self._parameters[r.start : r.stop].view(r.shape) for r in self.parameter_ranges
         }
@@ -177,6 +185,7 @@ class TorchStage:
 
     def forward(self, key: StepKey, inputs: Array) -> Array:
         _check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
+        self._use(key)
         kept = self._begin(key, self._receive("inputs", inputs, self._inputs))
 
         def run() -> tuple[Tensor, Array]:
@@ -200,6 +209,7 @@ class TorchStage:
         grad = self._receive("gradient", grad_outputs, self._outputs)
         if self._scaling is None:
             grad = grad.to(self._dtype)
+        self._use(key)
         outputs, kept.outputs = kept.outputs, None
         self._backward(kept, lambda: self._run(key, kept.inputs), grad, outputs)
         kept.grad_outputs = grad
@@ -208,6 +218,7 @@ class TorchStage:
     def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
         self.check(inputs, targets)
         wanted = self._receive("targets", targets, self._plan.targets)
+        self._use(key)
         kept = self._begin(key, self._receive("inputs", inputs, self._inputs))
         kept.targets = wanted
         loss = self._or_forget(key, lambda: self._loss(key, kept.inputs, wanted))
@@ -222,6 +233,7 @@ class TorchStage:
         if kept is None or not kept.is_added:
             return
         self._kept.pop(key, None)
+        self._use(key)
         inputs = kept.inputs.detach()
         if kept.targets is not None:
             loss = self._loss(key, inputs, kept.targets)
@@ -230,7 +242,7 @@ class TorchStage:
             outputs = self._run(key, inputs)
             outputs.backward((kept.grad_outputs * -kept.scale).to(outputs.dtype))
         self._low.add(1.0 / kept.scale)
-        self._is_collected = False
+        self._used.is_collected = False
 
     def forget(self, key: StepKey) -> None:
         self._kept.pop(key, None)
@@ -248,6 +260,7 @@ class TorchStage:
                 raise ProtocolViolation("targets of another batch or length than the inputs")
             wanted = self._receive("targets", targets, self._plan.targets)
         is_whole = tuple(x.shape) == self._batch(self._inputs)
+        self._show(self._present)
         with torch.no_grad(), _EvaluationMode(self), self._uncompiled(not is_whole):
             outputs = self._run(None, x).float()
             if wanted is None:
@@ -260,14 +273,16 @@ class TorchStage:
 
     def gradient_shard(self, shard_index: int) -> Array:
         self._collect_sums()
-        return from_tensor(self._gradient_shards[shard_index])
+        return from_tensor(self._present.gradient_shards[shard_index])
 
     def copy_gradient(self, shard_index: int) -> Array:
         self._collect_sums()
-        return from_tensor(self._gradient_shards[shard_index].clone())
+        gradient = self._present.gradient_shards[shard_index]
+        # Where another round is open ahead, this vector stays as it is until the next one is.
+        return from_tensor(gradient if self._ahead is not None else gradient.clone())
 
     def parameter_shard(self, shard_index: int) -> Array:
-        return from_tensor(self._parameter_shards[shard_index])
+        return from_tensor(self._present.parameter_shards[shard_index])
 
     def digest(self, shard_index: int) -> bytes:
         return xxhash.xxh3_64_digest(self.parameter_shard(shard_index).data)
@@ -279,20 +294,123 @@ class TorchStage:
         tensor = to_tensor(values)
         _check_finite("parameters", tensor)
         if self._reuses_gradient:
-            tensor = self._gradient_shards[shard_index].copy_(tensor)
+            tensor = self._present.gradient_shards[shard_index].copy_(tensor)
+        elif self._spare is not None:
+            tensor = self._spare.parameter_shards[shard_index].copy_(tensor)
         self._staged[shard_index] = tensor
 
     def finish_round(self) -> None:
+        if self._ahead is not None:
+            return self._promote()
         staged, self._staged = self._staged, {}
         self._kept.clear()
+        self._show(self._present)
         with torch.no_grad():
             for shard_index, values in staged.items():
-                self._parameter_shards[shard_index].copy_(values)
-            self._gradients.zero_()
-            if self._sums is not None:
-                self._sums.zero_()
-                self._is_collected = True
+                self._present.parameter_shards[shard_index].copy_(values)
+            self._present.clear_gradient()
             self._low.refresh()
+        return None
+
+    # ---- two rounds at a time ---------------------------------------------------------------
+
+    @property
+    def can_open_ahead(self) -> bool:
+        """On a device with little memory of its own there is no room for a second pair of
+        vectors."""
+        if not self.overlaps_rounds:
+            return False
+        if self._device.type != "cuda" or self._spare is not None:
+            return True
+        element = 4 + torch.finfo(self._dtype).bits // 8
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free > SPARE_FACTOR * element * self.num_parameters
+
+    def open_ahead(self, round_index: int) -> None:
+        staged, self._staged = self._staged, {}
+        coming = self._spare or self._more_vectors()
+        self._spare = None
+        with torch.no_grad():
+            for j, shard in enumerate(coming.parameter_shards):
+                values = staged.get(j, self._present.parameter_shards[j])
+                if values.data_ptr() != shard.data_ptr():
+                    shard.copy_(values)
+            coming.clear_gradient()
+            for value, shown in zip(coming.values, coming.shown, strict=True):
+                if shown.data_ptr() != value.data_ptr():
+                    shown.copy_(value, non_blocking=True)
+        self._ahead = (round_index, coming)
+        self._spared |= frozenset(s.untyped_storage().data_ptr() for s in coming.shown)
+
+    def drop_ahead(self) -> None:
+        if self._ahead is not None:
+            round_index, self._spare = self._ahead
+            self._ahead = None
+            self._keep_only(lambda key: key[0] != round_index)
+            self._show(self._present)
+
+    def _promote(self) -> None:
+        """The round that was open ahead is the present one now."""
+        assert self._ahead is not None
+        assert not self._staged, "parameters were put aside while a round was open ahead"
+        (round_index, coming), self._ahead = self._ahead, None
+        self._spare, self._present = self._present, coming
+        self._parameters, self._gradients = coming.parameters, coming.gradients
+        self._keep_only(lambda key: key[0] == round_index)
+        self._show(coming)
+
+    def _keep_only(self, is_kept: Callable[[StepKey], bool]) -> None:
+        for key in [k for k in self._kept if not is_kept(k)]:
+            self.forget(key)
+
+    def _use(self, key: StepKey) -> None:
+        """Shows the layers the parameters of a microbatch's round."""
+        is_ahead = self._ahead is not None and key[0] == self._ahead[0]
+        self._show(self._ahead[1] if self._ahead is not None and is_ahead else self._present)
+
+    def _show(self, vectors: Vectors) -> None:
+        if vectors is self._used:
+            return
+        self._used = vectors
+        adds_itself = self._dtype == torch.float32
+        parameters = self._layer_parameters()
+        for p, shown, added in zip(parameters, vectors.shown, vectors.added, strict=True):
+            p.grad = None
+            p.data = shown
+            p.grad = added if adds_itself else None
+        self._low.show(vectors.values, vectors.added)
+
+    def _layer_parameters(self) -> list[nn.Parameter]:
+        return [p for module in self._modules for p in module.parameters()]
+
+    def _first_vectors(self, shard_size: int) -> Vectors:
+        """Those that the layers show already."""
+        vectors = Vectors(self._parameters, self._gradients, shard_size, sums=self._sums)
+        if self.overlaps_rounds:
+            shown = [p.data for p in self._layer_parameters()]
+            self._lay_out(vectors, shown)
+        return vectors
+
+    def _lay_out(self, vectors: Vectors, shown: list[Tensor] | None) -> None:
+        """The parts of the vectors that belong to each parameter of the layers."""
+        adding = vectors.gradients if vectors.sums is None else vectors.sums
+        vectors.values = [_part(vectors.parameters, r) for r in self.parameter_ranges]
+        vectors.added = [_part(adding, r) for r in self.parameter_ranges]
+        vectors.shown = vectors.values if shown is None else shown
+
+    def _more_vectors(self) -> Vectors:
+        """A second pair, of the same kind."""
+        first = self._present
+        parameters, gradients = (
+            torch.empty_like(t, pin_memory=t.is_pinned())
+            for t in (first.parameters, first.gradients)
+        )
+        sums = None if first.sums is None else torch.empty_like(first.sums)
+        vectors = Vectors(parameters, gradients, first.shard_size, sums=sums)
+        computes_apart = self._is_apart or self._dtype != torch.float32
+        shown = [torch.empty_like(s) for s in first.shown] if computes_apart else None
+        self._lay_out(vectors, shown)
+        return vectors
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -333,12 +451,13 @@ class TorchStage:
 
     def _collect_sums(self) -> None:
         """Makes the flat gradient what has added up on the device."""
-        if self._sums is None:
+        vectors = self._present
+        if vectors.sums is None:
             return
         with self._collecting:
-            if not self._is_collected:
-                self._gradients.copy_(self._sums)
-                self._is_collected = True
+            if not vectors.is_collected:
+                vectors.gradients.copy_(vectors.sums)
+                vectors.is_collected = True
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
@@ -409,7 +528,7 @@ class TorchStage:
     ) -> None:
         """The backward pass from `root`, or from what `again` makes, as often as fp16 needs it.
         Raises `RemoteError` where fp16 cannot hold the gradient; then nothing was added."""
-        self._is_collected = False
+        self._used.is_collected = False
         scaling = self._scaling
         if scaling is None:
             root = again() if root is None else root
@@ -559,6 +678,10 @@ def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     """Elements of each shard of a stage, without building it."""
     total = stage_parameter_ranges(spec, stage_index)[-1].stop
     return cut_shards(total, shard_parameters(spec, model_plan(spec)))
+
+
+def _part(vector: Tensor, r: ParameterRange) -> Tensor:
+    return vector[r.start : r.stop].view(r.shape)
 
 
 def _check_shape(what: str, array: Array, dtype: str, shape: Iterable[int]) -> None:

@@ -107,6 +107,8 @@ class ParallelStage(TorchStage):
     """What one rank has of a stage. All ranks must call `forward`, `backward`,
     `forward_backward`, `retract`, `evaluate` and `finish_round` alike."""
 
+    overlaps_rounds = False
+
     def __init__(
         self,
         *arguments: Any,

@@ -55,6 +55,14 @@ class Traffic:
     failed_calls: dict[str, int] = field(default_factory=dict)
     """Calls that no peer answered, by method: cut off, or too late."""
 
+    queued_bytes: Callable[[], int] = lambda: 0
+    """Long messages that are to be sent and that the network has not taken yet."""
+
+    def upload_s(self, num_bytes: int) -> float:
+        """Seconds that so many bytes keep the uplink busy; 0 while its bandwidth is unknown."""
+        rate = self.upload.total.bytes_per_s
+        return num_bytes / rate if rate > 0 else 0.0
+
     def add_sent(self, method: str, num_bytes: int, *, is_direct: bool = False) -> None:
         self.direct_sent_bytes += num_bytes if is_direct else 0
         self.sent_bytes[method] = self.sent_bytes.get(method, 0) + num_bytes

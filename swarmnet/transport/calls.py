@@ -165,6 +165,12 @@ class Channel(asyncio.BufferedProtocol):
         self._call_ids = itertools.count(1)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
 
+    @property
+    def queued_bytes(self) -> int:
+        """Of large messages: to be sent, and not yet taken by the operating system."""
+        written = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._outbox.bulk_bytes + written
+
     def attach(self, stream: ByteStream) -> None:
         """Takes the stream over."""
         self._stream = stream

@@ -116,6 +116,7 @@ class ChannelTransport:
         self.pool = BufferPool()
         self.pacer = Pacer()
         self._closed = False
+        self.traffic.queued_bytes = self._queued_bytes
         self.links = None if self.direct is None else DirectLinks(self, self.direct)
         self.relays = None if self.identity is None else Relays(self, self.identity)
         self._announced: list[str] = []
@@ -310,6 +311,10 @@ class ChannelTransport:
             self._open(peer_id)
         elif peer_id not in self._opening:
             del self._waiting_notes[peer_id]
+
+    def _queued_bytes(self) -> int:
+        """`Traffic.queued_bytes`"""
+        return sum(channel.queued_bytes for channel in self._all())
 
     # ---- seats ------------------------------------------------------------------------------
 

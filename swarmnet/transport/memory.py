@@ -57,6 +57,9 @@ class MeteredNetwork(Network, Protocol):
     def upload_s(self, source: str, num_bytes: int) -> float:
         """Seconds that so many bytes keep the uplink of `source` busy."""
 
+    def upload_queue(self, source: str, now: float) -> int:
+        """Bytes that wait for the uplink of `source`."""
+
 
 class EvenNetwork:
     """Every message takes the same time."""
@@ -125,6 +128,13 @@ class MemoryHub:
             seconds = self._metered.upload_s(sender.peer_id, num_bytes)
             sender.traffic.upload.total.add(num_bytes, seconds)
 
+    def queued_bytes(self, peer_id: str) -> int:
+        """Long messages that wait for the uplink of a peer."""
+        if self._metered is None:
+            return 0
+        now = asyncio.get_running_loop().time()
+        return self._metered.upload_queue(peer_id, now)
+
     def when_awake(self, peer_id: str, work: Callable[[], None]) -> None:
         """Does what happens at a peer: now, or when it is thawed."""
         if peer_id in self._frozen:
@@ -159,7 +169,7 @@ class MemoryTransport:
 
     def __init__(self, hub: MemoryHub, peer_id: str) -> None:
         self.peer_id = peer_id
-        self.traffic = Traffic()
+        self.traffic = Traffic(queued_bytes=lambda: hub.queued_bytes(peer_id))
         self.run_id = ""
         self._hub = hub
         self._handlers: dict[str, Handler] = {}

@@ -113,6 +113,11 @@ class Outbox:
         self._small_bytes = self._turns_bytes = 0
 
     @property
+    def bulk_bytes(self) -> int:
+        """Of the large messages, not yet taken."""
+        return self._turns_bytes + sum(m.left_bytes for m in self._waiting)
+
+    @property
     def has_bulk(self) -> bool:
         """Does a large message wait, begun or not?"""
         return bool(self._waiting or self._turns)
