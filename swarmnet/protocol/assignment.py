@@ -13,7 +13,10 @@ from swarmnet.protocol.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.seats import machine_of, stages_beside
 from swarmnet.protocol.view import View
 
+MANY = 8
+"""Replicas of a stage from which on no single one makes much of a difference."""
 WORTH = 0.5
+"""Part of what a replica could add to its new stage that it must add there."""
 DEFAULT_DEVICE_SPEED = 1.0
 """Cost units a second, of a device that nobody has measured while no other is known either."""
 
@@ -139,12 +142,12 @@ def propose_move(
     """The best move of one active replica to the poorest stage, or None.
 
     A move is worth it when the poorer of its two stages is afterwards faster than the poorest
-    stage is now by the fraction `margin`; or, in a large swarm where no single replica makes that
-    much of a difference, by `WORTH` of what it could add at most: then the stage that it leaves
-    stays the richer one by enough that it does not pay to come back. (Comparing those two rather
-    than the whole swarm lets two equally poor stages be helped one after the other; every move
-    raises the sorted list of throughputs, so that moves come to an end.) The source keeps an
-    active replica, always.
+    stage is now by the fraction `margin`; or, between stages of `MANY` replicas, where no single
+    one makes that much of a difference, by `WORTH` of what it could add at most: then the stage
+    that it leaves stays the richer one by enough that it does not pay to come back. (Comparing
+    those two rather than the whole swarm lets two equally poor stages be helped one after the
+    other; every move raises the sorted list of throughputs, so that moves come to an end.) The
+    source keeps an active replica, always.
 
     Hysteresis: `margin`, and `min_rounds`, which a replica must have served its stage before it
     may move again (from `active_from`; not asked where the target has nobody). Only records
@@ -169,7 +172,9 @@ def propose_move(
             after = min(rates[source] - rate, rates[target] + rate * costs[source] / costs[target])
             gain = after / rates[target] - 1 if rates[target] > 0 else float("inf")
             most = rate * costs[source] / costs[target] / rates[target] if rates[target] else 0.0
-            if gain >= min(margin, WORTH * most) and after > best_after:
+            is_large = min(len(staff[source]), len(staff[target])) >= MANY
+            needed = min(margin, WORTH * most) if is_large else margin
+            if gain >= needed and after > best_after:
                 best, best_after = Move(record.peer_id, source, target, gain), after
     return best
 

@@ -45,7 +45,7 @@ MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
 REST_S = 300.0
-IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 4.0
+IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 6.0
 """Microbatches in the air for each replica of the swarm. Many feeders, who do not know of each
 other's microbatches, send them to a replica at random times: more must wait for none to be idle."""
 
@@ -201,7 +201,7 @@ class Feeder:
     def _room(self, replica: Replica) -> int:
         """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
         to do leaves the rest to others."""
-        most = self.limits.max_waiting_forwards
+        most = 2 * self.limits.max_waiting_forwards
         if self.gossip.is_small or replica.index != 0:
             return self._window()
         if self.transport.traffic.queued_bytes() > most * replica.sent_bytes:

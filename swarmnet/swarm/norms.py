@@ -99,8 +99,8 @@ class Norms:
         while (left := end - loop.time()) > 0:
             for peer_id in self.roots(self.stage_index)[:2]:
                 try:
-                    if peer_id == self.gossip.own.peer_id:
-                        self.last_total = await self._collect(request, left)
+                    if peer_id == self.gossip.own.peer_id:  # others may see another root
+                        self.last_total = await self._collect(request, min(left, ATTEMPT_S))
                     else:
                         reply = await self.transport.call(
                             peer_id, "norm", Message(request), timeout_s=min(left, ATTEMPT_S)

@@ -48,7 +48,7 @@ class Limits:
     """Forward work that may wait for the device before a replica answers `Busy`."""
     max_waiting_announced: int = 32
     """The same for microbatches whose callers have asked before: they know how long it takes."""
-    max_open_steps: int = 64
+    max_open_steps: int = 256
     """Microbatches inside one replica at a time."""
     route_wait_s: float = 30.0
     """How long a microbatch may look for a replica of the next stage."""

@@ -45,7 +45,7 @@ FIRST_DEADLINE_A_STAGE_S = 15.0
 ASK_S = 0.2
 """Replicas are asked first how long it would take where sending the arrays takes longer than
 this..."""
-ASKED = 3
+ASKED = 4
 """...so many of them..."""
 ADMIT_TIMEOUT_S = 5.0
 """...and have so long to answer."""
@@ -183,7 +183,7 @@ class Wiring:
                 feeder=request.feeder,
                 num_samples=request.num_samples,
                 hint=hint[1:],
-                asked=self._asks(arrays),
+                asked=peer_id == self.gossip.own.peer_id or self._asks(arrays),
             )
             try:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)
