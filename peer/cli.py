@@ -478,8 +478,11 @@ def simulate(
     ] = "home",
     service: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds of a microbatch in a stage, at middle speed."),
+        typer.Option(min=0.01, help="Seconds of a sequence in a stage, at middle speed."),
     ] = 4.0,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Of a microbatch; with more there is less to simulate.")
+    ] = 1,
     microbatches: Annotated[
         int, typer.Option(min=1, help="Of a round, for each replica of a stage.")
     ] = 200,
@@ -530,6 +533,7 @@ def simulate(
                 speed_ratio=speed_ratio,
                 home_links=links == "home",
                 service_s=service,
+                sequences=sequences,
                 microbatches=microbatches,
                 sync=sync,
                 assignment=assignment,

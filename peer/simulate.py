@@ -4,8 +4,10 @@ small swarms with every kind of fault."""
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -49,6 +51,8 @@ class SimulateOptions:
     home_links: bool = True
     service_s: float = SERVICE_S
     """Of a microbatch in a stage, at a machine of middle speed."""
+    sequences: int = 1
+    """Of a microbatch."""
     microbatches: int = MICROBATCHES_PER_REPLICA
     """Of a round, for each replica of a stage."""
     sync: str = DELAYED
@@ -107,7 +111,8 @@ def _replay(seed: int, say: Say) -> None:
 def _large(options: SimulateOptions, say: Say) -> None:
     scenario = scenario_of(options)
     began = time.perf_counter()
-    result = simulate(scenario)
+    with _until_interrupted(say if not options.as_json else lambda _: None) as stop:
+        result = simulate(scenario, stop)
     took_s = time.perf_counter() - began
     if options.as_json:
         say(dumps(summary(result, took_s)))
@@ -120,6 +125,23 @@ def _large(options: SimulateOptions, say: Say) -> None:
         raise InvariantFailed(result.broken)
 
 
+@contextmanager
+def _until_interrupted(say: Say) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C ends the simulation early, with what there is by then; a second one ends all."""
+    pressed: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+        say("ending the simulation here; Ctrl-C again to drop it")
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def scenario_of(options: SimulateOptions) -> Scenario:
     """The scenario that the options describe."""
     scenario = large_swarm(
@@ -130,6 +152,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         options.seed,
         service_s=options.service_s,
         microbatches_per_replica=options.microbatches,
+        sequences=options.sequences,
     )
     return replace(
         scenario,

@@ -183,28 +183,29 @@ def large_swarm(
     *,
     service_s: float = SERVICE_S,
     microbatches_per_replica: int = MICROBATCHES_PER_REPLICA,
+    sequences: int = 1,
 ) -> Scenario:
     """A swarm of volunteers at home: heterogeneous machines on home links, peers that come and go.
 
-    A stage of 50 million parameters, exchanged in 8 bits; a microbatch is a sequence of 1,024
-    tokens of width 1,024, which travels in 8 bits too, and takes a machine of middle speed
-    `service_s` in its stage (4 s: about 0.1 TFLOP/s that reach the model). A round has so many
-    microbatches for each replica of a stage; its exchange runs beside the next one."""
+    A stage of 50 million parameters, exchanged in 8 bits; a microbatch is `sequences` sequences of
+    1,024 tokens of width 1,024, which travel in 8 bits too, and each takes a machine of middle
+    speed `service_s` in its stage (4 s: about 0.1 TFLOP/s that reach the model). A round has so
+    many microbatches for each replica of a stage; its exchange runs beside the next one."""
     return Scenario(
         seed=seed,
         peers=peers,
         stages=stages,
         until_s=until_s,
-        global_batch=max(8, microbatches_per_replica * peers // stages),
-        samples_per_microbatch=1,
+        global_batch=sequences * max(8, microbatches_per_replica * peers // stages),
+        samples_per_microbatch=sequences,
         sizes=Sizes(
             num_shards=STAGE_SHARDS,
             shard_parameters=STAGE_BYTES // 4 // STAGE_SHARDS,
-            activation_numbers=ACTIVATION_BYTES // 4,
-            tokens_per_microbatch=1024,
+            activation_numbers=sequences * ACTIVATION_BYTES // 4,
+            tokens_per_microbatch=sequences * 1024,
         ),
         sync_mode=DELAYED,
-        service_s=service_s,
+        service_s=sequences * service_s,
         speed_ratio=10.0,
         home_links=True,
         churn=churn,

@@ -75,17 +75,18 @@ class _Errors(logging.Handler):
         self._monitor.fail(f"{record.name}: {record.getMessage()}: {error!r}")
 
 
-def simulate(scenario: Scenario) -> Result:
-    """Runs a scenario to its end, or until an invariant breaks (`Result.broken`). An error
-    that a peer logs is a broken invariant too."""
-    return run(Simulation(scenario).run(), seed=scenario.seed)
+def simulate(scenario: Scenario, stop: Callable[[], bool] = lambda: False) -> Result:
+    """Runs a scenario to its end, until `stop` says so, or until an invariant breaks
+    (`Result.broken`). An error that a peer logs is a broken invariant too."""
+    return run(Simulation(scenario, stop).run(), seed=scenario.seed)
 
 
 class Simulation:
     """One run. To be used inside a virtual loop."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, stop: Callable[[], bool] = lambda: False) -> None:
         self.scenario = scenario
+        self._stop = stop
         self.rng = self._rng("swarm")
         self.network = SimulatedNetwork(self._rng("network"), loss=scenario.loss)
         self.hub = MemoryHub(network=self.network, copy=False)
@@ -142,7 +143,7 @@ class Simulation:
         logging.getLogger("swarmnet").addHandler(errors)
         warm: tuple[int, float, float] | None = None
         try:
-            while loop.time() < scenario.until_s and not self._done():
+            while loop.time() < scenario.until_s and not self._done() and not self._stop():
                 await asyncio.sleep(scenario.check_s)
                 self._account()
                 if warm is None and loop.time() >= scenario.warmup_s:

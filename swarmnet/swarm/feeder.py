@@ -201,7 +201,7 @@ class Feeder:
     def _room(self, replica: Replica) -> int:
         """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
         to do leaves the rest to others."""
-        most = 2 * self.limits.max_waiting_forwards
+        most = self.limits.max_waiting_forwards * (2 if replica.service_s else 1)
         if self.gossip.is_small or replica.index != 0:
             return self._window()
         if self.transport.traffic.queued_bytes() > most * replica.sent_bytes:

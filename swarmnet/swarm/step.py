@@ -43,6 +43,8 @@ MIN_MEASURED = 3
 """Microbatches after which a service time is announced..."""
 ANNOUNCE_CHANGE = 0.2
 """...and by what part it must change to be announced again in the middle of a round."""
+UNKNOWN_SERVICE_S = 1.0
+"""What a replica that has not worked yet says of itself when it has no room."""
 RESERVED_S = 60.0
 """How long a place is kept for a microbatch that is on its way."""
 FURTHER_S = 5.0
@@ -218,13 +220,16 @@ class StepService:
         waiting = replica.device.num_waiting + self._num_reserved()
         # A place is free when one forward or one backward is done: half a microbatch.
         limits = self.limits
-        room = limits.max_waiting_announced if announced else limits.max_waiting_forwards
+        # Who does not know yet how fast it is must not be trusted with many.
+        is_long = announced and replica.service_s > 0
+        room = limits.max_waiting_announced if is_long else limits.max_waiting_forwards
         over = waiting + 1 - room
         most = min(limits.max_open_steps, replica.stage.max_in_flight)
         if round_index > replica.round:  # the present round always has room to come to its end
             most = max(1, most // 2)
         if waiting >= room or self.num_flying >= most:
-            raise Busy("the queue is full", backlog_s=over * replica.service_s / 2)
+            usual_s = replica.service_s or UNKNOWN_SERVICE_S
+            raise Busy("the queue is full", backlog_s=over * usual_s / 2)
         if not self.guest.has_room(replica.index, self.num_flying):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 

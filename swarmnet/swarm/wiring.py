@@ -50,7 +50,7 @@ ASKED = 4
 ADMIT_TIMEOUT_S = 5.0
 """...and have so long to answer."""
 MIN_ADMIT_TIMEOUT_S = 0.3
-MAX_EXTENSIONS = 8
+MAX_EXTENSIONS = 20
 """Times that a callee which says that it is at work is waited for again."""
 LONGEST_CALL_S = 1200.0
 MAX_REFUSALS = 3
@@ -368,7 +368,10 @@ class Wiring:
             for _ in range(MAX_EXTENSIONS):
                 if await patience.wait(call):
                     return call.result()
-                if patience.is_over or not await self._is_at_work(peer_id, message, silence_s):
+                is_sent = not traffic.queued_bytes()
+                if patience.is_over or (
+                    is_sent and not await self._is_at_work(peer_id, message, silence_s)
+                ):
                     break
                 patience.until(loop.time() + silence_s)
             raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
