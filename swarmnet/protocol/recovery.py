@@ -13,10 +13,12 @@ they join it. Where none is, each peer decides alone, by the same rule on what i
 
 Those who have the chosen round load it, say so while still JOINING (`is_loaded`), and become active
 only when all that was chosen is loaded by somebody (`is_covered`): so no round begins without
-optimizer state that somebody has. Two peers may choose differently for a moment, when one of
-them has heard of more. That heals: the first replica that becomes active makes the run live,
-and from then on its round is everybody's. Where two rounds become active at the same instant,
-each covered by other peers, the replicas in the older one fall behind and fetch the newer.
+optimizer state that somebody has. Where replicas make steps of their own they wait for everybody
+who has the round (`is_loading`), since nobody else has the steps of a replica. Two peers may choose
+differently for a moment, when one of them has heard of more. That heals: the first replica that
+becomes active makes the run live, and from then on its round is everybody's. Where two rounds
+become active at the same instant, each covered by other peers, the replicas in the older one fall
+behind and fetch the newer.
 
 Only checkpoints of one *history* fit together. A run that went on from round 20 makes its own round
 30, and a checkpoint of the first round 30 has nothing to do with it. The newest history wins.
@@ -124,6 +126,15 @@ def is_covered(records: Iterable[Record], candidate: Candidate, num_stages: int)
     return set(now.missing_stages) <= set(candidate.missing_stages) and set(
         now.missing_shards
     ) <= set(candidate.missing_shards)
+
+
+def is_loading(records: Iterable[Record], candidate: Candidate) -> bool:
+    """Somebody has this round on his disk, and not yet in memory."""
+    return any(
+        not is_loaded(record, candidate)
+        for record in records
+        if any(_is_of(offer, candidate) for offer in offers(record))
+    )
 
 
 class Settling:

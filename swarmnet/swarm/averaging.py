@@ -753,7 +753,7 @@ class Averaging:
 
     async def _step(self, r: int, j: int, total: Array, scale: float) -> Array:
         replica = self.replica
-        await self.news.until(lambda: not self.exporting, SNAPSHOT_WAIT_S)
+        await self.until_exported()
 
         def work() -> Array:
             before = replica.common_shard(j)
@@ -762,6 +762,10 @@ class Averaging:
             return after
 
         return await replica.worker.run(work)
+
+    async def until_exported(self) -> None:
+        """Before a step, so that a copy of the state that is under way is of one round."""
+        await self.news.until(lambda: not self.exporting, SNAPSHOT_WAIT_S)
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:

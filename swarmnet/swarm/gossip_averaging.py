@@ -58,8 +58,6 @@ class GossipAveraging:
     averaging: Averaging
 
     def __post_init__(self) -> None:
-        self._tokens = 0
-        """Since the last meeting."""
         self._offering = -1
         """The round of the meeting that is going on."""
         self._asked: set[tuple[str, int]] = set()
@@ -77,7 +75,7 @@ class GossipAveraging:
 
     @property
     def is_owing(self) -> bool:
-        return self._tokens > 0
+        return any(self.local.tokens)
 
     def is_ready_ahead(self, round_index: int) -> bool:
         return False
@@ -87,11 +85,11 @@ class GossipAveraging:
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica = self.replica
+        await self.averaging.until_exported()
         await replica.worker.run(lambda: self.local.step(num_tokens, round_index))
-        self._tokens += num_tokens
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
-            self._tokens = 0
+            self._forget_tokens()
         self.averaging.skip(range(replica.num_shards))
         return True
 
@@ -99,7 +97,11 @@ class GossipAveraging:
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
-        self._tokens, self._offering = 0, -1
+        self._offering = -1
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
+        self.local.tokens = [0] * self.replica.num_shards
 
     # ---- meeting ----------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class GossipAveraging:
             if offers:
                 await self._until_asked(other)
         self._offering = -1
-        if not offers and not self._tokens:
+        if not offers and not self.is_owing:
             return  # nothing new: momentum alone leads nowhere
         apart = total = 0.0
         for j in range(self.replica.num_shards):

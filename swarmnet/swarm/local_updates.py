@@ -91,7 +91,6 @@ class LocalUpdates:
     averaging: Averaging
 
     def __post_init__(self) -> None:
-        self._tokens = [0] * self.replica.num_shards
         self._have: dict[int, int] = {}
         """Of a newcomer: shards that it has, and the exchange that they come from."""
         self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
@@ -104,7 +103,7 @@ class LocalUpdates:
 
     @property
     def is_owing(self) -> bool:
-        return any(self._tokens)
+        return any(self.local.tokens)
 
     def is_ready_ahead(self, round_index: int) -> bool:
         return False
@@ -114,9 +113,9 @@ class LocalUpdates:
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica, plan = self.replica, self.replica.plan
+        await self.averaging.until_exported()
         if replica.synced:
             await replica.worker.run(lambda: self.local.step(num_tokens, round_index))
-            self._tokens = [n + num_tokens for n in self._tokens]
         due = plan.due(round_index, replica.num_shards)
         if due:
 
@@ -126,7 +125,7 @@ class LocalUpdates:
 
             await self.averaging.update(self._part, store, due)
             for j in due:
-                self._tokens[j] = 0
+                self.local.tokens[j] = 0
         skipped = set(range(replica.num_shards)) - set(due)
         self.averaging.skip(sorted(skipped))
         return replica.synced or self._is_whole(round_index + 1)
@@ -135,10 +134,10 @@ class LocalUpdates:
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
-        self._tokens = [0] * self.replica.num_shards
+        self.local.tokens = [0] * self.replica.num_shards
 
     async def _part(self, j: int) -> Pushed:
-        num_tokens = self._tokens[j] if self.replica.synced else 0
+        num_tokens = self.local.tokens[j] if self.replica.synced else 0
         if not num_tokens:
             return 0, None
         change = await self.replica.worker.run(lambda: self.local.change(j, float(num_tokens)))

@@ -460,6 +460,8 @@ class Peer:
             rounds.updates.attend()
             donors = sync.donors()
             if donors:
+                if await self.recovery.resume(replica, averaging, donors):
+                    continue
                 self.recovery.forget_loaded()
                 if isinstance(rounds.updates, LocalUpdates | GossipAveraging):
                     await rounds.updates.follow(sync, rounds)

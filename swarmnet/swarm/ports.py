@@ -190,6 +190,12 @@ class LocalSteps(Protocol):
     """A replica's own steps between two exchanges. Besides the stage's parameters, which these
     steps change (*fast*), it keeps those of the last exchange (*common*). All *averaging*."""
 
+    tokens: list[int]
+    """By shard, the tokens behind the own steps since its last exchange. `step` adds to them; who
+    has brought a shard's into an exchange sets it to 0."""
+    changes: int
+    """Grows with whatever changes any of this."""
+
     def common_shard(self, shard_index: int) -> Array:
         """A view of the common parameters, fp32."""
 
@@ -261,6 +267,18 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnSteps:
+    """What a replica's own steps have made of a shard; copies, not views."""
+
+    parameters: Array
+    """The fast ones, flat fp32."""
+    tokens: int
+    """Of `LocalSteps.tokens`."""
+    moments: tuple[dict[str, Any], tuple[Array, ...]]
+    """What `LocalSteps.export` gave."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A replica's state at the beginning of a round; copies, not views."""
 
@@ -273,6 +291,8 @@ class Snapshot:
     """8 bytes for each shard, of `Stage.digest`."""
     optimizer: dict[int, tuple[dict[str, Any], tuple[Array, ...]]]
     """By shard, what `Optimizer.export` gave."""
+    own_steps: tuple[OwnSteps, ...] = ()
+    """By shard; none where replicas make no steps of their own."""
 
 
 class Checkpoints(Protocol):

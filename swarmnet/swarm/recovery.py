@@ -5,6 +5,8 @@ shard at a time, and has it written by a thread of its own: neither the device n
 waits for the disk.
 
 `Recovery` does what `protocol.recovery` decides, for a peer that finds no replica of its stage.
+Where replicas make steps of their own, each goes on with those that it saved itself, also where
+others of its stage were there first (`Recovery.resume`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import xxhash
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import progress, recovery
-from swarmnet.protocol.records import ACTIVE, MAX_RESTORABLE, Restorable, bitmap
+from swarmnet.protocol.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
+from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.ports import Checkpoints, Saved, Snapshot, Worker
+from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
 from swarmnet.swarm.replica import Replica
 from swarmnet.wire import Array
 
@@ -117,6 +120,7 @@ class Checkpointing:
         optimizer = replica.optimizer
         history = self.gossip.own.history
         moments = {}
+        own_steps: tuple[OwnSteps, ...] | None = ()
         averaging.exporting += 1
         try:
             for j in optimizer.owned():
@@ -125,22 +129,52 @@ class Checkpointing:
                 )
                 if state is not None:
                     moments[j] = state
+            if replica.local is not None:
+                own_steps = await _own_steps(replica)
         finally:
             averaging.exporting -= 1
             averaging.news.tell()
+        if own_steps is None:
+            return None
         parameters: list[Array] = []
         for j in range(replica.num_shards):
             shard, digest = await worker.run(lambda j=j: _copied(replica, j))  # type: ignore[misc]
             if digest != digests[8 * j : 8 * j + 8]:
                 return None
             parameters.append(shard)
-        return Snapshot(r, history, replica.index, tuple(parameters), digests, moments)
+        return Snapshot(r, history, replica.index, tuple(parameters), digests, moments, own_steps)
 
 
 def _copied(replica: Replica, j: int) -> tuple[Array, bytes]:
-    shard = replica.common_shard(j)
-    copied = bytes(shard.data)
-    return Array(shard.dtype, shard.shape, copied), xxhash.xxh3_64_digest(copied)
+    copied = _copy(replica.common_shard(j))
+    return copied, xxhash.xxh3_64_digest(copied.data)
+
+
+def _copy(shard: Array) -> Array:
+    return Array(shard.dtype, shard.shape, bytes(shard.data))
+
+
+async def _own_steps(replica: Replica) -> tuple[OwnSteps, ...] | None:
+    """Of the present round, a shard at a time; None where something changes them meanwhile. What
+    changes them does so on the worker first, hence never in the middle of a shard."""
+    local = replica.local
+    assert local is not None
+    if replica.closed:
+        return None
+    changes, tokens = local.changes, list(local.tokens)
+
+    def copied(j: int) -> OwnSteps | None:
+        if local.changes != changes:
+            return None
+        return OwnSteps(_copy(replica.stage.parameter_shard(j)), tokens[j], local.export(j))
+
+    shards = []
+    for j in range(replica.num_shards):
+        shard = await replica.worker.run(lambda j=j: copied(j))  # type: ignore[misc]
+        if shard is None:
+            return None
+        shards.append(shard)
+    return tuple(shards)
 
 
 @dataclass
@@ -160,6 +194,8 @@ class Recovery:
         self._chosen_at = 0.0
         self._given_up: dict[str, None] = {}
         self._empty_since: float | None = None
+        self._may_resume = True
+        """Nothing has come from elsewhere yet."""
         self._said_at = float("-inf")
 
     # ---- what this peer has -----------------------------------------------------------------
@@ -184,10 +220,12 @@ class Recovery:
         """What is on the disk now: the peer is about to join once more."""
         self._offers = [_offer(s) for s in saved][-MAX_RESTORABLE:]
         self.restored, self._chosen, self._empty_since = None, None, None
+        self._may_resume = True
 
     def forget_loaded(self) -> None:
         """What was loaded is no longer what the replica has."""
         self.restored = None
+        self._may_resume = False
 
     # ---- histories --------------------------------------------------------------------------
 
@@ -245,7 +283,10 @@ class Recovery:
                 round=replica.round, digests=replica.digests, holds=averaging.holds(), urgent=True
             )
         live = self.gossip.view.live(now)
-        if mine is not None and recovery.is_covered(live, candidate, self.num_stages):
+        others = [r for r in live if r.peer_id not in self._given_up]
+        waits = replica.local is not None and recovery.is_loading(others, candidate)
+        is_covered = recovery.is_covered(live, candidate, self.num_stages)
+        if mine is not None and is_covered and not waits:
             log.info("stage %d: the run goes on from round %d", replica.index, candidate.round)
             self.gossip.update(history=self.new_history())
             await replica.open_round(candidate.round, synced=True)
@@ -292,6 +333,37 @@ class Recovery:
         await self.gossip.news.wait(LOOK_AGAIN_S)
         return True
 
+    async def resume(
+        self, replica: Replica, averaging: Averaging, donors: Sequence[Record]
+    ) -> bool:
+        """Where replicas make steps of their own, for a peer that has just been started, while
+        others of its stage are active: goes on with the steps that it saved, where the others have
+        had no exchange since. True: it has opened their round."""
+        if replica.local is None or not self._may_resume:
+            return False
+        self._may_resume = False
+        donor = max(donors, key=lambda d: (d.history, d.round))
+        offer = recovery.for_running(self.offers(replica.index), donor.round)
+        if offer is None or not _is_same(replica, offer.round, donor.round):
+            return False
+        key = (offer.history, offer.round)
+        was_loaded = self.restored == key
+        if replica.plan.mode == GOSSIP and not was_loaded and offer.history != donor.history:
+            return False  # digests differ among replicas, and prove nothing
+        if not was_loaded and not await self._load(offer, offer.round, replica, averaging):
+            return False
+        if replica.plan.mode != GOSSIP and replica.digests != donor.digests:
+            await averaging.forget_state()
+            return False
+        await replica.open_round(donor.round, synced=True)
+        if was_loaded or replica.plan.mode == GOSSIP:
+            averaging.restored(replica.optimizer.owned())
+        else:  # others own the shards by now
+            self.restored = None
+            await averaging.forget_state()
+        log.info("stage %d: goes on with its own steps of round %d", replica.index, offer.round)
+        return True
+
     async def _open(
         self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
     ) -> None:
@@ -328,13 +400,29 @@ class Recovery:
 
 
 def _put(snapshot: Snapshot, replica: Replica) -> None:
-    """On the worker: the parameters beside the present ones, the moments in place of all others."""
-    for j, parameters in enumerate(snapshot.parameters):
-        replica.put_common(j, parameters)
+    """On the worker: the parameters beside the present ones, the moments in place of all others.
+    Moments first: those that do not fit are found before anything is put aside."""
+    local = replica.local if snapshot.own_steps else None
     for j in replica.optimizer.owned():
         replica.optimizer.drop(j)
     for j, (values, arrays) in sorted(snapshot.optimizer.items()):
         replica.optimizer.load(j, values, arrays)
+    if local is not None:
+        for j, own in enumerate(snapshot.own_steps):
+            local.load(j, *own.moments)
+    for j, parameters in enumerate(snapshot.parameters):
+        replica.put_common(j, parameters)
+    if local is not None:
+        for j, own in enumerate(snapshot.own_steps):
+            replica.stage.stage_parameters(j, own.parameters)
+        local.tokens = [own.tokens for own in snapshot.own_steps]
+
+
+def _is_same(replica: Replica, before: int, now: int) -> bool:
+    """Replicas that make steps of their own had no exchange between the beginnings of two
+    rounds."""
+    last = replica.plan.last_exchange
+    return all(last(j, before) == last(j, now) for j in range(replica.num_shards))
 
 
 def _offer(saved: Saved) -> Restorable:

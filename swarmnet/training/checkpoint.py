@@ -2,7 +2,8 @@
 
     STATE_DIR/checkpoints/<run>/round-00000120/
         stage.safetensors       the parameters, fp32, under Hugging Face's names
-        optimizer.safetensors   the moments of the shards that the peer owned
+        optimizer.safetensors   the moments of the shards that the peer owned; where replicas make
+                            steps of their own, also what these have come to: parameters and moments
         meta.json               what, of which run and round; a checksum of each file
 
 `<run>` is the beginning of the run's id: a peer that turns to another run loses nothing of this.
@@ -22,7 +23,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import Saved, Snapshot
+from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
@@ -48,6 +49,8 @@ FILES = (STAGE_FILE, OPTIMIZER_FILE)
 MOMENTS = {2: ("mean", "square"), 1: ("momentum",)}
 """By their number, the arrays of a shard's optimizer state: AdamW's, in the order of
 `ShardedAdamW.export`, and the outer step's of `OuterNesterov.export`."""
+OWN = ("parameters", "mean", "square")
+"""Of a shard, what a replica's own steps have made of it, in the order of `LocalSteps.export`."""
 MIN_KEPT = 2
 """Peers do not save at the same instant: the newest round that all have may be the last but one."""
 MAX_META_BYTES = 16 << 20
@@ -82,6 +85,9 @@ class Meta:
     checksums: dict[str, str]
     """xxh3-128 of each file, hex."""
     saved_unix_s: float
+    own_steps: list[dict[str, int]] = field(default_factory=list)
+    """By shard, where the replica made steps of its own: `steps` ever, and `tokens` behind those
+    since the last exchange."""
     format: int = FORMAT
 
     @property
@@ -106,9 +112,12 @@ class Meta:
             values["steps"] = {int(j): int(n) for j, n in values["steps"].items()}
             meta = cls(**values)
             bytes.fromhex(meta.digests)
-            numbers = (meta.history, meta.round, meta.stage, meta.num_stages, meta.num_shards)
+            numbers = [meta.history, meta.round, meta.stage, meta.num_stages, meta.num_shards]
+            numbers += [own[name] for own in meta.own_steps for name in ("steps", "tokens")]
             if not all(isinstance(n, int) and n >= 0 for n in numbers):
                 raise ValueError("negative")
+            if meta.own_steps and len(meta.own_steps) != meta.num_shards:
+                raise ValueError("own steps of other shards")
             return meta
         except OSError as e:
             raise CheckpointError(f"{path}: {e.strerror or e}") from None
@@ -171,6 +180,7 @@ class CheckpointStore:
         if sum(sizes) != flat.numel():
             raise CheckpointError(f"{folder}: does not fit the model")
         parameters = tuple(from_tensor(part) for part in flat.split(list(sizes)))
+        optimizer, own_steps = _load_optimizer(folder, meta, sizes)
         if b"".join(xxhash.xxh3_64_digest(p.data) for p in parameters).hex() != meta.digests:
             raise CheckpointError(f"{folder}: the parameters do not match their digests")
         return Snapshot(
@@ -179,7 +189,8 @@ class CheckpointStore:
             stage=meta.stage,
             parameters=parameters,
             digests=bytes.fromhex(meta.digests),
-            optimizer=_load_optimizer(folder, meta),
+            optimizer=optimizer,
+            own_steps=own_steps,
         )
 
     # ---- within -----------------------------------------------------------------------------
@@ -196,6 +207,12 @@ class CheckpointStore:
             steps[j] = int(values["steps"])
             for name, array in zip(MOMENTS[len(arrays)], arrays, strict=True):
                 moments[f"shards.{j}.{name}"] = to_tensor(array)
+        own_steps = []
+        for j, own in enumerate(snapshot.own_steps):
+            values, arrays = own.moments
+            own_steps.append({"steps": int(values["steps"]), "tokens": own.tokens})
+            for name, array in zip(OWN, (own.parameters, *arrays), strict=True):
+                moments[f"own.{j}.{name}"] = to_tensor(array)
         about = {"format": "pt", "run_id": self._spec.run_id, "round": str(snapshot.round)}
         save_file(named, folder / STAGE_FILE, metadata=about)
         save_file(moments, folder / OPTIMIZER_FILE, metadata=about)
@@ -212,6 +229,7 @@ class CheckpointStore:
             sizes={n: (folder / n).stat().st_size for n in FILES},
             checksums={n: checksum(folder / n) for n in FILES},
             saved_unix_s=time.time(),
+            own_steps=own_steps,
         )
         (folder / META_FILE).write_text(meta.to_json())
         for path in (*sorted(folder.iterdir()), folder):
@@ -298,16 +316,36 @@ def _load_tensors(path: Path, meta: Meta) -> dict[str, Tensor]:
         return load_file(path)
 
 
-def _load_optimizer(folder: Path, meta: Meta) -> dict[int, tuple[dict[str, Any], tuple[Any, ...]]]:
-    tensors = _load_tensors(folder / OPTIMIZER_FILE, meta)
+def _load_optimizer(
+    folder: Path, meta: Meta, sizes: Sequence[int]
+) -> tuple[dict[int, tuple[dict[str, Any], tuple[Any, ...]]], tuple[OwnSteps, ...]]:
+    path = folder / OPTIMIZER_FILE
+    tensors = _load_tensors(path, meta)
+
+    def arrays(names: Sequence[str], j: int) -> tuple[Any, ...]:
+        found = [tensors.get(name) for name in names]
+        if not all(t is not None and _fits(t, sizes[j]) for t in found):
+            raise CheckpointError(f"{path}: shard {j} is missing or does not fit")
+        return tuple(from_tensor(t) for t in found if t is not None)
+
+    if any(not 0 <= j < len(sizes) for j in meta.steps):
+        raise CheckpointError(f"{path}: of shards that do not exist")
     state: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
     for j, steps in sorted(meta.steps.items()):
         num_arrays = 1 if f"shards.{j}.momentum" in tensors else 2
         names = [f"shards.{j}.{name}" for name in MOMENTS[num_arrays]]
-        if any(name not in tensors for name in names):
-            raise CheckpointError(f"{folder / OPTIMIZER_FILE}: lacks shard {j}")
-        state[j] = {"steps": steps}, tuple(from_tensor(tensors[name]) for name in names)
-    return state
+        state[j] = {"steps": steps}, arrays(names, j)
+    own_steps = []
+    for j, own in enumerate(meta.own_steps):
+        fast, *moments = arrays([f"own.{j}.{name}" for name in OWN], j)
+        own_steps.append(OwnSteps(fast, own["tokens"], ({"steps": own["steps"]}, tuple(moments))))
+    return state, tuple(own_steps)
+
+
+def _fits(values: Tensor, size: int) -> bool:
+    """Finite fp32 numbers, as many as the shard has."""
+    is_shard = values.dtype == torch.float32 and values.shape == (size,)
+    return is_shard and bool(torch.isfinite(values).all())
 
 
 def _flatten(named: dict[str, Tensor], ranges: Sequence[ParameterRange], folder: Path) -> Tensor:

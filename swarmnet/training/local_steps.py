@@ -46,6 +46,8 @@ class TorchLocalSteps:
         self._common: list[Tensor] = [_copy(stage.parameter_shard(j)) for j in self._shards]
         self._coming: dict[int, Tensor] = {}
         self._stepped: dict[int, Array] = {}
+        self.tokens = [0] * len(self._shards)
+        self.changes = 0
         for j in self._shards:
             optimizer.create(j)
 
@@ -53,6 +55,7 @@ class TorchLocalSteps:
         return from_tensor(self._common[shard_index])
 
     def set_common(self, shard_index: int, values: Array) -> None:
+        self.changes += 1
         self._stage.stage_parameters(shard_index, values)
         self._coming[shard_index] = to_tensor(values)
 
@@ -63,6 +66,7 @@ class TorchLocalSteps:
         self._stepped.clear()
         if num_tokens <= 0:
             return
+        self.changes += 1
         gradients = [self._stage.gradient_shard(j) for j in self._shards]
         norm = math.sqrt(sum(self._optimizer.sum_of_squares(g) for g in gradients)) / num_tokens
         if not math.isfinite(norm):
@@ -73,6 +77,7 @@ class TorchLocalSteps:
             after = self._optimizer.step(j, before, gradient, clip / num_tokens, round_index)
             self._stepped[j] = after
             self._stage.stage_parameters(j, after)
+            self.tokens[j] += num_tokens
 
     def change(self, shard_index: int, weight: float) -> Array:
         return from_tensor((self._common[shard_index] - self._fast(shard_index)) * weight)
@@ -85,6 +90,7 @@ class TorchLocalSteps:
     def meet(
         self, shard_index: int, theirs: tuple[dict[str, Any], tuple[Array, ...]] | None
     ) -> tuple[float, float]:
+        self.changes += 1
         common, fast = self._common[shard_index], self._fast(shard_index)
         change, mean, apart = common - fast, common, 0.0
         if theirs is not None:
@@ -142,6 +148,7 @@ class TorchLocalSteps:
         return self._optimizer.export(shard_index)
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        self.changes += 1
         self._optimizer.load(shard_index, values, arrays)
 
 
