@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import Snapshot
+from swarmnet.swarm.ports import OwnSteps, Snapshot
 from swarmnet.training import checkpoint
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.checkpoint import FILES, META_FILE, CheckpointError, CheckpointStore
@@ -185,3 +186,72 @@ def test_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
     assert rounds(tmp_path) == []
     with pytest.raises(CheckpointError, match="format 2"):
         store(tmp_path).load(10)
+
+
+def local_snapshot(round_index: int) -> Snapshot:
+    """As `snapshot`, with own steps of every shard."""
+    one = snapshot(round_index)
+
+    def own(j: int) -> OwnSteps:
+        size = one.parameters[j].shape[0]
+        arrays = (from_tensor(torch.rand(size)), from_tensor(torch.rand(size)))
+        return OwnSteps(from_tensor(torch.rand(size)), 100 + j, ({"steps": 7}, arrays))
+
+    return replace(one, own_steps=tuple(own(j) for j in range(len(one.parameters))))
+
+
+def test_own_steps_are_loaded_bit_for_bit(tmp_path: Path) -> None:
+    before = local_snapshot(10)
+    store(tmp_path).save(before)
+    after = store(tmp_path).load(10)
+    assert len(after.own_steps) == len(after.parameters)
+    for a, b in zip(after.own_steps, before.own_steps, strict=True):
+        assert (a.tokens, a.moments[0]) == (b.tokens, b.moments[0])
+        for x, y in zip((a.parameters, *a.moments[1]), (b.parameters, *b.moments[1]), strict=True):
+            assert torch.equal(to_tensor(x), to_tensor(y))
+
+
+@pytest.mark.parametrize("what", ["missing", "longer", "half", "nan"])
+@pytest.mark.parametrize("name", ["own.1.parameters", "own.0.square", "shards.2.mean"])
+def test_a_foreign_file_is_refused_though_its_checksum_is_right(
+    tmp_path: Path, name: str, what: str
+) -> None:
+    store(tmp_path).save(local_snapshot(10))
+    folder = store(tmp_path).path(10)
+    tensors = load_file(folder / "optimizer.safetensors")
+    tensor = tensors.pop(name)
+    if what != "missing":
+        tensors[name] = {
+            "longer": torch.cat([tensor, tensor]),
+            "half": tensor.half(),
+            "nan": tensor / 0,
+        }[what]
+    save_file(tensors, folder / "optimizer.safetensors")
+    meta = json.loads((folder / META_FILE).read_text())
+    meta["sizes"]["optimizer.safetensors"] = (folder / "optimizer.safetensors").stat().st_size
+    meta["checksums"]["optimizer.safetensors"] = checkpoint.checksum(
+        folder / "optimizer.safetensors"
+    )
+    (folder / META_FILE).write_text(json.dumps(meta))
+    assert rounds(tmp_path) == [10]
+    with pytest.raises(CheckpointError, match=r"shard \d is missing or does not fit"):
+        store(tmp_path).load(10)
+
+
+@pytest.mark.parametrize("own_steps", [[{"steps": 1}], [{"steps": 1, "tokens": -1}] * 3, "x", [3]])
+def test_an_account_of_own_steps_that_cannot_be_makes_the_checkpoint_none(
+    tmp_path: Path, own_steps: object
+) -> None:
+    store(tmp_path).save(local_snapshot(10))
+    path = store(tmp_path).path(10) / META_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"own_steps": own_steps}))
+    assert rounds(tmp_path) == []
+
+
+def test_a_checkpoint_from_before_there_were_own_steps_is_read(tmp_path: Path) -> None:
+    store(tmp_path).save(snapshot(10))
+    path = store(tmp_path).path(10) / META_FILE
+    values = json.loads(path.read_text())
+    del values["own_steps"]
+    path.write_text(json.dumps(values))
+    assert store(tmp_path).load(10).own_steps == ()
