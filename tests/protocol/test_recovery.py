@@ -18,6 +18,7 @@ from swarmnet.protocol.recovery import (
     candidates,
     for_running,
     is_covered,
+    is_loading,
     is_running,
 )
 from swarmnet.wire import pack, unpack
@@ -124,6 +125,16 @@ def test_a_redundant_holder_is_not_waited_for() -> None:
     a, b = joiner("a", 0, offer(20, 0)), joiner("b", 0, offer(20, 0, [0]))
     [chosen] = candidates([a, b], 1)
     assert is_covered([loaded(a, 20), b], chosen, 1)
+
+
+def test_whoever_has_the_round_and_not_yet_in_memory_is_seen() -> None:
+    a, b = joiner("a", 0, offer(20, 0)), joiner("b", 0, offer(20, 0), offer(10, 0))
+    [chosen, older] = candidates([a, b], 1)
+    assert chosen.round == 20
+    assert is_loading([loaded(a, 20), b], chosen)
+    assert is_loading([loaded(a, 20), loaded(b, 10)], chosen)
+    assert not is_loading([loaded(a, 20), loaded(b, 20)], chosen)
+    assert not is_loading([loaded(b, 10), a], older), "who does not have it is not waited for"
 
 
 def test_an_active_replica_makes_the_run_live() -> None:
