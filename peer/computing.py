@@ -70,10 +70,12 @@ def choose_computing(
     else:  # a disk is so slow that it should be somebody's wish
         policies = POLICIES[:-1]
     num_parameters = stage_parameter_ranges(spec, stage)[-1].stop
-    weights, gradients, optimizer = state_bytes(num_parameters, 1, spec.sync.replication, numbers)
+    weights, gradients, optimizer, exchange = state_bytes(
+        num_parameters, 1, spec.sync.replication, numbers, spec.sync.mode
+    )
     on_device = weights + gradients
-    if device.type == "cpu" and spec.sync.optimizer_store == "memory":
-        on_device += optimizer
+    if device.type == "cpu":
+        on_device += exchange + (optimizer if spec.sync.optimizer_store == "memory" else 0)
     free = free_bytes_of(device)
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))

@@ -13,9 +13,11 @@ from rich.table import Table
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.activation_choice import POLICIES
 from swarmnet.training.memory_plan import (
+    MODES,
     PRECISIONS,
     Precision,
     StageMemory,
+    exchange_bytes,
     optimizer_share,
     plan_memory,
 )
@@ -37,29 +39,38 @@ def show_plan(options: PlanOptions, console: Console) -> None:
     spec = load_spec(options.spec)
     precision = precision_of(spec, options)
 
-    def rows_of(policy: str | None) -> list[StageMemory]:
+    def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
         return plan_memory(
             spec,
             num_replicas=options.replicas,
             in_flight=options.in_flight,
             precision=precision,
             activations=policy,
+            mode=mode,
         )
 
     rows = rows_of(None)
     policies: dict[str, list[StageMemory]] = {policy: rows_of(policy) for policy in POLICIES}
+    modes = {mode: rows_of(None, mode) for mode in MODES}
     if options.as_json:
         stages = [
             asdict(r)
             | {"state": r.state, "total": r.total}
             | {"by_policy": {p: found[r.stage].activations for p, found in policies.items()}}
+            | {"by_mode": {m: _of_mode(found[r.stage]) for m, found in modes.items()}}
             for r in rows
         ]
-        plan = {"replicas": options.replicas, "precision": precision.name, "stages": stages}
+        plan = {
+            "replicas": options.replicas,
+            "precision": precision.name,
+            "mode": spec.sync.mode,
+            "stages": stages,
+        }
         console.print_json(json.dumps(plan))
         return
     console.print(_table(rows))
     console.print(_policies(policies))
+    console.print(_modes(modes))
     for line in _formulae(spec, options, precision):
         console.print(line, soft_wrap=True)
 
@@ -85,6 +96,24 @@ def _policies(policies: dict[str, list[StageMemory]]) -> Table:
     return table
 
 
+def _of_mode(row: StageMemory) -> dict[str, float]:
+    """For programs."""
+    return {"state": row.state, "sent_per_round": row.sent}
+
+
+def _modes(modes: dict[str, list[StageMemory]]) -> Table:
+    title = "By sync mode: the largest stage, and what a replica sends in a round"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("mode")
+    for name in ("weights", "grads", "optim.", "sync", "state", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode, rows in modes.items():
+        r = max(rows, key=lambda r: r.num_parameters)
+        parts = (r.weights, r.gradients, r.optimizer, r.exchange, r.state, r.sent)
+        table.add_row(mode, *(size(x) for x in parts))
+    return table
+
+
 def _table(rows: list[StageMemory]) -> Table:
     table = Table(
         title="Memory of one replica", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
@@ -94,7 +123,8 @@ def _table(rows: list[StageMemory]) -> Table:
         "params",
         "weights",
         "grads",
-        "optimizer",
+        "optim.",
+        "sync",
         "activ.",
         "total",
         "no ZeRO",
@@ -108,6 +138,7 @@ def _table(rows: list[StageMemory]) -> Table:
             size(r.weights),
             size(r.gradients),
             size(r.optimizer),
+            size(r.exchange),
             activations,
             size(r.total),
             size(r.unsharded + (r.activations or 0.0)),
@@ -116,14 +147,28 @@ def _table(rows: list[StageMemory]) -> Table:
 
 
 def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
-    share = optimizer_share(options.replicas, spec.sync.replication)
-    store = "in files" if spec.sync.optimizer_store == "disk" else "in the host's memory"
-    a_parameter = p.weights + p.gradients + p.optimizer * share
+    sync = spec.sync
+    share = optimizer_share(options.replicas, sync.replication)
+    store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
+    is_own = sync.mode in ("local", "gossip")
+    beside = exchange_bytes(sync.mode, share)
+    a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
+    optimizer = f"optimizer (master {p.master} + moments {p.moments})"
+    parts = {
+        "local": f"{optimizer} of own steps + common parameters 4 + outer momentum 4 x R / N",
+        "gossip": f"{optimizer} of own steps + slow parameters 4 + outer momentum 4",
+        "zero": f"{optimizer} x R / N",
+    }
+    delayed = f"{parts['zero']} + 4 for the gradient under way (auto: where it chooses delayed)"
     return [
-        f"Bytes a parameter ({p.name}): weights {p.weights} + gradients {p.gradients} + optimizer "
-        f"(master {p.master} + moments {p.moments}) x R / N = {a_parameter:.2f}, with R = "
-        f"{spec.sync.replication} owners of a shard and N = {options.replicas} replicas of a "
-        f"stage; {p.total} without ZeRO (Rajbhandari et al., 2020: 16 in mixed precision).",
+        f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
+        f"+ {parts.get(sync.mode, delayed)} = {a_parameter:.2f}, with R = "
+        f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
+        f"stage; {p.total + exchange_bytes(sync.mode, 1.0):g} without ZeRO (Rajbhandari et al., "
+        "2020: 16 in mixed precision).",
+        "Sent, bytes a parameter: zero and delayed 4 (2 (N - 1) + R - 1) / N a round; local the "
+        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner. "
+        "Activations and their gradients come on top.",
         f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
         f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '

@@ -3,7 +3,7 @@
 ZeRO (Rajbhandari et al., 2020) counts 16 bytes a parameter for mixed-precision Adam: 2 for the
 weight, 2 for its gradient, 12 for the optimizer (fp32 master copy and two moments). Of Psi
 parameters on N replicas its first stage leaves 4 Psi + 12 Psi / N on each. Here the optimizer
-state of a shard is on R replicas, so a replica holds
+state of a shard is on R replicas, so a replica holds in mode `zero`
 
     weights * Psi + gradients * Psi + (master + moments) * Psi * min(R, N) / N
 
@@ -12,6 +12,17 @@ the copy that layers compute with besides: 2 + 4 + 4 + 8 R / N; and in fp16, whi
 gradient of that pass: 2 more. (That fp32 weights are on every replica, and not in R places, is
 what lets any replica answer for any shard.) Everything is in bytes; the share of the optimizer is
 that of a replica with the average upload bandwidth.
+
+The other sync modes need more:
+
+- `delayed`, and `auto` which may choose it: the gradient that is under way, 4. It goes when the
+  exchange is over; the coming parameters, which have come meanwhile, wait for the end of the
+  round, 4. While an exchange ends there are both for a moment.
+- `local`: the moments of own steps cannot be shared out, so that there are all of them, and the
+  parameters of the last exchange, 4; the owners' outer momentum, 4 R / N.
+- `gossip`: the same, with an outer momentum of everybody's own, 4.
+
+What a replica sends in a round on average: `sent_bytes`.
 
 Beside it there are activations, by microbatch in flight: what the stage keeps between the passes by
 the policy (`Activations`), and the activation as it came and as it went, in fp32.
@@ -26,11 +37,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarmnet.errors import SpecError
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.stage import stage_parameter_ranges
 
 FP32_BYTES, LOW_BYTES = 4, 2
+MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
+OFFERED_BYTES = 4 * FP32_BYTES
+"""A parameter, from each partner to the other: parameters, their change, two moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +84,22 @@ class StageMemory:
     weights: float
     gradients: float
     optimizer: float
+    """Master copy and moments."""
+    exchange: float
+    """What the run's sync mode needs beside: see the module's text."""
+    sent: float
+    """To other replicas of the stage in a round, on average."""
     activations: float | None
     """None for a custom model: nobody knows but its author."""
     offloaded: float
     """Of the activations: what is not in the device's memory."""
     unsharded: float
-    """Weights, gradients and optimizer without ZeRO."""
+    """Weights, gradients, optimizer and what exchanges need, without ZeRO."""
 
     @property
     def state(self) -> float:
-        """Weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
+        """All but activations."""
+        return self.weights + self.gradients + self.optimizer + self.exchange
 
     @property
     def total(self) -> float:
@@ -92,15 +112,44 @@ def optimizer_share(num_replicas: int, replication: int) -> float:
 
 
 def state_bytes(
-    num_parameters: int, num_replicas: int, replication: int, precision: Precision = FP32
-) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer) of one replica."""
+    num_parameters: int,
+    num_replicas: int,
+    replication: int,
+    precision: Precision = FP32,
+    mode: str = ZERO,
+) -> tuple[float, float, float, float]:
+    """(weights, gradients, optimizer, what exchanges need beside) of one replica."""
     share = optimizer_share(num_replicas, replication)
     return (
         float(precision.weights * num_parameters),
         float(precision.gradients * num_parameters),
-        precision.optimizer * num_parameters * share,
+        precision.optimizer * num_parameters * (1.0 if mode in (LOCAL, GOSSIP) else share),
+        exchange_bytes(mode, share) * num_parameters,
     )
+
+
+def exchange_bytes(mode: str, share: float) -> float:
+    """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
+    if mode in (DELAYED, AUTO):
+        return FP32_BYTES
+    if mode == LOCAL:
+        return FP32_BYTES * (1 + share)
+    return 2.0 * FP32_BYTES if mode == GOSSIP else 0.0
+
+
+def sent_bytes(
+    num_parameters: int, num_replicas: int, replication: int, mode: str, local_steps: int
+) -> float:
+    """What a replica sends to others of its stage in a round, on average. To each of N primaries
+    its part of the gradient, to each replica the results of its own shards, to R - 1 backups their
+    sums: 4 Psi (2 (N - 1) + R - 1) / N, and in mode `local` so much every `local_steps` rounds. In
+    mode `gossip` every `local_steps` rounds an offer to the partner; of an odd number one has
+    none."""
+    n, psi = num_replicas, num_parameters
+    if mode == GOSSIP:
+        return OFFERED_BYTES * psi * (n - n % 2) / n / local_steps
+    each = FP32_BYTES * psi * (2 * (n - 1) + min(replication, n) - 1) / n
+    return each / local_steps if mode == LOCAL else each
 
 
 def layer_bytes(model: ModelSpec, layer: str, batch: int, element: int = FP32_BYTES) -> int:
@@ -133,10 +182,12 @@ def plan_memory(
     replication: int | None = None,
     precision: Precision = FP32,
     activations: str | None = None,
+    mode: str | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
     backward pass. The last stage does both at once: one microbatch, whatever is in flight.
-    `activations`: the policy; None for the spec's, which may be "auto": then "keep".
+    `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
+    `[sync]`; None for the spec's.
 
     Raises:
         SpecError: the model cannot be built or cut so; a number is not positive.
@@ -145,11 +196,13 @@ def plan_memory(
         raise SpecError("a stage needs at least one replica, and no fewer than 0 microbatches")
     copies = spec.sync.replication if replication is None else replication
     policy = activations or spec.pipeline.activations
+    mode = mode or spec.sync.mode
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     rows = []
     for k in range(len(stages)):
         num_parameters = stage_parameter_ranges(spec, k)[-1].stop
-        weights, gradients, optimizer = state_bytes(num_parameters, num_replicas, copies, precision)
+        of_stage = num_parameters, num_replicas, copies
+        weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode)
         one = stage_activations(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
@@ -159,9 +212,11 @@ def plan_memory(
                 weights=weights,
                 gradients=gradients,
                 optimizer=optimizer,
+                exchange=exchange,
+                sent=sent_bytes(*of_stage, mode, spec.sync.local_steps),
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
-                unsharded=float(precision.total * num_parameters),
+                unsharded=sum(state_bytes(num_parameters, 1, copies, precision, mode)),
             )
         )
     return rows

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peer.cli import app
+from swarmnet.training.memory_plan import MODES
 from tests.swarm.harness import tiny_spec
 
 SPEC = Path(__file__).parents[2] / "peer" / "default.toml"
@@ -22,7 +23,8 @@ def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
         "params",
         "weights",
         "grads",
-        "optimizer",
+        "optim.",
+        "sync",
         "activ.",
         "total",
         "no",
@@ -33,6 +35,9 @@ def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
     for start in tables:
         assert sum(line.split()[:1] in (["0"], ["1"]) for line in lines[start : start + 5]) == 2
     assert "x R / N = 12.00, with R = 2 owners of a shard and N = 4 replicas" in result.stdout
+    modes = next(i for i, line in enumerate(lines) if line.split()[:1] == ["mode"])
+    assert [line.split()[0] for line in lines[modes + 2 : modes + 6]] == list(MODES)
+    assert all(len(line) <= 80 for line in lines[: modes + 6])
 
 
 def test_for_programs(tmp_path: Path) -> None:
@@ -45,6 +50,36 @@ def test_for_programs(tmp_path: Path) -> None:
         n = stage["num_parameters"]
         assert stage["unsharded"] == 16 * n
         assert stage["state"] == 2 * n + 2 * n + 12 * n * 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "state", "sent"),
+    [
+        ("zero", 4 + 4 + 8 * 2 / 5, 4 * (2 * 4 + 1) / 5),
+        ("delayed", 4 + 4 + 8 * 2 / 5 + 4, 4 * (2 * 4 + 1) / 5),
+        ("auto", 4 + 4 + 8 * 2 / 5 + 4, 4 * (2 * 4 + 1) / 5),
+        ("local", 4 + 4 + 8 + 4 + 4 * 2 / 5, 4 * (2 * 4 + 1) / 5 / 10),
+        ("gossip", 4 + 4 + 8 + 4 + 4, 16 * 4 / 5 / 10),
+    ],
+)
+def test_what_the_sync_modes_hold_and_send(
+    tmp_path: Path, mode: str, state: float, sent: float
+) -> None:
+    spec = tmp_path / "run.toml"
+    text = SPEC.read_text()
+    assert 'mode = "zero"' in text
+    spec.write_text(text.replace('mode = "zero"', f'mode = "{mode}"\nlocal_steps = 10'))
+    command = ["plan", "--spec", str(spec), "--replicas", "5"]
+    plan = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert plan["mode"] == mode
+    for stage in plan["stages"]:
+        n = stage["num_parameters"]
+        assert stage["state"] == pytest.approx(state * n)
+        assert stage["sent"] == pytest.approx(sent * n)
+        if mode != "auto":
+            assert stage["by_mode"][mode]["state"] == stage["state"]
+            assert stage["by_mode"][mode]["sent_per_round"] == stage["sent"]
+    assert f"= {state:.2f}, with R = 2" in CliRunner().invoke(app, command).stdout
 
 
 def test_low_precision_and_the_policies() -> None:

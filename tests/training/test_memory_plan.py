@@ -142,14 +142,14 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-def large(folder: Path, precision: str) -> RunSpec:
+def large(folder: Path, precision: str, mode: str = "zero") -> RunSpec:
     """Large enough for parameters to be what counts, in many shards."""
     spec = tiny_spec(folder, num_stages=1)
     values = spec.model_dump()
     values["optimizer"]["rounds"] = ROUNDS
     values["pipeline"]["precision"] = precision
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
-    values["sync"]["shard_parameters"] = 2048
+    values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2}
     values["optimizer"]["warmup_rounds"] = 0
     return RunSpec.model_validate(values)
 
@@ -177,6 +177,66 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision
             own = 8 * sum(sizes[j] for j in replica.optimizer.owned())
             # Hashing spreads shards as throws of dice do: the more shards, the more evenly.
             assert own == pytest.approx(row.optimizer, rel=4 / math.sqrt(len(sizes)))
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["local", "gossip"])
+def test_replicas_with_steps_of_their_own_hold_what_the_plan_says(
+    tmp_path: Path, mode: str
+) -> None:
+    spec = large(tmp_path, "fp32", mode)
+    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
+
+    async def scenario(swarm: Swarm) -> None:
+        before = tensor_bytes()
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(ROUNDS)
+        await asyncio.sleep(2.0)
+        measured = (tensor_bytes() - before) / NUM_REPLICAS
+        print(f"{mode}: plan {row.total:,.0f} bytes, measured {measured:,.0f}")
+        assert measured == pytest.approx(row.total, rel=0.05)
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path) -> None:
+    """In mode `delayed`, while a round goes on: with the gradient that waits for its exchange, and
+    with the coming parameters that wait for the end of the round (and results that backups keep as
+    long)."""
+    spec = large(tmp_path, "fp32", "delayed")
+    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
+
+    backups = 4 * row.num_parameters * (spec.sync.replication - 1) / NUM_REPLICAS
+
+    async def scenario(swarm: Swarm) -> None:
+        def num_owing() -> int:
+            return sum(m.peer.updates.is_owing for m in swarm.members.values())
+
+        def measured() -> float:
+            return (tensor_bytes() - before) / NUM_REPLICAS
+
+        before = tensor_bytes()
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+        await swarm.until(lambda: swarm.rounds() == [4] * NUM_REPLICAS)
+        waiting, then = [], 0.0
+        for _ in range(100):  # messages come and go meanwhile
+            await asyncio.sleep(0.001)
+            then = measured()
+            if not num_owing():
+                break
+            if num_owing() == NUM_REPLICAS:
+                waiting.append(then)
+        assert swarm.rounds() == [4] * NUM_REPLICAS, "the exchange took longer than the round"
+        first = min(waiting)
+        print(f"delayed: plan {row.total:,.0f} bytes, measured {first:,.0f}, then {then:,.0f}")
+        assert first == pytest.approx(row.total, rel=0.05)
+        assert then == pytest.approx(row.total + backups, rel=0.05)
 
     in_virtual_time(scenario, spec)
 
