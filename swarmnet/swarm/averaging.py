@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import (
@@ -89,6 +89,9 @@ nobody else has."""
 
 SNAPSHOT_WAIT_S = 10.0
 """How long a step waits for the optimizer state before it to be copied for a checkpoint."""
+DROP_WAIT_S = 5.0
+"""How long owners of shards that this replica holds and does not own may take to say that they hold
+them; else it is looked at again in the next round."""
 
 Pushed = tuple[int, Array | None]
 """A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
@@ -841,11 +844,40 @@ class Averaging:
         at_once = asyncio.Semaphore(self.limits.max_fetching)
         await asyncio.gather(*(self._fetch(r, j, at_once) for j in wanted))
         kept = set(mine)
-        for j in [j for j in sorted(self._applied) if j not in kept]:
-            owners = [self.gossip.view.get(p) for p in placement.owners(j)]
-            if owners and all(o is not None and o.holds_shard(j) for o in owners):
-                del self._applied[j]
-                await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+        spare = {j: placement.owners(j) for j in sorted(self._applied) if j not in kept}
+        if not spare:
+            return
+        others = {p: None for owners in spare.values() for p in owners}
+        await self.gossip.news.until(lambda: self._have_begun(others), DROP_WAIT_S)
+        dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
+        for j in dropped:
+            self._applied.pop(j, None)
+        if dropped:  # said at once: who would be pushed to because of it could only send them away
+            left = [j for j in range(self.replica.num_shards) if self.gossip.own.holds_shard(j)]
+            left = [j for j in left if j not in dropped]
+            self.gossip.update(holds=bitmap(left, self.replica.num_shards))
+        for j in dropped:
+            await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+
+    def _is_spare(self, j: int, owners: Sequence[str]) -> bool:
+        """The shard's owners all have what this replica has of it, and no step is made here."""
+        r = self.current
+        holding = [self.gossip.view.get(p) for p in owners]
+        return (
+            bool(owners)
+            and self._have_begun(owners)
+            and all(o is not None and o.holds_shard(j) for o in holding)
+            and (r, j) not in self._updates
+            and j not in self._mirroring
+            and self.primary(r, j) != self.gossip.own.peer_id
+        )
+
+    def _have_begun(self, peer_ids: Iterable[str]) -> bool:
+        """What these hold is known of the present exchange's beginning, and not of the one before:
+        who held a shard then need not have made the step since."""
+        records = [self.gossip.view.get(p) for p in peer_ids]
+        now = self.current
+        return all(o is not None and self.plan.version(o.round) >= now for o in records)
 
     async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore) -> None:
         """The optimizer state of one shard from a peer that holds it; tried again next round."""

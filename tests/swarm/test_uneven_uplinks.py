@@ -1,0 +1,93 @@
+"""Shards go where the uplinks are: each peer measures its own by what it sends anyway."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from swarmnet.simulation.clock import run
+from swarmnet.simulation.network import Link
+from swarmnet.simulation.scenario import Scenario
+from swarmnet.simulation.stage import Sizes
+from swarmnet.simulation.swarm import Host, Simulation
+
+NUM_SHARDS, SHARD_PARAMETERS = 96, 20_000
+UNTIL_S = 100.0
+SPREADS = 3.5
+"""Standard deviations of a binomial: hashing places shards as throws of dice do."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one peer, at the end."""
+
+    upload_bytes_per_s: float
+    owned: list[int]
+    primaries: list[int]
+    """Shards whose primary it is, by its own word."""
+
+
+class Uneven(Simulation):
+    """Every peer has an uplink of its own."""
+
+    def __init__(self, scenario: Scenario, uplinks: list[float], replication: int) -> None:
+        super().__init__(scenario)
+        self.settings = replace(self.settings, replication=replication)
+        self._uplinks = uplinks
+        self.seen: list[Seen] = []
+
+    def _new_host(self) -> Host:
+        up = self._uplinks[self._num_hosts]
+        host = super()._new_host()
+        host.link = Link(up, 1e9, 0.01)
+        self.network.add(host.name, host.link)
+        return host
+
+    async def _close(self) -> None:
+        for name in sorted(self.hosts):
+            peer = self.monitor.members[name].peer
+            replica, own = peer.replica, peer.gossip.own
+            assert replica is not None
+            placement = peer.averaging.placement(peer.averaging.current)
+            primaries = [j for j in range(NUM_SHARDS) if placement.primary(j) == own.peer_id]
+            self.seen.append(Seen(own.upload_bytes_per_s, replica.optimizer.owned(), primaries))
+        await super()._close()
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_swarm_comes_to_own_in_proportion_to_its_uplinks(seed: int, replication: int) -> None:
+    rng = random.Random(f"uneven {seed}")
+    uplinks = [2.0 ** rng.randrange(20, 24) * rng.uniform(0.95, 1.05) for _ in range(5)]
+    scenario = Scenario(
+        seed=seed,
+        peers=len(uplinks),
+        stages=1,
+        until_s=UNTIL_S,
+        sizes=Sizes(num_shards=NUM_SHARDS, shard_parameters=SHARD_PARAMETERS),
+        check_s=5.0,
+        keep_log=False,
+    )
+
+    async def simulated() -> list[Seen]:
+        simulation = Uneven(scenario, uplinks, replication)
+        result = await simulation.run()
+        assert result.broken is None
+        assert result.shards_reset == 0
+        return simulation.seen
+
+    found = run(simulated())
+    print(  # noqa
+        f"seed {seed}: {[(round(u / 1e6, 2), len(s.primaries)) for u, s in zip(uplinks, found, strict=True)]}"
+    )
+    for up, seen in zip(uplinks, found, strict=True):
+        assert abs(math.log2(seen.upload_bytes_per_s / up)) < 0.5, "the uplink was not measured"
+        share = up / sum(uplinks)
+        spread = math.sqrt(share * (1 - share) * NUM_SHARDS)
+        assert abs(len(seen.primaries) - share * NUM_SHARDS) <= SPREADS * spread + 1
+        assert set(seen.primaries) <= set(seen.owned)
+    assert sum(len(seen.primaries) for seen in found) == NUM_SHARDS
+    assert sum(len(seen.owned) for seen in found) == replication * NUM_SHARDS
