@@ -3,7 +3,9 @@
 Between them (`zero`) an update is exact, and every round waits for its exchange. Beside them
 (`delayed`) nobody waits, and what is learned is one update late. So: `delayed` where an exchange
 takes a good part of a round, `zero` where it hardly matters, and between the two no change.
-`local` and `gossip` are no candidates: they take the memory back that sharding saves.
+`local` and `gossip` are no candidates: they take the memory back that sharding saves, and what a
+token teaches depends on them in a way that no clock shows. Where not even `delayed` hides the
+exchange, people are told what would (`Adviser`).
 
 One feeder decides (`swarm.auto_sync`), by the medians that replicas publish, for some rounds ahead,
 and everybody passes the decision on in its record. Every replica that drains a round has seen the
@@ -12,6 +14,7 @@ record of each feeder that launched in it, so it knows by then what the feeder d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -28,6 +31,10 @@ IN_A_ROW = 3
 REST_ROUNDS = 10
 """Between two changes."""
 KEPT_SWITCHES = 4
+LONG_ABOVE, SHORT_BELOW = 1.25, 0.9
+"""Exchange over round: a round that it runs beside waits for it; it does not any more."""
+EXCHANGE_PART = 0.1
+"""Of the time, that exchanges between steps of each replica's own are to take."""
 
 
 def merge(*several: Iterable[Switch]) -> tuple[Switch, ...]:
@@ -81,3 +88,31 @@ class Chooser:
             return None
         self.votes = 0
         return Switch(round_index + AHEAD_ROUNDS, wanted, round_s, exchange_s)
+
+
+def local_steps_for(round_s: float, exchange_s: float) -> int:
+    """How many steps of their own replicas would have to make between two exchanges for these to
+    take `EXCHANGE_PART` of the time: from H rounds + exchange = exchange / part."""
+    return max(1, math.ceil(exchange_s * (1 - EXCHANGE_PART) / (EXCHANGE_PART * round_s)))
+
+
+@dataclass
+class Adviser:
+    """Notices when exchanges take longer than the rounds that they run beside."""
+
+    votes: int = 0
+    has_told: bool = False
+
+    def steps(self, round_s: float, exchange_s: float) -> int:
+        """The number of own steps that would hide the exchanges, when it is to be told; else 0. To
+        be asked once a round. Told once, and again only after exchanges were short."""
+        if round_s <= 0:
+            return 0
+        share = exchange_s / round_s
+        self.votes = self.votes + 1 if share > LONG_ABOVE else 0
+        if share < SHORT_BELOW:
+            self.has_told = False
+        if self.votes < IN_A_ROW or self.has_told:
+            return 0
+        self.has_told = True
+        return local_steps_for(round_s, exchange_s)

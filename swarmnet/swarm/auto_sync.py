@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol import assignment
-from swarmnet.protocol.auto_mode import AHEAD_ROUNDS, Chooser, merge, pace
+from swarmnet.protocol.auto_mode import AHEAD_ROUNDS, Adviser, Chooser, merge, pace
 from swarmnet.protocol.sync_modes import AUTO, Switch
 from swarmnet.swarm.averaging import Averaging, Behind
 from swarmnet.swarm.gossip import Gossip
@@ -31,6 +31,7 @@ class AutoSync:
     replica: Replica
     averaging: Averaging
     chooser: Chooser = field(default_factory=Chooser)
+    adviser: Adviser = field(default_factory=Adviser)
 
     def learn(self) -> None:
         """Takes over what others know. Raises `Behind` where it comes too late."""
@@ -72,7 +73,11 @@ class AutoSync:
         if assignment.feeders(view, now)[:1] != [own.peer_id]:
             self.chooser.votes = 0
             return
-        switch = self.chooser.decide(plan, self.replica.round, *pace(view.live(now)))
+        round_s, exchange_s = pace(view.live(now))
+        steps = self.adviser.steps(round_s, exchange_s)
+        if steps:
+            log.warning("%s", advice(steps, round_s, exchange_s))
+        switch = self.chooser.decide(plan, self.replica.round, round_s, exchange_s)
         if switch is not None and switch.round < plan.rounds:
             self.replica.plan = replace(plan, switches=merge(plan.switches, (switch,)))
             self.gossip.update(switches=self.replica.plan.switches, urgent=True)
@@ -84,4 +89,13 @@ def describe(switch: Switch) -> str:
     return (
         f"sync: {switch.mode} from round {switch.round} on: an exchange takes "
         f"{switch.exchange_s:.2f} s, a round {switch.round_s:.2f} s"
+    )
+
+
+def advice(local_steps: int, round_s: float, exchange_s: float) -> str:
+    """What to do where the network is too slow for this mode, in one line."""
+    return (
+        f"sync: an exchange takes {exchange_s:.2f} s, a round {round_s:.2f} s: the run waits for "
+        f'its network; a run with [sync] mode = "local" and local_steps = {local_steps} would not, '
+        "for more memory (`swarmnet plan`) and other updates (docs/convergence.md)"
     )

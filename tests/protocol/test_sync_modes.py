@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from swarmnet.protocol.auto_mode import (
     AHEAD_ROUNDS,
+    EXCHANGE_PART,
     IN_A_ROW,
     KEPT_SWITCHES,
     REST_ROUNDS,
+    Adviser,
     Chooser,
+    local_steps_for,
     merge,
     pace,
 )
@@ -126,6 +129,24 @@ def test_switches_merge_in_any_order(rng: random.Random) -> None:
     merged = merge(all_of_them)
     assert merged == merge(shuffled[:3], shuffled[3:], shuffled[:2])
     assert [s.round for s in merged] == sorted({s.round for s in all_of_them})[-KEPT_SWITCHES:]
+
+
+def test_who_waits_for_the_network_is_told_once() -> None:
+    adviser = Adviser()
+    shares = [0.5] * 5 + [2.0] * 20 + [1.0] * 5 + [2.0] * 10 + [0.5] + [2.0] * 10
+    told = [(i, n) for i, s in enumerate(shares) if (n := adviser.steps(3.0, 3.0 * s))]
+    assert [i for i, _ in told] == [5 + IN_A_ROW - 1, 41 + IN_A_ROW - 1]
+    assert adviser.steps(0.0, 9.0) == 0  # nothing measured
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
+def test_so_many_own_steps_leave_exchanges_a_tenth_of_the_time(
+    round_s: float, exchange_s: float
+) -> None:
+    steps = local_steps_for(round_s, exchange_s)
+    assert exchange_s <= 1.001 * EXCHANGE_PART * (steps * round_s + exchange_s)
+    fewer = steps - 1
+    assert not fewer or exchange_s > 0.999 * EXCHANGE_PART * (fewer * round_s + exchange_s)
 
 
 def test_the_slowest_stage_decides() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.simulation.network import Link
+from swarmnet.simulation.scenario import Scenario
+from swarmnet.simulation.stage import Sizes
+from swarmnet.simulation.swarm import simulate
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 24
@@ -81,6 +86,28 @@ def test_no_gradient_is_lost_when_a_peer_leaves_on_purpose(
         assert swarm.total("samples_lost") == swarm.total("shard_reset") == 0
 
     in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("up_bytes_per_s", "is_told"), [(1e5, True), (4e7, False)])
+def test_auto_says_when_the_network_is_too_slow_for_it(
+    caplog: pytest.LogCaptureFixture, up_bytes_per_s: float, is_told: bool
+) -> None:
+    scenario = Scenario(
+        seed=1,
+        peers=4,
+        until_s=40.0 if is_told else 12.0,
+        sizes=Sizes(num_shards=4, shard_parameters=20_000),
+        link=Link(up_bytes_per_s, 1e8, 0.01),
+        speed_ratio=1.0,
+        sync_mode="auto",
+        keep_log=False,
+    )
+    with caplog.at_level(logging.WARNING, logger="swarmnet.auto_sync"):
+        result = simulate(scenario)
+    assert result.broken is None
+    lines = [r.message for r in caplog.records if r.name == "swarmnet.auto_sync"]
+    assert len(lines) == is_told, "by one peer, once"
+    assert all("the run waits for its network" in line for line in lines)
 
 
 async def replace_some(swarm: Swarm, rng: random.Random) -> None:
