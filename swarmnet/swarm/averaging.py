@@ -647,16 +647,19 @@ class Averaging:
         another's."""
         loop = asyncio.get_running_loop()
         limits = self.limits
-        wait_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s()) + limits.reduce_wait_min_s
+        measured_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s())
         longest_s = self._longest_wait_s()
+        usual_s = min(measured_s + limits.reduce_wait_min_s, longest_s)
+        # Where nothing is known yet, who is slow is not to be taken for stuck.
+        wait_s = usual_s if measured_s else longest_s
         end: float | None = None
         probe_at: float | None = None
         while True:
             if self.primary(update.round, update.shard) != self.gossip.own.peer_id:
                 return
             if update.own and end is None:
-                end = loop.time() + min(wait_s, longest_s)
-                probe_at = loop.time() + PROBE_AFTER * (end - loop.time())
+                end = loop.time() + wait_s
+                probe_at = loop.time() + PROBE_AFTER * usual_s
             missing = self._missing(update)
             if update.own and not missing:
                 return

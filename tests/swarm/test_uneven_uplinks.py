@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swarmnet.simulation.clock import run
+from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
@@ -95,3 +96,30 @@ def test_a_swarm_comes_to_own_in_proportion_to_its_uplinks(seed: int, replicatio
         assert set(seen.primaries) <= set(seen.owned)
     assert sum(len(seen.primaries) for seen in found) == NUM_SHARDS
     assert sum(len(seen.owned) for seen in found) == replication * NUM_SHARDS
+
+
+def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
+    """Nobody knows yet how long an exchange takes: here longer than half a minute."""
+    uplinks = [0.4e6] * 4 + [0.5e6]
+    scenario = Scenario(
+        seed=0,
+        peers=len(uplinks),
+        stages=1,
+        rounds=2,
+        until_s=300.0,
+        start_s=0.5,
+        sizes=Sizes(num_shards=NUM_SHARDS, shard_parameters=SHARD_PARAMETERS),
+        bounds=Bounds(converge_s=300.0, progress_s=300.0),
+        check_s=5.0,
+        keep_log=False,
+    )
+
+    async def simulated() -> None:
+        simulation = Uneven(scenario, uplinks, 2)
+        result = await simulation.run()
+        assert result.broken is None
+        assert result.rounds >= 2
+        assert result.virtual_s > 60.0
+        assert (result.samples_lost, result.reported_lost, simulation.norms_missed) == (0, 0, 0)
+
+    run(simulated())
