@@ -151,7 +151,7 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     share = optimizer_share(options.replicas, sync.replication)
     store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
     is_own = sync.mode in ("local", "gossip")
-    beside = exchange_bytes(sync.mode, share)
+    beside = exchange_bytes(sync.mode, share, p)
     a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
     optimizer = f"optimizer (master {p.master} + moments {p.moments})"
     parts = {
@@ -159,12 +159,15 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         "gossip": f"{optimizer} of own steps + slow parameters 4 + outer momentum 4",
         "zero": f"{optimizer} x R / N",
     }
-    delayed = f"{parts['zero']} + 4 for the gradient under way (auto: where it chooses delayed)"
+    delayed = (
+        f"{parts['zero']} + {p.weights + p.gradients} for a second pair of weights and gradients + "
+        "4 for the gradient under way (auto: where it chooses delayed)"
+    )
     return [
         f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
         f"+ {parts.get(sync.mode, delayed)} = {a_parameter:.2f}, with R = "
         f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
-        f"stage; {p.total + exchange_bytes(sync.mode, 1.0):g} without ZeRO (Rajbhandari et al., "
+        f"stage; {p.total + exchange_bytes(sync.mode, 1.0, p):g} without ZeRO (Rajbhandari et al., "
         "2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed 4 (2 (N - 1) + R - 1) / N a round; local the "
         f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner. "

@@ -15,9 +15,9 @@ that of a replica with the average upload bandwidth.
 
 The other sync modes need more:
 
-- `delayed`, and `auto` which may choose it: the gradient that is under way, 4. It goes when the
-  exchange is over; the coming parameters, which have come meanwhile, wait for the end of the
-  round, 4. While an exchange ends there are both for a moment.
+- `delayed`, and `auto` which may choose it: a second pair of weights and gradients, since a round
+  opens before the last one has ended; and until its exchange is over a copy of a gradient, 4,
+  where the next round was not open yet when it was taken.
 - `local`: the moments of own steps cannot be shared out, so that there are all of them, and the
   parameters of the last exchange, 4; the owners' outer momentum, 4 R / N.
 - `gossip`: the same, with an outer momentum of everybody's own, 4.
@@ -124,14 +124,14 @@ def state_bytes(
         float(precision.weights * num_parameters),
         float(precision.gradients * num_parameters),
         precision.optimizer * num_parameters * (1.0 if mode in (LOCAL, GOSSIP) else share),
-        exchange_bytes(mode, share) * num_parameters,
+        exchange_bytes(mode, share, precision) * num_parameters,
     )
 
 
-def exchange_bytes(mode: str, share: float) -> float:
+def exchange_bytes(mode: str, share: float, precision: Precision = FP32) -> float:
     """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
     if mode in (DELAYED, AUTO):
-        return FP32_BYTES
+        return precision.weights + precision.gradients + FP32_BYTES
     if mode == LOCAL:
         return FP32_BYTES * (1 + share)
     return 2.0 * FP32_BYTES if mode == GOSSIP else 0.0

@@ -204,13 +204,10 @@ def test_replicas_with_steps_of_their_own_hold_what_the_plan_says(
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path) -> None:
-    """In mode `delayed`, while a round goes on: with the gradient that waits for its exchange, and
-    with the coming parameters that wait for the end of the round (and results that backups keep as
-    long)."""
+    """In mode `delayed`, while a round goes on and a gradient waits for its exchange; afterwards
+    there is no more than that."""
     spec = large(tmp_path, "fp32", "delayed")
     (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
-
-    backups = 4 * row.num_parameters * (spec.sync.replication - 1) / NUM_REPLICAS
 
     async def scenario(swarm: Swarm) -> None:
         def num_owing() -> int:
@@ -223,20 +220,17 @@ def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path) ->
         for i in range(NUM_REPLICAS):
             swarm.start(f"peer-{i}")
         await swarm.until_round(3)
-        await swarm.until(lambda: swarm.rounds() == [4] * NUM_REPLICAS)
-        waiting, then = [], 0.0
-        for _ in range(100):  # messages come and go meanwhile
+        waiting: list[float] = []
+        then = 0.0
+        while not waiting or num_owing():  # messages come and go meanwhile
             await asyncio.sleep(0.001)
             then = measured()
-            if not num_owing():
-                break
-            if num_owing() == NUM_REPLICAS:
+            if num_owing() == NUM_REPLICAS and swarm.rounds() == [4] * NUM_REPLICAS:
                 waiting.append(then)
-        assert swarm.rounds() == [4] * NUM_REPLICAS, "the exchange took longer than the round"
-        first = min(waiting)
-        print(f"delayed: plan {row.total:,.0f} bytes, measured {first:,.0f}, then {then:,.0f}")
-        assert first == pytest.approx(row.total, rel=0.05)
-        assert then == pytest.approx(row.total + backups, rel=0.05)
+            assert max(swarm.rounds()) <= 4, "the exchange took longer than the round"
+        print(f"delayed: plan {row.total:,.0f} bytes, {min(waiting):,.0f}, then {then:,.0f}")
+        assert min(waiting) == pytest.approx(row.total, rel=0.05)
+        assert then <= 1.05 * row.total
 
     in_virtual_time(scenario, spec)
 
