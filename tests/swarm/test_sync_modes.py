@@ -95,7 +95,7 @@ def test_auto_says_when_the_network_is_too_slow_for_it(
     scenario = Scenario(
         seed=1,
         peers=4,
-        until_s=60.0 if is_told else 12.0,
+        until_s=120.0 if is_told else 12.0,
         sizes=Sizes(num_shards=4, shard_parameters=20_000),
         link=Link(up_bytes_per_s, 1e8, 0.01),
         speed_ratio=1.0,
