@@ -217,15 +217,15 @@ class Averaging:
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
         """Live replicas of a stage that count as possible owners in a round. One that was cut off
-        and is rounds behind does not: it holds nothing of this round, and will fetch it again."""
+        and is rounds behind does not: it holds nothing of this round, and will fetch it again.
+        Those that joined in this round count where all before them are gone."""
         now = asyncio.get_running_loop().time()
-        return [
+        there = [
             r
             for r in self.gossip.view.members(stage_index, now)
-            if r.state == ACTIVE
-            and self.plan.version(r.active_from) <= round_index
-            and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
+            if r.state == ACTIVE and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
         ]
+        return [r for r in there if self.plan.version(r.active_from) <= round_index] or there
 
     def placement(self, round_index: int) -> Placement:
         """Owners of the shards of this stage, as far as is known now."""

@@ -165,7 +165,8 @@ class LocalUpdates:
                     try:
                         await rounds.finish(replica.round)
                     except Behind:
-                        replica.round = max(d.round for d in sync.donors())
+                        donors = sync.donors()
+                        replica.round = max((d.round for d in donors), default=replica.round)
                 else:
                     await self.gossip.news.wait(RETRY_S)
         finally:
