@@ -487,8 +487,12 @@ def simulate(
         int, typer.Option(min=1, help="Of a round, for each replica of a stage.")
     ] = 200,
     sync: Annotated[
-        Literal["zero", "delayed"], typer.Option(help="Exchange between rounds, or beside them.")
-    ] = "delayed",
+        Literal["zero", "delayed", "auto", "local", "gossip"] | None,
+        typer.Option(help="When replicas exchange what. Default: delayed; zero in a sweep."),
+    ] = None,
+    local_steps: Annotated[
+        int, typer.Option(min=1, help="Rounds between two exchanges, with --sync local or gossip.")
+    ] = 10,
     assignment: Annotated[
         Literal["adaptive", "static", "swarm"],
         typer.Option(help="How stages are shared out: this swarm's way, or one to compare."),
@@ -535,7 +539,8 @@ def simulate(
                 service_s=service,
                 sequences=sequences,
                 microbatches=microbatches,
-                sync=sync,
+                sync=sync or "",
+                local_steps=local_steps,
                 assignment=assignment,
                 rebalance_every_s=rebalance_every,
                 check_every_s=check_every,

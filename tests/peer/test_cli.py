@@ -108,6 +108,7 @@ COMMANDS = {
         "--service",
         "--microbatches",
         "--sync",
+        "--local-steps",
         "--assignment",
         "--rebalance-every",
         "--check-every",
