@@ -694,16 +694,42 @@ def plan(
             help="Of the passes; auto: as the run says. mixed: the ZeRO paper's 16 bytes."
         ),
     ] = "auto",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Time the layers on this machine, and print how to cut them."
+        ),
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --measure: put the cut into the run's file.")
+    ] = False,
+    device: DeviceOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for programs.")
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say how much memory a replica of each stage needs."""
+    """Say how much memory a replica of each stage needs, or how to cut the layers into stages."""
 
     def work() -> None:
         from rich.console import Console
 
+        if write and not measure:
+            raise UsageError("--write goes with --measure")
+        if measure and precision == "mixed":
+            raise UsageError("--measure takes --precision fp32, bf16 or fp16")
+        if measure:
+            from peer.measured_layers import show_measured
+
+            show_measured(
+                spec,
+                precision=precision,
+                device=device,
+                write=write,
+                as_json=as_json,
+                console=Console(),
+            )
+            return
         from peer.plan import PlanOptions, show_plan
 
         show_plan(PlanOptions(spec, replicas, in_flight, precision, as_json), Console())

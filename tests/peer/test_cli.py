@@ -96,7 +96,17 @@ COMMANDS = {
         "--plain",
         "--debug",
     },
-    "plan": {"--spec", "--replicas", "--in-flight", "--precision", "--json", "--debug"},
+    "plan": {
+        "--spec",
+        "--replicas",
+        "--in-flight",
+        "--precision",
+        "--measure",
+        "--write",
+        "--device",
+        "--json",
+        "--debug",
+    },
     "simulate": {
         "--peers",
         "--stages",
