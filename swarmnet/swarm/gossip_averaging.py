@@ -26,7 +26,7 @@ from swarmnet.protocol.pairing import partner
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record
 from swarmnet.swarm.averaging import BEHIND_ROUNDS, Averaging, Behind
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.local_updates import Moments
+from swarmnet.swarm.local_updates import Moments, common_of
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.news import News
 from swarmnet.swarm.ports import LocalSteps
@@ -240,8 +240,9 @@ class GossipAveraging:
                 if donor is None:
                     return -1
                 try:
-                    values = await sync.ask(donor, donor.round, j)
-                    momentum = await self._momentum(donor, j)
+                    values = await common_of(sync, donor, j)
+                    is_new = self.replica.plan.last_exchange(j, donor.round) < 0
+                    momentum = None if is_new else await self._momentum(donor, j)
                     await self.replica.worker.run(
                         lambda v=values, m=momentum: self._put(j, v, m)  # type: ignore[misc]
                     )
@@ -260,9 +261,13 @@ class GossipAveraging:
         )
         return convert(reply.body, FetchReply).values, reply.arrays
 
-    def _put(self, j: int, values: Array, momentum: Offer) -> None:
+    def _put(self, j: int, values: Array, momentum: Offer | None) -> None:
+        """`momentum`: None before the first meeting."""
         self.replica.put_common(j, values)
-        self.replica.optimizer.load(j, *momentum)
+        if momentum is None:
+            self.replica.optimizer.create(j)
+        else:
+            self.replica.optimizer.load(j, *momentum)
 
 
 def _record(sync: StateSync, peer_id: str) -> Record | None:

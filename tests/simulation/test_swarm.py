@@ -13,7 +13,7 @@ from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import Scenario, small_swarm, small_swarm_in
-from swarmnet.simulation.stage import SyntheticStage
+from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.lost_samples import LostSamples
@@ -83,6 +83,20 @@ def test_own_steps_lose_nothing_where_nothing_breaks(mode: str) -> None:
     assert result.broken is None
     assert result.rounds == 13
     assert (result.samples_lost, result.rerouted, result.shards_reset) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
+def test_who_is_there_from_the_beginning_downloads_nothing(mode: str) -> None:
+    """A stage of 64 MB, homes that send two megabytes a second: all begin with the same
+    parameters and no moments."""
+    sizes = Sizes(num_shards=4, shard_parameters=4_000_000)
+    scenario = Scenario(
+        seed=1, peers=8, stages=2, rounds=9, until_s=15.0, home_links=True, sizes=sizes
+    )
+    result = simulate(replace(scenario, sync_mode=mode, local_steps=5))
+    assert result.broken is None
+    stepped = [line for line in result.log if " own_step " in line and "round=1 " in line]
+    assert len(stepped) == 8
 
 
 @pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
