@@ -93,7 +93,7 @@ def test_who_is_there_from_the_beginning_downloads_nothing(mode: str) -> None:
     scenario = Scenario(
         seed=1, peers=8, stages=2, rounds=9, until_s=15.0, home_links=True, sizes=sizes
     )
-    result = simulate(replace(scenario, sync_mode=mode, local_steps=5))
+    result = simulate(replace(scenario, start_s=0.1, service_s=0.4, sync_mode=mode, local_steps=5))
     assert result.broken is None
     stepped = [line for line in result.log if " own_step " in line and "round=1 " in line]
     assert len(stepped) == 8
