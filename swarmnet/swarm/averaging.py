@@ -70,6 +70,9 @@ UPLOAD_SLACK = 3.0
 """Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
 BESIDE_PART = 0.8
 """Of the length of a round: how long an exchange beside one may wait for contributions."""
+BEHIND_PART = 0.5
+"""Of the length of the rounds between two exchanges: how long one may wait, where replicas make
+steps of their own."""
 PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
 PROBE_CALL_S = 1.0
@@ -683,7 +686,12 @@ class Averaging:
         return UPLOAD_SLACK * stage_bytes / min(rates) if rates else 0.0
 
     def _longest_wait_s(self) -> float:
-        return max(self.limits.reduce_wait_s, self._beside_s())
+        return max(self.limits.reduce_wait_s, self._beside_s(), self._behind_s())
+
+    def _behind_s(self) -> float:
+        """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
+        plan = self.plan
+        return BEHIND_PART * plan.local_steps * self.replica.open_s if plan.is_local else 0.0
 
     def _beside_s(self) -> float:
         """An exchange that runs beside a round holds nobody up as long as it ends with it."""
