@@ -42,12 +42,13 @@ def ignore(event: object, **facts: Any) -> None:
 
 
 class Caller:
-    """A peer with a wiring and no stage."""
+    """A peer with a wiring, which serves another stage, and knows its uplink."""
 
     def __init__(self, pair: OneReplica, name: str, upload_bytes_per_s: float) -> None:
         link = Link(upload_bytes_per_s, 1e9, 0.01)
-        self.gossip = pair.join(name, link, upload_bytes_per_s=upload_bytes_per_s)
+        self.gossip = pair.join(name, link, state=ACTIVE, stage=1)
         self.transport = self.gossip.transport
+        self.transport.traffic.upload.total.add(int(upload_bytes_per_s), 1.0)
         self.wiring = Wiring(
             self.transport, self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
         )
@@ -63,7 +64,7 @@ class Caller:
         return await self.wiring.step(request, (inputs, targets), accept=accept, on_path=ignore)
 
     async def ask(self, microbatch_id: int, round_index: int = 0) -> None:
-        body = AdmitRequest(round_index, microbatch_id, 0)
+        body = AdmitRequest(round_index, microbatch_id, 0, comes=True)
         await self.transport.call(CALLEE, "admit", Message(body), timeout_s=5.0)
 
     def sent(self, method: str) -> int:
@@ -75,7 +76,7 @@ class OneReplica:
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
-        self.limits = Limits(route_wait_s=1.0)
+        self.limits = Limits(route_wait_s=1.0, max_waiting_announced=3)
         self.network = SimulatedNetwork(random.Random(0))
         self.hub = MemoryHub(network=self.network, copy=False)
         gossip = self.join(CALLEE, FAST_LINK, state=ACTIVE, stage=0)

@@ -43,11 +43,11 @@ def test_a_full_replica_costs_a_slow_uplink_no_activation() -> None:
         await asyncio.sleep(0.5)
         slow = pair.caller("slow")
         began = loop.time()
-        with pytest.raises(NoRoute, match="full"):
+        with pytest.raises(NoRoute, match="took"):
             await slow.step(1)
         assert loop.time() - began < 2 * pair.limits.route_wait_s
         assert slow.sent("step") == 0
-        assert 0 < slow.sent("admit") < 2_000
+        assert 0 < slow.sent("admit") < SIZES.activation_bytes / 100
         await asyncio.gather(*work)
         assert (await slow.step(1)).peer_id == CALLEE
         assert slow.sent("step") > SIZES.activation_bytes
@@ -73,15 +73,14 @@ def test_the_place_of_a_microbatch_on_its_way_is_not_given_to_others() -> None:
         slow = pair.caller("slow", SIZES.activation_bytes / 2.0)
         coming = loop.create_task(slow.step(1))
         await asyncio.sleep(0.5)
-        work = pair.fill()  # for one of these there is no room
+        work = pair.fill()  # for one of these there is no room yet
         await asyncio.sleep(0.5)
         assert pair.steps.num_flying == pair.limits.max_waiting_forwards - 1
         other = pair.caller("other")
         await refused_as_busy(other.ask(2))
         await slow.ask(1)  # who has the place may ask again, full as it is
         await coming
-        outcomes = await asyncio.gather(*work, return_exceptions=True)
-        assert sum(isinstance(o, NoRoute) for o in outcomes) == 1
+        await asyncio.gather(*work)
         assert slow.sent("step") < 1.1 * SIZES.activation_bytes, "sent once"
 
     scenario(play)
@@ -134,7 +133,7 @@ def test_a_flood_of_questions_does_not_keep_others_out(is_known: bool) -> None:
         async def flooding() -> None:
             for n in range(0, 100_000, 50):
                 await asyncio.gather(*(ask(n + i) for i in range(50)))
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.2)
 
         attack = loop.create_task(flooding())
         await asyncio.sleep(1.0)
@@ -143,7 +142,8 @@ def test_a_flood_of_questions_does_not_keep_others_out(is_known: bool) -> None:
             await honest.step(n)
         took_s = loop.time() - began
         alone_s = 3 * (WORK_S + SIZES.activation_bytes / SLOW_BYTES_PER_S)
-        assert took_s < 1.2 * alone_s + RESERVED_S
+        assert took_s < 1.2 * alone_s
+        await asyncio.sleep(RESERVED_S)
         now = loop.time()
         assert pair.steps._places.count(now) == 0, "and in the end it is not believed"
         assert len(pair.steps._places._distrusted) <= 1
