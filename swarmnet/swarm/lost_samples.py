@@ -90,7 +90,7 @@ class LostSamples:
         tokens = sum(self._counted.get(q, (0, 0))[1] for q in window)
         for q in [q for q in self._counted if q <= r]:
             del self._counted[q]
-        if averaged is None or not known or not self._tells(window.start, now):
+        if averaged is None or not known or not self._tells(window, now):
             return
         lost = round(samples * max(0, tokens - averaged) / tokens) if tokens else 0
         self.on_loss(Loss(r, self.replica.index, tokens, averaged, lost))
@@ -100,13 +100,14 @@ class LostSamples:
                 "round %d: %d samples of stage %d are in no update", r, lost, self.replica.index
             )
 
-    def _tells(self, r: int, now: float) -> bool:
-        """Is it this peer that speaks for its stage?"""
+    def _tells(self, window: range, now: float) -> bool:
+        """Is it this peer that speaks for its stage? One of those that were there from the first
+        of these rounds on, else of those that joined in them."""
         own = self.gossip.own
         plan = self.replica.plan
-        there = [
-            m.peer_id
-            for m in self.gossip.view.replicas(self.replica.index, now)
-            if plan.version(m.active_from) <= r
-        ]
-        return not there or min(there) == own.peer_id
+        replicas = self.gossip.view.replicas(self.replica.index, now)
+        for latest in (window.start, window.stop):
+            there = [m.peer_id for m in replicas if plan.version(m.active_from) <= latest]
+            if there:
+                return min(there) == own.peer_id
+        return True
