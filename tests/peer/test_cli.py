@@ -117,6 +117,7 @@ COMMANDS = {
         "--links",
         "--service",
         "--microbatches",
+        "--sequences",
         "--sync",
         "--local-steps",
         "--assignment",
