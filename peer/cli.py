@@ -487,8 +487,12 @@ def simulate(
         int, typer.Option(min=1, help="Of a round, for each replica of a stage.")
     ] = 200,
     sync: Annotated[
-        Literal["zero", "delayed"], typer.Option(help="Exchange between rounds, or beside them.")
-    ] = "delayed",
+        Literal["zero", "delayed", "auto", "local", "gossip"] | None,
+        typer.Option(help="When replicas exchange what. Default: delayed; zero in a sweep."),
+    ] = None,
+    local_steps: Annotated[
+        int, typer.Option(min=1, help="Rounds between two exchanges, with --sync local or gossip.")
+    ] = 10,
     assignment: Annotated[
         Literal["adaptive", "static", "swarm"],
         typer.Option(help="How stages are shared out: this swarm's way, or one to compare."),
@@ -535,7 +539,8 @@ def simulate(
                 service_s=service,
                 sequences=sequences,
                 microbatches=microbatches,
-                sync=sync,
+                sync=sync or "",
+                local_steps=local_steps,
                 assignment=assignment,
                 rebalance_every_s=rebalance_every,
                 check_every_s=check_every,
@@ -689,16 +694,42 @@ def plan(
             help="Of the passes; auto: as the run says. mixed: the ZeRO paper's 16 bytes."
         ),
     ] = "auto",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Time the layers on this machine, and print how to cut them."
+        ),
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --measure: put the cut into the run's file.")
+    ] = False,
+    device: DeviceOption = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for programs.")
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say how much memory a replica of each stage needs."""
+    """Say how much memory a replica of each stage needs, or how to cut the layers into stages."""
 
     def work() -> None:
         from rich.console import Console
 
+        if write and not measure:
+            raise UsageError("--write goes with --measure")
+        if measure and precision == "mixed":
+            raise UsageError("--measure takes --precision fp32, bf16 or fp16")
+        if measure:
+            from peer.measured_layers import show_measured
+
+            show_measured(
+                spec,
+                precision=precision,
+                device=device,
+                write=write,
+                as_json=as_json,
+                console=Console(),
+            )
+            return
         from peer.plan import PlanOptions, show_plan
 
         show_plan(PlanOptions(spec, replicas, in_flight, precision, as_json), Console())

@@ -265,7 +265,7 @@ def _measure_layer_s(spec: RunSpec, computing: Computing, device: str) -> float:
     from swarmnet.training.stage import build_stage
 
     model = spec.model.model_copy(update={"num_hidden_layers": 3, "vocab_size": 256})
-    pipeline = spec.pipeline.model_copy(update={"num_stages": 3})
+    pipeline = spec.pipeline.model_copy(update={"num_stages": 3, "layers": ()})
     spec = spec.model_copy(update={"model": model, "pipeline": pipeline})
     stage = build_stage(spec, 1, device=device, computing=computing)
     shape = (spec.pipeline.microbatch, model.max_position_embeddings, model.hidden_size)

@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import Any
 
 from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.protocol.sync_modes import DELAYED
+from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
 from swarmnet.simulation.scenario import (
@@ -25,11 +25,13 @@ from swarmnet.simulation.scenario import (
     Result,
     Scenario,
     large_swarm,
-    small_swarm,
+    small_swarm_in,
 )
 from swarmnet.simulation.swarm import simulate
 
 Say = Callable[[str], None]
+
+LOCAL_STEPS = 10
 
 
 class InvariantFailed(SwarmnetError):
@@ -55,7 +57,10 @@ class SimulateOptions:
     """Of a microbatch."""
     microbatches: int = MICROBATCHES_PER_REPLICA
     """Of a round, for each replica of a stage."""
-    sync: str = DELAYED
+    sync: str = ""
+    """A mode of `protocol.sync_modes`; empty for `delayed`, and for `zero` in the small swarms."""
+    local_steps: int = LOCAL_STEPS
+    """Rounds between two exchanges, in the modes `local` and `gossip`; small swarms draw it."""
     assignment: str = ADAPTIVE
     rebalance_every_s: float = REBALANCE_EVERY_S
     """Of the assignment `swarm`."""
@@ -80,7 +85,7 @@ def run_simulation(options: SimulateOptions, say: Say = print) -> None:
     if options.sweep:
         _sweep(options, say)
     elif options.replay is not None:
-        _replay(options.replay, say)
+        _replay(options, options.replay, say)
     else:
         _large(options, say)
 
@@ -89,18 +94,24 @@ def _sweep(options: SimulateOptions, say: Say) -> None:
     began = time.perf_counter()
     failed = []
     for seed in range(options.seed, options.seed + options.sweep):
-        result = simulate(replace(small_swarm(seed), keep_log=False))
+        result = simulate(replace(_small(options, seed), keep_log=False))
         if result.broken is not None:
             failed.append(seed)
-            say(f"seed {seed}: {result.broken}\n  replay it: swarmnet simulate --replay {seed}")
+            mode = f" --sync {options.sync}" if options.sync else ""
+            replay = f"swarmnet simulate --replay {seed}{mode}"
+            say(f"seed {seed}: {result.broken}\n  replay it: {replay}")
     took_s = time.perf_counter() - began
     say(f"{options.sweep} swarms, {len(failed)} broken invariants, {took_s:.0f} s")
     if failed:
         raise InvariantFailed(f"an invariant broke at seeds {', '.join(map(str, failed[:20]))}")
 
 
-def _replay(seed: int, say: Say) -> None:
-    result = simulate(small_swarm(seed))
+def _small(options: SimulateOptions, seed: int) -> Scenario:
+    return small_swarm_in(options.sync or ZERO, seed)
+
+
+def _replay(options: SimulateOptions, seed: int, say: Say) -> None:
+    result = simulate(_small(options, seed))
     for line in result.log:
         say(line)
     say(f"event log {result.log_hash}")
@@ -156,7 +167,8 @@ def scenario_of(options: SimulateOptions) -> Scenario:
     )
     return replace(
         scenario,
-        sync_mode=options.sync,
+        sync_mode=options.sync or DELAYED,
+        local_steps=options.local_steps,
         assignment=options.assignment,
         rebalance_every_s=options.rebalance_every_s,
         check_s=options.check_every_s or scenario.check_s,

@@ -63,6 +63,9 @@ def _printable(text: str) -> str:
 
 Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
 NonEmptyText = Annotated[Text, Field(min_length=1)]
+LayerCounts = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...], Field(strict=False, max_length=4096)
+]
 Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
 
 
@@ -268,6 +271,10 @@ class PipelineSpec(_Table):
     num_stages: int = Field(ge=1, le=4096)
     """Contiguous slices of the model; a peer holds one. At most one a layer."""
 
+    layers: LayerCounts = ()
+    """Layers of each stage, first to last, as `swarmnet plan --measure` prints them; embedding,
+    last norm and head count as one each. Left out: stages are cut by estimated cost."""
+
     global_batch: int = Field(ge=1, le=1 << 32)
     """Samples behind one update, counted over the whole swarm."""
 
@@ -291,6 +298,11 @@ class PipelineSpec(_Table):
 
     @model_validator(mode="after")
     def _check(self) -> PipelineSpec:
+        if self.layers and len(self.layers) != self.num_stages:
+            raise ValueError(
+                f"layers names {len(self.layers)} stages, but num_stages is {self.num_stages}; "
+                "leave layers out, and measure again"
+            )
         if self.global_batch % self.microbatch:
             raise ValueError(
                 f"global_batch ({self.global_batch}) must be a multiple of "

@@ -92,6 +92,12 @@ class SyncPlan:
         """The shards that are exchanged at the end of a round, ascending."""
         return [j for j in range(num_shards) if self.is_due(j, round_index)]
 
+    def window(self, shard_index: int, exchange: int) -> range:
+        """The rounds whose work is in an exchange of a shard."""
+        if not self.is_local:
+            return range(exchange, exchange + 1)
+        return range(self.last_exchange(shard_index, exchange) + 1, exchange + 1)
+
     def last_exchange(self, shard_index: int, version: int) -> int:
         """The newest exchange of a shard among those before `version`; -1 for none yet. Two
         versions with the same answer begin with the same common state of the shard."""

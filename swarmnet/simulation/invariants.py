@@ -9,7 +9,10 @@ at the peers at every `look`. The first broken invariant is kept with its time; 
    sees two steps of one round; sums are what their microbatches add up to.
 3. What a stage averaged in a round was committed by a feeder. Committed = averaged + lost, exactly,
    by the peers' own books too, and no loss is told twice.
-4. Replicas of a stage that are in the same round agree within `Bounds.converge_s`.
+   Where replicas make steps of their own, no two of a stage have the same microbatch in theirs.
+4. Replicas of a stage that are in the same round agree within `Bounds.converge_s`: in their common
+   parameters, where they make steps of their own. In mode `gossip`, where they have none, they are
+   never further apart than `Bounds.spread_meetings`.
 5. A peer that moves leaves another replica behind.
 6. Queues stay within their limits.
 7. While every stage has a live replica the run goes on: a round ends within `Bounds.progress_s`
@@ -25,6 +28,7 @@ from functools import partial
 from typing import Any
 
 from swarmnet.protocol.records import ACTIVE
+from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.simulation.stage import Gradient, check_sum
 from swarmnet.swarm.lost_samples import Loss
 from swarmnet.swarm.peer import Peer
@@ -32,6 +36,7 @@ from swarmnet.swarm.ports import StepKey
 
 KEPT_ROUNDS = 3
 """Rounds after which nothing can be committed or averaged any more, and the books are closed."""
+MIN_MEETING_STEPS = 2
 SPARE_JOBS = 8
 """Device work beside that of microbatches."""
 
@@ -46,6 +51,8 @@ class Bounds:
 
     converge_s: float = 30.0
     progress_s: float = 60.0
+    spread_meetings: float = 10.0
+    """In mode `gossip`: how far replicas may be apart, in own steps between two meetings."""
 
 
 @dataclass
@@ -68,6 +75,8 @@ class Books:
     """Path by microbatch id, by the word of the feeders."""
     averaged: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
     """(stage, shard): the microbatches of every aggregate that an optimizer step used."""
+    own: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By stage: who made an own step with which microbatch."""
     losses: dict[int, list[Loss]] = field(default_factory=dict)
     """By stage, what its replicas said of the round's books."""
 
@@ -84,6 +93,7 @@ class Monitor:
     on_commit: Callable[[StepKey], None] = lambda key: None
     tokens_per_microbatch: int = 1
     samples_per_microbatch: int = 1
+    plan: SyncPlan = field(default_factory=SyncPlan)
     broken: str | None = None
     num_committed: int = 0
     """Microbatches."""
@@ -103,6 +113,8 @@ class Monitor:
     def __post_init__(self) -> None:
         self.members: dict[str, Member] = {}
         self._books: dict[int, Books] = {}
+        self._closed: dict[int, Books] = {}
+        """The last ones that were closed: an exchange is about several rounds."""
         self._stepped: dict[tuple[str, int, int, int], int] = {}
         self._progress_at = 0.0
         self._best_round = -1
@@ -121,6 +133,8 @@ class Monitor:
         self.num_checks += 1
         if event == "step":
             self._on_step(peer_id, incarnation, stage_index, **facts)
+        elif event == "own_step":
+            self._on_own_step(peer_id, stage_index, **facts)
         elif event in ("forward", "backward"):
             self._on_microbatch(peer_id, incarnation, event, **facts)
         elif event == "retract":
@@ -157,7 +171,8 @@ class Monitor:
         twice = sorted(key for key, times in gradient.ids.items() if times != 1)
         if twice:
             self.fail(f"{where}: counted {gradient.ids[twice[0]]} times: {twice[0]}")
-        if any(key[0] != round for key in gradient.ids):
+        window = self.plan.window(shard, round)
+        if any(key[0] not in window for key in gradient.ids):
             self.fail(f"{where}: a gradient of another round")
         if not check_sum(stage_index, shard, gradient):
             self.fail(f"{where}: the sum is not that of its microbatches")
@@ -165,13 +180,33 @@ class Monitor:
         if self._stepped.get(state, -1) >= round:
             self.fail(f"{where}: a second step of this round")
         self._stepped[state] = round
-        ids = frozenset(key[1] for key in gradient.ids)
-        known = self._book(round).averaged.setdefault((stage_index, shard), [])
-        if ids not in known:
-            known.append(ids)
-            if len(known) > 1:
-                self.splits += 1
-        self.log("step", peer=peer_id, round=round, stage=stage_index, shard=shard, n=len(ids))
+        for r in window:
+            ids = frozenset(key[1] for key in gradient.ids if key[0] == r)
+            known = self._book(r).averaged.setdefault((stage_index, shard), [])
+            if ids not in known:
+                known.append(ids)
+                if len(known) > 1:
+                    self.splits += 1
+        n = len(gradient.ids)
+        self.log("step", peer=peer_id, round=round, stage=stage_index, shard=shard, n=n)
+
+    def _on_own_step(
+        self, peer_id: str, stage_index: int, round: int, ids: Counter[StepKey], num_tokens: int
+    ) -> None:
+        """A replica's own step: each microbatch is in one of them, at each stage."""
+        where = f"the own step of round {round} stage {stage_index} at {peer_id}"
+        if num_tokens != self.tokens_per_microbatch * ids.total():
+            self.fail(f"{where}: {num_tokens} tokens, {ids.total()} microbatches")
+        if any(key[0] != round for key in ids):
+            self.fail(f"{where}: a gradient of another round")
+        own = self._book(round).own.setdefault(stage_index, {})
+        for key, times in sorted(ids.items()):
+            if times != 1 or own.setdefault(key[1], peer_id) != peer_id:
+                self.fail(f"{where}: {key} is in one of {own[key[1]]} too")
+        if self.plan.mode == GOSSIP:  # nothing else counts them
+            for j in range(self.num_shards):
+                self._book(round).averaged[(stage_index, j)] = [frozenset(own)]
+        self.log("own_step", peer=peer_id, round=round, stage=stage_index, n=len(ids))
 
     def _book(self, round_index: int) -> Books:
         return self._books.setdefault(round_index, Books(self.now()))
@@ -193,7 +228,7 @@ class Monitor:
             self._check_move(member)
         self._check_digests()
         self._check_progress()
-        least = self._least_round() - KEPT_ROUNDS
+        least = self._least_settled() - KEPT_ROUNDS
         for r in sorted(r for r in self._books if r < least):
             self._close(r)
         if self.broken is not None:
@@ -203,7 +238,7 @@ class Monitor:
         """Closes the books of the rounds that every stage has finished."""
         self.look()
         self._finishing = True
-        for r in sorted(r for r in self._books if r < self._least_round()):
+        for r in sorted(r for r in self._books if r < self._least_settled()):
             self._close(r)
         if self.broken is not None:
             raise InvariantBroken(self.broken)
@@ -243,6 +278,14 @@ class Monitor:
         members = self.members.values()
         return min((m.peer.replica.round for m in members if m.peer.replica is not None), default=0)
 
+    def _least_settled(self) -> int:
+        """Of the rounds before this one no peer has anything to exchange any more."""
+        least = self._least_round()
+        if self.plan.mode == GOSSIP:
+            return least
+        shards = range(self.num_shards)
+        return min(self.plan.last_exchange(j, least) + 1 for j in shards)
+
     def _check_queues(self, member: Member) -> None:
         replica, limits = member.peer.replica, member.peer.limits
         if replica is None:
@@ -266,13 +309,16 @@ class Monitor:
             member.stage = None
 
     def _check_digests(self) -> None:
+        if self.plan.mode == GOSSIP:
+            self._check_spread()
+            return
         groups: dict[tuple[int, int], set[bytes]] = {}
         for m in self._live():
             replica = m.peer.replica
             if replica is None or not replica.synced or replica.closed:
                 continue
-            stage: Any = replica.stage
-            groups.setdefault((replica.index, replica.round), set()).add(stage.weights)
+            held: Any = replica.local or replica.stage
+            groups.setdefault((replica.index, replica.round), set()).add(held.weights)
         apart = {k[0] for k, digests in groups.items() if len(digests) > 1}
         now = self.now()
         for s in range(self.num_stages):
@@ -282,6 +328,21 @@ class Monitor:
             since = max(self._apart_since.setdefault(s, now), self.last_fault_at)
             if now - since > self.bounds.converge_s:
                 self.fail(f"the replicas of stage {s} have differed since {since:.1f} s")
+
+    def _check_spread(self) -> None:
+        """In mode `gossip` replicas never become equal; none stays behind the others for long."""
+        groups: dict[tuple[int, int], list[float]] = {}
+        for m in self._live():
+            replica = m.peer.replica
+            if replica is None or not replica.synced or replica.closed:
+                continue
+            local: Any = replica.local
+            groups.setdefault((replica.index, replica.round), []).append(local.progress)
+        meeting = max(MIN_MEETING_STEPS, self.plan.local_steps)
+        for (s, r), steps in groups.items():
+            apart = max(steps) - min(steps)
+            if apart > self.bounds.spread_meetings * meeting:
+                self.fail(f"round {r}: replicas of stage {s} are {apart:.0f} own steps apart")
 
     def _check_progress(self) -> None:
         now = self.now()
@@ -320,23 +381,31 @@ class Monitor:
                     )
                 missing = len(committed) - len(averaged & committed)
                 self.lost[(r, s)] = max(self.lost[(r, s)], missing)
-        for s in range(self.num_stages):
-            self._check_losses(r, s, book)
+        self._closed[r] = book
+        for old in [q for q in self._closed if q <= r - self.plan.local_steps]:
+            del self._closed[old]
+        window = [self._closed[q] for q in self.plan.window(0, r) if q in self._closed]
+        if self.plan.mode != GOSSIP and self.plan.is_due(0, r):
+            for s in range(self.num_stages):
+                self._check_losses(r, s, window)
         lost = [(s, self.lost[(r, s)]) for s in range(self.num_stages) if self.lost[(r, s)]]
         self.log("closed", round=r, committed=len(committed), lost=lost)
 
-    def _check_losses(self, r: int, s: int, book: Books) -> None:
-        """Committed = averaged + reported lost, by the word of the peers. Only what a feeder
-        committed and died, or was cut off, before it told anybody is in nobody's books."""
-        results = [book.averaged.get((s, j), []) for j in range(self.num_shards)]
-        if self._finishing or any(len(sums) > 1 for sums in results):
+    def _check_losses(self, r: int, s: int, books: list[Books]) -> None:
+        """Committed = averaged + reported lost, by the word of the peers, for the rounds of an
+        exchange. Only what a feeder committed and died, or was cut off, before it told anybody is
+        in nobody's books."""
+        # Where shards take turns, the peers' books are about the first one.
+        shards = range(1 if self.plan.is_local else self.num_shards)
+        results = [[b.averaged.get((s, j), []) for b in books] for j in shards]
+        if self._finishing or any(len(sums) > 1 for shard in results for sums in shard):
             return  # not told yet; or two halves of a swarm have different books
-        committed = len(book.committed)
-        averaged = min(max(map(len, sums), default=0) for sums in results)
+        committed = sum(len(b.committed) for b in books)
+        averaged = min(sum(max(map(len, sums), default=0) for sums in shard) for shard in results)
         where = f"round {r} stage {s}: {committed} committed, {averaged} averaged"
-        losses = book.losses.get(s, [])
+        losses, began_at = books[-1].losses.get(s, []), books[0].began_at
         if not losses:
-            if self.last_fault_at < book.began_at:
+            if self.last_fault_at < began_at:
                 self.fail(f"{where}: no replica closed the books")
             self.unclosed += 1  # whoever was in the exchange is gone
             return
@@ -347,11 +416,16 @@ class Monitor:
             return
         if any(x.averaged_tokens != averaged * size for x in losses):
             self.fail(f"{where}: its replicas say {[x.averaged_tokens for x in losses]} tokens")
-        if sum(x.lost_samples for x in losses) != max(0, counted - averaged) * per:
+        lost = max(0, counted - averaged) * per
+        # An exchange of several rounds outlasts a stall, after which two may speak for a stage.
+        twice = self.plan.is_local and self.last_fault_at >= began_at
+        if sum(told := [x.lost_samples for x in losses]) != lost and not (
+            twice and all(samples == lost for samples in told)
+        ):
             self.fail(f"{where}: {counted} counted, {[x.lost_samples for x in losses]} told lost")
         untold = committed - counted
         self.untold += max(0, untold)
-        if untold < 0 or (untold and self.last_fault_at < book.began_at):
+        if untold < 0 or (untold and self.last_fault_at < began_at):
             self.fail(f"{where}: the books say {counted} committed")
 
     def describe(self) -> str:

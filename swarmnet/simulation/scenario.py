@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from swarmnet.protocol.sync_modes import DELAYED, ZERO
+from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
@@ -55,7 +55,11 @@ class Scenario:
     max_peers: int = 12
     clip: bool = True
     sync_mode: str = ZERO
-    """`zero`, `delayed` or `auto`."""
+    """One of `protocol.sync_modes`."""
+    local_steps: int = 1
+    """Rounds between two exchanges of a shard, in the modes `local` and `gossip`."""
+    fragments: int = 1
+    """Groups of shards that are exchanged in different rounds, in mode `local`."""
     settled_rounds: int = 0
     """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
     start_s: float = 2.0
@@ -172,6 +176,17 @@ def small_swarm(seed: int) -> Scenario:
         clip=rng.random() < 0.7,
         gossip=GossipSettings(interval_s=0.5),
     )
+
+
+def small_swarm_in(mode: str, seed: int) -> Scenario:
+    """A small swarm of the sweep in another mode. Its end lies behind an exchange of everything."""
+    scenario = replace(small_swarm(seed), sync_mode=mode)
+    if mode not in (LOCAL, GOSSIP):
+        return scenario
+    rng = random.Random(f"{mode} {seed}")
+    steps = rng.choice((1, 2, 3, 5))
+    fragments = rng.randint(1, steps) if mode == LOCAL else 1
+    return replace(scenario, local_steps=steps, fragments=fragments, settled_rounds=steps + 1)
 
 
 def large_swarm(

@@ -21,6 +21,7 @@ from swarmnet.simulation.churn import ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
+from swarmnet.simulation.local_steps import SyntheticLocalSteps
 from swarmnet.simulation.network import Link, SimulatedNetwork, home_link
 from swarmnet.simulation.scenario import Result, Sample, Scenario
 from swarmnet.simulation.stage import SyntheticData, SyntheticOptimizer, SyntheticStage
@@ -99,6 +100,8 @@ class Simulation:
             rounds=scenario.rounds,
             grad_clip_norm=1.0 if scenario.clip else 0.0,
             sync_mode=scenario.sync_mode,
+            local_steps=scenario.local_steps,
+            fragments=scenario.fragments,
         )
         self.monitor = Monitor(
             self._now,
@@ -109,6 +112,7 @@ class Simulation:
             on_commit=self._on_commit,
             tokens_per_microbatch=scenario.sizes.tokens_per_microbatch,
             samples_per_microbatch=scenario.samples_per_microbatch,
+            plan=self.settings.plan,
         )
         self._hash = blake2b(digest_size=16)
         self._lines: list[str] = []
@@ -230,6 +234,13 @@ class Simulation:
             stage = SyntheticStage(stage_index, scenario.stages, scenario.sizes, observer)
             return stage, SyntheticOptimizer(stage_index, scenario.sizes, observer)
 
+        def build_local(stage: Any, outer: Any) -> SyntheticLocalSteps | None:
+            if not self.settings.plan.is_local:
+                return None
+            observer = monitor.observer(name, incarnation, stage.stage_index)
+            tokens = scenario.sizes.tokens_per_microbatch
+            return SyntheticLocalSteps(stage, outer, tokens, observer)
+
         peer = Peer(
             transport=self.hub.transport(name),
             signer=OpenSigner(),
@@ -240,6 +251,7 @@ class Simulation:
                 SyntheticDevice(self._costs(host)),
                 InlineWorker(),
                 SyntheticData(scenario.samples_per_microbatch),
+                build_local=build_local,
             ),
             rng=self._rng(f"peer {name} {incarnation}"),
             limits=limits_for(scenario.assignment, scenario.rebalance_every_s, scenario.limits),

@@ -70,6 +70,9 @@ UPLOAD_SLACK = 3.0
 """Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
 BESIDE_PART = 0.8
 """Of the length of a round: how long an exchange beside one may wait for contributions."""
+BEHIND_PART = 0.5
+"""Of the length of the rounds between two exchanges: how long one may wait, where replicas make
+steps of their own."""
 PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
 PROBE_CALL_S = 1.0
@@ -220,15 +223,15 @@ class Averaging:
 
     def candidates(self, stage_index: int, round_index: int) -> list[Record]:
         """Live replicas of a stage that count as possible owners in a round. One that was cut off
-        and is rounds behind does not: it holds nothing of this round, and will fetch it again."""
+        and is rounds behind does not: it holds nothing of this round, and will fetch it again.
+        Those that joined in this round count where all before them are gone."""
         now = asyncio.get_running_loop().time()
-        return [
+        there = [
             r
             for r in self.gossip.view.members(stage_index, now)
-            if r.state == ACTIVE
-            and self.plan.version(r.active_from) <= round_index
-            and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
+            if r.state == ACTIVE and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
         ]
+        return [r for r in there if self.plan.version(r.active_from) <= round_index] or there
 
     def placement(self, round_index: int) -> Placement:
         """Owners of the shards of this stage, as far as is known now."""
@@ -689,7 +692,12 @@ class Averaging:
         return UPLOAD_SLACK * stage_bytes / min(rates) if rates else 0.0
 
     def _longest_wait_s(self) -> float:
-        return max(self.limits.reduce_wait_s, self._beside_s())
+        return max(self.limits.reduce_wait_s, self._beside_s(), self._behind_s())
+
+    def _behind_s(self) -> float:
+        """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
+        plan = self.plan
+        return BEHIND_PART * plan.local_steps * self.replica.open_s if plan.is_local else 0.0
 
     def _beside_s(self) -> float:
         """An exchange that runs beside a round holds nobody up as long as it ends with it."""

@@ -198,11 +198,18 @@ class Feeder:
         usual = sum(known) / len(known)
         return own.samples_per_s / sum(rate or usual for rate in rates)
 
+    def _serves_itself(self) -> bool:
+        """In a large swarm in which most replicas of stage 0 feed, each works on its own data."""
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        first = len(view.replicas(0, now))
+        return not self.gossip.is_small and 2 * len(assignment.feeders(view, now)) > first
+
     def _room(self, replica: Replica) -> int:
         """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
         to do leaves the rest to others."""
         most = self.limits.max_waiting_forwards * (2 if replica.service_s else 1)
-        if self.gossip.is_small or replica.index != 0:
+        if replica.index != 0 or not self._serves_itself():
             return self._window()
         if self.transport.traffic.queued_bytes() > most * replica.sent_bytes:
             return 0
@@ -290,6 +297,7 @@ class Feeder:
                         accept=_accept,
                         on_path=on_path,
                         prefer_self=own.stage == 0,
+                        waits_here=own.stage == 0 and self._serves_itself(),
                     )
                 except Stale as e:
                     theirs = e.details.get("round")

@@ -9,7 +9,8 @@ one of them is gone.
 Replicas never become equal; random pairs and random routing keep them close. How far a replica was
 from its partner when they met, relative to its parameters, is in its record (`spread`).
 
-A newcomer takes everything from one donor: it begins as its copy.
+A newcomer takes everything from one donor: it begins as its copy. So does who was cut off for more
+than a meeting.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.protocol.pairing import partner
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record
-from swarmnet.swarm.averaging import Averaging
+from swarmnet.swarm.averaging import BEHIND_ROUNDS, Averaging, Behind
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.local_updates import Moments
+from swarmnet.swarm.local_updates import Moments, common_of
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.news import News
 from swarmnet.swarm.ports import LocalSteps
@@ -43,6 +44,8 @@ OFFER_WAIT_S = 10.0
 """How long a replica that is done stays in a round for its partner to ask."""
 MAX_TRIES = 8
 """Times that a newcomer asks its donor for a shard that changes meanwhile."""
+MAX_COPIES = 3
+"""Downloads of a newcomer before it begins with what has become old on the way."""
 
 Offer = tuple[dict[str, Any], tuple[Array, ...]]
 
@@ -63,6 +66,8 @@ class GossipAveraging:
         self._asked: set[tuple[str, int]] = set()
         """Who has got which shard of the offer."""
         self._news = News()
+        self._copies = 0
+        """Of donors that had moved on when they were complete."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
         self.transport.handle("offer", self._on_offer)
@@ -86,12 +91,27 @@ class GossipAveraging:
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica = self.replica
         await self.averaging.until_exported()
+        self._check_in_touch(round_index)
         await replica.worker.run(lambda: self.local.step(num_tokens, round_index))
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
             self._forget_tokens()
         self.averaging.skip(range(replica.num_shards))
         return True
+
+    def _check_in_touch(self, r: int) -> None:
+        """Raises `Behind` where others have had a whole meeting more than this replica: alone it
+        would run through their rounds with old parameters, and pull back whoever it meets then."""
+        now = asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        newest = max((m.round for m in members if m.state == ACTIVE), default=r)
+        if newest - r > self._slack:
+            raise Behind(f"the stage is in round {newest}, this replica in {r}")
+
+    @property
+    def _slack(self) -> int:
+        """Rounds by which parameters may be older than those of others in the stage."""
+        return max(BEHIND_ROUNDS, self.replica.plan.local_steps)
 
     def finish_round(self, round_index: int) -> None:
         self.averaging.finish_round(round_index)
@@ -195,37 +215,44 @@ class GossipAveraging:
         log.info("stage %d: %d shards to fetch", replica.index, replica.num_shards)
         await self.moments.fetch(donor)
         at_once = asyncio.Semaphore(self.limits.max_fetching)
-        fetched = await asyncio.gather(
+        copied = await asyncio.gather(
             *(self._copy(sync, donor.peer_id, j, at_once) for j in range(replica.num_shards))
         )
         donors = sync.donors()
-        if not all(fetched) or not donors:
+        if min(copied) < 0 or not donors:
             await self.gossip.news.wait(LOOK_AGAIN_S)
             return
-        await replica.open_round(max(d.round for d in donors), synced=True)
+        newest = max(d.round for d in donors)
+        self._copies += 1
+        if newest - min(copied) > self._slack and self._copies < MAX_COPIES:
+            log.info("the copy is of round %d, the stage in %d: once more", min(copied), newest)
+            return
+        self._copies = 0
+        await replica.open_round(newest, synced=True)
         self.averaging.restored(list(range(replica.num_shards)))
         await replica.measure_digests()
 
     async def _copy(
         self, sync: StateSync, donor_id: str, j: int, at_once: asyncio.Semaphore
-    ) -> bool:
-        """Parameters and momentum of one shard."""
+    ) -> int:
+        """Parameters and momentum of one shard; their round, or -1 where they are not to be had."""
         async with at_once:
             for _ in range(MAX_TRIES):
                 donor = _record(sync, donor_id)
                 if donor is None:
-                    return False
+                    return -1
                 try:
-                    values = await sync.ask(donor, donor.round, j)
-                    momentum = await self._momentum(donor, j)
+                    values = await common_of(sync, donor, j)
+                    is_new = self.replica.plan.last_exchange(j, donor.round) < 0
+                    momentum = None if is_new else await self._momentum(donor, j)
                     await self.replica.worker.run(
                         lambda v=values, m=momentum: self._put(j, v, m)  # type: ignore[misc]
                     )
-                    return True
+                    return donor.round
                 except SwarmnetError as e:
                     log.debug("shard %d from %s: %s", j, donor_id[-8:], e)
                     await self.gossip.news.wait(LOOK_AGAIN_S)
-            return False
+            return -1
 
     async def _momentum(self, donor: Record, j: int) -> Offer:
         reply = await self.transport.call(
@@ -236,9 +263,13 @@ class GossipAveraging:
         )
         return convert(reply.body, FetchReply).values, reply.arrays
 
-    def _put(self, j: int, values: Array, momentum: Offer) -> None:
+    def _put(self, j: int, values: Array, momentum: Offer | None) -> None:
+        """`momentum`: None before the first meeting."""
         self.replica.put_common(j, values)
-        self.replica.optimizer.load(j, *momentum)
+        if momentum is None:
+            self.replica.optimizer.create(j)
+        else:
+            self.replica.optimizer.load(j, *momentum)
 
 
 def _record(sync: StateSync, peer_id: str) -> Record | None:

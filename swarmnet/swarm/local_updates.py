@@ -49,7 +49,10 @@ class Moments:
         self.transport.handle("fetch_moments", self._on_fetch)
 
     async def fetch(self, donor: Record) -> None:
-        """Those of one donor; a shard's begin at zero where it does not give them."""
+        """Those of one donor; a shard's begin at zero where it does not give them, or has made no
+        step yet."""
+        if not donor.round:
+            return
         at_once = asyncio.Semaphore(self.limits.max_fetching)
         shards = range(self.replica.num_shards)
         await asyncio.gather(*(self._fetch(donor, j, at_once) for j in shards))
@@ -78,6 +81,17 @@ class Moments:
         async with self._serving:
             values, arrays = await replica.worker.run(lambda: local.export(j))
             return Message(FetchReply(replica.round, values), arrays)
+
+
+async def common_of(sync: StateSync, donor: Record, j: int) -> Array:
+    """A shard of a donor's common parameters: the own ones where they are the same, as at the
+    beginning of a run. Raises as `StateSync.ask`."""
+    replica = sync.replica
+    local = replica.local
+    assert local is not None
+    if await replica.worker.run(lambda: local.digest(j)) == donor.digest(j):
+        return local.common_shard(j)
+    return await sync.ask(donor, donor.round, j)
 
 
 @dataclass
@@ -164,7 +178,8 @@ class LocalUpdates:
                     try:
                         await rounds.finish(replica.round)
                     except Behind:
-                        replica.round = max(d.round for d in sync.donors())
+                        donors = sync.donors()
+                        replica.round = max((d.round for d in donors), default=replica.round)
                 else:
                     await self.gossip.news.wait(RETRY_S)
         finally:
@@ -201,7 +216,7 @@ class LocalUpdates:
             if self._have.get(j, -2) >= exchange:
                 return
             try:
-                values = await sync.ask(donor, donor.round, j)
+                values = await common_of(sync, donor, j)
 
                 def store() -> None:
                     if self._have.get(j, -2) < exchange:

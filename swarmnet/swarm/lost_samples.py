@@ -4,8 +4,8 @@ Whoever takes part in an exchange learns the tokens behind its result (`averagin
 counted stands in the feeders' records. The difference died with a replica, came too late, or was
 refused. It is taken when the round has been over for `SETTLED_ROUNDS`: then the counters of all
 feeders are here. One replica of the stage tells it, in its total `samples_lost`: the active one
-with the lowest peer id that was there. Only where that one dies, or is taken for dead, in those
-very rounds may a loss be told twice or not at all.
+with the lowest peer id that was there from the first of the exchange's rounds on. Only where that
+one dies, or is taken for dead, in those very rounds may a loss be told twice or not at all.
 
 In mode `local` a sample counts as averaged when the own step that it is in was part of an exchange:
 books are closed once an exchange, by the first shard.
@@ -83,14 +83,14 @@ class LostSamples:
         plan = self.replica.plan
         if plan.mode == GOSSIP or not plan.is_due(0, r):
             return
-        window = range(plan.last_exchange(0, r) + 1, r + 1)
+        window = plan.window(0, r)
         averaged = self._averaged.pop(r, None)
         known = all(q in self._counted for q in window)
         samples = sum(self._counted.get(q, (0, 0))[0] for q in window)
         tokens = sum(self._counted.get(q, (0, 0))[1] for q in window)
         for q in [q for q in self._counted if q <= r]:
             del self._counted[q]
-        if averaged is None or not known or not self._tells(r, now):
+        if averaged is None or not known or not self._tells(window, now):
             return
         lost = round(samples * max(0, tokens - averaged) / tokens) if tokens else 0
         self.on_loss(Loss(r, self.replica.index, tokens, averaged, lost))
@@ -100,13 +100,14 @@ class LostSamples:
                 "round %d: %d samples of stage %d are in no update", r, lost, self.replica.index
             )
 
-    def _tells(self, r: int, now: float) -> bool:
-        """Is it this peer that speaks for its stage?"""
+    def _tells(self, window: range, now: float) -> bool:
+        """Is it this peer that speaks for its stage? One of those that were there from the first
+        of these rounds on, else of those that joined in them."""
         own = self.gossip.own
         plan = self.replica.plan
-        there = [
-            m.peer_id
-            for m in self.gossip.view.replicas(self.replica.index, now)
-            if plan.version(m.active_from) <= r
-        ]
-        return not there or min(there) == own.peer_id
+        replicas = self.gossip.view.replicas(self.replica.index, now)
+        for latest in (window.start, window.stop):
+            there = [m.peer_id for m in replicas if plan.version(m.active_from) <= latest]
+            if there:
+                return min(there) == own.peer_id
+        return True

@@ -501,6 +501,8 @@ class Peer:
             self.gossip.add_total("stage_restarted")
         if not recovering.is_running(self.view.live(now)):
             self.gossip.update(history=self.recovery.new_history())
+        if replica.local is not None:
+            await _drop_own_steps(replica)
         await replica.open_round(round_index, synced=True)
         averaging.start_fresh()
 
@@ -713,6 +715,12 @@ class Peer:
         """For newcomers who know an address only."""
         self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
+
+
+async def _drop_own_steps(replica: Replica) -> None:
+    """A stage begins with the common parameters: nobody counts the steps after them any more."""
+    for j in range(replica.num_shards):
+        await replica.worker.run(lambda j=j: replica.put_common(j, replica.common_shard(j)))  # type: ignore[misc]
 
 
 async def _on_none(request: Request) -> Message:

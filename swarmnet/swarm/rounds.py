@@ -15,6 +15,7 @@ from typing import Protocol
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import divergence, progress
+from swarmnet.protocol.ledger import COMMITTED
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
@@ -204,14 +205,15 @@ class Rounds:
         counted = {i for ids in answers for i in ids}
         for entry in pending:
             key = entry.key
-            if key[1] in counted:
+            if key[1] in counted or entry.state == COMMITTED:  # a commit that came meanwhile
                 self.replica.ledger.commit(key)
             else:
+                # First here: a commit that comes now must not drop what is needed to take it out.
+                self.replica.ledger.retracted(key)
                 await self.replica.device.run(
                     BACKWARD,
                     lambda key=key: self.replica.stage.retract(key),  # type: ignore[misc]
                 )
-                self.replica.ledger.retracted(key)
                 self.gossip.add_total("retracted")
 
     async def _ask(self, feeder: str, r: int, ids: list[int]) -> list[int]:

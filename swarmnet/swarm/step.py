@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.records import LEAVING
+from swarmnet.protocol.reservations import Reservations
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import (
@@ -45,8 +46,6 @@ ANNOUNCE_CHANGE = 0.2
 """...and by what part it must change to be announced again in the middle of a round."""
 UNKNOWN_SERVICE_S = 1.0
 """What a replica that has not worked yet says of itself when it has no room."""
-RESERVED_S = 60.0
-"""How long a place is kept for a microbatch that is on its way."""
 FURTHER_S = 5.0
 """How long callers are not told that a microbatch has come further on a way that they know."""
 INFER_TIMEOUT_S = 60.0
@@ -108,8 +107,8 @@ class StepService:
         self.transport.handle("commit", self._on_commit)
         self.transport.handle("infer", self._on_infer)
         self.wiring.local.update({"step": self.on_step, "infer": self._on_infer})
-        self._reserved: dict[StepKey, float] = {}
-        """Places kept for microbatches that were told that there is room, until when."""
+        # One caller never has all places: others get through whatever it does.
+        self._places = Reservations(max(1, self.limits.max_waiting_forwards - 1))
         self._measured_busy_s = 0.0
         self._announced_s = 0.0
 
@@ -132,7 +131,7 @@ class StepService:
         if flight is None:
             if replica.ledger.get(key) is not None:  # a late call, of somebody it passed by
                 raise Stale("the microbatch was committed here already", round=replica.round)
-            self._reserved.pop(key, None)
+            self._places.take(request.remote, key, asyncio.get_running_loop().time())
             self._admit(replica, step.round, announced=step.asked)
             replica.ledger.begin(
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
@@ -167,28 +166,23 @@ class StepService:
             raise Stale(f"round {asked.round} is over here", round=replica.round)
         if key in self._flights or replica.ledger.get(key) is not None:
             return Message(AdmitReply(0.0, known=True))
-        self._admit(replica, asked.round, announced=True)
-        if asked.comes and self._is_replica(request.remote):
-            now = asyncio.get_running_loop().time()
-            self._reserved[key] = now + RESERVED_S
+        now = asyncio.get_running_loop().time()
+        if not self._places.has(request.remote, key, now):
+            self._admit(replica, asked.round, announced=True)
+            if asked.comes and self._is_replica(request.remote):
+                self._places.keep(request.remote, key, now)
         return Message(AdmitReply(self._wait_s(replica)))
 
     def _wait_s(self, replica: Replica) -> float:
         """Seconds until one more microbatch would be done here: behind what waits for the device,
         or for the uplink, whichever takes longer."""
         traffic = self.transport.traffic
-        waiting = replica.device.num_waiting + self._num_reserved()
+        waiting = replica.device.num_waiting + self._places.count(asyncio.get_running_loop().time())
         device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
         each_s = traffic.upload_s(replica.sent_bytes)
         return max(device_s, traffic.upload_s(traffic.queued_bytes())) + max(
             replica.service_s, each_s
         )
-
-    def _num_reserved(self) -> int:
-        now = asyncio.get_running_loop().time()
-        while self._reserved and next(iter(self._reserved.values())) <= now:
-            del self._reserved[next(iter(self._reserved))]
-        return len(self._reserved)
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
         """What another replica asks for tells how far it is: it works on the next round when this
@@ -217,7 +211,8 @@ class StepService:
         """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave."""
         if self.gossip.own.state == LEAVING:
             raise NotReady("this peer is leaving")
-        waiting = replica.device.num_waiting + self._num_reserved()
+        now = asyncio.get_running_loop().time()
+        waiting = replica.device.num_waiting + self._places.count(now)
         # A place is free when one forward or one backward is done: half a microbatch.
         limits = self.limits
         # Who does not know yet how fast it is must not be trusted with many.
@@ -390,6 +385,7 @@ class StepService:
 
     def drop_round(self, round_index: int) -> None:
         """Ends the flights of a round and of those before it."""
+        self._places.drop_round(round_index)
         for key in [k for k in self._flights if k[0] <= round_index]:
             flight = self._flights.pop(key)
             flight.silence()

@@ -149,11 +149,13 @@ class Wiring:
         accept: Accept,
         on_path: Callable[[tuple[str, ...]], None],
         prefer_self: bool = False,
+        waits_here: bool = False,
     ) -> Passed:
         """Sends a microbatch into `request.stage` and returns when its gradient is back.
 
         `accept` checks a reply's arrays; a `ProtocolViolation` that it raises counts as a failure
-        of the callee. `on_path` hears where the microbatch is. Raises `Stale` when the round is
+        of the callee. `on_path` hears where the microbatch is. `waits_here`: it may wait in a long
+        queue of the own device. Raises `Stale` when the round is
         over, `NoRoute` when no replica did it in time, `Refused` when the arrays are to blame.
         """
         loop = asyncio.get_running_loop()
@@ -183,7 +185,7 @@ class Wiring:
                 feeder=request.feeder,
                 num_samples=request.num_samples,
                 hint=hint[1:],
-                asked=peer_id == self.gossip.own.peer_id or self._asks(arrays),
+                asked=(prefer_self and waits_here) or self._asks(arrays),
             )
             try:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from peer.cli import app
+from peer.measured_layers import write_layers
+from swarmnet.spec import load_spec
 from swarmnet.training.memory_plan import MODES
 from tests.swarm.harness import tiny_spec
 
@@ -93,9 +96,56 @@ def test_low_precision_and_the_policies() -> None:
         assert stage["by_policy"]["blocks"] < stage["by_policy"]["keep"]
 
 
+def measure(path: Path, *more: str) -> str:
+    result = CliRunner().invoke(app, ["plan", "--spec", str(path), "--measure", *more])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_measured_layers_are_cut_and_may_be_written_into_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    text = SPEC.read_text()
+    path.write_text(text)
+    entry = measure(path, "--device", "cpu").splitlines()[-1]
+    layers = json.loads(entry.removeprefix("layers = "))
+    assert len(layers) == 2
+    assert sum(layers) == 7
+    assert path.read_text() == text
+    found = json.loads(measure(path, "--write", "--json"))
+    assert all(seconds > 0 for seconds in found["layer_s"])
+    assert found["slowest_stage_s"] <= found["present_slowest_stage_s"]
+    assert load_spec(path).pipeline.layers == tuple(found["layers"])
+    assert re.sub(r"(?m)^layers = .*\n", "", path.read_text()) == text, "the rest is as it was"
+
+
+def test_a_cut_is_replaced_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(SPEC.read_text().replace("num_stages = 2", "num_stages = 2\nlayers = [6, 1]"))
+    assert "cut by its [pipeline] layers: [6, 1]" in measure(path)
+    before = path.read_text()
+    write_layers(path, [3, 4])
+    assert path.read_text() == before.replace("[6, 1]", "[3, 4]")
+    assert load_spec(path).pipeline.layers == (3, 4)
+
+
+def test_a_cut_that_does_not_fit_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    for layers, words in (("[6, 2]", "add up to 8"), ("[7]", "num_stages is 2"), ("[7, 0]", "")):
+        path.write_text(
+            SPEC.read_text().replace("num_stages = 2", f"num_stages = 2\nlayers = {layers}")
+        )
+        result = CliRunner().invoke(app, ["plan", "--spec", str(path)])
+        assert result.exit_code == 1
+        assert words in str(result.output) + str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--spec", "nowhere.toml"], 1), (["--spec", "x", "--replicas", "0"], 2)],
+    [
+        (["--spec", str(SPEC), "--write"], 2),
+        (["--spec", "nowhere.toml"], 1),
+        (["--spec", "x", "--replicas", "0"], 2),
+    ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], code: int) -> None:
     assert CliRunner().invoke(app, ["plan", *arguments]).exit_code == code

@@ -31,6 +31,14 @@ def test_a_sweep_counts_what_broke(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 swarms, 0 broken invariants" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mode", ["local", "gossip"])
+def test_a_sweep_of_another_mode(capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    assert run_command(["simulate", "--sweep", "2", "--seed", "7", "--sync", mode]) == 0
+    assert "2 swarms, 0 broken invariants" in capsys.readouterr().out
+    assert run_command([*SHORT, "--sync", mode, "--local-steps", "2"]) == 0
+    assert "throughput" in capsys.readouterr().out
+
+
 def test_a_plot_without_matplotlib_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

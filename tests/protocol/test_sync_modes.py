@@ -45,6 +45,8 @@ def test_local_shards_are_exchanged_once_in_every_cycle_and_at_the_end(
         for version in range(rounds + 1):
             before = [r for r in due if r < version]
             assert plan.last_exchange(j, version) == (before[-1] if before else -1)
+        # Every round's work is in one exchange.
+        assert [r for e in due for r in plan.window(j, e)] == list(range(rounds))
 
 
 def test_fragments_spread_the_shards_over_the_cycle() -> None:

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, ZERO
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.invariants import Bounds
-from swarmnet.simulation.scenario import Scenario, small_swarm
+from swarmnet.simulation.scenario import Scenario, small_swarm, small_swarm_in
+from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import simulate
+from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.lost_samples import LostSamples
 
 NUM_SEEDS = 300
@@ -62,6 +64,58 @@ def test_small_swarms_whose_exchanges_run_beside_the_rounds(mode: str, num_seeds
         if broken is not None:
             failures.append(f"{mode}, seed {seed}: {broken}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
+def test_small_swarms_whose_replicas_make_steps_of_their_own(mode: str) -> None:
+    failures = []
+    for seed in range(CHUNK):
+        broken = simulate(replace(small_swarm_in(mode, seed), keep_log=False)).broken
+        if broken is not None:
+            failures.append(f"swarmnet simulate --sync {mode} --replay {seed}: {broken}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
+def test_own_steps_lose_nothing_where_nothing_breaks(mode: str) -> None:
+    scenario = Scenario(seed=3, peers=6, stages=3, rounds=13, until_s=120.0, sync_mode=mode)
+    result = simulate(replace(scenario, local_steps=3, fragments=2 if mode == LOCAL else 1))
+    assert result.broken is None
+    assert result.rounds == 13
+    assert (result.samples_lost, result.rerouted, result.shards_reset) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
+def test_who_is_there_from_the_beginning_downloads_nothing(mode: str) -> None:
+    """A stage of 64 MB, homes that send two megabytes a second: all begin with the same
+    parameters and no moments."""
+    sizes = Sizes(num_shards=4, shard_parameters=4_000_000)
+    scenario = Scenario(
+        seed=1, peers=8, stages=2, rounds=9, until_s=15.0, home_links=True, sizes=sizes
+    )
+    result = simulate(replace(scenario, start_s=0.1, service_s=0.4, sync_mode=mode, local_steps=5))
+    assert result.broken is None
+    stepped = [line for line in result.log if " own_step " in line and "round=1 " in line]
+    assert len(stepped) == 8
+
+
+@pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
+def test_an_own_step_on_anothers_microbatch_is_found(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A replica that takes nothing out again of what another has counted."""
+    monkeypatch.setattr(SyntheticStage, "retract", lambda stage, key: None)
+    found = (simulate(replace(small_swarm_in(mode, n), keep_log=False)).broken for n in range(12))
+    assert any(broken is not None and "the own step of round" in broken for broken in found)
+
+
+def test_a_replica_that_is_left_behind_in_mode_gossip_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GossipAveraging, "_check_in_touch", lambda averaging, r: None)
+    broken = simulate(replace(small_swarm_in(GOSSIP, 18), keep_log=False)).broken
+    assert broken is not None
+    assert "own steps apart" in broken
 
 
 @pytest.mark.parametrize("mode", [ZERO, DELAYED])
@@ -133,7 +187,7 @@ def test_books_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch, error: 
 def test_a_loss_that_is_told_twice_or_not_at_all_is_found(
     monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    monkeypatch.setattr(LostSamples, "_tells", lambda books, r, now: told)
+    monkeypatch.setattr(LostSamples, "_tells", lambda books, window, now: told)
     results = [simulate(replace(small_swarm(seed), keep_log=False)) for seed in range(12)]
     words = "told lost" if told else "no replica closed the books"
     assert any(r.broken is not None and words in r.broken for r in results)

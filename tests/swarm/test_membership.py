@@ -128,3 +128,25 @@ def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
         assert swarm.total("moved") == 0
 
     in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2, rounds=60), limits=limits)
+
+
+def test_newcomers_make_the_update_when_all_before_them_are_gone(tmp_path: Path) -> None:
+    """Two peers join a stage in the middle of a round, in which they own nothing yet, and its only
+    owner dies before that round ends."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=6)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("first", speed=0.1)
+        await swarm.until_round(1)
+        for name in ("second", "third"):
+            swarm.start(name)
+        await swarm.until(lambda: swarm.rounds()[1:] == [1, 1])
+        await asyncio.sleep(0.2)
+        records = [swarm.members[n].peer.gossip.own for n in ("second", "third")]
+        assert [(r.round, r.active_from) for r in records] == [(1, 2), (1, 2)]
+        swarm.kill("first")
+        await swarm.until_round(6)
+        swarm.parameters()
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec)

@@ -91,6 +91,8 @@ class ModelPlan:
     starts with what `build()` gives under torch's seeded global generator."""
     data: Callable[[RunSpec], Data] | None = None
     """Makes the microbatches. None: text as in `[data]`, for int32 inputs of shape (length,)."""
+    split: tuple[int, ...] = ()
+    """Layers of each stage, where the run says so (`[pipeline] layers`); empty: by their costs."""
     is_sequence: bool = False
     """The first dimension of a sample is a sequence that may be shorter in evaluation."""
     is_random: bool = False

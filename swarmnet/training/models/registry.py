@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,18 +32,29 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         SpecError: the custom builder cannot be loaded or returns something else than a plan.
     """
     if spec.model.kind == "llama":
-        return llama_plan(spec.model)
-    plan = _call_builder(spec.model.builder, spec.model.options)
-    _check_plan(plan, spec.model.builder)
-    return plan
+        plan = llama_plan(spec.model)
+    else:
+        plan = _call_builder(spec.model.builder, spec.model.options)
+        _check_plan(plan, spec.model.builder)
+    split = spec.pipeline.layers
+    if split and sum(split) != len(plan.layers):
+        raise SpecError(
+            f"[pipeline] layers: they add up to {sum(split)}, but the model has "
+            f"{len(plan.layers)} layers; swarmnet plan --measure prints some that fit"
+        )
+    return replace(plan, split=split) if split else plan
 
 
 def split_stages(plan: ModelPlan, num_stages: int) -> list[tuple[LayerBuilder, ...]]:
-    """The layers of each stage.
+    """The layers of each stage: as the run says, else by their costs.
 
     Raises:
         SpecError: there are fewer layers than stages, or a cost is no number.
     """
+    if plan.split:
+        ends = list(accumulate(plan.split))
+        assert len(ends) == num_stages, "the spec has been checked"
+        return [plan.layers[end - n : end] for end, n in zip(ends, plan.split, strict=True)]
     try:
         parts = split_layers([layer.cost for layer in plan.layers], num_stages)
     except ValueError as error:

@@ -1,0 +1,180 @@
+"""Steps of a synthetic replica's own, for the modes `local` and `gossip`.
+
+What an exchange averages must stay exact in any order, as in `simulation.stage`: so the change of a
+shard is not the difference of two rounded vectors but the sum of what its microbatches add, and
+names them. The fast parameters go their own, rounded way beside it; they show whether a microbatch
+met the same parameters forwards and backwards, and how far partners are apart.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import xxhash
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.simulation.stage import (
+    NUMBERS,
+    RATE,
+    Gradient,
+    Numbers,
+    Observer,
+    SyntheticOptimizer,
+    SyntheticStage,
+    contribution,
+)
+from swarmnet.swarm.ports import StepKey
+from swarmnet.wire import Array
+
+_FLOATS = struct.Struct(f"<{NUMBERS}f")
+MOMENTUM, PULL = 0.5, 0.7
+"""Of the outer step of a pair: how much of the last one, and how far towards the mean."""
+
+
+class SyntheticLocalSteps:
+    """`ports.LocalSteps`. `observer` hears of every step, see `invariants.Monitor`."""
+
+    def __init__(
+        self,
+        stage: SyntheticStage,
+        outer: SyntheticOptimizer,
+        tokens_per_microbatch: int,
+        observer: Observer,
+    ) -> None:
+        """`outer`: its state is the momentum of `meet`."""
+        self._stage = stage
+        self._outer = outer
+        self._tokens_per_microbatch = tokens_per_microbatch
+        self._observe = observer
+        self._shards = range(len(stage.shard_sizes))
+        self._common: list[Numbers] = [_numbers(stage.parameter_shard(j)) for j in self._shards]
+        self._began = list(self._common)
+        self._coming: dict[int, Numbers] = {}
+        self._stepped: dict[int, Numbers] = {}
+        self._moved: list[Counter[StepKey]] = [Counter() for _ in self._shards]
+        """Microbatches behind the steps since a shard's last exchange."""
+        self._steps = [0 for _ in self._shards]
+        self.tokens = [0 for _ in self._shards]
+        self.changes = 0
+
+    @property
+    def weights(self) -> bytes:
+        """Digest of all the common parameters."""
+        return xxhash.xxh3_64_digest(b"".join(_FLOATS.pack(*x) for x in self._common))
+
+    @property
+    def progress(self) -> float:
+        """How many own steps the common parameters are away from the initial ones: the first
+        number of a step is the same for all."""
+        return (self._began[0][0] - self._common[0][0]) / (RATE / self._tokens_per_microbatch)
+
+    def common_shard(self, shard_index: int) -> Array:
+        return self._claim(shard_index, self._common[shard_index])
+
+    def set_common(self, shard_index: int, values: Array) -> None:
+        self._stage.stage_parameters(shard_index, values)
+        self._coming[shard_index] = _numbers(values)
+
+    def digest(self, shard_index: int) -> bytes:
+        return xxhash.xxh3_64_digest(_FLOATS.pack(*self._common[shard_index]))
+
+    def step(self, num_tokens: int, round_index: int) -> None:
+        self._stepped.clear()
+        ids: Counter[StepKey] = self._stage.gradient_shard(0).data.ids
+        self._observe("own_step", round=round_index, ids=ids, num_tokens=num_tokens)
+        if num_tokens <= 0:
+            return
+        for j in self._shards:
+            gradient = _numbers(self._stage.gradient_shard(j))
+            before = _numbers(self._stage.parameter_shard(j))
+            pairs = zip(before, gradient, strict=True)
+            after = _rounded(p - RATE * g / num_tokens for p, g in pairs)
+            self._stepped[j] = after
+            self._stage.stage_parameters(j, self._claim(j, after))
+            self._moved[j].update(ids)
+            self._steps[j] += 1
+            self.tokens[j] += num_tokens
+        self.changes += 1
+
+    def change(self, shard_index: int, weight: float) -> Array:
+        ids = self._moved[shard_index]
+        tokens = self._tokens_per_microbatch * ids.total()
+        assert weight == tokens, f"a change of {tokens} tokens is pushed as one of {weight}"
+        total = [0.0] * NUMBERS
+        for key, times in ids.items():
+            for i, x in enumerate(contribution(self._stage.stage_index, shard_index, key)):
+                total[i] += times * x
+        return Array("float32", self._shape(shard_index), Gradient.of(total, Counter(ids)))
+
+    def offer(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        values, moments = self.export(shard_index)
+        common = self._common[shard_index]
+        change = _rounded(_minus(common, self._fast(shard_index)))
+        return values, (self.common_shard(shard_index), self._claim(shard_index, change), *moments)
+
+    def meet(
+        self, shard_index: int, theirs: tuple[dict[str, Any], tuple[Array, ...]] | None
+    ) -> tuple[float, float]:
+        common, fast = self._common[shard_index], self._fast(shard_index)
+        change, mean, apart = _minus(common, fast), list(common), 0.0
+        if theirs is not None:
+            if len(theirs[1]) != 4:
+                raise ProtocolViolation("an offer is four arrays")
+            their_common, their_change = (_numbers(a) for a in theirs[1][:2])
+            apart = _squares(_minus(fast, _minus(their_common, their_change)))
+            change = [(a + b) / 2 for a, b in zip(change, their_change, strict=True)]
+            mean = [(a + b) / 2 for a, b in zip(common, their_common, strict=True)]
+        outer, (state, *_) = self._outer.export(shard_index)
+        momentum = _rounded(
+            MOMENTUM * m - PULL * c + PULL * (a - p)
+            for m, c, a, p in zip(_numbers(state), change, mean, common, strict=True)
+        )
+        outer["steps"] += 1
+        self._outer.load(shard_index, outer, (self._claim(shard_index, momentum),))
+        new = _rounded(p + m for p, m in zip(common, momentum, strict=True))
+        self.set_common(shard_index, self._claim(shard_index, new))
+        return apart, _squares(fast)
+
+    def finish_round(self) -> None:
+        self._stepped.clear()
+        coming, self._coming = self._coming, {}
+        for j, numbers in coming.items():
+            self._common[j] = numbers
+            self._moved[j] = Counter()
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        zeros = self._claim(shard_index, (0.0,) * NUMBERS)
+        return {"steps": self._steps[shard_index]}, (zeros, zeros)
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        self._steps[shard_index] = int(values["steps"])
+
+    def _fast(self, shard_index: int) -> Numbers:
+        """The own parameters after the newest step."""
+        stepped = self._stepped.get(shard_index)
+        return stepped or _numbers(self._stage.parameter_shard(shard_index))
+
+    def _shape(self, shard_index: int) -> tuple[int, ...]:
+        return (self._stage.shard_sizes[shard_index],)
+
+    def _claim(self, shard_index: int, numbers: Numbers) -> Array:
+        return Array("float32", self._shape(shard_index), _FLOATS.pack(*numbers))
+
+
+def _numbers(array: Array) -> Numbers:
+    return _FLOATS.unpack(bytes(array.data))
+
+
+def _rounded(numbers: Iterable[float]) -> Numbers:
+    return _FLOATS.unpack(_FLOATS.pack(*numbers))
+
+
+def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _squares(numbers: Sequence[float]) -> float:
+    return sum(x * x for x in numbers)

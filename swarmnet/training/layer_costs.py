@@ -1,0 +1,99 @@
+"""What each layer of a model costs on this machine, by the clock.
+
+Stages are cut by the layers' estimated costs (FLOPs), which know nothing of memory bandwidth, of a
+softmax over a large vocabulary or of a kernel that is slow on some device. All peers of a run must
+cut alike, so whoever starts it may measure, and write the cut into the spec
+(`[pipeline] layers`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec, build_layer
+
+WARM_PASSES, TIMED_PASSES = 1, 5
+
+
+def measure_layers(
+    plan: ModelPlan,
+    *,
+    microbatch: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds of forward and backward of one microbatch, of each layer, the shortest of a few
+    passes; the last one's has the loss in it. Layers that are alike are measured once. Blocks;
+    holds one layer at a time.
+
+    Raises:
+        SpecError: a layer cannot be built.
+    """
+    known: dict[object, float] = {}
+    seconds = []
+    inputs = plan.inputs
+    for i, layer in enumerate(plan.layers):
+        is_last = i == len(plan.layers) - 1
+        kind = (_kind(layer), inputs, is_last)
+        if kind not in known:
+            module = build_layer(plan, layer, seed).to(device, dtype)
+            targets = _sample(plan.targets, microbatch, device) if is_last else None
+            known[kind] = min(
+                _pass_s(plan, module, _sample(inputs, microbatch, device), targets, dtype, clock)
+                for _ in range(WARM_PASSES + TIMED_PASSES)
+            )
+        seconds.append(known[kind])
+        inputs = TensorSpec("float32", layer.output_shape)
+    return seconds
+
+
+def _kind(layer: LayerBuilder) -> object:
+    """Layers of one kind take the same time."""
+    with torch.device("meta"):
+        module = layer.build()
+    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return repr(module), shapes, layer.cost, layer.output_shape
+
+
+def _sample(spec: TensorSpec, microbatch: int, device: torch.device | str) -> Tensor:
+    shape = (microbatch, *spec.shape)
+    generator = torch.Generator().manual_seed(0)
+    if spec.dtype == "int32":
+        values = torch.randint(spec.num_values, shape, generator=generator, dtype=torch.int32)
+    else:
+        values = torch.randn(shape, generator=generator)
+    return values.to(device)
+
+
+def _pass_s(
+    plan: ModelPlan,
+    module: nn.Module,
+    inputs: Tensor,
+    targets: Tensor | None,
+    dtype: torch.dtype,
+    clock: Callable[[], float],
+) -> float:
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype).requires_grad_()
+    _wait_for(inputs.device)
+    started = clock()
+    outputs = module(inputs)
+    if targets is None:
+        outputs.backward(torch.ones_like(outputs))
+    else:
+        plan.loss(outputs.float(), targets).backward()
+    _wait_for(inputs.device)
+    took_s = clock() - started
+    module.zero_grad()
+    return took_s
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

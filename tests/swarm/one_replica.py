@@ -1,0 +1,119 @@
+"""One replica of a pipeline of one stage, and callers with links of their own, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+from swarmnet.protocol.records import ACTIVE, Record
+from swarmnet.protocol.view import View
+from swarmnet.simulation.device import InlineWorker, SyntheticDevice
+from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
+from swarmnet.simulation.stage import (
+    Sizes,
+    SyntheticData,
+    SyntheticOptimizer,
+    SyntheticStage,
+    activation,
+)
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.messages import AdmitRequest, StepReply, StepRequest
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.step import StepService
+from swarmnet.swarm.wiring import Passed, Wiring
+from swarmnet.transport.memory import MemoryHub
+from swarmnet.wire import Array, Message
+from tests.swarm.harness import OpenSigner
+
+RUN = "r" * 32
+SLOW_BYTES_PER_S = 250_000.0
+SIZES = Sizes(num_shards=1, activation_numbers=250_000)
+"""A megabyte: four seconds of the slow uplink."""
+WORK_S = 3.0
+"""Of the replica's device, for a microbatch."""
+CALLEE = "replica"
+
+
+def ignore(event: object, **facts: Any) -> None:
+    pass
+
+
+class Caller:
+    """A peer with a wiring, which serves another stage, and knows its uplink."""
+
+    def __init__(self, pair: OneReplica, name: str, upload_bytes_per_s: float) -> None:
+        link = Link(upload_bytes_per_s, 1e9, 0.01)
+        self.gossip = pair.join(name, link, state=ACTIVE, stage=1)
+        self.transport = self.gossip.transport
+        self.transport.traffic.upload.total.add(int(upload_bytes_per_s), 1.0)
+        self.wiring = Wiring(
+            self.transport, self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
+        )
+
+    async def step(self, microbatch_id: int) -> Passed:
+        inputs = activation((0, microbatch_id), SIZES)
+        _, targets = SyntheticData(4).microbatch(microbatch_id)
+        request = StepRequest(0, microbatch_id, 0, self.transport.peer_id, 4)
+
+        def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array | None:
+            return arrays[0] if arrays else None
+
+        return await self.wiring.step(request, (inputs, targets), accept=accept, on_path=ignore)
+
+    async def ask(self, microbatch_id: int, round_index: int = 0) -> None:
+        body = AdmitRequest(round_index, microbatch_id, 0, comes=True)
+        await self.transport.call(CALLEE, "admit", Message(body), timeout_s=5.0)
+
+    def sent(self, method: str) -> int:
+        return self.transport.traffic.sent_bytes.get(method, 0)
+
+
+class OneReplica:
+    """One replica of a pipeline of one stage, and callers."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+        self.limits = Limits(route_wait_s=1.0, max_waiting_announced=3)
+        self.network = SimulatedNetwork(random.Random(0))
+        self.hub = MemoryHub(network=self.network, copy=False)
+        gossip = self.join(CALLEE, FAST_LINK, state=ACTIVE, stage=0)
+        self.gossip = gossip
+        wiring = Wiring(gossip.transport, gossip, self.limits, 1, 4, self.rng)
+        stage = SyntheticStage(0, 1, SIZES, ignore)
+        self.replica = Replica(
+            stage,
+            SyntheticOptimizer(0, SIZES, ignore),
+            SyntheticDevice(lambda kind: WORK_S),
+            InlineWorker(),
+            round=0,
+            synced=True,
+        )
+        self.steps = StepService(gossip.transport, gossip, wiring, self.limits, self.replica)
+
+    def join(self, name: str, link: Link, **own: Any) -> Gossip:
+        self.network.add(name, link)
+        transport = self.hub.transport(name)
+        transport.set_run(RUN)
+        record = Record(name, RUN, incarnation=1, version=1, **own)
+        return Gossip(
+            transport, View(name, silence_s=1e9), OpenSigner(), record, random.Random(name)
+        )
+
+    def caller(self, name: str, upload_bytes_per_s: float = SLOW_BYTES_PER_S) -> Caller:
+        """One that the replica knows, and that knows the replica."""
+        caller = Caller(self, name, upload_bytes_per_s)
+        now = asyncio.get_running_loop().time()
+        caller.gossip.view.merge(replace(self.gossip.own, stage=0, state=ACTIVE), now)
+        self.gossip.view.merge(caller.gossip.own, now)
+        return caller
+
+    def fill(self) -> list[asyncio.Task[Passed]]:
+        """As many microbatches as the replica takes, from somebody near it."""
+        near = self.caller("near", 1e9)
+        loop = asyncio.get_running_loop()
+        return [
+            loop.create_task(near.step(1000 + i)) for i in range(self.limits.max_waiting_forwards)
+        ]

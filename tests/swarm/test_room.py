@@ -1,0 +1,152 @@
+"""`admit`: a caller on a slow uplink asks for room before it sends, and a place is kept for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from swarmnet.errors import Busy, NoRoute, SwarmnetError
+from swarmnet.protocol.reservations import RESERVED_S
+from swarmnet.simulation.clock import run as run_virtual
+from tests.swarm.one_replica import (
+    CALLEE,
+    SIZES,
+    SLOW_BYTES_PER_S,
+    WORK_S,
+    Caller,
+    OneReplica,
+)
+
+
+def scenario(play: Callable[[OneReplica], Awaitable[None]]) -> None:
+    async def main() -> None:
+        pair = OneReplica()
+        try:
+            await play(pair)
+        finally:
+            await pair.steps.close()
+
+    run_virtual(main())
+
+
+async def refused_as_busy(asked: Awaitable[None]) -> None:
+    with pytest.raises(Busy):
+        await asked
+
+
+def test_a_full_replica_costs_a_slow_uplink_no_activation() -> None:
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        work = pair.fill()
+        await asyncio.sleep(0.5)
+        slow = pair.caller("slow")
+        began = loop.time()
+        with pytest.raises(NoRoute, match="took"):
+            await slow.step(1)
+        assert loop.time() - began < 2 * pair.limits.route_wait_s
+        assert slow.sent("step") == 0
+        assert 0 < slow.sent("admit") < SIZES.activation_bytes / 100
+        await asyncio.gather(*work)
+        assert (await slow.step(1)).peer_id == CALLEE
+        assert slow.sent("step") > SIZES.activation_bytes
+
+    scenario(play)
+
+
+def test_a_fast_uplink_does_not_ask() -> None:
+    async def play(pair: OneReplica) -> None:
+        fast = pair.caller("fast", 1e9)
+        await fast.step(1)
+        assert fast.sent("admit") == 0
+
+    scenario(play)
+
+
+def test_the_place_of_a_microbatch_on_its_way_is_not_given_to_others() -> None:
+    """The activation takes two seconds; who calls meanwhile is told `Busy`, and it finds its place
+    when it arrives."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        slow = pair.caller("slow", SIZES.activation_bytes / 2.0)
+        coming = loop.create_task(slow.step(1))
+        await asyncio.sleep(0.5)
+        work = pair.fill()  # for one of these there is no room yet
+        await asyncio.sleep(0.5)
+        assert pair.steps.num_flying == pair.limits.max_waiting_forwards - 1
+        other = pair.caller("other")
+        await refused_as_busy(other.ask(2))
+        await slow.ask(1)  # who has the place may ask again, full as it is
+        await coming
+        await asyncio.gather(*work)
+        assert slow.sent("step") < 1.1 * SIZES.activation_bytes, "sent once"
+
+    scenario(play)
+
+
+def test_a_place_that_nobody_comes_for_lapses() -> None:
+    async def play(pair: OneReplica) -> None:
+        first, second, third = (pair.caller(name) for name in ("first", "second", "third"))
+        await first.ask(1)
+        await first.ask(2)
+        await second.ask(3)
+        await refused_as_busy(third.ask(4))
+        await asyncio.sleep(RESERVED_S)
+        await third.ask(4)
+
+    scenario(play)
+
+
+def test_places_of_a_round_that_is_over_are_free() -> None:
+    async def play(pair: OneReplica) -> None:
+        first, second, third = (pair.caller(name) for name in ("first", "second", "third"))
+        for n, caller in enumerate((first, first, second)):
+            await caller.ask(n)
+        await refused_as_busy(third.ask(4))
+        pair.steps.drop_round(0)
+        pair.replica.round = 1
+        await third.ask(4, 1)
+
+    scenario(play)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_flood_of_questions_does_not_keep_others_out(is_known: bool) -> None:
+    """Whoever asks for room without end and never comes, in whatever round, takes it from nobody:
+    unknown to the replica not for a moment, else never the last place, and that only once."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        honest = pair.caller("honest")
+        flood = pair.caller("flood") if is_known else Caller(pair, "flood", 1e9)
+        refused = 0
+
+        async def ask(n: int) -> None:
+            nonlocal refused
+            try:
+                await flood.ask(n, n % 50)
+            except SwarmnetError:
+                refused += 1
+
+        async def flooding() -> None:
+            for n in range(0, 100_000, 50):
+                await asyncio.gather(*(ask(n + i) for i in range(50)))
+                await asyncio.sleep(0.2)
+
+        attack = loop.create_task(flooding())
+        await asyncio.sleep(1.0)
+        began = loop.time()
+        for n in range(3):
+            await honest.step(n)
+        took_s = loop.time() - began
+        alone_s = 3 * (WORK_S + SIZES.activation_bytes / SLOW_BYTES_PER_S)
+        assert took_s < 1.2 * alone_s
+        await asyncio.sleep(RESERVED_S)
+        now = loop.time()
+        assert pair.steps._places.count(now) == 0, "and in the end it is not believed"
+        assert len(pair.steps._places._distrusted) <= 1
+        attack.cancel()
+
+    scenario(play)
