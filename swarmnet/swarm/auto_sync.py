@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol import assignment
@@ -21,6 +22,8 @@ from swarmnet.swarm.replica import Replica
 log = logging.getLogger("swarmnet.auto_sync")
 
 SMOOTHING = 0.3
+KEPT_EXCHANGES = 4
+"""The shortest of so many counts: whoever is early in an exchange waits for the others, too."""
 
 
 @dataclass
@@ -32,6 +35,7 @@ class AutoSync:
     averaging: Averaging
     chooser: Chooser = field(default_factory=Chooser)
     adviser: Adviser = field(default_factory=Adviser)
+    _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_EXCHANGES))
 
     def learn(self) -> None:
         """Takes over what others know. Raises `Behind` where it comes too late."""
@@ -63,10 +67,10 @@ class AutoSync:
         plan, own = self.replica.plan, self.gossip.own
         if plan.mode != AUTO or not self.replica.synced or round_index == 0:
             return  # the first round has the swarm's beginning in it
-        exchange_s = self.averaging.last_exchange_s
+        self._exchanges.append(self.averaging.last_exchange_s)
+        exchange_s = min(self._exchanges)
         if own.round_s:
             open_s = own.round_s + SMOOTHING * (open_s - own.round_s)
-            exchange_s = own.exchange_s + SMOOTHING * (exchange_s - own.exchange_s)
         self.gossip.update(round_s=open_s, exchange_s=exchange_s)
         now = asyncio.get_running_loop().time()
         view = self.gossip.view
