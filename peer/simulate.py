@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from swarmnet.simulation.scenario import (
     MICROBATCHES_PER_REPLICA,
     SERVICE_S,
     Result,
+    Sample,
     Scenario,
     large_swarm,
     small_swarm_in,
@@ -30,6 +32,8 @@ from swarmnet.simulation.scenario import (
 from swarmnet.simulation.swarm import simulate
 
 Say = Callable[[str], None]
+PROGRESS_S = 20.0
+"""Between two lines of a long simulation."""
 
 LOCAL_STEPS = 10
 
@@ -123,7 +127,7 @@ def _large(options: SimulateOptions, say: Say) -> None:
     scenario = scenario_of(options)
     began = time.perf_counter()
     with _until_interrupted(say if not options.as_json else lambda _: None) as stop:
-        result = simulate(scenario, stop)
+        result = simulate(scenario, stop, _Progress(scenario.until_s))
     took_s = time.perf_counter() - began
     if options.as_json:
         say(dumps(summary(result, took_s)))
@@ -134,6 +138,26 @@ def _large(options: SimulateOptions, say: Say) -> None:
         draw(result, options.plot)
     if result.broken is not None:
         raise InvariantFailed(result.broken)
+
+
+class _Progress:
+    """For who waits long: now and then a line on standard error."""
+
+    def __init__(self, until_s: float) -> None:
+        self._until_s = until_s
+        self._said_at = time.perf_counter()
+
+    def __call__(self, sample: Sample) -> None:
+        now = time.perf_counter()
+        if now - self._said_at >= PROGRESS_S:
+            self._said_at = now
+            bound = 100 * sample.samples_per_s / sample.bound_per_s if sample.bound_per_s else 0.0
+            print(
+                f"{sample.at_s:,.0f} of {self._until_s:,.0f} s: round {sample.round}, "
+                f"{sample.peers} peers, {bound:.0f} % of the bound as they serve",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 @contextmanager

@@ -76,18 +76,29 @@ class _Errors(logging.Handler):
         self._monitor.fail(f"{record.name}: {record.getMessage()}: {error!r}")
 
 
-def simulate(scenario: Scenario, stop: Callable[[], bool] = lambda: False) -> Result:
+def simulate(
+    scenario: Scenario,
+    stop: Callable[[], bool] = lambda: False,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+) -> Result:
     """Runs a scenario to its end, until `stop` says so, or until an invariant breaks
-    (`Result.broken`). An error that a peer logs is a broken invariant too."""
-    return run(Simulation(scenario, stop).run(), seed=scenario.seed)
+    (`Result.broken`). An error that a peer logs is a broken invariant too. `on_sample` hears of
+    every point of the curves."""
+    return run(Simulation(scenario, stop, on_sample).run(), seed=scenario.seed)
 
 
 class Simulation:
     """One run. To be used inside a virtual loop."""
 
-    def __init__(self, scenario: Scenario, stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        stop: Callable[[], bool] = lambda: False,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
+    ) -> None:
         self.scenario = scenario
         self._stop = stop
+        self._on_sample = on_sample
         self.rng = self._rng("swarm")
         self.network = SimulatedNetwork(self._rng("network"), loss=scenario.loss)
         self.hub = MemoryHub(network=self.network, copy=False)
@@ -462,6 +473,7 @@ class Simulation:
                     newest,
                 )
             )
+            self._on_sample(self._curve[-1])
             self._marks = [now, samples, self._bound.total, self._best.total]
 
     def _clear_traffic(self) -> None:

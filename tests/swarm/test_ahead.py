@@ -1,0 +1,69 @@
+"""In mode `delayed` the next round begins before the last microbatches of a round are home; virtual
+time, memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+ROUNDS = 16
+
+
+def seconds_of(tmp_path: Path, mode: str) -> tuple[float, int]:
+    """Virtual seconds of a run, and in how many rounds some replica had the next one open."""
+    spec = tiny_spec(tmp_path, num_stages=3, rounds=ROUNDS, sync={"mode": mode})
+    ahead: dict[int, None] = {}
+    took_s = 0.0
+
+    async def scenario(swarm: Swarm) -> None:
+        nonlocal took_s
+        for i in range(6):
+            swarm.start(f"peer-{i}", stage=i % 3)
+
+        def done() -> bool:
+            for m in swarm.members.values():
+                replica = m.peer.replica
+                if replica is not None and replica.ahead:
+                    ahead[replica.round] = None
+            return min(swarm.rounds()) >= ROUNDS
+
+        await swarm.until(lambda: min(swarm.rounds()) >= 1)
+        began = asyncio.get_running_loop().time()
+        await swarm.until(done)
+        took_s = asyncio.get_running_loop().time() - began
+        assert swarm.total("samples_lost") == swarm.total("retracted") == 0
+
+    in_virtual_time(scenario, spec)
+    return took_s, len(ahead)
+
+
+def test_no_device_waits_for_the_last_of_a_round(tmp_path: Path) -> None:
+    zero_s, none = seconds_of(tmp_path, "zero")
+    delayed_s, ahead = seconds_of(tmp_path, "delayed")
+    assert none == 0
+    assert ahead >= ROUNDS // 2
+    assert delayed_s < 0.85 * zero_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crash_while_two_rounds_are_open_loses_no_round(tmp_path: Path, seed: int) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": "delayed"})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(6):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until(lambda: min(swarm.rounds()) >= 4)
+
+        def ahead() -> list[str]:
+            return [n for n, m in swarm.members.items() if m.peer.replica and m.peer.replica.ahead]
+
+        await swarm.until(lambda: len(ahead()) >= 2)
+        swarm.kill(ahead()[-1])
+        await swarm.until_round(ROUNDS)
+        swarm.parameters()  # replicas are bit-identical
+
+    in_virtual_time(scenario, spec, seed=seed)
