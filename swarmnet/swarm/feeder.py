@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from statistics import median
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, SwarmnetError
 from swarmnet.protocol import assignment, progress
@@ -48,6 +49,8 @@ REST_S = 300.0
 IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 6.0
 """Microbatches in the air for each replica of the swarm. Many feeders, who do not know of each
 other's microbatches, send them to a replica at random times: more must wait for none to be idle."""
+FASTEST = 10.0
+"""A feeder counts as at most so many times as fast as the usual one."""
 
 
 def microbatch_id(run_id: str, peer_id: str, incarnation: int, round_index: int, n: int) -> int:
@@ -192,11 +195,12 @@ class Feeder:
             lambda: [r.samples_per_s for r in self.gossip.view.replicas(0, now) if r.has_data],
         )
         own = self.gossip.own
-        if own.stage != 0 or not own.samples_per_s or not rates:
-            return 1.0 / num_feeders
         known = [rate for rate in rates if rate > 0]
-        usual = sum(known) / len(known)
-        return own.samples_per_s / sum(rate or usual for rate in rates)
+        if own.stage != 0 or not own.samples_per_s or not known:
+            return 1.0 / num_feeders
+        usual = median(known)
+        most = FASTEST * usual  # nobody's word makes the others stop
+        return min(own.samples_per_s, most) / sum(min(rate or usual, most) for rate in rates)
 
     def _serves_itself(self) -> bool:
         """In a large swarm in which most replicas of stage 0 feed, each works on its own data."""
