@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from swarmnet.protocol.records import ACTIVE
-from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, SyncPlan
 from swarmnet.simulation.stage import Gradient, check_sum
 from swarmnet.swarm.lost_samples import Loss
 from swarmnet.swarm.peer import Peer
@@ -283,6 +283,8 @@ class Monitor:
         least = self._least_round()
         if self.plan.mode == GOSSIP:
             return least
+        if self.plan.mode in (DELAYED, AUTO):  # an exchange may run beside the round
+            return max(0, least - 1)
         shards = range(self.num_shards)
         return min(self.plan.last_exchange(j, least) + 1 for j in shards)
 
