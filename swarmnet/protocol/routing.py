@@ -209,11 +209,8 @@ class Router:
 
     def busy(self, peer_id: str, now: float, backlog_s: float) -> None:
         """It turned the call away with `backlog_s` seconds of work: not asked before about then."""
-        back = self._back(peer_id, now)
-        if back is not None:
-            jitter = self._rng.uniform(1 - BUSY_JITTER, 1 + BUSY_JITTER)
-            wait_s = _clamp(backlog_s, MIN_BUSY_S, MAX_BUSY_S) * jitter
-            back[0].busy_until = max(back[0].busy_until, now + wait_s)
+        self._back(peer_id, now)
+        self.put_off(peer_id, now, backlog_s)
 
     def failed(self, peer_id: str, now: float, waited_s: float) -> None:
         """The call failed or ran past its deadline after `waited_s`. Calls that fail while the

@@ -370,10 +370,12 @@ class Wiring:
             for _ in range(MAX_EXTENSIONS):
                 if await patience.wait(call):
                     return call.result()
+                if patience.is_over:
+                    break
                 is_sent = not traffic.queued_bytes()
-                if patience.is_over or (
-                    is_sent and not await self._is_at_work(peer_id, message, silence_s)
-                ):
+                if is_sent and not await self._is_at_work(peer_id, message, silence_s):
+                    break
+                if patience.is_over:  # found dead while it was asked
                     break
                 patience.until(loop.time() + silence_s)
             raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
