@@ -174,7 +174,7 @@ def _times_of(replica: Replica) -> Iterator[Any]:
     for name, text, histogram in (
         (
             "swarmnet_microbatch_device_seconds",
-            "Device time of a microbatch, forward and backward.",
+            "Device time of a microbatch, by every forward and every backward pass.",
             replica.services,
         ),
         ("swarmnet_round_seconds", "Rounds, from opening to opening.", replica.rounds),

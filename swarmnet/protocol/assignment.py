@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
 from typing import Protocol
@@ -89,7 +89,7 @@ def choose_stage(
     given."""
     candidates = range(num_stages) if allowed is None else allowed
     costs = _checked_costs(costs, num_stages)
-    staff = _staff(view, num_stages, now, without=view.own_peer_id)
+    staff = staff_of(view, num_stages, now, without=view.own_peer_id, costs=costs)
     beside = stages_beside(view, view.own_peer_id, num_stages, now)
     stages = [k for k in candidates if k not in beside] or list(candidates)
     empty = [k for k in stages if not staff[k]]
@@ -153,14 +153,14 @@ def propose_move(
     may move again (from `active_from`; not asked where the target has nobody). Only records
     decide, so peers with equal views name the same candidate."""
     costs = _checked_costs(costs, num_stages)
-    staff = _staff(view, num_stages, now)
+    staff = staff_of(view, num_stages, now, costs=costs)
     default_speed = _typical_device_speed(staff, costs)
     rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
     target = min(range(num_stages), key=lambda k: (rates[k], k))
     there = {machine_of(r.peer_id) for r in staff[target]}
     best, best_after = None, rates[target]
     for source in range(num_stages):
-        active = [r for r in staff[source] if r.state == ACTIVE]
+        active = [r for r in staff[source] if r.state == ACTIVE and not r.is_moving]
         if source == target or len(active) < 2:
             continue
         for record in active:
@@ -248,14 +248,25 @@ def _checked_costs(costs: Sequence[float] | None, num_stages: int) -> Sequence[f
     return costs
 
 
-def _staff(
-    view: View, num_stages: int, now: float, *, without: str | None = None
+def staff_of(
+    view: View,
+    num_stages: int,
+    now: float,
+    *,
+    without: str | None = None,
+    costs: Sequence[float] | None = None,
 ) -> list[list[Record]]:
-    """Per stage, who serves it or is on the way to it."""
-    return [
-        [r for r in view.members(k, now) if r.state != LEAVING and r.peer_id != without]
-        for k in range(num_stages)
-    ]
+    """Per stage, who serves it or is on the way to it. Who is about to move is counted where it
+    goes, with the rate that it will have there."""
+    costs = _checked_costs(costs, num_stages)
+    members = [[r for r in view.members(k, now) if r.peer_id != without] for k in range(num_stages)]
+    staff = [[r for r in rs if r.state != LEAVING and not r.is_moving] for rs in members]
+    for k, records in enumerate(members):
+        for r in records:
+            if r.is_moving and r.moving_to < num_stages:
+                rate = r.samples_per_s * costs[k] / costs[r.moving_to]
+                staff[r.moving_to].append(replace(r, samples_per_s=rate))
+    return staff
 
 
 def _typical_device_speed(staff: list[list[Record]], costs: Sequence[float]) -> float:

@@ -159,6 +159,8 @@ class Record:
     """Of it and its exchange, how long the device worked."""
     last_exchange_s: float = 0.0
     """How long its exchange took."""
+    moving_to: int = OBSERVER_STAGE
+    """The stage that this replica will serve when the round that is being fed is done here."""
     paused: str = ""
     """Why an `observing` peer serves no stage for now, by its owner's wish; it comes back."""
 
@@ -167,7 +169,7 @@ class Record:
             raise ValueError("a peer id or run id is too long")
         if self.state not in STATES:
             raise ValueError(f"unknown state {self.state[:32]!r}")
-        if not OBSERVER_STAGE <= self.stage < MAX_SHARDS:
+        if not all(OBSERVER_STAGE <= s < MAX_SHARDS for s in (self.stage, self.moving_to)):
             raise ValueError("a stage index is out of range")
         numbers = (self.incarnation, self.version, self.round, self.active_from, self.queue_length)
         if not 0 <= self.history < 2**62 or len(self.restorable) > MAX_RESTORABLE:
@@ -216,6 +218,11 @@ class Record:
     def stamp(self) -> tuple[int, int]:
         """Of two records of one peer, the one with the higher stamp holds."""
         return (self.incarnation, self.version)
+
+    @property
+    def is_moving(self) -> bool:
+        """Has decided to serve another stage, and does not serve it yet."""
+        return self.moving_to != OBSERVER_STAGE
 
     @property
     def is_replica(self) -> bool:

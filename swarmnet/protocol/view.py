@@ -73,6 +73,8 @@ class View:
         self._newest_round = 0
         """Of any record of another peer, ever."""
         self._known: dict[str, _Known] = {}
+        self._stamps: dict[str, Stamp] = {}
+        """Of the known records: they are compared with those of others all the time."""
         self._ids: list[str] = []
         self._ids_of_stage: dict[int, list[str]] = {}
         self._suspected: dict[str, Stamp] = {}
@@ -102,8 +104,9 @@ class View:
         itself whether to take it."""
         peer_id = record.peer_id
         known = self._known.get(peer_id)
+        stamp = record.stamp
         if known is not None:
-            if record.stamp <= known.record.stamp:
+            if stamp <= self._stamps[peer_id]:
                 return False
             before = known.record
             if before.stage != record.stage:
@@ -116,17 +119,18 @@ class View:
             known.record = record
             known.heard_at = now
         else:
-            if record.stamp <= self._forgotten_stamp(peer_id) or not self._make_room(now):
+            if stamp <= self._forgotten_stamp(peer_id) or not self._make_room(now):
                 return False
             self._forgotten.pop(peer_id, None)
             self._known[peer_id] = _Known(record, now)
             insort(self._ids, peer_id)
             self._index_stage(record)
             self._count(record)
+        self._stamps[peer_id] = stamp
         self._changed(record.stage)
         if record.round > self._newest_round and peer_id != self.own_peer_id:
             self._newest_round = record.round
-        if self._suspected.get(peer_id, record.stamp) < record.stamp:
+        if self._suspected and self._suspected.get(peer_id, stamp) < stamp:
             del self._suspected[peer_id]
         return True
 
@@ -139,34 +143,22 @@ class View:
         return [self._known[p].record for p in self._ids]
 
     def stamps(self) -> dict[str, Stamp]:
-        """The digest that gossip swaps: peer id to stamp, by peer id."""
-        known = self._known
-        return {p: ((r := known[p].record).incarnation, r.version) for p in self._ids}
+        """The digest that gossip swaps: peer id to stamp."""
+        return dict(self._stamps)
 
     def newer_than(self, stamps: Mapping[str, Stamp]) -> list[Record]:
         """Records that the owner of `stamps` lacks or has older, by peer id."""
-        known, get = self._known, stamps.get
-        newer = []
-        for peer_id in self._ids:
-            record = known[peer_id].record
-            incarnation, version = get(peer_id, NO_STAMP)
-            if (record.incarnation, record.version) > (incarnation, version):
-                newer.append(record)
-        return newer
+        get = stamps.get
+        newer = [p for p, stamp in self._stamps.items() if stamp > get(p, NO_STAMP)]
+        newer.sort()
+        return [self._known[p].record for p in newer]
 
     def wanted_from(self, stamps: Mapping[str, Stamp]) -> list[str]:
         """Peer ids of which the owner of `stamps` has newer records, sorted."""
-        known = self._known
-        wanted = []
-        for peer_id, stamp in stamps.items():
-            entry = known.get(peer_id)
-            if entry is None:
-                if stamp > self._forgotten_stamp(peer_id):
-                    wanted.append(peer_id)
-            elif stamp > (entry.record.incarnation, entry.record.version):
-                wanted.append(peer_id)
-        wanted.sort()
-        return wanted
+        get = self._stamps.get
+        wanted = [p for p, stamp in stamps.items() if stamp > get(p, NO_STAMP)]
+        forgotten = self._forgotten
+        return sorted(p for p in wanted if p not in forgotten or stamps[p] > forgotten[p].stamp)
 
     # -- who is live -----------------------------------------------------------------------
 
@@ -268,15 +260,19 @@ class View:
 
     def forget_old(self, now: float, after_s: float) -> list[str]:
         """Drops every peer (but the own) that has been silent, suspected or LEFT for `after_s`;
-        returns their ids, sorted. Their old records are not taken in again for another
+        returns their ids, sorted. Feeders of the newest rounds are kept, for what they counted:
+        rounds may be longer than that. Their old records are not taken in again for another
         `after_s`: a peer that forgets later would bring them back."""
-        self._forgotten = {p: f for p, f in self._forgotten.items() if now - f.at < after_s}
+        if self._forgotten:
+            self._forgotten = {p: f for p, f in self._forgotten.items() if now - f.at < after_s}
+        since = now - after_s
         old = [
             p
             for p in self._ids
-            if p != self.own_peer_id
+            if self._known[p].heard_at <= since
+            and p != self.own_peer_id
             and not self.is_live(p, now)
-            and now - self._known[p].heard_at >= after_s
+            and not self._has_counted(p)
         ]
         for peer_id in old:
             self._forget(peer_id, now)
@@ -304,6 +300,14 @@ class View:
         known, since = self._known, now - self._silence_s
         heard = [at for p in ids if (at := known[p].heard_at) >= since]
         return min(heard, default=now) + self._silence_s
+
+    def _has_counted(self, peer_id: str) -> bool:
+        """Samples of a round that may still be going on are in its record."""
+        newest = self._newest_round
+        own = self._known.get(self.own_peer_id)
+        if own is not None:
+            newest = max(newest, own.record.round)
+        return any(c.committed and c.round >= newest for c in self._known[peer_id].record.counts)
 
     def _changed(self, stage: int) -> None:
         self._answers.pop(stage, None)
@@ -352,6 +356,7 @@ class View:
 
     def _forget(self, peer_id: str, now: float) -> None:
         record = self._known.pop(peer_id).record
+        del self._stamps[peer_id]
         _discard(self._ids, peer_id)
         _discard(self._ids_of_stage[record.stage], peer_id)
         self._suspected.pop(peer_id, None)

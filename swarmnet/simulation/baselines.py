@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from swarmnet.protocol.assignment import Adaptive, Assigner, Move, choose_stage
+from swarmnet.protocol.assignment import Adaptive, Assigner, Move, choose_stage, staff_of
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.view import View
 from swarmnet.swarm.settings import Limits
@@ -92,16 +92,19 @@ class SwarmRebalancing:
         period = int(now // self.every_s)
         if now - period * self.every_s > WINDOW * self.every_s or period == self._moved_in:
             return None
-        staff = [view.replicas(k, now) for k in range(num_stages)]
+        staff = staff_of(view, num_stages, now)
         rates = [sum(r.samples_per_s for r in rs) for rs in staff]
         target = min(range(num_stages), key=lambda k: (rates[k], k))
         source = max(range(num_stages), key=lambda k: (rates[k], k))
         if source == target or len(staff[source]) < 2 or rates[target] <= 0:
             return None
         mover = min(
-            (r for r in staff[source] if r.state == ACTIVE),
+            (r for r in staff[source] if r.state == ACTIVE and not r.is_moving),
             key=lambda r: blake2b(f"{period}|{r.peer_id}".encode(), digest_size=8).digest(),
+            default=None,
         )
+        if mover is None:
+            return None
         if mover.peer_id == view.own_peer_id:
             self._moved_in = period
         return Move(mover.peer_id, source, target, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
 
 T = TypeVar("T")
 
-KINDS = (BACKWARD, FORWARD, OTHER)
-"""In order of urgency."""
+PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
+"""Of work for one round; lower first."""
 MAX_WAITING = 1024
 """Pieces of work queued at most."""
 
@@ -31,12 +31,14 @@ class SyntheticDevice:
     """`ports.Device` on which a piece of work of some kind takes `seconds(kind)` of loop time.
 
     The work function itself runs at the end of that time, on the event loop. One thing runs at a
-    time: backward work first, then forward, then other, the oldest first within a kind."""
+    time, in the order that the port asks for."""
 
     def __init__(self, seconds: Callable[[str], float], *, max_waiting: int = MAX_WAITING) -> None:
         self._seconds = seconds
         self._max_waiting = max_waiting
-        self._queues: dict[str, deque[_Job]] = {kind: deque() for kind in KINDS}
+        self._heap: list[tuple[int, int, int, _Job]] = []
+        """By turn, priority, and number of submission."""
+        self._num_submitted = 0
         self._running: _Job | None = None
         self._busy_s = 0.0
         self._started_at = 0.0
@@ -46,7 +48,7 @@ class SyntheticDevice:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(q) for q in self._queues.values()) + (self._running is not None)
+        return len(self._heap) + (self._running is not None)
 
     @property
     def busy_s(self) -> float:
@@ -58,7 +60,13 @@ class SyntheticDevice:
         """As the port says."""
         return SyntheticSeat(self)
 
-    async def run(self, kind: str, work: Callable[[], T], seat: SyntheticSeat | None = None) -> T:
+    async def run(
+        self,
+        kind: str,
+        work: Callable[[], T],
+        turn: int = 0,
+        seat: SyntheticSeat | None = None,
+    ) -> T:
         """Raises `Busy` when the queue is full and `RuntimeError` when closed, else what `work`
         raises."""
         if self._closed:
@@ -69,26 +77,27 @@ class SyntheticDevice:
             )
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(kind, work, result, seat)
-        self._queues[kind].append(job)
+        self._num_submitted += 1
+        heapq.heappush(self._heap, (turn, PRIORITIES[kind], self._num_submitted, job))
         if self._running is None:
             self._start_next()
         try:
             return await result
         except asyncio.CancelledError:
-            if job in self._queues[kind]:
-                self._queues[kind].remove(job)
+            self._heap = [entry for entry in self._heap if entry[3] is not job]
+            heapq.heapify(self._heap)
             raise
 
     async def close(self) -> None:
         """Cancels what has not started and waits for what has. Idempotent."""
         self._closed = True
-        for queue in self._queues.values():
-            while queue:
-                queue.popleft().result.cancel()
+        waiting, self._heap = self._heap, []
+        for *_, job in sorted(waiting, key=lambda entry: entry[:3]):
+            job.result.cancel()
         await self._idle.wait()
 
     def _start_next(self) -> None:
-        job = next((q.popleft() for q in self._queues.values() if q), None)
+        job = heapq.heappop(self._heap)[3] if self._heap else None
         self._running = job
         if job is None:
             self._idle.set()
@@ -125,9 +134,9 @@ class SyntheticSeat:
     def num_waiting(self) -> int:
         return self._device.num_waiting
 
-    async def run(self, kind: str, work: Callable[[], T]) -> T:
+    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
         """Raises as `SyntheticDevice.run`."""
-        return await self._device.run(kind, work, self)
+        return await self._device.run(kind, work, turn, self)
 
     def seat(self) -> SyntheticSeat:
         """As the port says."""

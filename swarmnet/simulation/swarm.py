@@ -507,7 +507,7 @@ class Simulation:
             best_per_s=(self._best.total - warm[2]) / span_s,
             rerouted=self._total("rerouted"),
             retracted=self._total("retracted"),
-            moved=self._total("migrated"),
+            moved=self._total("moved"),
             samples_lost=sum(worst.values()) * per_microbatch,
             reported_lost=self._total("samples_lost"),
             stages_restarted=self._total("stage_restarted"),

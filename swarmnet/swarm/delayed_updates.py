@@ -101,7 +101,9 @@ class DelayedUpdates:
         if is_beside:
             return True
         if is_late:
-            await self.replica.device.run(OTHER, self.replica.stage.finish_round)
+            await self.replica.device.run(
+                OTHER, self.replica.stage.finish_round, self.replica.round
+            )
             self.averaging.finish_round(round_index - 1)
             self.averaging.flushed = True
             self.replica.news.tell()

@@ -47,7 +47,10 @@ SUSPICION_FANOUT = 4
 SILENCE_STEP = 0.05
 """By what part the time after which a peer counts as silent must change to be changed."""
 TELL_TOGETHER_S = 0.2
-"""News within this time wakes its listeners once, in a large swarm."""
+TELL_TOGETHER_PER_PEER_S = 0.0025
+MAX_TELL_TOGETHER_S = 2.0
+"""News within this time wakes its listeners once, in a large swarm: the more peers, the more news
+there is, and the longer a round."""
 PROBE_TIMEOUT_S = 2.0
 FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
@@ -218,8 +221,10 @@ class Gossip:
         if self.is_small:
             self.news.tell()
         elif self._telling is None:
-            loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(TELL_TOGETHER_S, self._tell_now)
+            together_s = max(TELL_TOGETHER_S, TELL_TOGETHER_PER_PEER_S * len(self.view))
+            self._telling = asyncio.get_running_loop().call_later(
+                min(together_s, MAX_TELL_TOGETHER_S), self._tell_now
+            )
 
     def _tell_now(self) -> None:
         self._telling = None
@@ -325,11 +330,16 @@ class Gossip:
     def _partner(self) -> str | None:
         now = asyncio.get_running_loop().time()
         own = self.own.peer_id
-        live = [r.peer_id for r in self.view.live(now) if r.peer_id != own]
+        live = self.view.live(now)
         # Now and then a peer taken for dead: the only way to learn that a partition has healed.
-        if not live or self.rng.random() < 0.05:
-            live = [r.peer_id for r in self.view.records() if r.state != LEFT and r.peer_id != own]
-        pool = live or [p for p in self.transport.connected() if p != self.own.peer_id]
+        if len(live) <= 1 or self.rng.random() < 0.05:
+            live = [r for r in self.view.records() if r.state != LEFT]
+        if len(live) > 1:
+            drawn = self.rng.choice(live).peer_id
+            if drawn != own:
+                return drawn
+        pool = [r.peer_id for r in live if r.peer_id != own]
+        pool = pool or [p for p in self.transport.connected() if p != own]
         return self.rng.choice(pool) if pool else None
 
     async def exchange(self, peer_id: str, timeout_s: float = 10.0) -> bool:

@@ -78,6 +78,9 @@ STAGE_METHODS = (
 """Served with a replica only."""
 DRAIN_S = 20.0
 """Longest wait for the own microbatches and shards when leaving."""
+MOVE_S = 7200.0
+"""Likewise when moving to another stage: nobody waits for that, and a round may be long."""
+LOOK_AGAIN_S = 1.0
 
 
 @dataclass
@@ -341,7 +344,13 @@ class Peer:
             return None
         self.gossip.add_total("moved")
         self.gossip.update(
-            state=JOINING, stage=target, digests=b"", holds=b"", samples_per_s=0.0, urgent=True
+            state=JOINING,
+            stage=target,
+            moving_to=OBSERVER_STAGE,
+            digests=b"",
+            holds=b"",
+            samples_per_s=0.0,
+            urgent=True,
         )
         return target
 
@@ -374,17 +383,47 @@ class Peer:
             if self.guest.unfit(move.target):
                 continue
             log.info("stage %d needs this peer more than stage %d", move.target, move.source)
-            if await self._hand_over(replica, alone=False):
+            if await self._prepare_move(replica, move.target):
                 self._moved_at = loop.time()
                 return move.target
-            active_from = replica.plan.next_owner_round(replica.round)
-            self.gossip.update(state=ACTIVE, active_from=active_from, urgent=True)
+            gate_opens = loop.time() + self.limits.move_cooldown_s
+            if self.gossip.own.state == LEAVING:
+                active_from = replica.plan.next_owner_round(replica.round)
+                self.gossip.update(state=ACTIVE, active_from=active_from)
+            self.gossip.update(moving_to=OBSERVER_STAGE, urgent=True)
+
+    async def _prepare_move(self, replica: Replica, target: int) -> bool:
+        """Serves the newest round that has begun here as long as it is fed, then hands over; False
+        where that did not come about. Others know meanwhile who is coming to them."""
+        last = replica.round + (1 if replica.ahead else 0)
+        self.gossip.update(moving_to=target, urgent=True)
+        try:
+            async with asyncio.timeout(MOVE_S):
+                while not (replica.round > last or self._is_fed(replica, last)):
+                    if self.gossip.own.state != ACTIVE:
+                        return False
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                self.gossip.update(state=LEAVING, urgent=True)
+                while not self._handed_over(replica, alone=False):
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                    if self.gossip.own.state != LEAVING:
+                        return False
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_fed(self, replica: Replica, r: int) -> bool:
+        """All of a round has been launched."""
+        now = asyncio.get_running_loop().time()
+        return replica.launched >= r or progress.is_launched(
+            self.view, r, now, self.settings.global_batch
+        )
 
     async def _hand_over(self, replica: Replica, *, alone: bool) -> bool:
         """Takes no more microbatches, and returns when this peer is not needed in its stage any
         more; False where that did not come about in time. `alone`: may leave a stage without a
         replica."""
-        self.gossip.update(state=LEAVING, urgent=True)
+        self.gossip.update(state=LEAVING, moving_to=OBSERVER_STAGE, urgent=True)
         try:
             async with asyncio.timeout(DRAIN_S):
                 while not self._handed_over(replica, alone):

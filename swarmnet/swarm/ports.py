@@ -34,8 +34,8 @@ class LossResult:
 
 
 class Device(Protocol):
-    """A bounded queue before one device. One thing runs at a time: backward work first, then
-    forward, then other, the oldest first within a kind."""
+    """A bounded queue before one device. One thing runs at a time: what is for the earliest round
+    first; of that backward work, then forward, then other; the oldest first within a kind."""
 
     @property
     def num_waiting(self) -> int:
@@ -45,9 +45,9 @@ class Device(Protocol):
     def busy_s(self) -> float:
         """Seconds that the device has worked since its start."""
 
-    async def run(self, kind: str, work: Callable[[], T]) -> T:
-        """Queues `work` and returns what it returns. Cancelling the waiter of work that has not
-        started removes it; work that has started finishes."""
+    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
+        """Queues `work` for the round `turn` and returns what it returns. Cancelling the waiter of
+        work that has not started removes it; work that has started finishes."""
 
     def seat(self) -> Device:
         """The same device, for one of several who work on it: with a `busy_s` of its own work."""

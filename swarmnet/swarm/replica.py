@@ -20,6 +20,7 @@ from typing import TypeVar
 from swarmnet.errors import NotReady, Stale
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.ledger import Ledger
+from swarmnet.protocol.service_time import ServiceTime
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.news import News
 from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
@@ -57,16 +58,21 @@ class Replica:
     """How long the last round was open here."""
     over: int = -1
     """The newest round that, by what others ask of this replica, is over for them."""
-    service_s: float = 0.0
-    """Moving average of the device seconds of a microbatch, forward and backward together."""
+    service: ServiceTime = field(default_factory=ServiceTime)
     sent_bytes: int = 0
     """Of the arrays that the newest microbatch made this replica send."""
     services: Histogram = field(default_factory=Histogram)
-    """The same, every one."""
+    """Device seconds of a microbatch, one value for each forward and each backward."""
     rounds: Histogram = field(default_factory=Histogram)
     """Seconds of rounds, from opening to opening."""
     exchanges: Histogram = field(default_factory=Histogram)
     """Seconds of exchanges."""
+
+    @property
+    def service_s(self) -> float:
+        """Moving average of the device seconds of a microbatch, forward and backward together; 0
+        while unknown."""
+        return self.service.seconds
 
     @property
     def index(self) -> int:
@@ -145,7 +151,7 @@ class Replica:
                 raise Stale(f"round {key[0]} is closed here", round=self.round)
             return work()
 
-        return await self.device.run(kind, guarded)
+        return await self.device.run(kind, guarded, key[0])
 
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""
@@ -154,7 +160,7 @@ class Replica:
             self.closed = True
 
         self.closed = True
-        await self.device.run(OTHER, close)
+        await self.device.run(OTHER, close, self.round)
 
     async def open_round(self, round_index: int, *, synced: bool) -> None:
         """Makes the parameters put aside the present ones and opens a round."""
@@ -169,7 +175,7 @@ class Replica:
             self.ahead = False
 
         last = self.round
-        await self.device.run(OTHER, switch)
+        await self.device.run(OTHER, switch, last)
         self.ledger.finish_round(max(last, round_index - 1))
         self.news.tell()
 
@@ -180,7 +186,7 @@ class Replica:
             self.stage.open_ahead(self.round + 1)
             self.ahead = True
 
-        await self.device.run(OTHER, switch)
+        await self.device.run(OTHER, switch, self.round)
         self.news.tell()
 
     async def drop_ahead(self) -> None:
@@ -188,7 +194,7 @@ class Replica:
         if self.ahead:
             self.ahead = False
             self.ledger.drop_round(self.round + 1)
-            await self.device.run(OTHER, self.stage.drop_ahead)
+            await self.device.run(OTHER, self.stage.drop_ahead, self.round)
 
     async def measure_digests(self) -> bytes:
         """Digests of every shard of the common parameters, for the own record."""

@@ -125,7 +125,8 @@ class Rounds:
         replica, settings = self.replica, self.settings
         if replica.ahead or not (replica.is_open(r) and replica.stage.can_open_ahead):
             return False
-        if r + 1 >= settings.rounds or self.gossip.own.state != ACTIVE:
+        own = self.gossip.own
+        if r + 1 >= settings.rounds or own.state != ACTIVE or own.is_moving:
             return False
         now = asyncio.get_running_loop().time()
         launched = replica.launched >= r or progress.is_launched(
@@ -213,6 +214,7 @@ class Rounds:
                 await self.replica.device.run(
                     BACKWARD,
                     lambda key=key: self.replica.stage.retract(key),  # type: ignore[misc]
+                    r,
                 )
                 self.gossip.add_total("retracted")
 

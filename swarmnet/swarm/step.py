@@ -17,6 +17,7 @@ from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetEr
 from swarmnet.protocol.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.records import LEAVING
 from swarmnet.protocol.reservations import Reservations
+from swarmnet.protocol.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import (
@@ -39,11 +40,8 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.step")
 
-SERVICE_SMOOTHING = 0.1
-MIN_MEASURED = 3
-"""Microbatches after which a service time is announced..."""
 ANNOUNCE_CHANGE = 0.2
-"""...and by what part it must change to be announced again in the middle of a round."""
+"""By what part a service time must change to be announced again in the middle of a round."""
 UNKNOWN_SERVICE_S = 1.0
 """What a replica that has not worked yet says of itself when it has no room."""
 FURTHER_S = 5.0
@@ -249,7 +247,6 @@ class StepService:
             self._flights.pop(key, None)
             raise
         replica.ledger.done(key, num_tokens=reply.num_tokens, next_peer=next_peer)
-        self._measure(replica)
         entry = replica.ledger.get(key)
         if entry is not None and entry.state == COMMITTED:
             self._forward_commit(replica, key, next_peer)
@@ -262,6 +259,7 @@ class StepService:
         result: LossResult = await replica.run(
             FORWARD, key, lambda: stage.forward_backward(key, inputs, targets)
         )
+        self._measure(replica, 1.0)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
         replica.sent_bytes = 0 if result.grad_inputs is None else result.grad_inputs.num_bytes
         return reply, result.grad_inputs
@@ -273,6 +271,9 @@ class StepService:
         key = (step.round, step.microbatch_id)
         stage = replica.stage
         outputs = await replica.run(FORWARD, key, lambda: stage.forward(key, inputs))
+        if not replica.sent_bytes:  # the gradient for the stage before is as large as its inputs
+            replica.sent_bytes = outputs.num_bytes + (inputs.num_bytes if replica.index else 0)
+        self._measure(replica, FORWARD_PART)
 
         def on_path(path: tuple[str, ...]) -> None:
             flight = self._flights.get(key)
@@ -315,6 +316,7 @@ class StepService:
                 if attempt + 1 == self.limits.max_attempts:
                     raise
                 continue
+            self._measure(replica, BACKWARD_PART)
             reply = passed.reply
             sent = (outputs, grad_inputs)
             replica.sent_bytes = sum(a.num_bytes for a in sent if a is not None)
@@ -325,16 +327,15 @@ class StepService:
             )
         raise NotReady("the following stages gave no usable gradient")
 
-    def _measure(self, replica: Replica) -> None:
-        """Service time of a microbatch from the device's clock: waiting for others is no work."""
+    def _measure(self, replica: Replica, part: float) -> None:
+        """A piece of a microbatch is done: how long that took by the device's clock, for which
+        waiting for others is no work."""
         busy_s = replica.device.busy_s
-        sample, self._measured_busy_s = busy_s - self._measured_busy_s, busy_s
-        replica.services.add(sample)
-        if replica.service_s == 0.0:
-            replica.service_s = sample
-        replica.service_s += SERVICE_SMOOTHING * (sample - replica.service_s)
+        piece_s, self._measured_busy_s = busy_s - self._measured_busy_s, busy_s
+        replica.service.add(piece_s, part)
+        replica.services.add(piece_s / part)
         changed = abs(replica.service_s - self._announced_s) > ANNOUNCE_CHANGE * self._announced_s
-        if changed and sum(replica.services.counts) >= MIN_MEASURED:
+        if changed and replica.service_s:
             self._announced_s = replica.service_s
             self.on_measured(replica)
 
@@ -407,7 +408,9 @@ class StepService:
         targets = arrays[1] if len(arrays) > 1 else None
         last = infer.stage == replica.stage.num_stages - 1
         wanted = None if infer.mode == LOGITS or not last else targets
-        result = await replica.device.run(OTHER, lambda: replica.stage.evaluate(inputs, wanted))
+        result = await replica.device.run(
+            OTHER, lambda: replica.stage.evaluate(inputs, wanted), replica.round
+        )
         if isinstance(result, LossResult):
             return Message(InferReply(result.loss_sum, result.num_tokens))
         if last:

@@ -56,13 +56,15 @@ class _WorkThread:
         self.num_waiting = 0
         self.max_share: float | None = None
         self._condition = threading.Condition()
-        self._heap: list[tuple[int, int, _Item]] = []
+        self._heap: list[tuple[tuple[int, ...], int, _Item]] = []
         self._num_submitted = 0
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, priority: int, work: Callable[[], T], seat: DeviceSeat | None = None) -> T:
+    async def run(
+        self, priority: tuple[int, ...], work: Callable[[], T], seat: DeviceSeat | None = None
+    ) -> T:
         loop = asyncio.get_running_loop()
         item = _Item(work, loop, loop.create_future(), seat)
         with self._condition:
@@ -164,10 +166,10 @@ class DeviceThread:
         proportion. None = no cap."""
         self._thread.max_share = share
 
-    async def run(self, kind: str, work: Callable[[], T]) -> T:
+    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
         """As the port says. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
         closed."""
-        return await self._thread.run(PRIORITIES[kind], work)
+        return await self._thread.run((turn, PRIORITIES[kind]), work)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -191,9 +193,9 @@ class DeviceSeat:
         """Of everybody's work."""
         return self._thread.num_waiting
 
-    async def run(self, kind: str, work: Callable[[], T]) -> T:
+    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
         """Raises as `DeviceThread.run`."""
-        return await self._thread.run(PRIORITIES[kind], work, self)
+        return await self._thread.run((turn, PRIORITIES[kind]), work, self)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -212,7 +214,7 @@ class WorkerThread:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` when closed."""
-        return await self._thread.run(0, work)
+        return await self._thread.run((), work)
 
     async def close(self) -> None:
         """Refuses what waits, lets what runs finish. Idempotent."""

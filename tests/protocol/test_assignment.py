@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from swarmnet.protocol.assignment import (
     feeders,
     propose_move,
     split_layers,
+    staff_of,
 )
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE, Record
 from swarmnet.protocol.view import View
@@ -149,6 +151,30 @@ def test_a_move_on_its_way_counts() -> None:
     view = view_of(replica("a", 0, 4.0), *(replica(p, 1, 4.0) for p in "bcd"))
     view.merge(record("b", 1, stage=0, state=JOINING, samples_per_s=4.0), 0.0)
     assert propose_move(view, 2, 0.0, margin=0.1) is None
+
+
+def test_who_is_about_to_move_is_counted_where_it_goes() -> None:
+    crowd = [replica(p, 1, 4.0) for p in "bcd"]
+    view = view_of(replica("a", 0, 4.0), *crowd)
+    for state in (ACTIVE, LEAVING):
+        moving = record("b", 1 + (state == LEAVING), stage=1, state=state, moving_to=0)
+        view.merge(replace(moving, samples_per_s=4.0), 0.0)
+        assert propose_move(view, 2, 0.0, margin=0.1) is None
+        staff = staff_of(view, 2, 0.0, costs=[1.0, 3.0])
+        assert [sorted(r.peer_id for r in rs) for rs in staff] == [["a", "b"], ["c", "d"]]
+        assert staff[0][-1].samples_per_s == 12.0  # its new stage costs a third
+    for _ in range(20):
+        assert choose_stage(view, 2, 0.0, random.Random(0)) in (0, 1)
+
+
+def test_who_is_about_to_move_is_not_moved_again_and_leaves_somebody_behind() -> None:
+    view = view_of(replica("a", 0, 1.0), replica("b", 1, 9.0, moving_to=2), replica("c", 1, 9.0))
+    view.merge(replica("d", 2, 9.0), 0.0)
+    assert propose_move(view, 3, 0.0, margin=0.1) is None  # c and d are the last ones there
+    view.merge(replica("e", 2, 9.0), 0.0)
+    move = propose_move(view, 3, 0.0, margin=0.1)
+    assert move is not None
+    assert move.peer_id in ("d", "e")
 
 
 def test_two_equally_poor_stages_are_helped_in_turn() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol import view as view_module
-from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, OBSERVING, Record
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, OBSERVING, Record, RoundCount
 from swarmnet.protocol.view import MAX_STAMP_LEAD, View
 from tests.protocol.making import record
 
@@ -164,6 +164,18 @@ def test_the_old_are_forgotten_and_do_not_come_back() -> None:
     assert view.wanted_from({"silent": (1, 8)}) == ["silent"]
     assert view.merge(record("silent", 8), 102.0)
     assert view.replicas(0, 102.0)[-1].peer_id == "silent"
+
+
+def test_a_dead_feeder_is_remembered_as_long_as_its_round_goes_on() -> None:
+    """Else a round that lasts longer would have to be made again in part."""
+    view = View("me", silence_s=10.0)
+    count = RoundCount(3, launched=8, committed=5)
+    view.merge(record("me", round=3), 0.0)
+    view.merge(record("feeder", counts=(count,)), 0.0)
+    assert view.forget_old(1000.0, 100.0) == []
+    assert view.committed(3) == 5
+    view.merge(record("me", 1, round=4), 1000.0)
+    assert view.forget_old(1000.0, 100.0) == ["feeder"]
 
 
 def test_the_number_of_known_peers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

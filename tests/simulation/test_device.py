@@ -36,6 +36,24 @@ def test_backward_first_and_the_oldest_first() -> None:
     assert run(main()) == [("f1", 1.0), ("b1", 3.0), ("b2", 5.0), ("f2", 6.0), ("o1", 6.5)]
 
 
+def test_the_earliest_round_first() -> None:
+    async def main() -> list[str]:
+        device = SyntheticDevice(SECONDS.__getitem__)
+        order: list[str] = []
+        jobs = [(FORWARD, 2), (BACKWARD, 2), (OTHER, 1), (FORWARD, 1), (BACKWARD, 1)]
+        tasks = [
+            asyncio.create_task(
+                device.run(kind, lambda k=kind, t=turn: order.append(f"{k} {t}"), turn)
+            )  # type: ignore[misc]
+            for kind, turn in jobs
+        ]
+        await asyncio.gather(*tasks)
+        return order
+
+    order = run(main())
+    assert order[1:] == ["backward 1", "forward 1", "other 1", "backward 2"]
+
+
 def test_cancelling_removes_what_has_not_started() -> None:
     async def main() -> None:
         device = SyntheticDevice(SECONDS.__getitem__)

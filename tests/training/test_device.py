@@ -44,6 +44,25 @@ def noting(order: list[str], name: str) -> Callable[[], str]:
     return work
 
 
+def test_the_earliest_round_first() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        order: list[str] = []
+        jobs = [(FORWARD, 2), (BACKWARD, 2), (OTHER, 1), (FORWARD, 1), (BACKWARD, 1)]
+        tasks = [
+            asyncio.create_task(device.run(kind, noting(order, f"{kind} {turn}"), turn))
+            for kind, turn in jobs
+        ]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await asyncio.gather(*tasks, held)
+        assert order == ["backward 1", "forward 1", "other 1", "backward 2", "forward 2"]
+        await device.close()
+
+    asyncio.run(main())
+
+
 def test_backward_first_then_forward_then_other_and_the_oldest_first() -> None:
     async def main() -> None:
         device = DeviceThread()

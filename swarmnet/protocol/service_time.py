@@ -1,0 +1,42 @@
+"""How long a device takes for a microbatch, learned from pieces of work of unequal length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FORWARD_PART = 1 / 3
+BACKWARD_PART = 1 - FORWARD_PART
+"""Of a microbatch's work. A backward pass is twice a forward pass (2 and 4 FLOP a parameter and
+token: Kaplan et al. 2020). Where a stage differs, only estimates made of more forward than
+backward passes are off: in the long run there are as many of both."""
+SMOOTHING = 0.1
+"""Of a whole microbatch in the moving average, once there have been more than 1 / `SMOOTHING`."""
+MIN_PIECES = 3
+"""Before there is an estimate. The first is left out of it: it warms caches and compiles."""
+
+
+@dataclass(slots=True)
+class ServiceTime:
+    """Device seconds of a microbatch, forward and backward together.
+
+    At the begin of a round a replica makes many forward passes before the first gradient comes
+    back, so what the device has worked between two finished microbatches says little. Each piece
+    counts as the part of a microbatch that it is."""
+
+    seconds: float = 0.0
+    """The estimate; 0 while unknown."""
+    _pieces: int = 0
+    _done: float = 0.0
+    """Microbatches' worth of work in the estimate."""
+    _mean: float = 0.0
+
+    def add(self, seconds: float, part: float) -> None:
+        """The device worked so many seconds for this part of a microbatch."""
+        self._pieces += 1
+        if self._pieces == 1 or seconds < 0:
+            return
+        self._done += part
+        weight = max(part / self._done, 1 - (1 - SMOOTHING) ** part)
+        self._mean += weight * (seconds / part - self._mean)
+        if self._pieces >= MIN_PIECES:
+            self.seconds = self._mean
