@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from statistics import median
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, SwarmnetError
-from swarmnet.protocol import assignment, progress
+from swarmnet.protocol import assignment, feeding, progress
 from swarmnet.protocol.records import ACTIVE, HeldOut, RoundCount
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import (
@@ -46,11 +45,6 @@ MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
 REST_S = 300.0
-IN_FLIGHT_PER_REPLICA, IN_FLIGHT_OF_MANY = 1.5, 6.0
-"""Microbatches in the air for each replica of the swarm. Many feeders, who do not know of each
-other's microbatches, send them to a replica at random times: more must wait for none to be idle."""
-FASTEST = 10.0
-"""A feeder counts as at most so many times as fast as the usual one."""
 
 
 def microbatch_id(run_id: str, peer_id: str, incarnation: int, round_index: int, n: int) -> int:
@@ -181,26 +175,21 @@ class Feeder:
         view = self.gossip.view
         replicas = sum(len(view.replicas(s, now)) for s in range(self.settings.num_stages))
         feeders = max(1, len(assignment.feeders(view, now)))
-        if self.gossip.is_small:
-            return int(IN_FLIGHT_PER_REPLICA * replicas / feeders) + 1
-        return int(IN_FLIGHT_OF_MANY * replicas * self._part(feeders, now)) + 1
+        is_small = self.gossip.is_small
+        part = 1.0 / feeders if is_small else self._part(feeders, now)
+        return feeding.window(replicas, part, is_small=is_small)
 
     def _part(self, num_feeders: int, now: float) -> float:
-        """This feeder's part of what all have in the air: by its own speed, for it serves stage 0
-        to its own microbatches."""
-        rates = self.gossip.view.remembered(
+        view, own = self.gossip.view, self.gossip.own
+        if own.stage != 0:
+            return 1.0 / num_feeders
+        rates = view.remembered(
             0,
             "rates of feeders",
             now,
-            lambda: [r.samples_per_s for r in self.gossip.view.replicas(0, now) if r.has_data],
+            lambda: [r.samples_per_s for r in view.replicas(0, now) if r.has_data],
         )
-        own = self.gossip.own
-        known = [rate for rate in rates if rate > 0]
-        if own.stage != 0 or not own.samples_per_s or not known:
-            return 1.0 / num_feeders
-        usual = median(known)
-        most = FASTEST * usual  # nobody's word makes the others stop
-        return min(own.samples_per_s, most) / sum(min(rate or usual, most) for rate in rates)
+        return feeding.part_of_feeder(own.samples_per_s, rates)
 
     def _serves_itself(self) -> bool:
         """In a large swarm in which most replicas of stage 0 feed, each works on its own data."""
@@ -215,9 +204,12 @@ class Feeder:
         most = self.limits.max_waiting_forwards * (2 if replica.service_s else 1)
         if replica.index != 0 or not self._serves_itself():
             return self._window()
-        if self.transport.traffic.queued_bytes() > most * replica.sent_bytes:
-            return 0
-        return max(0, most - replica.device.num_waiting)
+        return feeding.room_at_home(
+            most,
+            replica.device.num_waiting,
+            queued_bytes=self.transport.traffic.queued_bytes(),
+            sent_bytes=replica.sent_bytes,
+        )
 
     def _may_launch(self, mine: RoundOfFeeder) -> bool:
         round_index = mine.round

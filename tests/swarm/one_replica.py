@@ -63,6 +63,9 @@ class Caller:
 
         return await self.wiring.step(request, (inputs, targets), accept=accept, on_path=ignore)
 
+    def knows(self, record: Record) -> None:
+        self.gossip.view.merge(record, asyncio.get_running_loop().time())
+
     async def ask(self, microbatch_id: int, round_index: int = 0) -> None:
         body = AdmitRequest(round_index, microbatch_id, 0, comes=True)
         await self.transport.call(CALLEE, "admit", Message(body), timeout_s=5.0)
@@ -79,19 +82,34 @@ class OneReplica:
         self.limits = Limits(route_wait_s=1.0, max_waiting_announced=3)
         self.network = SimulatedNetwork(random.Random(0))
         self.hub = MemoryHub(network=self.network, copy=False)
-        gossip = self.join(CALLEE, FAST_LINK, state=ACTIVE, stage=0)
-        self.gossip = gossip
+        self.work_s = WORK_S
+        self.gossip, self.steps = self._serving(CALLEE)
+        assert self.steps.replica is not None
+        self.replica = self.steps.replica
+        self._others: list[StepService] = []
+
+    async def close(self) -> None:
+        for steps in (self.steps, *self._others):
+            await steps.close()
+
+    def _serving(self, name: str) -> tuple[Gossip, StepService]:
+        gossip = self.join(name, FAST_LINK, state=ACTIVE, stage=0)
         wiring = Wiring(gossip.transport, gossip, self.limits, 1, 4, self.rng)
-        stage = SyntheticStage(0, 1, SIZES, ignore)
-        self.replica = Replica(
-            stage,
+        replica = Replica(
+            SyntheticStage(0, 1, SIZES, ignore),
             SyntheticOptimizer(0, SIZES, ignore),
-            SyntheticDevice(lambda kind: WORK_S),
+            SyntheticDevice(lambda kind: self.work_s),
             InlineWorker(),
             round=0,
             synced=True,
         )
-        self.steps = StepService(gossip.transport, gossip, wiring, self.limits, self.replica)
+        return gossip, StepService(gossip.transport, gossip, wiring, self.limits, replica)
+
+    def second(self, name: str) -> Record:
+        """Another replica; its record."""
+        gossip, steps = self._serving(name)
+        self._others.append(steps)
+        return replace(gossip.own, stage=0, state=ACTIVE)
 
     def join(self, name: str, link: Link, **own: Any) -> Gossip:
         self.network.add(name, link)

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet.errors import Busy, NoRoute, SwarmnetError
+from swarmnet.protocol.ledger import Ledger
 from swarmnet.protocol.reservations import RESERVED_S
+from swarmnet.protocol.routing import FIRST_DEADLINE_S
 from swarmnet.simulation.clock import run as run_virtual
 from tests.swarm.one_replica import (
     CALLEE,
@@ -26,7 +28,7 @@ def scenario(play: Callable[[OneReplica], Awaitable[None]]) -> None:
         try:
             await play(pair)
         finally:
-            await pair.steps.close()
+            await pair.close()
 
     run_virtual(main())
 
@@ -148,5 +150,56 @@ def test_a_flood_of_questions_does_not_keep_others_out(is_known: bool) -> None:
         assert pair.steps._places.count(now) == 0, "and in the end it is not believed"
         assert len(pair.steps._places._distrusted) <= 1
         attack.cancel()
+
+    scenario(play)
+
+
+def test_a_callee_that_says_it_is_at_work_is_waited_for() -> None:
+    """Its queue is longer than any deadline that callers know of: nothing is sent twice."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        pair.work_s = 20 * FIRST_DEADLINE_S
+        caller = pair.caller("caller", 1e9)
+        began = loop.time()
+        assert (await caller.step(1)).peer_id == CALLEE
+        assert loop.time() - began > 20 * FIRST_DEADLINE_S
+        assert caller.sent("step") < 1.1 * SIZES.activation_bytes, "sent once"
+        assert caller.gossip.own.totals.get("rerouted", 0) == 0
+
+    scenario(play)
+
+
+def test_a_callee_that_knows_nothing_of_it_is_left_at_its_deadline() -> None:
+    """It answers, but the microbatch is not there any more."""
+
+    async def play(pair: OneReplica) -> None:
+        pair.work_s = 1e6
+        caller = pair.caller("caller", 1e9)
+        coming = asyncio.get_running_loop().create_task(caller.step(1))
+        await asyncio.sleep(1.0)
+        pair.steps._flights.clear()
+        pair.replica.ledger = Ledger()
+        await asyncio.sleep(1.5 * FIRST_DEADLINE_S)
+        assert caller.gossip.own.totals["rerouted"] == 1
+        coming.cancel()
+
+    scenario(play)
+
+
+def test_of_those_asked_the_one_that_would_be_done_first_gets_it() -> None:
+    """Two replicas of a stage: one has much to do, the other nothing."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        near = pair.caller("near", 1e9)
+        idle = pair.second("idle")
+        for turn in range(3):
+            work = [loop.create_task(near.step(10 * turn + i)) for i in range(2)]
+            await asyncio.sleep(0.5)
+            slow = pair.caller(f"slow {turn}")
+            slow.knows(idle)
+            assert (await slow.step(100 + turn)).peer_id == "idle"
+            await asyncio.gather(*work)
 
     scenario(play)

@@ -1,0 +1,52 @@
+"""How many microbatches feeders keep in the air."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet.protocol.feeding import (
+    FASTEST,
+    IN_FLIGHT_OF_MANY,
+    part_of_feeder,
+    room_at_home,
+    window,
+)
+
+rates = st.lists(st.one_of(st.just(0.0), st.floats(0.01, 1e6)), min_size=1, max_size=40)
+
+
+@given(rates)
+def test_the_parts_of_all_feeders_make_about_one(all_rates: list[float]) -> None:
+    known = [r for r in all_rates if r > 0]
+    if len(known) == len(all_rates):
+        assert sum(part_of_feeder(r, all_rates) for r in all_rates) == pytest.approx(1.0)
+    for rate in all_rates:
+        assert 0 < part_of_feeder(rate, all_rates) <= 1.0
+
+
+def test_by_speed() -> None:
+    assert part_of_feeder(3.0, [1.0, 3.0]) == pytest.approx(0.75)
+    assert part_of_feeder(1.0, [1.0, 0.0, 1.0]) == pytest.approx(1 / 3)
+    assert part_of_feeder(0.0, [5.0, 0.0]) == 0.5
+
+
+@given(st.floats(1e3, 1e12), st.integers(2, 20))
+def test_a_boast_leaves_the_others_their_part(boast: float, others: int) -> None:
+    all_rates = [1.0] * others + [boast]
+    assert part_of_feeder(1.0, all_rates) >= 1 / (others + FASTEST) - 1e-9
+
+
+def test_all_windows_together_fill_the_replicas() -> None:
+    all_rates = [0.1, 0.2, 0.4, 0.8]
+    total = sum(window(32, part_of_feeder(r, all_rates), is_small=False) for r in all_rates)
+    assert IN_FLIGHT_OF_MANY * 32 <= total <= IN_FLIGHT_OF_MANY * 32 + len(all_rates)
+    assert window(1, 0.001, is_small=True) == 1
+
+
+def test_a_full_device_or_uplink_gets_no_more() -> None:
+    assert room_at_home(6, 2, queued_bytes=0, sent_bytes=100) == 4
+    assert room_at_home(6, 9, queued_bytes=0, sent_bytes=100) == 0
+    assert room_at_home(6, 0, queued_bytes=601, sent_bytes=100) == 0
+    assert room_at_home(6, 0, queued_bytes=600, sent_bytes=100) == 6
