@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 BULK_SHARE = 0.5
 """Of the uplink, for what runs beside the microbatches."""
-MAX_TURN_S = 120.0
+MAX_TURN_S = 900.0
 """Longest wait for a turn: a rate that was measured far too low delays, but does not stop."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.swarm.peer import DRAIN_S
 from swarmnet.swarm.settings import Limits
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
@@ -114,6 +115,34 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> 
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
         trainer = replay(spec, swarm.counted, 60)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-3
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_a_move_in_long_rounds_is_made_at_their_end(tmp_path: Path) -> None:
+    """A round takes minutes: who moves serves it as long as it is fed, says meanwhile where it
+    goes, so that nobody follows it there, and loses nothing."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=8)
+    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.004)
+        await swarm.until_round(1)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        own = [m.peer.gossip for m in swarm.members.values()]
+        await swarm.until(lambda: any(g.own.is_moving for g in own))
+        began = asyncio.get_running_loop().time()
+        await swarm.until(lambda: swarm.total("moved") == 1)
+        assert asyncio.get_running_loop().time() - began > DRAIN_S
+        assert not any(g.own.is_moving for g in own)
+        await swarm.until_round(8)
+        assert sorted(g.own.stage for g in own) == [0, 0, 1, 1]
+        assert swarm.total("moved") == 1
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+        trainer = replay(spec, swarm.counted, 8)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
 
     in_virtual_time(scenario, spec, limits=limits)
 
