@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -34,6 +36,8 @@ FORWARD_PART = 1 / 3
 """Of a microbatch's device time."""
 OTHER_S = 0.001
 BOOTSTRAP_PEERS = 3
+COLLECT_AT = (100_000, 50, 100)
+"""Thresholds of the garbage collector, as of `gc.set_threshold`."""
 SAMPLES_KEPT = 200
 """Points of the curves over time."""
 CONTROL_METHODS = frozenset(
@@ -84,7 +88,20 @@ def simulate(
     """Runs a scenario to its end, until `stop` says so, or until an invariant breaks
     (`Result.broken`). An error that a peer logs is a broken invariant too. `on_sample` hears of
     every point of the curves."""
-    return run(Simulation(scenario, stop, on_sample).run(), seed=scenario.seed)
+    with _rare_collections():
+        return run(Simulation(scenario, stop, on_sample).run(), seed=scenario.seed)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A large swarm is millions of objects that live long: looking through all of them for cycles,
+    as often as Python does it, takes half of the time of an exchange."""
+    before = gc.get_threshold()
+    gc.set_threshold(*COLLECT_AT)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Simulation:
