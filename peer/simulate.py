@@ -228,6 +228,7 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
         ("of that bound", f"{100 * result.fraction_of_bound:.1f} %"),
         ("bound of the best assignment", f"{result.best_per_s:.1f} samples/s"),
         ("of the best assignment", f"{100 * result.fraction_of_best:.1f} %"),
+        ("assignment as served, of the best", f"{100 * result.assignment_quality:.1f} %"),
         ("rounds", f"{result.rounds}"),
         ("what happened", faults),
         ("re-routes", f"{result.rerouted}"),

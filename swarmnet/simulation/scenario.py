@@ -135,6 +135,11 @@ class Result:
     def fraction_of_best(self) -> float:
         return self.samples_per_s / self.best_per_s if self.best_per_s else 0.0
 
+    @property
+    def assignment_quality(self) -> float:
+        """The bound as they served over that of the best assignment: what rebalancing is for."""
+        return self.bound_per_s / self.best_per_s if self.best_per_s else 0.0
+
 
 def small_swarm(seed: int) -> Scenario:
     """One of the small swarms of the sweep: up to 12 peers, 1 to 4 stages, every kind of fault."""

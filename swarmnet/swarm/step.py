@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.ledger import COMMITTED, RUNNING
-from swarmnet.protocol.records import LEAVING
+from swarmnet.protocol.records import LEAVING, LEFT, Record
 from swarmnet.protocol.reservations import Reservations
 from swarmnet.protocol.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.swarm.gossip import Gossip, Tasks
@@ -54,11 +54,28 @@ class Flight:
     """A microbatch inside this replica, or its receipt."""
 
     task: asyncio.Task[Message]
+    feeder: str = ""
     path: tuple[str, ...] = ()
     """Where it went after here, as far as is known."""
     listeners: list[Callable[[Message], None]] = field(default_factory=list)
 
+    is_doomed: bool = False
+    """Its feeder is gone: it will never count."""
+    is_beyond: bool = False
+    """It is with the following stages; nothing is done for it here."""
     _later: asyncio.TimerHandle | None = None
+
+    def doom(self) -> None:
+        """No more work is done for it: from now on, or from the end of the piece of work that is
+        waiting for the device. What is in the gradient already is taken out when the round ends."""
+        self.is_doomed = True
+        if self.is_beyond:
+            self.task.cancel()
+
+    def check(self) -> None:
+        """Raises `NotReady` where it is doomed."""
+        if self.is_doomed:
+            raise NotReady("the feeder of the microbatch is gone")
 
     def moved(self, path: tuple[str, ...]) -> None:
         """Tells every caller where the microbatch is: at once where it goes another way, or begins
@@ -105,6 +122,8 @@ class StepService:
         self.transport.handle("commit", self._on_commit)
         self.transport.handle("infer", self._on_infer)
         self.wiring.local.update({"step": self.on_step, "infer": self._on_infer})
+        self.gossip.on_suspected(self._feeder_lost)
+        self.gossip.on_record(self._maybe_left)
         # One caller never has all places: others get through whatever it does.
         self._places = Reservations(max(1, self.limits.max_waiting_forwards - 1))
         self._measured_busy_s = 0.0
@@ -130,12 +149,14 @@ class StepService:
             if replica.ledger.get(key) is not None:  # a late call, of somebody it passed by
                 raise Stale("the microbatch was committed here already", round=replica.round)
             self._places.take(request.remote, key, asyncio.get_running_loop().time())
+            if self._is_lost(step.feeder):
+                raise NotReady("the feeder of the microbatch is gone")
             self._admit(replica, step.round, announced=step.asked)
             replica.ledger.begin(
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
             )
             task = self._tasks.start(self._fly(replica, step, inputs, targets))
-            flight = self._flights[key] = Flight(task)
+            flight = self._flights[key] = Flight(task, step.feeder)
         else:
             entry = replica.ledger.get(key)
             if entry is not None:
@@ -298,10 +319,18 @@ class StepService:
             num_samples=step.num_samples,
             hint=step.hint,
         )
+        flight = self._flights.get(key)
+        if flight is None:
+            raise Stale(f"round {step.round} is over here", round=replica.round)
         for attempt in range(self.limits.max_attempts):
-            passed = await self.wiring.step(
-                onward, (outputs, targets), accept=accept, on_path=on_path
-            )
+            flight.check()
+            flight.is_beyond = True
+            try:
+                passed = await self.wiring.step(
+                    onward, (outputs, targets), accept=accept, on_path=on_path
+                )
+            finally:
+                flight.is_beyond = False
             grads = passed.grad_inputs
             assert grads is not None
             try:
@@ -326,6 +355,23 @@ class StepService:
                 passed.peer_id,
             )
         raise NotReady("the following stages gave no usable gradient")
+
+    def _feeder_lost(self, peer_id: str) -> None:
+        """Work for a feeder that is gone would have to be taken out of the gradient again."""
+        own = self.gossip.own.peer_id
+        for flight in list(self._flights.values()):
+            if flight.feeder == peer_id != own:
+                flight.doom()
+
+    def _maybe_left(self, record: Record) -> None:
+        if record.state == LEFT:
+            self._feeder_lost(record.peer_id)
+
+    def _is_lost(self, feeder: str) -> bool:
+        """Taken for dead, or gone."""
+        view = self.gossip.view
+        record = view.get(feeder)
+        return view.is_suspected(feeder) or (record is not None and record.state == LEFT)
 
     def _measure(self, replica: Replica, part: float) -> None:
         """A piece of a microbatch is done: how long that took by the device's clock, for which
