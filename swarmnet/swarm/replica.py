@@ -143,10 +143,14 @@ class Replica:
         """Microbatches of the round come too late here."""
         return round_index < self.round or (round_index == self.round and self.closed)
 
-    async def run(self, kind: str, key: StepKey, work: Callable[[], T]) -> T:
-        """Runs device work of a microbatch, unless its round closed meanwhile (`Stale`)."""
+    async def run(
+        self, kind: str, key: StepKey, work: Callable[[], T], check: Callable[[], None]
+    ) -> T:
+        """Runs device work of a microbatch, unless its round closed meanwhile (`Stale`), or `check`
+        raises."""
 
         def guarded() -> T:
+            check()
             if not self.takes(key[0]):
                 raise Stale(f"round {key[0]} is closed here", round=self.round)
             return work()

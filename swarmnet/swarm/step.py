@@ -66,8 +66,8 @@ class Flight:
     _later: asyncio.TimerHandle | None = None
 
     def doom(self) -> None:
-        """No more work is done for it: from now on, or from the end of the piece of work that is
-        waiting for the device. What is in the gradient already is taken out when the round ends."""
+        """No more work is begun for it. What is in the gradient already is taken out when the round
+        ends."""
         self.is_doomed = True
         if self.is_beyond:
             self.task.cancel()
@@ -256,12 +256,15 @@ class StepService:
         self, replica: Replica, step: StepRequest, inputs: Array, targets: Array
     ) -> Message:
         key = (step.round, step.microbatch_id)
+        flight = self._flights[key]
         try:
             if replica.index == replica.stage.num_stages - 1:
-                reply, grad_inputs = await self._last(replica, key, inputs, targets)
+                reply, grad_inputs = await self._last(replica, flight, key, inputs, targets)
                 next_peer = None
             else:
-                reply, grad_inputs, next_peer = await self._through(replica, step, inputs, targets)
+                reply, grad_inputs, next_peer = await self._through(
+                    replica, flight, step, inputs, targets
+                )
         except BaseException:
             replica.ledger.failed(key)
             replica.stage.forget(key)
@@ -274,11 +277,11 @@ class StepService:
         return Message(reply, () if grad_inputs is None else (grad_inputs,))
 
     async def _last(
-        self, replica: Replica, key: StepKey, inputs: Array, targets: Array
+        self, replica: Replica, flight: Flight, key: StepKey, inputs: Array, targets: Array
     ) -> tuple[StepReply, Array | None]:
         stage = replica.stage
         result: LossResult = await replica.run(
-            FORWARD, key, lambda: stage.forward_backward(key, inputs, targets)
+            FORWARD, key, lambda: stage.forward_backward(key, inputs, targets), flight.check
         )
         self._measure(replica, 1.0)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
@@ -286,12 +289,12 @@ class StepService:
         return reply, result.grad_inputs
 
     async def _through(
-        self, replica: Replica, step: StepRequest, inputs: Array, targets: Array
+        self, replica: Replica, flight: Flight, step: StepRequest, inputs: Array, targets: Array
     ) -> tuple[StepReply, Array | None, str]:
         """Forward, the following stages, backward."""
         key = (step.round, step.microbatch_id)
         stage = replica.stage
-        outputs = await replica.run(FORWARD, key, lambda: stage.forward(key, inputs))
+        outputs = await replica.run(FORWARD, key, lambda: stage.forward(key, inputs), flight.check)
         if not replica.sent_bytes:  # the gradient for the stage before is as large as its inputs
             replica.sent_bytes = outputs.num_bytes + (inputs.num_bytes if replica.index else 0)
         self._measure(replica, FORWARD_PART)
@@ -319,9 +322,6 @@ class StepService:
             num_samples=step.num_samples,
             hint=step.hint,
         )
-        flight = self._flights.get(key)
-        if flight is None:
-            raise Stale(f"round {step.round} is over here", round=replica.round)
         for attempt in range(self.limits.max_attempts):
             flight.check()
             flight.is_beyond = True
@@ -338,6 +338,7 @@ class StepService:
                     BACKWARD,
                     key,
                     lambda grads=grads: stage.backward(key, grads),  # type: ignore[misc]
+                    flight.check,
                 )
             except ProtocolViolation as e:  # not finite: the fault of what came back
                 log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)

@@ -27,6 +27,8 @@ def test_two_sides_that_went_on_alone_agree_again(tmp_path: Path, seed: int) -> 
         for a, b in pairs:
             swarm.hub.partition(a, b)
         start = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) >= start + ROUNDS_APART)
+        await _meet(swarm)
         await swarm.until(lambda: _are_apart(swarm, start + ROUNDS_APART))
         for a, b in pairs:
             swarm.hub.heal(a, b)
@@ -40,6 +42,19 @@ def test_two_sides_that_went_on_alone_agree_again(tmp_path: Path, seed: int) -> 
         assert _moments_agree(swarm), f"seed {seed}: owners have different moments"
 
     in_virtual_time(scenario, spec, seed=seed)
+
+
+async def _meet(swarm: Swarm) -> None:
+    """The side that noticed the partition first, and is ahead, waits for the other."""
+    rounds = {name: m.peer.gossip.own.round for name, m in swarm.members.items()}
+    ahead = [name for name, r in rounds.items() if r > min(rounds.values()) + 1]
+    for name in ahead:
+        swarm.hub.freeze(name)
+    there = [rounds[name] for name in ahead]
+    behind = [swarm.members[name].peer for name in rounds if name not in ahead]
+    await swarm.until(lambda: all(p.gossip.own.round >= max(there, default=0) for p in behind))
+    for name in ahead:
+        swarm.hub.thaw(name)
 
 
 def _are_apart(swarm: Swarm, least: int) -> bool:

@@ -203,3 +203,23 @@ def test_of_those_asked_the_one_that_would_be_done_first_gets_it() -> None:
             await asyncio.gather(*work)
 
     scenario(play)
+
+
+def test_no_work_is_begun_for_a_feeder_that_is_gone() -> None:
+    """What it has launched will never count, and would have to be taken out again."""
+
+    async def play(pair: OneReplica) -> None:
+        work = pair.fill()
+        await asyncio.sleep(0.5)
+        near = pair.gossip.view.get("near")
+        assert near is not None
+        pair.hub.kill("near")
+        pair.gossip.suspect("near", near.stamp)
+        await asyncio.sleep(10 * WORK_S)
+        assert len(pair.replica.ledger.pending(0)) == 0
+        assert not pair.replica.ledger.running(0)
+        other = pair.caller("other", 1e9)
+        assert (await other.step(1)).peer_id == CALLEE
+        await asyncio.gather(*work, return_exceptions=True)
+
+    scenario(play)
