@@ -188,7 +188,7 @@ def streams(bodies: list[Any], arrays: tuple[Array, ...]) -> list[bytes]:
         for kind in (frames.REQUEST, frames.REPLY):
             head = frames.head_frame(kind, call_id, {"m": "step", "b": body}, arrays)
             parts = frames.part_frames(frames.PARTS_OF[kind], call_id, arrays)
-            found.append(head + b"".join(h + p for h, p in parts))
+            found.append(head + b"".join(parts))
         found.append(frames.head_frame(frames.NOTIFY, 0, {"m": "records", "b": body}))
         found.append(frames.head_frame(frames.PROGRESS, call_id, {"b": body}))
     return [*found, b"".join(found)]

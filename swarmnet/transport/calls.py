@@ -150,7 +150,7 @@ class Channel(asyncio.BufferedProtocol):
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._reader = Reader(self)
-        self._outbox = Outbox()
+        self._outbox = Outbox(owner.pool.take)
         self._is_paused = False
         self._is_pumping = False
         self._written_bytes = 0
@@ -181,7 +181,10 @@ class Channel(asyncio.BufferedProtocol):
         self._transport.set_protocol(self)
         self.say_hello()
         if stream.leftover:
-            self._guard(lambda: self._reader.feed_bytes(stream.leftover))
+            try:
+                self._reader.feed_bytes(stream.leftover)
+            except Exception as e:
+                self._refuse(e)
         if self.is_open:
             self._transport.resume_reading()
         return None
@@ -197,7 +200,11 @@ class Channel(asyncio.BufferedProtocol):
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._guard(lambda: self._reader.feed(nbytes))
+        try:
+            if self.is_open:
+                self._reader.feed(nbytes)
+        except Exception as e:
+            self._refuse(e)
 
     def eof_received(self) -> bool:
         return False
@@ -229,16 +236,13 @@ class Channel(asyncio.BufferedProtocol):
             upload.drained(self, max(0, taken - self._metered_bytes), now, ended=ended)
         self._metered_bytes = None if ended else taken
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _refuse(self, e: Exception) -> None:
         """What a peer sends may cost it this channel, and nobody anything else."""
-        try:
-            if self.is_open:
-                work()
-        except ProtocolViolation as e:
+        if isinstance(e, ProtocolViolation):
             self._owner.offended(self.remote, str(e))
             self.abort(str(e))
-        except Exception as e:
-            log.exception("a frame of %s could not be handled", self.remote[-8:])
+        else:
+            log.error("a frame of %s could not be handled", self.remote[-8:], exc_info=e)
             self.abort(repr(e))
 
     def abort(self, reason: str) -> None:
@@ -277,7 +281,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def head(self, head: Head, num_bytes: int) -> None:
         """`frames.Sink`"""
-        self._owner.traffic.add_received(self._books(head), num_bytes)
+        books = self._books(head)
+        self._owner.traffic.add_received(books, num_bytes)
         if head.kind == HELLO:
             self._on_hello(head)
         elif not self.ready.done():
@@ -287,10 +292,10 @@ class Channel(asyncio.BufferedProtocol):
         elif head.kind == CANCEL:
             self._on_cancel(head.call_id)
         elif head.array_bytes:
-            self._assemble(head)
+            self._assemble(head, books)
         elif head.kind == REQUEST:
             self._check_new(head.call_id)
-            self._on_request(head, Message(head.values.get("b"), _empty(head)))
+            self._on_request(head, Message(head.values.get("b"), _empty(head)), books)
         elif head.kind == NOTIFY:
             self._on_note(head)
         else:
@@ -314,8 +319,8 @@ class Channel(asyncio.BufferedProtocol):
         if call_id in self._serving or (REQUEST_PART, call_id) in self._assemblies:
             raise ProtocolViolation("a call id that is in use")
 
-    def _assemble(self, head: Head) -> None:
-        """A message of which parts will follow."""
+    def _assemble(self, head: Head, books: str) -> None:
+        """A message of which parts will follow; `books`: as `_books` says."""
         key = (PARTS_OF[head.kind], head.call_id)
         is_wanted = True
         if head.kind == REQUEST:
@@ -327,7 +332,8 @@ class Channel(asyncio.BufferedProtocol):
         if self._receiving_bytes + head.array_bytes > MAX_RECEIVING_BYTES:
             raise ProtocolViolation(f"more than {MAX_RECEIVING_BYTES} bytes on their way")
         self._receiving_bytes += head.array_bytes
-        self._assemblies[key] = Assembly(head, self._owner.pool.take if is_wanted else None)
+        allocate = self._owner.pool.take if is_wanted else None
+        self._assemblies[key] = Assembly(head, allocate, books)
 
     def assembly(self, kind: int, call_id: int) -> Assembly:
         """`frames.Sink`"""
@@ -341,7 +347,7 @@ class Channel(asyncio.BufferedProtocol):
         assembly = self._assemblies[kind, call_id]
         head = assembly.head
         self._receiving_bytes -= payload_bytes
-        self._owner.traffic.add_received(self._books(head), HEADER.size + payload_bytes)
+        self._owner.traffic.add_received(assembly.books, HEADER.size + payload_bytes)
         if is_end != (assembly.left_bytes == 0):
             raise ProtocolViolation("a message that ends too early or not at all")
         if not is_end:
@@ -349,7 +355,7 @@ class Channel(asyncio.BufferedProtocol):
         del self._assemblies[kind, call_id]
         message = Message(head.values.get("b"), assembly.arrays())
         if head.kind == REQUEST:
-            self._on_request(head, message)
+            self._on_request(head, message, assembly.books)
         else:
             self._on_answer(head, message)
 
@@ -405,8 +411,8 @@ class Channel(asyncio.BufferedProtocol):
 
     # ---- serving ----------------------------------------------------------------------------
 
-    def _on_request(self, head: Head, message: Message) -> None:
-        call_id, books, num_bytes = head.call_id, self._books(head), head.array_bytes
+    def _on_request(self, head: Head, message: Message, books: str) -> None:
+        call_id, num_bytes = head.call_id, head.array_bytes
         is_full = self._owner.num_running(self.remote) >= MAX_OPEN_CALLS
         if not self._owner.allows(self.remote):
             busy = Busy("too many calls a second", backlog_s=BUSY_BACKLOG_S)
@@ -539,32 +545,31 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             self._is_pumping = False
 
-    def _take(self, bulk: bool) -> list[bytes]:
+    def _take(self, bulk: bool) -> list[bytes | memoryview]:
         """Frames for one write; small ones, and the head and first part of a large message, go to
-        the operating system (and into a TLS record) together."""
-        buffers: list[bytes] = []
-        small: list[bytes] = []
+        the operating system together."""
+        frames: list[bytes | memoryview] = []
+        small: list[bytes | memoryview] = []
         num_bytes = 0
         while num_bytes < BATCH_BYTES:
             taken = self._outbox.take(bulk=bulk)
             if taken is None:
                 break
-            method, pieces = taken
-            for piece in pieces:
-                if len(piece) < JOINED_BYTES:
-                    small.append(piece)
-                    continue
-                if small:
-                    buffers.append(b"".join(small))
-                small = []
-                buffers.append(piece)
-            size = sum(map(len, pieces))
+            method, frame = taken
+            size = len(frame)
             num_bytes += size
             self._owner.traffic.add_sent(method, size, is_direct=self.is_direct)
+            if size < JOINED_BYTES:
+                small.append(frame)
+                continue
+            if small:
+                frames.append(b"".join(small))
+                small = []
+            frames.append(frame)
         if small:
-            buffers.append(b"".join(small))
+            frames.append(b"".join(small))
         self._owner.pacer.sent(num_bytes)
-        return buffers
+        return frames
 
 
 def as_remote(error: Exception) -> RemoteError:

@@ -22,7 +22,10 @@ MAGIC = b"sw"
 FRAME_VERSION = 1
 HEADER = struct.Struct("<2sBBIIII")
 """Magic, frame version, kind, call id, head bytes, payload bytes, checksum."""
-CHECKED_BYTES = HEADER.size - 4
+CHECKED = struct.Struct("<2sBBIII")
+"""The same without the checksum."""
+CHECKSUM = struct.Struct("<I")
+CHECKED_BYTES = CHECKED.size
 
 HELLO, REQUEST, REPLY, ERROR, PROGRESS, NOTIFY, REQUEST_PART, REPLY_PART, CANCEL = range(1, 10)
 END = 0x80
@@ -39,14 +42,15 @@ MAX_RECEIVING_BYTES = 4 << 30
 """Array bytes of one direction of a stream that are announced and have not come."""
 DIRECT_BYTES = 16 << 10
 """Payload from which on the stream is read straight into an array."""
-BUFFER_BYTES = 128 << 10
+BUFFER_BYTES = 16 << 10
+"""Read at a time while no array is being filled: a head, a header, and little of the payload behind
+them, which has to be copied to its array."""
 
 
 def frame_header(kind: int, call_id: int, head: Any, payload: Any = b"") -> bytes:
     """The header of a frame; head or payload follows it on the stream."""
-    checked = HEADER.pack(MAGIC, FRAME_VERSION, kind, call_id, len(head), len(payload), 0)
-    checked = checked[:CHECKED_BYTES]
-    return checked + struct.pack("<I", _checksum(checked, head or payload))
+    checked = CHECKED.pack(MAGIC, FRAME_VERSION, kind, call_id, len(head), len(payload))
+    return checked + CHECKSUM.pack(_checksum(checked, head or payload))
 
 
 def head_frame(
@@ -85,13 +89,19 @@ def check_arrays(kind: int, arrays: tuple[Array, ...]) -> int:
 
 
 def part_frames(
-    kind: int, call_id: int, arrays: tuple[Array, ...]
-) -> Iterator[tuple[bytes, bytes]]:
-    """Header and payload of each part, in order. A part never reaches beyond one array.
+    kind: int,
+    call_id: int,
+    arrays: tuple[Array, ...],
+    allocate: Callable[[int], memoryview] | None = None,
+) -> Iterator[memoryview]:
+    """Each part as one whole frame, in order. A part never reaches beyond one array.
 
     Each payload is copied when its turn comes: the stream may write it later than its owner
-    changes the array, and then bytes and checksum would differ.
+    changes the array, and then bytes and checksum would differ. The copy lies behind its header,
+    so that a part is one write, and needs no TLS record for the header alone. `allocate`: gives
+    memory of a size that is nobody else's for as long as the frame is; fresh where left out.
     """
+    take = allocate or _fresh
     left = sum(a.num_bytes for a in arrays)
     for array in arrays:
         if not array.num_bytes:
@@ -99,9 +109,17 @@ def part_frames(
         data = memoryview(array.data)
         data = data if data.format == "B" and data.ndim == 1 else data.cast("B")
         for start in range(0, len(data), PART_BYTES):
-            payload = bytes(data[start : start + PART_BYTES])
-            left -= len(payload)
-            yield frame_header(kind | (0 if left else END), call_id, b"", payload), payload
+            size = min(PART_BYTES, len(data) - start)
+            left -= size
+            frame = take(HEADER.size + size)
+            payload = frame[HEADER.size :]
+            payload[:] = data[start : start + size]
+            frame[: HEADER.size] = frame_header(kind | (0 if left else END), call_id, b"", payload)
+            yield frame
+
+
+def _fresh(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(num_bytes))
 
 
 def _checksum(checked: bytes, content: Any) -> int:
@@ -127,10 +145,13 @@ class Head:
 class Assembly:
     """A message whose parts are still coming."""
 
-    def __init__(self, head: Head, allocate: Callable[[int], memoryview] | None) -> None:
+    def __init__(
+        self, head: Head, allocate: Callable[[int], memoryview] | None, books: str = ""
+    ) -> None:
         """`allocate`: gives memory of a size; None: nobody wants the arrays any more, and one
-        part's memory is enough to read past them."""
+        part's memory is enough to read past them. `books`: what its bytes are counted under."""
         self.head = head
+        self.books = books
         self.left_bytes = head.array_bytes
         sizes = [array_bytes(dtype, shape) for dtype, shape in head.arrays]
         self._left = [size for size in sizes if size]
@@ -212,27 +233,26 @@ class Reader:
             view = view[n:]
 
     def _parse(self) -> None:
-        start = 0
+        start, filled = 0, self._filled
         while True:
-            if self._target is not None:
-                n = min(self._filled - start, len(self._target) - self._target_filled)
-                end = self._target_filled + n
-                self._target[self._target_filled : end] = self._buffer[start : start + n]
-                self._target_filled = end
+            target = self._target
+            if target is not None:
+                at = self._target_filled
+                n = min(filled - start, len(target) - at)
+                target[at : at + n] = self._buffer[start : start + n]
+                self._target_filled = at + n
                 start += n
-                if end < len(self._target):
+                if at + n < len(target):
                     break
                 self._end_payload()
-            elif self._header is None:
-                if self._filled - start < HEADER.size:
-                    break
+            elif filled - start >= HEADER.size:
                 self._begin(bytes(self._buffer[start : start + HEADER.size]))
                 start += HEADER.size
             else:
                 break
-        rest = self._filled - start
+        rest = filled - start
         if start and rest:
-            self._buffer[:rest] = bytes(self._buffer[start : self._filled])
+            self._buffer[:rest] = bytes(self._buffer[start:filled])
         self._filled = rest
 
     def _begin(self, raw: bytes) -> None:

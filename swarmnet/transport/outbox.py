@@ -12,11 +12,13 @@ their senders' arrays.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from swarmnet.errors import TransportError
 from swarmnet.transport.frames import (
+    HEADER,
     MAX_RECEIVING_BYTES,
     PARTS_OF,
     head_frame,
@@ -52,7 +54,7 @@ class Outgoing:
     left_bytes: int = 0
     """Of the arrays, not yet taken."""
     is_begun: bool = False
-    parts: Iterator[tuple[bytes, bytes]] = field(default_factory=lambda: iter(()))
+    parts: Iterator[memoryview] = field(default_factory=lambda: iter(()))
 
 
 def outgoing(
@@ -64,10 +66,15 @@ def outgoing(
     return Outgoing(kind, call_id, method, first, arrays if num_bytes else (), num_bytes)
 
 
+_left_bytes = attrgetter("left_bytes")
+
+
 class Outbox:
     """Messages in, frames out."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
+        """`allocate`: memory for parts, see `frames.part_frames`."""
+        self._allocate = allocate
         self._small: deque[Outgoing] = deque()
         self._small_bytes = 0
         self._notes: deque[Outgoing] = deque(maxlen=MAX_NOTES)
@@ -122,9 +129,9 @@ class Outbox:
         """Does a large message wait, begun or not?"""
         return bool(self._waiting or self._turns)
 
-    def take(self, *, bulk: bool = True) -> tuple[str, tuple[bytes, ...]] | None:
-        """What is to be written next, and the method that it is for; None where nothing is.
-        `bulk`: large messages too."""
+    def take(self, *, bulk: bool = True) -> tuple[str, bytes | memoryview] | None:
+        """The frame that is to be written next, and the method that it is for; None where nothing
+        is. `bulk`: large messages too."""
         if self._small:
             message = self._small.popleft()
             self._small_bytes -= len(message.first)
@@ -137,7 +144,7 @@ class Outbox:
         else:
             return None
         message.is_begun = True
-        return message.method, (message.first,)
+        return message.method, message.first
 
     def _fits(self, message: Outgoing) -> bool:
         """May it be begun now, so that the receiver never has more than it takes?"""
@@ -147,21 +154,23 @@ class Outbox:
         )
 
     def _begin(self, message: Outgoing) -> Outgoing:
-        message.parts = part_frames(PARTS_OF[message.kind], message.call_id, message.arrays)
+        kind = PARTS_OF[message.kind]
+        message.parts = part_frames(kind, message.call_id, message.arrays, self._allocate)
         self._turns.append(message)
         self._turns_bytes += message.left_bytes
         return message
 
-    def _turn(self) -> tuple[str, tuple[bytes, ...]]:
+    def _turn(self) -> tuple[str, memoryview]:
         """The next part of the message whose turn it is."""
         self._num_turns += 1
         message = self._turns[0]
-        if self._num_turns % FAIR_EVERY:
-            message = min(self._turns, key=lambda m: m.left_bytes)
+        if len(self._turns) > 1 and self._num_turns % FAIR_EVERY:
+            message = min(self._turns, key=_left_bytes)
         self._turns.remove(message)
-        header, payload = next(message.parts)
-        message.left_bytes -= len(payload)
-        self._turns_bytes -= len(payload)
+        frame = next(message.parts)
+        num_bytes = len(frame) - HEADER.size
+        message.left_bytes -= num_bytes
+        self._turns_bytes -= num_bytes
         if message.left_bytes:
             self._turns.append(message)
-        return message.method, (header, payload)
+        return message.method, frame

@@ -573,7 +573,7 @@ def test_a_listener_that_fails_disturbs_nobody() -> None:
 
 # ---- bad peers --------------------------------------------------------------------------------
 
-PARTS = b"".join(h + p for h, p in part_frames(REQUEST_PART, 1, (array(10),)))
+PARTS = b"".join(part_frames(REQUEST_PART, 1, (array(10),)))
 ANNOUNCED = head_frame(REQUEST, 1, {"m": "echo"}, (array(10),))
 REQUEST_1 = head_frame(REQUEST, 1, {"m": "wait"})
 

@@ -39,7 +39,7 @@ def test_the_dumps_are_what_the_code_writes_and_reads() -> None:
     assert note == frames.head_frame(frames.NOTIFY, 0, {"m": "x"})
     head = frames.head_frame(frames.REQUEST, 1, {"m": "x", "b": {"k": 1}}, arrays)
     parts = frames.part_frames(frames.REQUEST_PART, 1, arrays)
-    assert request == head + b"".join(h + p for h, p in parts)
+    assert request == head + b"".join(parts)
     busy = calls.describe(errors.Busy("full", backlog_s=0.5))
     assert error == frames.head_frame(frames.ERROR, 1, {"e": busy})
     assert [m[:3] for m in read(note + request + error).done] == [
