@@ -22,6 +22,9 @@ HASH_BITS = 52
 MAX_RATIO_LOG2 = 4
 MAX_RATIO = 2.0**MAX_RATIO_LOG2
 """Between the weight of a peer and what is usual, either way."""
+FAST_BYTES_PER_S = 125e6
+"""1 Gbit/s. A faster link is not what limits an update: what is measured beyond says how busy the
+machine was. All such links count alike."""
 
 
 def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[str]:
@@ -87,15 +90,17 @@ def placed(
 
 
 def weights_from(records: Iterable[Record]) -> dict[str, float]:
-    """Weights of replicas: their upload bandwidth (bytes/s), rounded to a power of two so that
-    the noise of measuring does not move shards.
+    """Weights of replicas: their upload bandwidth (bytes/s), up to `FAST_BYTES_PER_S`, rounded to a
+    power of two so that the noise of measuring does not move shards.
 
     None is more than `MAX_RATIO` times above or below what is usual: a huge link does not make its
     owner hold everything, nor a false claim of one. Usual is the median, itself rounded down to a
     power of four, so that it does not move with every peer that comes. A peer whose bandwidth is
     unknown gets the median, or 1 where none is known."""
     rates = {r.peer_id: r.upload_bytes_per_s for r in records}
-    exponents = {p: round(math.log2(x)) for p, x in rates.items() if x > 0}
+    exponents = {
+        p: round(math.log2(min(x, FAST_BYTES_PER_S))) for p, x in rates.items() if x > 0
+    }
     if not exponents:
         return dict.fromkeys(rates, 1.0)
     median = median_low(exponents.values())

@@ -106,10 +106,13 @@ class Aggregator:
 
     async def _sum(self, round_index: int, shard_index: int, parts: list[Part]) -> Aggregate:
         """The mean: one pass over the sum tells whether all was finite."""
+
+        def work() -> tuple[Array, float]:
+            total = self.optimizer.sum([p.gradient for p in parts])
+            return total, self.optimizer.sum_of_squares(total)
+
         while parts:
-            gradients = [p.gradient for p in parts]
-            total = await self.worker.run(lambda g=gradients: self.optimizer.sum(g))  # type: ignore[misc]
-            squares = await self.worker.run(lambda t=total: self.optimizer.sum_of_squares(t))  # type: ignore[misc]
+            total, squares = await self.worker.run(work)
             if math.isfinite(squares):
                 return Aggregate(total, squares, sum(p.num_tokens for p in parts))
             sound = self._only_finite(round_index, shard_index, parts, await self._squares(parts))

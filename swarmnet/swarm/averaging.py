@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from swarmnet.errors import (
     NotReady,
@@ -96,6 +97,7 @@ DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold
 them; else it is looked at again in the next round."""
 
+T = TypeVar("T")
 Pushed = tuple[int, Array | None]
 """A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
 
@@ -233,8 +235,18 @@ class Averaging:
         ]
         return [r for r in there if self.plan.version(r.active_from) <= round_index] or there
 
+    def _remembered(self, name: str, round_index: int, ask: Callable[[], T]) -> T:
+        """What `ask()` says of the stage's records and a round: asked again when one of them has
+        changed. Several questions a shard are asked in every exchange."""
+        now = asyncio.get_running_loop().time()
+        view, plan = self.gossip.view, self.plan
+        return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
+
     def placement(self, round_index: int) -> Placement:
         """Owners of the shards of this stage, as far as is known now."""
+        return self._remembered("placement", round_index, lambda: self._placement(round_index))
+
+    def _placement(self, round_index: int) -> Placement:
         weights = weights_from(self.candidates(self.replica.index, round_index))
         return placed(
             self.replica.index,
@@ -245,10 +257,13 @@ class Averaging:
 
     def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
         """Who may be a shard's primary, the first choice first; those about to leave come last."""
+        leaving = self._remembered("leaving", round_index, self._leaving)
+        return (*self.placement(round_index).order(shard_index), *leaving)
+
+    def _leaving(self) -> list[str]:
         now = asyncio.get_running_loop().time()
         members = self.gossip.view.members(self.replica.index, now)
-        leaving = sorted(m.peer_id for m in members if m.state == LEAVING)
-        return (*self.placement(round_index).order(shard_index), *leaving)
+        return sorted(m.peer_id for m in members if m.state == LEAVING)
 
     def roots(self, stage_index: int) -> list[str]:
         """Peers of a stage in the order in which they stand in for its root."""
@@ -282,13 +297,17 @@ class Averaging:
     def _past(self, round_index: int) -> list[str]:
         """Live replicas of this stage that have finished a round, this one excepted."""
         now = asyncio.get_running_loop().time()
-        return [
-            m.peer_id
-            for m in self.gossip.view.members(self.replica.index, now)
-            if self.plan.version(m.round) > round_index
-            and m.state in (ACTIVE, LEAVING)
-            and m.peer_id != self.gossip.own.peer_id
-        ]
+        return self._remembered(
+            "past",
+            round_index,
+            lambda: [
+                m.peer_id
+                for m in self.gossip.view.members(self.replica.index, now)
+                if self.plan.version(m.round) > round_index
+                and m.state in (ACTIVE, LEAVING)
+                and m.peer_id != self.gossip.own.peer_id
+            ],
+        )
 
     def start_fresh(self) -> None:
         """The first replica of a stage: it owns all, with empty state."""
@@ -456,22 +475,26 @@ class Averaging:
         """A long call that is given up as soon as the callee is not taken for live any more: a
         silent peer would hold it up to its deadline. Raises as `Transport.call`."""
         loop = asyncio.get_running_loop()
-        call = loop.create_task(
-            self.transport.call(peer_id, method, message, timeout_s=2 * self._longest_wait_s())
-        )
         began, look_s = loop.time(), LOOK_AGAIN_S
+
+        def look() -> None:
+            nonlocal look_s, timer
+            self._probe(peer_id, loop.time() - began, loop.time())
+            if not self.gossip.view.is_live(peer_id, loop.time()):
+                scope.reschedule(loop.time())
+                return
+            look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
+            timer = loop.call_later(look_s, look)
+
+        timer = loop.call_later(look_s, look)
+        timeout_s = 2 * self._longest_wait_s()
         try:
-            while not call.done():
-                await asyncio.wait((call,), timeout=look_s)
-                look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
-                if not call.done():
-                    self._probe(peer_id, loop.time() - began, loop.time())
-                if not call.done() and not self.gossip.view.is_live(peer_id, loop.time()):
-                    raise Unreachable(f"{peer_id[-8:]} has fallen silent")
-            return call.result()
+            async with asyncio.timeout(None) as scope:
+                return await self.transport.call(peer_id, method, message, timeout_s=timeout_s)
+        except TimeoutError:
+            raise Unreachable(f"{peer_id[-8:]} has fallen silent") from None
         finally:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
+            timer.cancel()
 
     def _probe(self, peer_id: str, waited_s: float, now: float) -> None:
         """Asks a callee whether it lives, all calls to it together; the less often, the longer it
@@ -715,12 +738,16 @@ class Averaging:
         """Live replicas of this stage that are not past the round, nor so far behind (after a
         partition, say) that they cannot have a gradient of it."""
         now = asyncio.get_running_loop().time()
-        return [
-            r
-            for r in self.gossip.view.members(self.replica.index, now)
-            if r.state in (ACTIVE, LEAVING)
-            and -BEHIND_ROUNDS <= self.plan.version(r.round) - round_index <= 0
-        ]
+        return self._remembered(
+            "any",
+            round_index,
+            lambda: [
+                r
+                for r in self.gossip.view.members(self.replica.index, now)
+                if r.state in (ACTIVE, LEAVING)
+                and -BEHIND_ROUNDS <= self.plan.version(r.round) - round_index <= 0
+            ],
+        )
 
     async def _clip(self, r: int, j: int, squares: float) -> float:
         """The factor by which the mean gradient is to be scaled. Raises `NotReady` as soon as the

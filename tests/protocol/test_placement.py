@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnet.protocol.placement import MAX_RATIO, Placement, owners, weights_from
+from swarmnet.protocol.placement import (
+    FAST_BYTES_PER_S,
+    MAX_RATIO,
+    Placement,
+    owners,
+    weights_from,
+)
 from tests.protocol.making import record
 
 NUM_SHARDS = 2000
@@ -131,6 +137,29 @@ def test_owners_hold_in_proportion_to_their_measured_bandwidth(rates: list[float
         expected = weight / total
         spread = 5 * (expected * (1 - expected) / NUM_SHARDS) ** 0.5  # of a binomial
         assert abs(len(placement.owned_by(peer_id)) / NUM_SHARDS - expected) < spread
+
+
+fast_rates = st.floats(FAST_BYTES_PER_S, 1e12)
+
+
+@given(
+    st.lists(st.floats(1e4, 1e9), max_size=6),
+    st.lists(st.tuples(fast_rates, fast_rates), min_size=1, max_size=6),
+)
+def test_how_much_faster_than_fast_a_link_was_measured_moves_no_shard(
+    others: list[float], fast: list[tuple[float, float]]
+) -> None:
+    before = weights_of([*others, *(rate for rate, _ in fast)])
+    after = weights_of([*others, *(rate for _, rate in fast)])
+    assert before == after
+    assert len({before[f"p{len(others) + i}"] for i in range(len(fast))}) == 1
+
+
+@given(rates_of)
+def test_a_faster_peer_never_weighs_less(rates: list[float]) -> None:
+    weights = weights_of(sorted(rates))
+    ordered = [weights[f"p{i}"] for i in range(len(rates))]
+    assert ordered == sorted(ordered)
 
 
 @settings(max_examples=15, deadline=None)
