@@ -34,7 +34,7 @@ PARTS_OF = {REQUEST: REQUEST_PART, REPLY: REPLY_PART}
 """Kinds that may carry arrays, and the kind of the parts that do."""
 PARTS = tuple(PARTS_OF.values())
 
-PART_BYTES = 256 << 10
+PART_BYTES = 512 << 10
 """Payload of a part at most."""
 MAX_MESSAGE_BYTES = 1 << 30
 """Bytes of all arrays of a message."""
