@@ -16,6 +16,11 @@ Seconds are medians over the rounds. CPU seconds (user and system, daemons inclu
 processes) are per GB of gradients averaged (N times the model). Bytes sent are per peer, over the
 size of the gradient; 2 (N - 1) / N is the least that can be (ring all-reduce), and R - 1 backups
 cost (R - 1) / N more.
+
+Whether the phases of an update overlap: a shard is being *reduced* from its first contribution of
+another peer, complete at the primary, to the sum; *stepped* until the result is there; *gathered*
+until the last replica has it. Printed are the lengths of the three phases over all shards, and
+how much of the time from the first to the last of these moments had two or three under way.
 """
 
 from __future__ import annotations
@@ -156,6 +161,81 @@ def hivemind_averager(rank: int, size: int, where: list[str]) -> None:
 # ---- (c) swarmnet ------------------------------------------------------------------------------
 
 
+class Moments:
+    """When things happened to the shards of an update, by a clock that all processes share."""
+
+    def __init__(self, averaging: Any, stage: Any) -> None:
+        self.came: dict[int, float] = {}
+        self.summed: dict[int, float] = {}
+        self.stepped: dict[int, float] = {}
+        self.put: dict[int, float] = {}
+        check, total, step = averaging._gradient_of, averaging._sum, averaging._step_everywhere
+        put = stage.stage_parameters
+
+        def _gradient_of(push: Any, arrays: Any) -> Any:
+            self.came.setdefault(push.shard, time.perf_counter())
+            return check(push, arrays)
+
+        async def _sum(update: Any) -> Any:
+            result = await total(update)
+            self.summed[update.shard] = time.perf_counter()
+            return result
+
+        async def _step_everywhere(update: Any, *arguments: Any) -> None:
+            await step(update, *arguments)
+            self.stepped[update.shard] = time.perf_counter()
+
+        def stage_parameters(shard_index: int, values: Any) -> None:
+            put(shard_index, values)
+            self.put[shard_index] = time.perf_counter()
+
+        averaging._gradient_of, averaging._sum = _gradient_of, _sum
+        averaging._step_everywhere, stage.stage_parameters = _step_everywhere, stage_parameters
+
+    def told(self) -> dict[str, Any]:
+        """Of one update; forgets it."""
+        own = {j: (self.came[j], self.summed[j], self.stepped[j]) for j in self.stepped}
+        told = {"own": own, "put": dict(self.put)}
+        for times in (self.came, self.summed, self.stepped, self.put):
+            times.clear()
+        return told
+
+
+def overlap(told: list[dict[str, Any]]) -> dict[str, float]:
+    """Of one update, from what its peers say of their shards; in parts of its length."""
+    put = [t["put"] for t in told]
+    phases: list[list[tuple[float, float]]] = [[], [], []]
+    for peer in told:
+        for j, (came, summed, stepped) in peer["own"].items():
+            gathered = max(p[j] for p in put)
+            for phase, interval in zip(
+                phases, ((came, summed), (summed, stepped), (stepped, gathered)), strict=True
+            ):
+                phase.append(interval)
+    ends = [(min(a for a, _ in p), max(b for _, b in p)) for p in phases]
+    begin, end = min(a for a, _ in ends), max(b for _, b in ends)
+    turns = sorted(
+        (t, k, change)
+        for k, phase in enumerate(phases)
+        for a, b in phase
+        for t, change in ((a, 1), (b, -1))
+    )
+    open_, at, several = [0, 0, 0], begin, [0.0] * 4
+    for t, k, change in turns:
+        several[sum(n > 0 for n in open_)] += t - at
+        open_[k] += change
+        at = t
+    length = end - begin
+    return {
+        **{
+            name: (b - a) / length
+            for name, (a, b) in zip(("reduce", "step", "gather"), ends, strict=True)
+        },
+        "two": (several[2] + several[3]) / length,
+        "three": several[3] / length,
+    }
+
+
 async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None:
     """One peer with a stage, without microbatches."""
     import torch
@@ -202,6 +282,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
     averaging = Averaging(transport, gossip, run_settings(spec), Limits(), replica)
     updates = ZeroUpdates(replica, averaging)
+    moments = Moments(averaging, stage)
     tasks = Tasks("benchmark")
     tasks.start(gossip.run())
     say(where=transport.addresses()[:1])
@@ -254,6 +335,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
             seconds=seconds,
             sent_bytes=sum(transport.traffic.sent_bytes.values()) - sent,
             direct_bytes=transport.traffic.direct_sent_bytes - direct,
+            moments=moments.told(),
         )
         await opened()
     await tasks.close()
@@ -342,6 +424,9 @@ def run(kind: str, options: dict[str, Any], rounds: int) -> dict[str, float]:
             sent = statistics.mean(h["sent_bytes"] for h in lines)
             result["sent_over_model"] = sent / model_bytes
             result["direct_part"] = statistics.mean(h["direct_bytes"] for h in lines) / sent
+            updates = [lines[i : i + size] for i in range(0, len(lines), size)]
+            found = [overlap([h["moments"] for h in update]) for update in updates]
+            result |= {name: statistics.median(f[name] for f in found) for name in found[0]}
         return result
     finally:
         for child in children:
@@ -377,6 +462,14 @@ def table(size: int, results: dict[str, dict[str, float]]) -> str:
             sent += f" ({100 * r['direct_part']:.0f} % direct)"
         cells = (name, seconds, f"{r['best_seconds']:.3f}", f"{r['cpu_s_per_gb']:.1f}", sent)
         lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    lines += [
+        f"{name}: reduce {100 * r['reduce']:.0f} %, step {100 * r['step']:.0f} %, gather "
+        f"{100 * r['gather']:.0f} % of an update; two at once {100 * r['two']:.0f} %, all three "
+        f"{100 * r['three']:.0f} %"
+        for name, r in results.items()
+        if "two" in r
+    ]
     if "hivemind DecentralizedAverager" in results:
         base = results["hivemind DecentralizedAverager"]["seconds"]
         lines.append("")
