@@ -63,10 +63,11 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of an array; raises `ProtocolViolation` for a dtype or shape that cannot be."""
     if dtype not in ITEM_BYTES:
         raise ProtocolViolation(f"unknown dtype {str(dtype)[:32]!r}")
-    if len(shape) > MAX_DIMENSIONS or any(
-        not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape
-    ):
+    if len(shape) > MAX_DIMENSIONS:
         raise ProtocolViolation(f"impossible shape {str(shape)[:64]}")
+    for n in shape:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ProtocolViolation(f"impossible shape {str(shape)[:64]}")
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 

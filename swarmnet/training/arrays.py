@@ -53,17 +53,22 @@ def to_tensor(array: Array, device: torch.device | str = "cpu") -> Tensor:
         )
     if num_bytes == 0:
         return torch.empty(array.shape, dtype=dtype, device=device)
-    tensor = torch.frombuffer(data, dtype=torch.uint8)
+    # As few torch calls as can be: each lets go of the interpreter's lock, and where the event
+    # loop is busy, gets it back late.
+    tensor = torch.frombuffer(data, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
-        tensor = tensor.clone()
-    return tensor.view(dtype).view(array.shape).to(device)
+        tensor = torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype)
+    if len(array.shape) != 1:
+        tensor = tensor.view(array.shape)
+    return tensor if device == "cpu" else tensor.to(device)
 
 
 def from_tensor(tensor: Tensor) -> Array:
     """The tensor as an array; a view of its memory where it is contiguous and on the CPU."""
-    value = tensor.detach().cpu().contiguous()
-    shape = tuple(value.shape)
-    return Array(NAMES[value.dtype], shape, _bytes_of(value))
+    value = tensor.detach() if tensor.requires_grad else tensor
+    value = value if value.is_cpu else value.cpu()
+    value = value if value.is_contiguous() else value.contiguous()
+    return Array(NAMES[value.dtype], tuple(value.shape), _bytes_of(value))
 
 
 def from_numpy(values: np.ndarray) -> Array:
@@ -73,6 +78,8 @@ def from_numpy(values: np.ndarray) -> Array:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    if tensor.dtype is torch.float32 and tensor.ndim:
+        return tensor.numpy().reshape(-1).view(np.uint8).data
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
