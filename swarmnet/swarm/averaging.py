@@ -235,7 +235,7 @@ class Averaging:
         ]
         return [r for r in there if self.plan.version(r.active_from) <= round_index] or there
 
-    def _remembered(self, name: str, round_index: int, ask: Callable[[], T]) -> T:
+    def _remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
         """What `ask()` says of the stage's records and a round: asked again when one of them has
         changed. Several questions a shard are asked in every exchange."""
         now = asyncio.get_running_loop().time()
@@ -273,6 +273,15 @@ class Averaging:
 
     def primary(self, round_index: int, shard_index: int) -> str | None:
         """The peer that aggregates a shard; None where no candidate is known."""
+        follows = self._applied.get(shard_index, -2) >= round_index - 1
+        name = ("primary", shard_index, follows, self.gossip.own.holds)
+        return self._remembered(
+            name, round_index, lambda: self._primary(round_index, shard_index, follows)
+        )
+
+    def _primary(self, round_index: int, shard_index: int, follows: bool) -> str | None:
+        """`follows`: this replica has the state of the shard of the round's beginning, or a later
+        one."""
         order = self._order(round_index, shard_index)
         view = self.gossip.view
         own = self.gossip.own.peer_id
@@ -281,7 +290,6 @@ class Averaging:
             return ahead[sum(own.encode()) % len(ahead)]
         for peer_id in order:
             if peer_id == own:
-                follows = self._applied.get(shard_index, -2) >= round_index - 1
                 if follows and self.gossip.own.holds_shard(shard_index):
                     return own
                 continue
@@ -290,7 +298,7 @@ class Averaging:
             if record is not None and not behind and record.holds_shard(shard_index):
                 return peer_id
         # Nobody says that it holds it: a backup that follows it already, else the first, afresh.
-        if self._applied.get(shard_index, -2) >= round_index - 1 and own in order:
+        if follows and own in order:
             return own
         return order[0] if order else None
 
