@@ -485,6 +485,8 @@ class Averaging:
         loop = asyncio.get_running_loop()
         began, look_s = loop.time(), LOOK_AGAIN_S
 
+        timer = loop.call_later(look_s, lambda: look())
+
         def look() -> None:
             nonlocal look_s, timer
             self._probe(peer_id, loop.time() - began, loop.time())
@@ -494,7 +496,6 @@ class Averaging:
             look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
             timer = loop.call_later(look_s, look)
 
-        timer = loop.call_later(look_s, look)
         timeout_s = 2 * self._longest_wait_s()
         try:
             async with asyncio.timeout(None) as scope:
