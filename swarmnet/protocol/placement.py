@@ -98,9 +98,7 @@ def weights_from(records: Iterable[Record]) -> dict[str, float]:
     power of four, so that it does not move with every peer that comes. A peer whose bandwidth is
     unknown gets the median, or 1 where none is known."""
     rates = {r.peer_id: r.upload_bytes_per_s for r in records}
-    exponents = {
-        p: round(math.log2(min(x, FAST_BYTES_PER_S))) for p, x in rates.items() if x > 0
-    }
+    exponents = {p: round(math.log2(min(x, FAST_BYTES_PER_S))) for p, x in rates.items() if x > 0}
     if not exponents:
         return dict.fromkeys(rates, 1.0)
     median = median_low(exponents.values())
