@@ -142,6 +142,7 @@ def test_hostile_peers_are_shown_as_text(served: Served) -> None:
         row = opened.locator("#peers tbody tr").first
         row.wait_for(timeout=WAIT_MS)
         row.click()
+        until(opened, "document.getElementById('peer-name').textContent !== ''")
         assert opened.locator("#peer-name").inner_text() == evil
         assert opened.locator("img").count() == 1, "the page's own"
         assert opened.locator("h1").inner_text() == "a <b>bold</b> run"
