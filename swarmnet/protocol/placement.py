@@ -89,6 +89,29 @@ def placed(
     return Placement(stage, num_shards, dict(weights), replication)
 
 
+def short_of_owners(placement: Placement, records: Iterable[Record], peer_id: str) -> list[int]:
+    """Shards that a peer is to own and does not say it holds, and that fewer replicas hold than
+    there should be owners: one more death could be that of the last. `records`: of the live
+    replicas that count as possible owners. Ascending."""
+    known = {r.peer_id: r for r in records}
+    own = known.get(peer_id)
+    if own is None:
+        return []
+    wanted = [j for j in placement.owned_by(peer_id) if not own.holds_shard(j)]
+    enough = min(placement.replication, len(known))
+    return [j for j in wanted if sum(r.holds_shard(j) for r in known.values()) < enough]
+
+
+def comes_after_a_holder(
+    placement: Placement, records: Iterable[Record], peer_id: str, shard_index: int
+) -> bool:
+    """A peer that says now that it holds a shard does not become its primary by that: one that
+    comes before it in the order holds it too."""
+    holders = {r.peer_id for r in records if r.holds_shard(shard_index)}
+    order = placement.order(shard_index)
+    return peer_id in order and any(p in holders for p in order[: order.index(peer_id)])
+
+
 def weights_from(records: Iterable[Record]) -> dict[str, float]:
     """Weights of replicas: their upload bandwidth (bytes/s), up to `FAST_BYTES_PER_S`, rounded to a
     power of two so that the noise of measuring does not move shards.

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from swarmnet.errors import Busy
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.swarm.ports import PRIORITIES
 
 T = TypeVar("T")
 
-PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
-"""Of work for one round; lower first."""
 MAX_WAITING = 1024
 """Pieces of work queued at most."""
 

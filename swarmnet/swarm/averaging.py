@@ -12,7 +12,9 @@ live one that *holds* the shard's optimizer state, as its record says since the 
 round; where nobody holds it, the first live one, which then starts afresh. A replica that comes to
 own a shard fetches its state during one round, follows it through that round's update as a backup,
 and says that it holds it when the next round begins: the primary never changes in the middle of an
-update, unless it dies."""
+update, unless it dies. Where an owner is lost in the middle of a round, the next in order fetches
+the state at once, and says so at once where that makes nobody else the primary: rounds may be long,
+and a shard is in danger for seconds, not for the rest of one."""
 
 from __future__ import annotations
 
@@ -31,17 +33,23 @@ from swarmnet.errors import (
     Stale,
     SwarmnetError,
     TransportError,
-    Unreachable,
     UserError,
 )
 from swarmnet.protocol import progress
 from swarmnet.protocol.pacing import Pacer
-from swarmnet.protocol.placement import Placement, placed, weights_from
+from swarmnet.protocol.placement import (
+    Placement,
+    comes_after_a_holder,
+    placed,
+    short_of_owners,
+    weights_from,
+)
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
 from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
 from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.live_calls import LiveCalls
 from swarmnet.swarm.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.messages import (
     FetchReply,
@@ -63,7 +71,8 @@ MAX_REDIRECTS = 64
 RETRY_S = 0.05
 LOOK_AGAIN_S = 0.5
 LOOK_LESS, MAX_LOOK_S = 1.3, 5.0
-"""A call that takes longer is looked at less often: by this factor, up to so many seconds."""
+"""Whether contributors are still live is looked at less often the longer it takes: by this factor,
+up to so many seconds."""
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
 EXCHANGE_SMOOTHING = 0.3
@@ -76,10 +85,6 @@ BEHIND_PART = 0.5
 steps of their own."""
 PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
-PROBE_CALL_S = 1.0
-"""A callee that has not answered for so long is asked whether it lives."""
-PROBE_PART = 0.2
-"""Of the time that it has taken so far: until it is asked again."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -93,6 +98,8 @@ nobody else has."""
 
 SNAPSHOT_WAIT_S = 10.0
 """How long a step waits for the optimizer state before it to be copied for a checkpoint."""
+REPAIR_EVERY_S = 2.0
+"""Between two looks whether a shard has lost an owner in the middle of a round."""
 DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold
 them; else it is looked at again in the next round."""
@@ -168,7 +175,10 @@ class Averaging:
         """By shard that this replica follows as backup, who made its last step."""
         self._exchange_s = 0.0
         self._pacer = Pacer()
-        self._probed: dict[str, float] = {}
+        self._calls = LiveCalls(self.transport, self.gossip, self._usual_s)
+        self._following = asyncio.Lock()
+        """State of shards is being fetched."""
+        self._repair_at = -math.inf
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.last_exchange_s = 0.0
         self.flushed = False
@@ -339,7 +349,7 @@ class Averaging:
 
         await self.replica.worker.run(drop)
         self._mirrored.clear()
-        self._updates.clear()
+        self._give_up(lambda key: True)
         self.news.tell()
 
     def follows(self, shard_index: int, round_index: int) -> bool:
@@ -480,38 +490,14 @@ class Averaging:
             await asyncio.sleep(wait_s)
 
     async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
-        """A long call that is given up as soon as the callee is not taken for live any more: a
-        silent peer would hold it up to its deadline. Raises as `Transport.call`."""
-        loop = asyncio.get_running_loop()
-        began, look_s = loop.time(), LOOK_AGAIN_S
-
-        timer = loop.call_later(look_s, lambda: look())
-
-        def look() -> None:
-            nonlocal look_s, timer
-            self._probe(peer_id, loop.time() - began, loop.time())
-            if not self.gossip.view.is_live(peer_id, loop.time()):
-                scope.reschedule(loop.time())
-                return
-            look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
-            timer = loop.call_later(look_s, look)
-
+        """A long call that is given up as soon as the callee is not taken for live any more.
+        Raises as `Transport.call`."""
         timeout_s = 2 * self._longest_wait_s()
-        try:
-            async with asyncio.timeout(None) as scope:
-                return await self.transport.call(peer_id, method, message, timeout_s=timeout_s)
-        except TimeoutError:
-            raise Unreachable(f"{peer_id[-8:]} has fallen silent") from None
-        finally:
-            timer.cancel()
+        return await self._calls.call(peer_id, method, message, timeout_s=timeout_s)
 
-    def _probe(self, peer_id: str, waited_s: float, now: float) -> None:
-        """Asks a callee whether it lives, all calls to it together; the less often, the longer it
-        has been known to take."""
-        pause_s = max(PROBE_CALL_S, PROBE_PART * waited_s)
-        if waited_s >= PROBE_CALL_S and now - self._probed.get(peer_id, -math.inf) >= pause_s:
-            self._probed[peer_id] = now
-            self.gossip.probe(peer_id)
+    def _usual_s(self) -> float:
+        """Seconds that an exchange takes, by those before or by the slowest uplink."""
+        return self._exchange_s or self._upload_s() / UPLOAD_SLACK
 
     async def _own_shard(
         self, r: int, j: int, num_tokens: int, gradient: Array | None
@@ -604,13 +590,18 @@ class Averaging:
             self._tasks.start(self._aggregate(update))
         return self._updates[(r, j)]
 
+    def _give_up(self, which: Callable[[tuple[int, int]], bool]) -> None:
+        """Forgets updates, by round and shard; who waits for a result here asks elsewhere."""
+        for key in [k for k in self._updates if which(k)]:
+            self._updates.pop(key).done.tell()
+
     async def _result(self, update: ShardUpdate) -> Array:
         """The new parameters; raises `Redirect` when another peer turns out to be the primary."""
         while update.parameters is None:
+            self._redirect_unless_mine(update)
             if self._updates.get((update.round, update.shard)) is not update:
                 raise NotReady("the update was given up here")
-            self._redirect_unless_mine(update)
-            await update.done.wait(MAX_LOOK_S)
+            await update.done.wait()
         return update.parameters
 
     def _redirect_unless_mine(self, update: ShardUpdate) -> None:
@@ -689,11 +680,12 @@ class Averaging:
         wait_s = usual_s if measured_s else longest_s
         end: float | None = None
         probe_at: float | None = None
+        look_s = LOOK_AGAIN_S
         while True:
             if self.primary(update.round, update.shard) != self.gossip.own.peer_id:
                 return
             if update.own and end is None:
-                end = loop.time() + wait_s
+                end, look_s = loop.time() + wait_s, LOOK_AGAIN_S
                 probe_at = loop.time() + PROBE_AFTER * usual_s
             missing = self._missing(update)
             if update.own and not missing:
@@ -711,8 +703,9 @@ class Averaging:
                 probe_at = None
                 for peer_id in missing:
                     self.gossip.probe(peer_id)
-            left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - loop.time())
-            await update.news.wait(max(0.001, left))
+            left = look_s if end is None else min(look_s, end - loop.time())
+            if not await update.news.wait(max(0.001, left)):
+                look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
 
     def _upload_s(self) -> float:
         """What sending a gradient may take the slowest replica whose bandwidth is known, as it
@@ -867,13 +860,11 @@ class Averaging:
 
     def finish_round(self, r: int) -> None:
         """Round `r` is over here: forgets its exchange."""
-        for key in [k for k in self._updates if k[0] <= r]:
-            del self._updates[key]
+        self._give_up(lambda key: key[0] <= r)
         for key in [k for k in self._mirrored if k[0] <= r]:
             del self._mirrored[key]
         for key in [k for k in self._tokens if k[0] < r - BEHIND_ROUNDS]:
             del self._tokens[key]
-        self._probed.clear()
         self.norms.finish_round(r)
         self.aggregator.norms.finish_round(r)
         self.news.tell()
@@ -887,9 +878,7 @@ class Averaging:
         placement = self.placement(r)
         own = self.gossip.own.peer_id
         mine = placement.owned_by(own)
-        wanted = [j for j in mine if self._applied.get(j, -2) < r - 1]
-        at_once = asyncio.Semaphore(self.limits.max_fetching)
-        await asyncio.gather(*(self._fetch(r, j, at_once) for j in wanted))
+        await self._fetch_all(r, mine)
         kept = set(mine)
         spare = {j: placement.owners(j) for j in sorted(self._applied) if j not in kept}
         if not spare:
@@ -905,6 +894,46 @@ class Averaging:
             self.gossip.update(holds=bitmap(left, self.replica.num_shards))
         for j in dropped:
             await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+
+    async def _fetch_all(self, r: int, shards: Sequence[int]) -> None:
+        """The state of those that this replica does not follow."""
+        async with self._following:
+            wanted = [j for j in shards if self._applied.get(j, -2) < r - 1]
+            at_once = asyncio.Semaphore(self.limits.max_fetching)
+            await asyncio.gather(*(self._fetch(r, j, at_once) for j in wanted))
+
+    def repair(self, exchange: int) -> None:
+        """While a round is open, called often: where a shard has lost an owner, the one that comes
+        after it takes its place. `exchange`: the one to come; none may be under way."""
+        now = asyncio.get_running_loop().time()
+        if now < self._repair_at or self._following.locked() or self.plan.mode == GOSSIP:
+            return
+        self._repair_at = now + REPAIR_EVERY_S
+        short = self._remembered("short", exchange, lambda: self._short(exchange))
+        if short:
+            self._tasks.start(self._take_over(exchange, short))
+
+    def _short(self, r: int) -> list[int]:
+        candidates = self.candidates(self.replica.index, r)
+        return short_of_owners(self.placement(r), candidates, self.gossip.own.peer_id)
+
+    async def _take_over(self, r: int, shards: Sequence[int]) -> None:
+        """Fetches, and says what is held now where that does not change who is primary."""
+        await self._fetch_all(r, shards)
+        own = self.gossip.own
+        if self.replica.round != own.round or own.state != ACTIVE:
+            return
+        placement, candidates = self.placement(r), self.candidates(self.replica.index, r)
+        told = [
+            j
+            for j in shards
+            if self._applied.get(j, -2) >= r - 1
+            and comes_after_a_holder(placement, candidates, own.peer_id, j)
+        ]
+        held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
+        if set(told) - set(held):
+            log.info("%d shards that had lost an owner were taken over", len(told))
+            self.gossip.update(holds=bitmap(sorted({*told, *held}), self.replica.num_shards))
 
     def _is_spare(self, j: int, owners: Sequence[str]) -> bool:
         """The shard's owners all have what this replica has of it, and no step is made here."""

@@ -74,8 +74,11 @@ class DelayedUpdates:
 
     def attend(self) -> None:
         self.auto.learn()
-        if self.replica.synced:
-            self._begin()
+        if not self.replica.synced:
+            return
+        self._begin()
+        if self._exchange is None or self._exchange.done():
+            self.averaging.repair(self.replica.round)
 
     def _begin(self) -> None:
         """The exchange that runs beside the present round, where one does."""

@@ -123,7 +123,8 @@ class LocalUpdates:
         return False
 
     def attend(self) -> None:
-        pass
+        if self.replica.synced:
+            self.averaging.repair(self.averaging.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica, plan = self.replica, self.replica.plan

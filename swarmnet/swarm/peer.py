@@ -403,14 +403,9 @@ class Peer:
                     if self.gossip.own.state != ACTIVE:
                         return False
                     await self.gossip.news.wait(LOOK_AGAIN_S)
-                self.gossip.update(state=LEAVING, urgent=True)
-                while not self._handed_over(replica, alone=False):
-                    await self.gossip.news.wait(LOOK_AGAIN_S)
-                    if self.gossip.own.state != LEAVING:
-                        return False
+                return await self._until_handed_over(replica, alone=False)
         except TimeoutError:
             return False
-        return True
 
     def _is_fed(self, replica: Replica, r: int) -> bool:
         """All of a round has been launched."""
@@ -423,13 +418,20 @@ class Peer:
         """Takes no more microbatches, and returns when this peer is not needed in its stage any
         more; False where that did not come about in time. `alone`: may leave a stage without a
         replica."""
-        self.gossip.update(state=LEAVING, moving_to=OBSERVER_STAGE, urgent=True)
+        self.gossip.update(moving_to=OBSERVER_STAGE)
         try:
             async with asyncio.timeout(DRAIN_S):
-                while not self._handed_over(replica, alone):
-                    await self.gossip.news.wait(JOIN_RETRY_S)
+                return await self._until_handed_over(replica, alone)
         except TimeoutError:
             return False
+
+    async def _until_handed_over(self, replica: Replica, alone: bool) -> bool:
+        """Leaving, until nothing is left that only it has; False where it stays after all."""
+        self.gossip.update(state=LEAVING, urgent=True)
+        while not self._handed_over(replica, alone):
+            await self.gossip.news.wait(JOIN_RETRY_S)
+            if self.gossip.own.state != LEAVING:
+                return False
         return True
 
     async def _serve(self, replica: Replica) -> None:

@@ -21,6 +21,8 @@ under."""
 
 BACKWARD, FORWARD, OTHER = "backward", "forward", "other"
 """Kinds of device work, in order of urgency: backward first, for it frees memory."""
+PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
+"""Of work for one round; lower first."""
 
 
 @dataclass(frozen=True, slots=True)

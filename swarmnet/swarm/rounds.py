@@ -72,7 +72,8 @@ class ZeroUpdates:
         return False
 
     def attend(self) -> None:
-        pass
+        if self.replica.synced:
+            self.averaging.repair(self.averaging.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         async def part(j: int) -> Pushed:

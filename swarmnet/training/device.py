@@ -19,7 +19,7 @@ import torch
 
 from swarmnet.errors import Busy, NotReady
 from swarmnet.protocol.guest import rest_s
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.swarm.ports import PRIORITIES
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
@@ -27,8 +27,6 @@ LONGEST_REST_S = 60.0
 """After one piece of work."""
 CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the piece of work that runs."""
-
-PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
 
 T = TypeVar("T")
 

@@ -13,9 +13,12 @@ from swarmnet.protocol.placement import (
     FAST_BYTES_PER_S,
     MAX_RATIO,
     Placement,
+    comes_after_a_holder,
     owners,
+    short_of_owners,
     weights_from,
 )
+from swarmnet.protocol.records import Record, bitmap
 from tests.protocol.making import record
 
 NUM_SHARDS = 2000
@@ -201,3 +204,37 @@ def test_no_link_takes_all(rates: list[float]) -> None:
     assert max(weights.values()) <= MAX_RATIO**2 * min(weights.values())
     ordered = sorted(weights.values())
     assert ordered[-1] <= 2 * MAX_RATIO * ordered[(len(ordered) - 1) // 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 3), st.data())
+def test_after_deaths_every_shard_gets_its_owners_back(
+    n: int, replication: int, data: st.DataObject
+) -> None:
+    """Whoever is short of a shard takes it over: then each has its owners again, if anybody is
+    left who can give it away, and all agree on who is its primary as before."""
+    num_shards = 16
+    names = [f"p{i}" for i in range(n)]
+    before = Placement(0, num_shards, dict.fromkeys(names, 1.0), replication)
+    living = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    after = Placement(0, num_shards, dict.fromkeys(living, 1.0), replication)
+
+    def holding(held: dict[str, list[int]]) -> list[Record]:
+        return [record(p, holds=bitmap(held[p], num_shards)) for p in living]
+
+    held = {p: before.owned_by(p) for p in living}
+    records = holding(held)
+    taken = {p: short_of_owners(after, records, p) for p in living}
+    repaired = {p: sorted({*held[p], *taken[p]}) for p in living}
+    for j in range(num_shards):
+        left = [p for p in after.order(j) if j in held[p]]
+        now = [p for p in after.order(j) if j in repaired[p]]
+        assert now == list(after.owners(j))
+        for p in now:
+            assert comes_after_a_holder(after, records, p, j) == (bool(left) and p != left[0])
+        assert not any(short_of_owners(after, holding(repaired), p) for p in living)
+
+
+def test_who_is_no_candidate_takes_nothing_over() -> None:
+    placement = Placement(0, 4, {"a": 1.0, "b": 1.0}, 1)
+    assert short_of_owners(placement, [record("a", holds=bitmap([], 4))], "b") == []

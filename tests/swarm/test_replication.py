@@ -162,6 +162,48 @@ def test_all_owners_but_one_may_die_at_any_moment(
     in_virtual_time(scenario, spec_of(folder, replication))
 
 
+SLOW = 0.01
+"""Speed of the machines where a round is to take half a minute."""
+REPAIRED_S = 8.0
+"""After a death, until what the dead owner held is on another one."""
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_owners_that_die_one_after_the_other_in_one_round(folder: Path, mode: str) -> None:
+    """The next in order takes a dead owner's place at once, not when the next round begins."""
+    owners = undisturbed(folder, 2).owners
+    shard = next(j for j, (first, _) in enumerate(owners) if first != "peer-0")
+    spec = spec_of(folder, 2)
+    values = spec.model_dump()
+    values["sync"] |= {"mode": mode}
+    values["pipeline"] |= {"global_batch": 96}
+    spec = RunSpec.model_validate(values)
+
+    async def run(swarm: Swarm, victims: tuple[str, ...]) -> tuple[State, int]:
+        data = OneMicrobatch(open_data(swarm.spec))
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}", data=data, speed=SLOW)
+        await swarm.until_round(STRUCK)
+        for name in victims:
+            await asyncio.sleep(REPAIRED_S)
+            swarm.kill(name)
+        struck = max(m.peer.replica.round for m in swarm.members.values() if m.peer.replica)
+        state, _ = await end_of(swarm)
+        assert swarm.total("shard_reset") == 0
+        return state, struck
+
+    results: list[tuple[State, int]] = []
+    for victims in ((), owners[shard]):
+
+        async def scenario(swarm: Swarm, victims: tuple[str, ...] = victims) -> None:
+            results.append(await run(swarm, victims))
+
+        in_virtual_time(scenario, spec)
+    (calm, _), (found, struck) = results
+    assert struck == STRUCK, "the round was over before the second owner died"
+    assert_same_state(found, calm)
+
+
 def test_promotions_are_told(folder: Path) -> None:
     owners = undisturbed(folder, 2).owners
 
