@@ -234,7 +234,7 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
         ("re-routes", f"{result.rerouted}"),
         ("retracted microbatches", f"{result.retracted}"),
         ("moves", f"{result.moved}"),
-        ("samples lost", f"{result.samples_lost} of {result.samples}"),
+        ("samples lost", f"{result.samples_lost} of {result.settled_samples} in updates made"),
         ("stages begun afresh", f"{result.stages_restarted}"),
         ("optimizer shards reset", f"{result.shards_reset}"),
         ("recovery after a crash", recovered),

@@ -97,6 +97,8 @@ class Monitor:
     broken: str | None = None
     num_committed: int = 0
     """Microbatches."""
+    num_settled: int = 0
+    """Of those, how many belong to rounds whose updates are made: they may be in `lost`."""
     num_checks: int = 0
     lost: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(round, stage): microbatches that were committed and not averaged, of closed books."""
@@ -369,6 +371,7 @@ class Monitor:
         book = self._books.pop(r)
         self.closed_rounds = max(self.closed_rounds, r + 1)
         committed = set(book.committed)
+        self.num_settled += len(committed)
         for s in range(self.num_stages):
             for j in range(self.num_shards):
                 results = book.averaged.get((s, j), [])

@@ -110,6 +110,8 @@ class Result:
     rerouted: int
     retracted: int
     moved: int
+    settled_samples: int
+    """Committed in rounds whose updates are made: only of these is it known what was lost."""
     samples_lost: int
     """Committed, and not in the update of some stage; the worst stage of each round."""
     reported_lost: int

@@ -525,6 +525,7 @@ class Simulation:
             rerouted=self._total("rerouted"),
             retracted=self._total("retracted"),
             moved=self._total("moved"),
+            settled_samples=monitor.num_settled * per_microbatch,
             samples_lost=sum(worst.values()) * per_microbatch,
             reported_lost=self._total("samples_lost"),
             stages_restarted=self._total("stage_restarted"),

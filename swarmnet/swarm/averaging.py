@@ -98,7 +98,7 @@ nobody else has."""
 
 SNAPSHOT_WAIT_S = 10.0
 """How long a step waits for the optimizer state before it to be copied for a checkpoint."""
-REPAIR_EVERY_S = 2.0
+REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round."""
 DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold

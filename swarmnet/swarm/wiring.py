@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from swarmnet.errors import (
     Busy,
@@ -21,35 +21,22 @@ from swarmnet.errors import (
     TransportError,
 )
 from swarmnet.protocol.routing import FIRST_DEADLINE_S, Router
+from swarmnet.swarm.asking import NOT_READY_BACKLOG_S, Asking
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.messages import (
-    AdmitReply,
-    AdmitRequest,
-    StepProgress,
-    StepReply,
-    StepRequest,
-)
+from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
+from swarmnet.swarm.patience import Patience
 from swarmnet.swarm.settings import Limits
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.wiring")
 
-NOT_READY_BACKLOG_S = 0.2
 LOOK_AGAIN_S = 0.25
 DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices
 first."""
 FIRST_DEADLINE_A_STAGE_S = 15.0
 """For each stage that a call goes through whose duration nobody has measured yet."""
-ASK_S = 0.2
-"""Replicas are asked first how long it would take where sending the arrays takes longer than
-this..."""
-ASKED = 4
-"""...so many of them..."""
-ADMIT_TIMEOUT_S = 5.0
-"""...and have so long to answer."""
-MIN_ADMIT_TIMEOUT_S = 0.3
 MAX_EXTENSIONS = 20
 """Times that a callee which says that it is at work is waited for again."""
 LONGEST_CALL_S = 1200.0
@@ -65,40 +52,6 @@ class Passed:
     peer_id: str
     reply: StepReply
     grad_inputs: Array | None
-
-
-@dataclass
-class Patience:
-    """How long a call is waited for. May be prolonged, and ended, while it is."""
-
-    deadline: float
-    is_over: bool = False
-    _timeout: asyncio.Timeout | None = None
-
-    async def wait(self, call: asyncio.Task[Message]) -> bool:
-        """True when the call is done, False when patience has run out first."""
-        try:
-            async with asyncio.timeout_at(self.deadline) as self._timeout:
-                await asyncio.wait((call,))
-                return True
-        except TimeoutError:
-            return call.done()
-        finally:
-            self._timeout = None
-
-    def until(self, deadline: float) -> None:
-        """Prolongs it."""
-        self.deadline = deadline
-        self._reschedule(deadline)
-
-    def end(self) -> None:
-        """It is over now."""
-        self.is_over = True
-        self._reschedule(asyncio.get_running_loop().time())
-
-    def _reschedule(self, when: float) -> None:
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(when)
 
 
 Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
@@ -123,6 +76,7 @@ class Wiring:
     """Deadlines of the open calls, by callee."""
 
     def __post_init__(self) -> None:
+        self._asking = Asking(self.transport, self.gossip)
         self.gossip.on_suspected(self._give_up)
 
     def router(self, stage_index: int) -> Router:
@@ -230,7 +184,7 @@ class Wiring:
             prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
             behind = self._behind(request, now)
             if prefer is None and self._asks(arrays):
-                peer_id = await self._ask_around(router, request, behind)
+                peer_id = await self._asking.around(router, request, behind)
                 now = loop.time()
             else:
                 peer_id = router.pick(now, prefer=prefer, exclude=behind)
@@ -288,55 +242,7 @@ class Wiring:
         return Passed(peer_id, body, grad_inputs)
 
     def _asks(self, arrays: tuple[Array, ...]) -> bool:
-        """Where sending takes far longer than asking, it pays to ask several replicas first, and
-        none finds out that it is full only when the activation has gone up the link for nothing."""
-        return self.transport.traffic.upload_s(sum(a.num_bytes for a in arrays)) > ASK_S
-
-    async def _ask_around(
-        self, router: Router, request: StepRequest, exclude: Collection[str]
-    ) -> str | None:
-        """Of a few replicas drawn at random, the one that would be done with the microbatch first,
-        by its own word; None where none has room. Raises `Stale` where the round is over."""
-        loop = asyncio.get_running_loop()
-        drawn = router.sample(loop.time(), ASKED, exclude=exclude)
-        own = self.gossip.own.peer_id
-        if own in drawn:
-            router.take(own)
-            return own
-        asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
-        waits = await asyncio.gather(*(self._ask(router, p, asked) for p in drawn))
-        offers = [(wait_s, p) for wait_s, p in zip(waits, drawn, strict=True) if wait_s is not None]
-        if not offers:
-            return None
-        peer_id = min(offers)[1]
-        router.take(peer_id)
-        self.transport.notify(peer_id, "admit", Message(replace(asked, comes=True)))
-        return peer_id
-
-    async def _ask(self, router: Router, peer_id: str, asked: AdmitRequest) -> float | None:
-        """What a replica says; None where it has no room, or no answer."""
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        try:
-            reply = await self.transport.call(
-                peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S
-            )
-            return convert(reply.body, AdmitReply).wait_s
-        except Busy as e:
-            router.put_off(peer_id, loop.time(), e.backlog_s)
-        except Stale as e:
-            theirs = e.details.get("round")
-            if isinstance(theirs, int) and theirs > asked.round:
-                raise
-            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
-        except NotReady:
-            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
-        except (TransportError, RemoteError, ProtocolViolation) as e:
-            router.sent(peer_id, start)
-            router.failed(peer_id, loop.time(), loop.time() - start)
-            if isinstance(e, TransportError):
-                self.gossip.probe(peer_id)
-        return None
+        return self._asking.pays(sum(a.num_bytes for a in arrays))
 
     async def _call(
         self,
@@ -373,7 +279,7 @@ class Wiring:
                 if patience.is_over:
                     break
                 is_sent = not traffic.queued_bytes()
-                if is_sent and not await self._is_at_work(peer_id, message, silence_s):
+                if is_sent and not await self._asking.is_at_work(peer_id, message.body, silence_s):
                     break
                 if patience.is_over:  # found dead while it was asked
                     break
@@ -386,17 +292,6 @@ class Wiring:
                 await asyncio.gather(call, return_exceptions=True)
             elif not call.cancelled():
                 call.exception()  # seen, where nobody waits for it any more
-
-    async def _is_at_work(self, peer_id: str, message: Message, silence_s: float) -> bool:
-        """Does a callee that has been silent for long say that it has the microbatch?"""
-        body = message.body
-        asked = AdmitRequest(body.round, body.microbatch_id, body.stage)
-        timeout_s = min(max(MIN_ADMIT_TIMEOUT_S, silence_s / 4), ADMIT_TIMEOUT_S)
-        try:
-            reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
-            return convert(reply.body, AdmitReply).known
-        except (SwarmnetError, ProtocolViolation):
-            return False
 
     def _give_up(self, peer_id: str) -> None:
         """Nobody waits any longer for a peer that is taken for dead."""

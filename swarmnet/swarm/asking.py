@@ -1,0 +1,102 @@
+"""Questions to replicas, before an activation is sent up a slow link and while one is at work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from swarmnet.errors import (
+    Busy,
+    NotReady,
+    ProtocolViolation,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
+from swarmnet.protocol.routing import Router
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.messages import AdmitReply, AdmitRequest, StepRequest
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Message, convert
+
+NOT_READY_BACKLOG_S = 0.2
+"""A replica that is not in the round yet is left alone for so long."""
+ASK_S = 0.2
+"""Replicas are asked first how long it would take where sending the arrays takes longer than
+this..."""
+ASKED = 4
+"""...so many of them..."""
+ADMIT_TIMEOUT_S = 5.0
+"""...and have so long to answer."""
+MIN_ADMIT_TIMEOUT_S = 0.3
+
+
+@dataclass
+class Asking:
+    """One caller's questions."""
+
+    transport: Transport
+    gossip: Gossip
+
+    def pays(self, num_bytes: int) -> bool:
+        """Where sending takes far longer than asking, it pays to ask several replicas first, and
+        none finds out that it is full only when the activation has gone up the link for nothing."""
+        return self.transport.traffic.upload_s(num_bytes) > ASK_S
+
+    async def around(
+        self, router: Router, request: StepRequest, exclude: Collection[str]
+    ) -> str | None:
+        """Of a few replicas drawn at random, the one that would be done with the microbatch first,
+        by its own word; None where none has room. Raises `Stale` where the round is over."""
+        loop = asyncio.get_running_loop()
+        drawn = router.sample(loop.time(), ASKED, exclude=exclude)
+        own = self.gossip.own.peer_id
+        if own in drawn:
+            router.take(own)
+            return own
+        asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
+        waits = await asyncio.gather(*(self._ask(router, p, asked) for p in drawn))
+        offers = [(wait_s, p) for wait_s, p in zip(waits, drawn, strict=True) if wait_s is not None]
+        if not offers:
+            return None
+        peer_id = min(offers)[1]
+        router.take(peer_id)
+        self.transport.notify(peer_id, "admit", Message(replace(asked, comes=True)))
+        return peer_id
+
+    async def _ask(self, router: Router, peer_id: str, asked: AdmitRequest) -> float | None:
+        """What a replica says; None where it has no room, or no answer."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            reply = await self.transport.call(
+                peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S
+            )
+            return convert(reply.body, AdmitReply).wait_s
+        except Busy as e:
+            router.put_off(peer_id, loop.time(), e.backlog_s)
+        except Stale as e:
+            theirs = e.details.get("round")
+            if isinstance(theirs, int) and theirs > asked.round:
+                raise
+            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+        except NotReady:
+            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+        except (TransportError, RemoteError, ProtocolViolation) as e:
+            router.sent(peer_id, start)
+            router.failed(peer_id, loop.time(), loop.time() - start)
+            if isinstance(e, TransportError):
+                self.gossip.probe(peer_id)
+        return None
+
+    async def is_at_work(self, peer_id: str, request: StepRequest, silence_s: float) -> bool:
+        """Does a callee that has been silent for long say that it has the microbatch?"""
+        asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
+        timeout_s = min(max(MIN_ADMIT_TIMEOUT_S, silence_s / 4), ADMIT_TIMEOUT_S)
+        try:
+            reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
+            return convert(reply.body, AdmitReply).known
+        except (SwarmnetError, ProtocolViolation):
+            return False

@@ -1,0 +1,42 @@
+"""How long a call is waited for, where that changes while it is."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from swarmnet.wire import Message
+
+
+@dataclass
+class Patience:
+    """How long a call is waited for. May be prolonged, and ended, while it is."""
+
+    deadline: float
+    is_over: bool = False
+    _timeout: asyncio.Timeout | None = None
+
+    async def wait(self, call: asyncio.Task[Message]) -> bool:
+        """True when the call is done, False when patience has run out first."""
+        try:
+            async with asyncio.timeout_at(self.deadline) as self._timeout:
+                await asyncio.wait((call,))
+                return True
+        except TimeoutError:
+            return call.done()
+        finally:
+            self._timeout = None
+
+    def until(self, deadline: float) -> None:
+        """Prolongs it."""
+        self.deadline = deadline
+        self._reschedule(deadline)
+
+    def end(self) -> None:
+        """It is over now."""
+        self.is_over = True
+        self._reschedule(asyncio.get_running_loop().time())
+
+    def _reschedule(self, when: float) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(when)
