@@ -139,7 +139,8 @@ def may_help(
     Of what others launched it knows what they said `spread_s` seconds ago, so their number is
     carried forward at the mean rate of the round, which has lasted `age_s`. The batch may become
     larger by what was launched meanwhile; no part of it is lost, and nobody waits for the slowest
-    feeder."""
+    feeder. What it may not launch any more others have launched, or are about to: who is told to
+    leave it may go on with the next round."""
     others = launched - own_launched
     rate = others / age_s if age_s > 0 else 0.0
     return own_launched + others + rate * spread_s < global_batch

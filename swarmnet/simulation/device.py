@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from swarmnet.errors import Busy
-from swarmnet.swarm.ports import PRIORITIES
+from swarmnet.swarm.ports import PRIORITIES, Check
 
 T = TypeVar("T")
 
@@ -21,6 +21,7 @@ MAX_WAITING = 1024
 class _Job:
     kind: str
     work: Callable[[], Any]
+    check: Check | None
     result: asyncio.Future[Any]
     seat: SyntheticSeat | None = None
 
@@ -28,7 +29,8 @@ class _Job:
 class SyntheticDevice:
     """`ports.Device` on which a piece of work of some kind takes `seconds(kind)` of loop time.
 
-    The work function itself runs at the end of that time, on the event loop. One thing runs at a
+    The work function itself runs at the end of that time, on the event loop; its check at the begin
+    and at the end. One thing runs at a
     time, in the order that the port asks for."""
 
     def __init__(self, seconds: Callable[[str], float], *, max_waiting: int = MAX_WAITING) -> None:
@@ -63,6 +65,7 @@ class SyntheticDevice:
         kind: str,
         work: Callable[[], T],
         turn: int = 0,
+        check: Check | None = None,
         seat: SyntheticSeat | None = None,
     ) -> T:
         """Raises `Busy` when the queue is full and `RuntimeError` when closed, else what `work`
@@ -74,7 +77,7 @@ class SyntheticDevice:
                 "the device's queue is full", backlog_s=self.num_waiting * self._seconds(kind)
             )
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(kind, work, result, seat)
+        job = _Job(kind, work, check, result, seat)
         self._num_submitted += 1
         heapq.heappush(self._heap, (turn, PRIORITIES[kind], self._num_submitted, job))
         if self._running is None:
@@ -95,8 +98,7 @@ class SyntheticDevice:
         await self._idle.wait()
 
     def _start_next(self) -> None:
-        job = heapq.heappop(self._heap)[3] if self._heap else None
-        self._running = job
+        self._running = job = self._next()
         if job is None:
             self._idle.set()
             return
@@ -105,20 +107,41 @@ class SyntheticDevice:
         self._started_at = loop.time()
         loop.call_later(max(0.0, self._seconds(job.kind)), self._finish, job)
 
+    def _next(self) -> _Job | None:
+        """The next piece of work that is still wanted."""
+        while self._heap:
+            job = heapq.heappop(self._heap)[3]
+            if _is_wanted(job):
+                return job
+        return None
+
     def _finish(self, job: _Job) -> None:
         took_s = asyncio.get_running_loop().time() - self._started_at
         self._busy_s += took_s
         if job.seat is not None:
             job.seat.busy_s += took_s
-        try:
-            value = job.work()
-        except Exception as error:
-            if not job.result.done():
-                job.result.set_exception(error)
-        else:
-            if not job.result.done():
-                job.result.set_result(value)
+        if _is_wanted(job):  # the work is done only now: of what has changed meanwhile it must know
+            try:
+                value = job.work()
+            except Exception as error:
+                if not job.result.done():
+                    job.result.set_exception(error)
+            else:
+                if not job.result.done():
+                    job.result.set_result(value)
         self._start_next()
+
+
+def _is_wanted(job: _Job) -> bool:
+    """False where the waiter was told why it is not."""
+    try:
+        if job.check is not None:
+            job.check()
+    except Exception as error:
+        if not job.result.done():
+            job.result.set_exception(error)
+        return False
+    return True
 
 
 class SyntheticSeat:
@@ -132,9 +155,11 @@ class SyntheticSeat:
     def num_waiting(self) -> int:
         return self._device.num_waiting
 
-    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
+    async def run(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> T:
         """Raises as `SyntheticDevice.run`."""
-        return await self._device.run(kind, work, turn, self)
+        return await self._device.run(kind, work, turn, check, self)
 
     def seat(self) -> SyntheticSeat:
         """As the port says."""

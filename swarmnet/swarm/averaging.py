@@ -36,7 +36,7 @@ from swarmnet.errors import (
     UserError,
 )
 from swarmnet.protocol import progress
-from swarmnet.protocol.pacing import Pacer
+from swarmnet.protocol.pacing import BULK_SHARE, Pacer, share_beside
 from swarmnet.protocol.placement import (
     Placement,
     comes_after_a_holder,
@@ -179,6 +179,7 @@ class Averaging:
         self._following = asyncio.Lock()
         """State of shards is being fetched."""
         self._repair_at = -math.inf
+        self._stage_bytes = 4 * sum(self.replica.stage.shard_sizes)
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.last_exchange_s = 0.0
         self.flushed = False
@@ -485,7 +486,8 @@ class Averaging:
         if not num_bytes or not self.plan.is_delayed(self.current):
             return
         now = asyncio.get_running_loop().time()
-        wait_s = self._pacer.wait_s(num_bytes, self.gossip.own.upload_bytes_per_s, now)
+        rate = self.gossip.own.upload_bytes_per_s
+        wait_s = self._pacer.wait_s(num_bytes, rate, now, self._share(rate))
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
@@ -707,14 +709,22 @@ class Averaging:
             if not await update.news.wait(max(0.001, left)):
                 look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
 
+    def _share(self, rate: float) -> float:
+        """Of an uplink, for an exchange: a gradient goes up it, and about as much in results."""
+        if not self.plan.is_delayed(self.current):
+            return BULK_SHARE
+        return share_beside(2 * self._stage_bytes, rate, self.replica.open_s)
+
     def _upload_s(self) -> float:
         """What sending a gradient may take the slowest replica whose bandwidth is known, as it
-        sends results too: some slack on twice the stage's bytes."""
+        sends results too, at the share of its uplink that exchanges have: with some slack."""
         now = asyncio.get_running_loop().time()
         members = self.gossip.view.members(self.replica.index, now)
         rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
-        stage_bytes = 4 * sum(self.replica.stage.shard_sizes)
-        return UPLOAD_SLACK * stage_bytes / min(rates) if rates else 0.0
+        if not rates:
+            return 0.0
+        slowest = min(rates)
+        return UPLOAD_SLACK * BULK_SHARE * self._stage_bytes / (slowest * self._share(slowest))
 
     def _longest_wait_s(self) -> float:
         return max(self.limits.reduce_wait_s, self._beside_s(), self._behind_s())

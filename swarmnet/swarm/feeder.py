@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -154,9 +154,10 @@ class Feeder:
     def _launch(self, replica: Replica, mine: RoundOfFeeder) -> None:
         """Starts as many microbatches as the round still needs of this feeder. Those of a round
         ahead never keep one of the present round on the ground."""
-        if mine.round >= self.settings.rounds:
+        before = [m for m in self._open if m.round < mine.round]
+        if mine.round >= self.settings.rounds or any(self._may_launch(m) for m in before):
             return
-        older = sum(m.in_flight for m in self._open if m.round < mine.round)
+        older = sum(m.in_flight for m in before)
         window = min(self._window(), older + mine.in_flight + self._room(replica))
         while older + mine.in_flight < window and self._may_launch(mine):
             count = self.gossip.own.count(mine.round)
@@ -222,20 +223,12 @@ class Feeder:
             mine.heard, mine.heard_at = launched_by_others, now
         if own.peer_id not in feeders or progress.is_launched(view, round_index, now, batch):
             return False
-        quota = progress.quota(
-            feeders.index(own.peer_id), len(feeders), batch, self.settings.samples_per_microbatch
-        )
+        quota = self._quota(feeders)
         if own_launched < quota:
             return True
         launched = progress.round_progress(view, round_index, now, batch).launched
         if len(feeders) > progress.FEW_FEEDERS:
-            return progress.may_help(
-                own_launched=own_launched,
-                launched=launched,
-                global_batch=batch,
-                age_s=now - mine.began_at,
-                spread_s=self.gossip.spread_s,
-            )
+            return self._may_help(mine, own_launched, launched, now)
         return progress.may_launch(
             own_launched=own_launched,
             quota=quota,
@@ -244,6 +237,37 @@ class Feeder:
             quiet_s=now - max(mine.heard_at, mine.launched_at),
             patience_s=self.limits.patience_s,
         )
+
+    def _quota(self, feeders: Sequence[str]) -> int:
+        settings, rank = self.settings, feeders.index(self.gossip.own.peer_id)
+        return progress.quota(
+            rank, len(feeders), settings.global_batch, settings.samples_per_microbatch
+        )
+
+    def _may_help(self, mine: RoundOfFeeder, own_launched: int, launched: int, now: float) -> bool:
+        return progress.may_help(
+            own_launched=own_launched,
+            launched=launched,
+            global_batch=self.settings.global_batch,
+            age_s=now - mine.began_at,
+            spread_s=self.gossip.spread_s,
+        )
+
+    def leaves_to_others(self, round_index: int) -> bool:
+        """This peer, one of many feeders, has launched its part of a round, and what is missing is
+        on its way: said of rounds that it has begun to feed."""
+        now = asyncio.get_running_loop().time()
+        feeders = assignment.feeders(self.gossip.view, now)
+        mine = next((m for m in self._open if m.round == round_index), None)
+        if mine is None or len(feeders) <= progress.FEW_FEEDERS or not self._is_feeder():
+            return False
+        own_launched = self.gossip.own.count(round_index).launched
+        if own_launched < self._quota(feeders):
+            return False
+        state = progress.round_progress(
+            self.gossip.view, round_index, now, self.settings.global_batch
+        )
+        return not self._may_help(mine, own_launched, state.launched, now)
 
     def _maybe_seal(self, mine: RoundOfFeeder, feeds: bool) -> None:
         """Says that this feeder is done with the round, or that it is not after all."""

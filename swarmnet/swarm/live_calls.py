@@ -57,6 +57,9 @@ class LiveCalls:
             if not calls:
                 del self._open[peer_id]
                 self._probed.pop(peer_id, None)
+            if not self._open and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()

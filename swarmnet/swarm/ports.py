@@ -15,6 +15,9 @@ from swarmnet.wire import Array
 
 T = TypeVar("T")
 
+Check = Callable[[], None]
+"""Raises where a piece of work is not wanted any more."""
+
 StepKey = tuple[int, int]
 """(round, microbatch id): what a stage keeps the graph, input and gradients of a microbatch
 under."""
@@ -47,9 +50,12 @@ class Device(Protocol):
     def busy_s(self) -> float:
         """Seconds that the device has worked since its start."""
 
-    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
+    async def run(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> T:
         """Queues `work` for the round `turn` and returns what it returns. Cancelling the waiter of
-        work that has not started removes it; work that has started finishes."""
+        work that has not started removes it; work that has started finishes. `check` is called
+        when its turn has come: what that raises is raised, and the work is not begun."""
 
     def seat(self) -> Device:
         """The same device, for one of several who work on it: with a `busy_s` of its own work."""

@@ -23,7 +23,7 @@ from swarmnet.protocol.ledger import Ledger
 from swarmnet.protocol.service_time import ServiceTime
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.news import News
-from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
+from swarmnet.swarm.ports import OTHER, Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
 from swarmnet.wire import Array
 
 T = TypeVar("T")
@@ -48,7 +48,8 @@ class Replica:
     ahead: bool = False
     """Microbatches of the next round come and go already."""
     launched: int = -1
-    """The newest round of which, by what others ask of this replica, all is launched."""
+    """The newest round of which, by what others ask of this replica, all is launched, or about to
+    be."""
     ledger: Ledger = field(default_factory=Ledger)
     news: News = field(default_factory=News)
     digests: bytes = b""
@@ -120,7 +121,8 @@ class Replica:
         return True
 
     def heard_launched(self, round_index: int) -> bool:
-        """Likewise: all of it is launched, for another replica works on the next one."""
+        """Likewise: all of it is launched, or about to be, for another replica works on the next
+        one."""
         if round_index != self.round or self.launched >= round_index or not self.synced:
             return False
         self.launched = round_index
@@ -143,19 +145,16 @@ class Replica:
         """Microbatches of the round come too late here."""
         return round_index < self.round or (round_index == self.round and self.closed)
 
-    async def run(
-        self, kind: str, key: StepKey, work: Callable[[], T], check: Callable[[], None]
-    ) -> T:
+    async def run(self, kind: str, key: StepKey, work: Callable[[], T], check: Check) -> T:
         """Runs device work of a microbatch, unless its round closed meanwhile (`Stale`), or `check`
         raises."""
 
-        def guarded() -> T:
+        def still_wanted() -> None:
             check()
             if not self.takes(key[0]):
                 raise Stale(f"round {key[0]} is closed here", round=self.round)
-            return work()
 
-        return await self.device.run(kind, guarded, key[0])
+        return await self.device.run(kind, work, key[0], still_wanted)
 
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""

@@ -122,18 +122,22 @@ class Rounds:
             await self.finish(r)
 
     def _may_open_ahead(self, r: int) -> bool:
-        """All of the round is launched, and the next one's parameters are here."""
+        """All of the round is launched, or this replica has nothing more of it to launch while some
+        of many other feeders have, and the next one's parameters are here."""
         replica, settings = self.replica, self.settings
         if replica.ahead or not (replica.is_open(r) and replica.stage.can_open_ahead):
             return False
         own = self.gossip.own
         if r + 1 >= settings.rounds or own.state != ACTIVE or own.is_moving:
             return False
+        if not self.updates.is_ready_ahead(r):
+            return False
         now = asyncio.get_running_loop().time()
-        launched = replica.launched >= r or progress.is_launched(
-            self.gossip.view, r, now, settings.global_batch
+        return (
+            replica.launched >= r
+            or progress.is_launched(self.gossip.view, r, now, settings.global_batch)
+            or (self.feeder is not None and self.feeder.leaves_to_others(r))
         )
-        return launched and self.updates.is_ready_ahead(r)
 
     def is_drained(self, r: int) -> bool:
         """The round's samples are all home, or others have finished it already."""

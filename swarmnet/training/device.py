@@ -19,7 +19,7 @@ import torch
 
 from swarmnet.errors import Busy, NotReady
 from swarmnet.protocol.guest import rest_s
-from swarmnet.swarm.ports import PRIORITIES
+from swarmnet.swarm.ports import PRIORITIES, Check
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
@@ -145,6 +145,17 @@ class _WorkThread:
                 self._condition.wait(left_s)
 
 
+def _checked(work: Callable[[], T], check: Check | None) -> Callable[[], T]:
+    if check is None:
+        return work
+
+    def checked() -> T:
+        check()
+        return work()
+
+    return checked
+
+
 class DeviceThread:
     """The queue before one device; implements `swarm.ports.Device`."""
 
@@ -164,10 +175,12 @@ class DeviceThread:
         proportion. None = no cap."""
         self._thread.max_share = share
 
-    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
+    async def run(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> T:
         """As the port says. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
         closed."""
-        return await self._thread.run((turn, PRIORITIES[kind]), work)
+        return await self._thread.run((turn, PRIORITIES[kind]), _checked(work, check))
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -191,9 +204,11 @@ class DeviceSeat:
         """Of everybody's work."""
         return self._thread.num_waiting
 
-    async def run(self, kind: str, work: Callable[[], T], turn: int = 0) -> T:
+    async def run(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> T:
         """Raises as `DeviceThread.run`."""
-        return await self._thread.run((turn, PRIORITIES[kind]), work, self)
+        return await self._thread.run((turn, PRIORITIES[kind]), _checked(work, check), self)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""

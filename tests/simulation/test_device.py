@@ -130,3 +130,29 @@ def test_the_worker_does_one_thing_at_a_time() -> None:
         return results
 
     assert run(main()) == [(0, 2.0), (1, 4.0), (2, 6.0)]
+
+
+def test_work_that_is_not_wanted_any_more_takes_no_time() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(lambda kind: 1.0)
+        loop = asyncio.get_running_loop()
+        wanted = [True] * 3
+
+        def check(i: int) -> None:
+            if not wanted[i]:
+                raise ValueError(i)
+
+        jobs = [
+            loop.create_task(device.run(OTHER, lambda i=i: i, 0, lambda i=i: check(i)))  # type: ignore[misc]
+            for i in range(3)
+        ]
+        await asyncio.sleep(0.5)
+        wanted[1] = False
+        assert await jobs[0] == 0
+        with pytest.raises(ValueError, match="1"):
+            await jobs[1]
+        assert await jobs[2] == 2
+        assert loop.time() == pytest.approx(2.0)
+        assert device.busy_s == pytest.approx(2.0)
+
+    run(main())

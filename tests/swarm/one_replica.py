@@ -53,10 +53,11 @@ class Caller:
             self.transport, self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
         )
 
-    async def step(self, microbatch_id: int) -> Passed:
+    async def step(self, microbatch_id: int, feeder: str | None = None) -> Passed:
+        """Its own microbatch, or one that it passes on for a feeder."""
         inputs = activation((0, microbatch_id), SIZES)
         _, targets = SyntheticData(4).microbatch(microbatch_id)
-        request = StepRequest(0, microbatch_id, 0, self.transport.peer_id, 4)
+        request = StepRequest(0, microbatch_id, 0, feeder or self.transport.peer_id, 4)
 
         def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array | None:
             return arrays[0] if arrays else None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.protocol import progress
+from swarmnet.protocol.records import LEAVING
 from swarmnet.swarm.peer import DRAIN_S
 from swarmnet.swarm.settings import Limits
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -134,6 +136,11 @@ def test_a_move_in_long_rounds_is_made_at_their_end(tmp_path: Path) -> None:
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own))
         began = asyncio.get_running_loop().time()
+        mover = next(g for g in own if g.own.is_moving)
+        round_index = mover.own.round
+        await swarm.until(lambda: mover.own.state == LEAVING)
+        now, batch = asyncio.get_running_loop().time(), spec.pipeline.global_batch
+        assert progress.is_launched(mover.view, round_index, now, batch), "its round is still fed"
         await swarm.until(lambda: swarm.total("moved") == 1)
         assert asyncio.get_running_loop().time() - began > DRAIN_S
         assert not any(g.own.is_moving for g in own)

@@ -44,10 +44,12 @@ def noting(order: list[str], name: str) -> Callable[[], str]:
     return work
 
 
-def test_the_earliest_round_first() -> None:
+@pytest.mark.parametrize("as_seat", [False, True])
+def test_the_earliest_round_first(as_seat: bool) -> None:
     async def main() -> None:
-        device = DeviceThread()
-        gate, held = await hold(device)
+        thread = DeviceThread()
+        device = thread.seat() if as_seat else thread
+        gate, held = await hold(thread)
         order: list[str] = []
         jobs = [(FORWARD, 2), (BACKWARD, 2), (OTHER, 1), (FORWARD, 1), (BACKWARD, 1)]
         tasks = [
@@ -58,7 +60,7 @@ def test_the_earliest_round_first() -> None:
         gate.opened.set()
         await asyncio.gather(*tasks, held)
         assert order == ["backward 1", "forward 1", "other 1", "backward 2", "forward 2"]
-        await device.close()
+        await thread.close()
 
     asyncio.run(main())
 
@@ -254,6 +256,30 @@ def test_seats_of_a_device_have_clocks_of_their_own() -> None:
         assert device.busy_s == pytest.approx(one.busy_s + other.busy_s)
         await one.close()  # not its to close
         assert await other.run(FORWARD, lambda: 5) == 5
+        await device.close()
+
+    asyncio.run(main())
+
+
+def test_work_that_is_not_wanted_any_more_is_not_begun() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        order: list[str] = []
+        wanted = [True]
+
+        def check() -> None:
+            if not wanted[0]:
+                raise ValueError("not wanted")
+
+        job = asyncio.create_task(device.run(FORWARD, noting(order, "work"), 0, check))
+        await asyncio.sleep(0)
+        wanted[0] = False
+        gate.opened.set()
+        with pytest.raises(ValueError, match="not wanted"):
+            await job
+        await held
+        assert not order
         await device.close()
 
     asyncio.run(main())
