@@ -78,6 +78,8 @@ WAIT_FACTOR = 4.0
 EXCHANGE_SMOOTHING = 0.3
 UPLOAD_SLACK = 3.0
 """Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
+CLOSING_MICROBATCHES = 3
+"""Of the slowest replica: so much work lies between the end of a round and its contributions."""
 BESIDE_PART = 0.8
 """Of the length of a round: how long an exchange beside one may wait for contributions."""
 BEHIND_PART = 0.5
@@ -677,7 +679,7 @@ class Averaging:
         limits = self.limits
         measured_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s())
         longest_s = self._longest_wait_s()
-        usual_s = min(measured_s + limits.reduce_wait_min_s, longest_s)
+        usual_s = min(measured_s + limits.reduce_wait_min_s + self._closing_s(), longest_s)
         # Where nothing is known yet, who is slow is not to be taken for stuck.
         wait_s = usual_s if measured_s else longest_s
         end: float | None = None
@@ -725,6 +727,15 @@ class Averaging:
             return 0.0
         slowest = min(rates)
         return UPLOAD_SLACK * BULK_SHARE * self._stage_bytes / (slowest * self._share(slowest))
+
+    def _closing_s(self) -> float:
+        """Until the last replica has heard that a round is over, and its device has ended the work
+        that was under way when it closed the round, settled it and opened the next one."""
+        now = asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        slowest = min((r.samples_per_s for r in members if r.samples_per_s > 0), default=math.inf)
+        work_s = self.settings.samples_per_microbatch / slowest
+        return self.gossip.spread_s + CLOSING_MICROBATCHES * work_s
 
     def _longest_wait_s(self) -> float:
         return max(self.limits.reduce_wait_s, self._beside_s(), self._behind_s())
