@@ -60,6 +60,8 @@ class Scenario:
     """Rounds between two exchanges of a shard, in the modes `local` and `gossip`."""
     fragments: int = 1
     """Groups of shards that are exchanged in different rounds, in mode `local`."""
+    warmup_rounds: int = 0
+    """First rounds in which exchanges come as soon as they can, whatever the mode."""
     settled_rounds: int = 0
     """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
     start_s: float = 2.0

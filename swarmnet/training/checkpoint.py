@@ -88,6 +88,8 @@ class Meta:
     own_steps: list[dict[str, int]] = field(default_factory=list)
     """By shard, where the replica made steps of its own: `steps` ever, and `tokens` behind those
     since the last exchange."""
+    ahead: dict[int, float] = field(default_factory=dict)
+    """By shard of mode `delayed`, by how much the parameters are ahead, see `shards`."""
     format: int = FORMAT
 
     @property
@@ -110,6 +112,8 @@ class Meta:
             if values["format"] != FORMAT:
                 raise CheckpointError(f"{folder}: format {values['format']!r}, not {FORMAT}")
             values["steps"] = {int(j): int(n) for j, n in values["steps"].items()}
+            ahead = values.get("ahead", {})
+            values["ahead"] = {int(j): float(x) for j, x in ahead.items()}
             meta = cls(**values)
             bytes.fromhex(meta.digests)
             numbers = [meta.history, meta.round, meta.stage, meta.num_stages, meta.num_shards]
@@ -203,8 +207,11 @@ class CheckpointStore:
         }
         moments: dict[str, Tensor] = {}
         steps: dict[int, int] = {}
+        ahead: dict[int, float] = {}
         for j, (values, arrays) in sorted(snapshot.optimizer.items()):
             steps[j] = int(values["steps"])
+            if values.get("ahead"):
+                ahead[j] = float(values["ahead"])
             for name, array in zip(MOMENTS[len(arrays)], arrays, strict=True):
                 moments[f"shards.{j}.{name}"] = to_tensor(array)
         own_steps = []
@@ -230,6 +237,7 @@ class CheckpointStore:
             checksums={n: checksum(folder / n) for n in FILES},
             saved_unix_s=time.time(),
             own_steps=own_steps,
+            ahead=ahead,
         )
         (folder / META_FILE).write_text(meta.to_json())
         for path in (*sorted(folder.iterdir()), folder):
@@ -334,7 +342,8 @@ def _load_optimizer(
     for j, steps in sorted(meta.steps.items()):
         num_arrays = 1 if f"shards.{j}.momentum" in tensors else 2
         names = [f"shards.{j}.{name}" for name in MOMENTS[num_arrays]]
-        state[j] = {"steps": steps}, arrays(names, j)
+        values = {"steps": steps, "ahead": meta.ahead[j]} if j in meta.ahead else {"steps": steps}
+        state[j] = values, arrays(names, j)
     own_steps = []
     for j, own in enumerate(meta.own_steps):
         fast, *moments = arrays([f"own.{j}.{name}" for name in OWN], j)

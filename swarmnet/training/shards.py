@@ -5,10 +5,16 @@ for the shards that it owns and no others (ZeRO, Rajbhandari et al., 2020). A st
 fused kernel on slices, so that shards that cover a model make the update that
 `torch.optim.AdamW` makes. Weight decay is for matrices; a shard that covers several
 parameters is stepped in segments, with decay and without.
+
+Where exchanges are delayed, the parameters that replicas get are not the optimizer's own ones but
+those *ahead* of them: moved once more along the mean of the gradients, by which the coming update,
+that the next round will lack, is foretold (XPipe, Guan et al. 2019; PipeMare, Yang et al. 2021).
+The next step takes that away again, from the moments that made it, so that nothing more is kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +35,10 @@ from swarmnet.wire import Array
 
 MAX_STEPS = 1 << 24
 """The kernel counts steps in fp32, which is exact up to here."""
+LEAD = 1.0
+"""Steps by which delayed parameters are ahead."""
+MAX_AHEAD = 100.0
+"""More than `LEAD` times any learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,8 @@ class ShardState:
     square: Tensor
     """Running mean of its square."""
     steps: int
+    ahead: float = 0.0
+    """By how much of a step, times its learning rate, the parameters are ahead."""
 
 
 class ShardedAdamW:
@@ -127,6 +139,7 @@ class ShardedAdamW:
         gradient_sum: Array,
         scale: float,
         round_index: int,
+        is_delayed: bool = False,
     ) -> Array:
         """As the port says. Raises `ProtocolViolation`, the state unchanged, where the gradient has
         the wrong length or is not finite, and `KeyError` where the state is not held."""
@@ -135,14 +148,26 @@ class ShardedAdamW:
         gradient = self._values(shard_index, "gradient", gradient_sum) * scale
         if not _all_finite(gradient):
             raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
+        rate = learning_rate(self._spec, round_index)
+        self._move(state, new, -state.ahead)
         state.steps += 1
-        self._apply(shard_index, state, new, gradient, learning_rate(self._spec, round_index))
+        state.ahead = LEAD * rate if is_delayed else 0.0
+        self._apply(shard_index, state, new, gradient, rate)
+        self._move(state, new, state.ahead)
         return from_tensor(new)
+
+    def _move(self, state: ShardState, values: Tensor, rate: float) -> None:
+        """Moves parameters by a step of AdamW with the moments as they are, without decay."""
+        if not rate:
+            return
+        bias, bias_square = (1 - b**state.steps for b in (self._spec.beta1, self._spec.beta2))
+        root = state.square.sqrt().div_(math.sqrt(bias_square)).add_(self._spec.eps)
+        values.addcdiv_(state.mean, root, value=-rate / bias)
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         state = self._states[shard_index]
         arrays = (from_tensor(state.mean.clone()), from_tensor(state.square.clone()))
-        return {"steps": state.steps}, arrays
+        return {"steps": state.steps, "ahead": state.ahead}, arrays
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         if not 0 <= shard_index < len(self._sizes):
@@ -150,12 +175,17 @@ class ShardedAdamW:
         steps = values.get("steps")
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MAX_STEPS:
             raise ProtocolViolation("optimizer state with an impossible step count")
+        ahead = values.get("ahead", 0.0)
+        if not isinstance(ahead, int | float) or not 0 <= ahead <= MAX_AHEAD or (ahead and not steps):
+            raise ProtocolViolation("optimizer state that is ahead by an impossible step")
         if len(arrays) != 2:
             raise ProtocolViolation("optimizer state is two arrays")
         mean, square = (self._values(shard_index, "moments", a) for a in arrays)
         if not _all_finite(mean) or not _all_finite(square) or square.min().item() < 0:
             raise ProtocolViolation("optimizer state with values that cannot be")
-        self._states[shard_index] = ShardState(self._kept(mean), self._kept(square), steps)
+        self._states[shard_index] = ShardState(
+            self._kept(mean), self._kept(square), steps, float(ahead)
+        )
 
     def _kept(self, values: Tensor) -> Tensor:
         return self._store.zeros(values.numel()).copy_(values)

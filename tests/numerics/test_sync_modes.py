@@ -16,11 +16,16 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tin
 ROUNDS = 12
 
 
+WARMUPS = pytest.mark.parametrize("warmup_rounds", [0, 5])
+
+
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
 def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
-    tmp_path: Path, num_stages: int, num_replicas: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS, sync={"mode": "delayed"})
+    sync = {"mode": "delayed", "warmup_rounds": warmup_rounds}
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(num_stages, num_replicas)
@@ -34,11 +39,12 @@ def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
     in_virtual_time(scenario, spec)
 
 
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
 def test_local_updates_are_those_of_as_many_models_in_one_process(
-    tmp_path: Path, num_stages: int, num_replicas: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
 ) -> None:
-    sync = {"mode": "local", "local_steps": 4}
+    sync = {"mode": "local", "local_steps": 4, "warmup_rounds": warmup_rounds}
     spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:
@@ -53,11 +59,12 @@ def test_local_updates_are_those_of_as_many_models_in_one_process(
     in_virtual_time(scenario, spec)
 
 
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 2), (2, 3)])
 def test_gossip_makes_the_steps_of_as_many_pairs_in_one_process(
-    tmp_path: Path, num_stages: int, num_replicas: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
 ) -> None:
-    sync = {"mode": "gossip", "local_steps": 4}
+    sync = {"mode": "gossip", "local_steps": 4, "warmup_rounds": warmup_rounds}
     spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:
@@ -84,7 +91,7 @@ def test_auto_changes_with_the_network_and_every_update_is_still_that_of_one_pro
     tmp_path: Path,
 ) -> None:
     rounds = 36
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto"})
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto", "warmup_rounds": 0})
     network = SimulatedNetwork(random.Random(0))
 
     def lay(link: Link) -> None:
