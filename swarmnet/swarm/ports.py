@@ -233,10 +233,10 @@ class LocalSteps(Protocol):
         theirs: tuple[dict[str, Any], tuple[Array, ...]] | None,
         round_index: int,
     ) -> tuple[float, float]:
-        """The outer step of a pair after a round, from the partner's `offer` (None: alone); its result is put
-        aside as by `set_common`. Returns the squared distance of both replicas' fast parameters
-        (0 alone) and the squared norm of the own ones. Raises `ProtocolViolation` where the offer
-        does not fit."""
+        """The outer step of a pair after a round, from the partner's `offer` (None: alone); its
+        result is put aside as by `set_common`. Returns the squared distance of both replicas' fast
+        parameters (0 alone) and the squared norm of the own ones. Raises `ProtocolViolation` where
+        the offer does not fit."""
 
     def finish_round(self) -> None:
         """*device* Makes what `set_common` put aside the common parameters; right after

@@ -109,8 +109,9 @@ class OuterNesterov:
         round_index: int,
         is_delayed: bool = False,
     ) -> Array:
-        """As the port says; the rate is the same in every round after the warm-up. Raises `ProtocolViolation`, the
-        state unchanged, where the change has the wrong length or is not finite."""
+        """As the port says; the rate is the same in every round after the warm-up. Raises
+        `ProtocolViolation`, the state unchanged, where the change has the wrong length or is not
+        finite."""
         state = self._states[shard_index]
         change = self._values(shard_index, gradient_sum) * scale
         if not torch.isfinite(change).all():

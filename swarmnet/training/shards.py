@@ -176,7 +176,11 @@ class ShardedAdamW:
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MAX_STEPS:
             raise ProtocolViolation("optimizer state with an impossible step count")
         ahead = values.get("ahead", 0.0)
-        if not isinstance(ahead, int | float) or not 0 <= ahead <= MAX_AHEAD or (ahead and not steps):
+        if (
+            not isinstance(ahead, int | float)
+            or not 0 <= ahead <= MAX_AHEAD
+            or (ahead and not steps)
+        ):
             raise ProtocolViolation("optimizer state that is ahead by an impossible step")
         if len(arrays) != 2:
             raise ProtocolViolation("optimizer state is two arrays")

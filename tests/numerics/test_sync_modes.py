@@ -91,7 +91,9 @@ def test_auto_changes_with_the_network_and_every_update_is_still_that_of_one_pro
     tmp_path: Path,
 ) -> None:
     rounds = 36
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto", "warmup_rounds": 0})
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto", "warmup_rounds": 0}
+    )
     network = SimulatedNetwork(random.Random(0))
 
     def lay(link: Link) -> None:
