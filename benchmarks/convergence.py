@@ -229,7 +229,10 @@ def key_of(task: str, name: str, replaced: int) -> str:
 def run_all(task: str, names: list[str], rates: list[int], rounds: int, jobs: int) -> None:
     """Every run that is not there yet, `jobs` at a time, each in a process of its own."""
     wanted = [
-        (n, p) for p in rates for n in names if load().get(f"{n}/{p}", {}).get("rounds") != rounds
+        (n, p)
+        for p in rates
+        for n in names
+        if load().get(key_of(task, n, p), {}).get("rounds") != rounds
     ]
 
     def one(which: tuple[str, int]) -> None:
@@ -239,6 +242,7 @@ def run_all(task: str, names: list[str], rates: list[int], rounds: int, jobs: in
                 sys.executable,
                 __file__,
                 "--child",
+                task,
                 name,
                 str(replaced),
                 str(rounds),

@@ -161,7 +161,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     }
     delayed = (
         f"{parts['zero']} + {p.weights + p.gradients} for a second pair of weights and gradients + "
-        "4 for the gradient under way (auto: where it chooses delayed)"
+        "4 for the gradient under way + 4 x R / N for how far parameters are ahead "
+        "(auto: where it chooses delayed)"
     )
     return [
         f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "

@@ -39,8 +39,9 @@ MAX_LIST = 1024
 """Entries of one list in a spec."""
 RUN_ID_BYTES = 16
 NUM_BYTE_TOKENS = 256
-SYNC_WARMUP_PART = 0.25
-"""Of the run, where `[sync] warmup_rounds` is left to the program."""
+SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
+"""Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
+many."""
 PYTHON_STDLIB = "python-stdlib"
 """As an entry of `[data] paths`: the sources of the standard library of the Python that runs."""
 BYTES_TOKENIZER = "bytes"
@@ -325,7 +326,7 @@ class SyncSpec(_Table):
     warmup_rounds: int = Field(default=-1, ge=-1, le=1 << 40)
     """First rounds of the run in which exchanges come as soon as they can, for that is when a model
     changes fastest: `delayed` and `auto` are `zero` in them, `local` and `gossip` exchange after
-    every one. -1 = a quarter of the run."""
+    every one. -1 = a third of the run, at most 1000."""
 
     local_steps: int = Field(default=20, ge=1, le=1 << 20)
     """For `local` and `gossip`: rounds between two exchanges."""
@@ -402,7 +403,7 @@ class RunSpec(_Table):
         if self.sync.mode == "zero":
             return 0
         if self.sync.warmup_rounds < 0:
-            return round(self.optimizer.rounds * SYNC_WARMUP_PART)
+            return min(self.optimizer.rounds // SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS)
         return self.sync.warmup_rounds
 
     @model_validator(mode="after")

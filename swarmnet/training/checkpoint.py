@@ -46,9 +46,10 @@ RUN_CHARACTERS = 16
 """Of the run's id, in the name of its folder."""
 STAGE_FILE, OPTIMIZER_FILE, META_FILE = "stage.safetensors", "optimizer.safetensors", "meta.json"
 FILES = (STAGE_FILE, OPTIMIZER_FILE)
-MOMENTS = {2: ("mean", "square"), 1: ("momentum",)}
+MOMENTS = {2: ("mean", "square"), 3: ("mean", "square", "ahead"), 1: ("momentum",)}
 """By their number, the arrays of a shard's optimizer state: AdamW's, in the order of
-`ShardedAdamW.export`, and the outer step's of `OuterNesterov.export`."""
+`ShardedAdamW.export` (a third where exchanges are delayed), and the outer step's of
+`OuterNesterov.export`."""
 OWN = ("parameters", "mean", "square")
 """Of a shard, what a replica's own steps have made of it, in the order of `LocalSteps.export`."""
 MIN_KEPT = 2
@@ -88,8 +89,6 @@ class Meta:
     own_steps: list[dict[str, int]] = field(default_factory=list)
     """By shard, where the replica made steps of its own: `steps` ever, and `tokens` behind those
     since the last exchange."""
-    ahead: dict[int, float] = field(default_factory=dict)
-    """By shard of mode `delayed`, by how much the parameters are ahead, see `shards`."""
     format: int = FORMAT
 
     @property
@@ -112,8 +111,6 @@ class Meta:
             if values["format"] != FORMAT:
                 raise CheckpointError(f"{folder}: format {values['format']!r}, not {FORMAT}")
             values["steps"] = {int(j): int(n) for j, n in values["steps"].items()}
-            ahead = values.get("ahead", {})
-            values["ahead"] = {int(j): float(x) for j, x in ahead.items()}
             meta = cls(**values)
             bytes.fromhex(meta.digests)
             numbers = [meta.history, meta.round, meta.stage, meta.num_stages, meta.num_shards]
@@ -207,11 +204,8 @@ class CheckpointStore:
         }
         moments: dict[str, Tensor] = {}
         steps: dict[int, int] = {}
-        ahead: dict[int, float] = {}
         for j, (values, arrays) in sorted(snapshot.optimizer.items()):
             steps[j] = int(values["steps"])
-            if values.get("ahead"):
-                ahead[j] = float(values["ahead"])
             for name, array in zip(MOMENTS[len(arrays)], arrays, strict=True):
                 moments[f"shards.{j}.{name}"] = to_tensor(array)
         own_steps = []
@@ -237,7 +231,6 @@ class CheckpointStore:
             checksums={n: checksum(folder / n) for n in FILES},
             saved_unix_s=time.time(),
             own_steps=own_steps,
-            ahead=ahead,
         )
         (folder / META_FILE).write_text(meta.to_json())
         for path in (*sorted(folder.iterdir()), folder):
@@ -340,10 +333,10 @@ def _load_optimizer(
         raise CheckpointError(f"{path}: of shards that do not exist")
     state: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
     for j, steps in sorted(meta.steps.items()):
-        num_arrays = 1 if f"shards.{j}.momentum" in tensors else 2
+        is_ahead = f"shards.{j}.ahead" in tensors
+        num_arrays = 1 if f"shards.{j}.momentum" in tensors else 3 if is_ahead else 2
         names = [f"shards.{j}.{name}" for name in MOMENTS[num_arrays]]
-        values = {"steps": steps, "ahead": meta.ahead[j]} if j in meta.ahead else {"steps": steps}
-        state[j] = values, arrays(names, j)
+        state[j] = {"steps": steps}, arrays(names, j)
     own_steps = []
     for j, own in enumerate(meta.own_steps):
         fast, *moments = arrays([f"own.{j}.{name}" for name in OWN], j)

@@ -29,6 +29,7 @@ class DelayedReference:
 
     def __init__(self, spec: RunSpec) -> None:
         self._warmup_rounds = spec.sync_warmup_rounds
+        self._beta1 = spec.optimizer.beta1
         self.trainer = ReferenceTrainer(spec)
         self._waiting: tuple[int, int, dict[str, Tensor]] | None = None
         self._ahead: dict[str, Tensor] = {}
@@ -44,7 +45,9 @@ class DelayedReference:
         if self._waiting is not None:
             late_round = self._waiting[0]
             self.finish()
-            self._ahead = self.trainer.adam_step(late_round)
+            self._ahead = self.trainer.adam_step(
+                late_round, 0.45 * self._beta1, 1.2 * self._beta1 * (1 - self._beta1)
+            )
         self._waiting = (round_index, num_tokens, gradients)
         if round_index < self._warmup_rounds:
             self.finish()
