@@ -40,6 +40,42 @@ def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
 
 
 @WARMUPS
+def test_delayed_updates_stay_those_of_the_loop_though_an_owner_is_replaced(
+    tmp_path: Path, warmup_rounds: int
+) -> None:
+    """A newcomer takes over optimizer state, and with it how far parameters are ahead."""
+    sync = {"mode": "delayed", "warmup_rounds": warmup_rounds}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(6)
+        swarm.start("newcomer")
+        await swarm.until(lambda: "newcomer" in synced(swarm))
+        leaver = swarm.members.pop("peer-0")
+        leaver.peer.stop()
+        await swarm.until(leaver.life.done)
+        await swarm.until_round(ROUNDS)
+        newcomer = swarm.members["newcomer"].peer.replica
+        assert newcomer is not None
+        assert newcomer.optimizer.owned()
+        assert swarm.total("samples_lost") == swarm.total("shard_reset") == 0
+        oracle = DelayedReference(spec)
+        for r in range(ROUNDS):
+            oracle.step(r, sorted(swarm.counted[r]))
+        oracle.finish()
+        assert relative_difference(swarm.parameters(), oracle.trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def synced(swarm: Swarm) -> list[str]:
+    """Who serves microbatches."""
+    replicas = {n: m.peer.replica for n, m in swarm.members.items()}
+    return [n for n, replica in replicas.items() if replica is not None and replica.synced]
+
+
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
 def test_local_updates_are_those_of_as_many_models_in_one_process(
     tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int

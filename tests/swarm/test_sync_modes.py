@@ -22,10 +22,16 @@ MODES: list[dict[str, Any]] = [
     {"mode": "local", "local_steps": 5},
     {"mode": "local", "local_steps": 6, "fragments": 3},
 ]
-GOSSIP: dict[str, Any] = {"mode": "gossip", "local_steps": 4}
+WARMED: list[dict[str, Any]] = [
+    {"mode": "delayed", "warmup_rounds": 9},
+    {"mode": "local", "local_steps": 6, "fragments": 3, "warmup_rounds": 7},
+]
+GOSSIP: dict[str, Any] = {"mode": "gossip", "local_steps": 4, "warmup_rounds": 6}
 
 
-@pytest.mark.parametrize("sync", MODES, ids=lambda sync: "-".join(map(str, sync.values())))
+@pytest.mark.parametrize(
+    "sync", [*MODES, *WARMED], ids=lambda sync: "-".join(map(str, sync.values()))
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_replicas_end_as_one_though_peers_are_replaced(
     tmp_path: Path, sync: dict[str, Any], seed: int
