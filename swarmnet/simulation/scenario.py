@@ -189,7 +189,8 @@ def small_swarm(seed: int) -> Scenario:
 
 def small_swarm_in(mode: str, seed: int) -> Scenario:
     """A small swarm of the sweep in another mode. Its end lies behind an exchange of everything."""
-    scenario = replace(small_swarm(seed), sync_mode=mode)
+    warmup_rounds = random.Random(f"warm-up {mode} {seed}").choice((0, 0, 4, 15))
+    scenario = replace(small_swarm(seed), sync_mode=mode, warmup_rounds=warmup_rounds)
     if mode not in (LOCAL, GOSSIP):
         return scenario
     rng = random.Random(f"{mode} {seed}")
