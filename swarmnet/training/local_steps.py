@@ -177,7 +177,11 @@ def build_optimizer(
         return build_adamw(spec, stage, store)
     momentum = sync.gossip_momentum if sync.mode == "gossip" else sync.outer_momentum
     return OuterNesterov(
-        stage.shard_sizes, sync.outer_learning_rate, momentum, spec.sync_warmup_rounds
+        stage.shard_sizes,
+        sync.outer_learning_rate,
+        momentum,
+        spec.sync_warmup_rounds,
+        spec.optimizer.rounds - 1,
     )
 
 

@@ -5,7 +5,9 @@ began; that distance is taken for a gradient, and the common parameters make one
 `torch.optim.SGD(nesterov=True)` makes it (DiLoCo, Douillard et al. 2023). The state of a shard is
 one fp32 vector; owners hold it as they hold AdamW's moments in `shards`.
 
-In the rounds of a warm-up the outer step is the plain mean: the whole change, no momentum.
+In the rounds of a warm-up, and in the last of a run, the outer step is the plain mean: the whole
+change, no momentum. What momentum adds is for later changes to put right, and after the last there
+is none.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ class OuterNesterov:
         rate: float,
         momentum: float,
         warmup_rounds: int = 0,
+        last_round: int = -1,
     ) -> None:
         self._warmup_rounds = warmup_rounds
+        self._last_round = last_round
         self._sizes = tuple(shard_sizes)
         self._rate = rate
         self._momentum = momentum
@@ -109,7 +113,7 @@ class OuterNesterov:
         round_index: int,
         is_delayed: bool = False,
     ) -> Array:
-        """As the port says; the rate is the same in every round after the warm-up. Raises
+        """As the port says; the rate is the same in every round but the plain ones. Raises
         `ProtocolViolation`, the state unchanged, where the change has the wrong length or is not
         finite."""
         state = self._states[shard_index]
@@ -117,11 +121,14 @@ class OuterNesterov:
         if not torch.isfinite(change).all():
             raise ProtocolViolation(f"the change of shard {shard_index} is not finite")
         state.steps += 1
-        if round_index < self._warmup_rounds:
+        if self._is_plain(round_index):
             return from_tensor(self._values(shard_index, parameters) - change)
         state.momentum.mul_(self._momentum).add_(change)
         step = change.add_(state.momentum, alpha=self._momentum)
         return from_tensor(self._values(shard_index, parameters) - self._rate * step)
+
+    def _is_plain(self, round_index: int) -> bool:
+        return round_index < self._warmup_rounds or round_index == self._last_round
 
     def pair_step(
         self,
@@ -133,11 +140,11 @@ class OuterNesterov:
     ) -> Tensor:
         """A step of one replica with its partner (NoLoCo, Kolehmainen et al. 2025): momentum on
         the `change` averaged over the two, and a pull towards the `mean` of their parameters with
-        the same rate, as in the authors' code. In the warm-up the plain mean of where both are.
+        the same rate, as in the authors' code. Where a step is plain, the mean of where both are.
         Returns the new parameters, fp32 [size]."""
         state = self._states[shard_index]
         state.steps += 1
-        if round_index < self._warmup_rounds:
+        if self._is_plain(round_index):
             return mean - change
         state.momentum.mul_(self._momentum)
         state.momentum.add_(change, alpha=-self._rate).add_(mean - parameters, alpha=self._rate)

@@ -171,10 +171,10 @@ class LocalReference:
         loss = self.replicas.step(round_index, paths)
         if _is_exchanged(self._spec, round_index):
             for stage in self._stages:
-                self._exchange(stage, round_index < self._spec.sync_warmup_rounds)
+                self._exchange(stage, _is_plain(self._spec, round_index))
         return loss
 
-    def _exchange(self, stage: int, is_warmup: bool) -> None:
+    def _exchange(self, stage: int, is_plain: bool) -> None:
         replicas, common = self._stages[stage], self.common[stage]
         total = sum(r.tokens for r in replicas)
         with torch.no_grad():
@@ -182,7 +182,7 @@ class LocalReference:
                 p.grad = torch.zeros_like(p)
                 for r in replicas:
                     p.grad += (p - list(r.model.parameters())[i]) * (r.tokens / total)
-            if is_warmup:
+            if is_plain:
                 for p in common.parameters():
                     assert p.grad is not None
                     p -= p.grad
@@ -221,10 +221,10 @@ class GossipReference:
         """One round; `partners`: who meets whom if this is a round of meetings."""
         loss = self.replicas.step(round_index, paths)
         if _is_exchanged(self._spec, round_index):
-            self._meet(partners, round_index < self._spec.sync_warmup_rounds)
+            self._meet(partners, _is_plain(self._spec, round_index))
         return loss
 
-    def _meet(self, partners: Mapping[str, str | None], is_warmup: bool) -> None:
+    def _meet(self, partners: Mapping[str, str | None], is_plain: bool) -> None:
         sync, replicas = self._spec.sync, self.replicas.by_name
         rate, decay = sync.outer_learning_rate, sync.gossip_momentum
         fast = {n: _copies(r) for n, r in replicas.items()}
@@ -237,7 +237,7 @@ class GossipReference:
                     change = sum(fast[n][i] - slow[n][i] for n in pair) / len(pair)
                     middle = sum(slow[n][i] for n in pair) / len(pair)
                     step = change + middle - slow[name][i]
-                    if not is_warmup:
+                    if not is_plain:
                         step = self._momentum[name][i].mul_(decay).add_(rate * step)
                     self._slow[name][i] += step
                     p.copy_(self._slow[name][i])
@@ -249,9 +249,13 @@ class GossipReference:
 
 
 def _is_exchanged(spec: RunSpec, round_index: int) -> bool:
-    in_warmup = round_index < spec.sync_warmup_rounds
+    return _is_plain(spec, round_index) or (round_index + 1) % spec.sync.local_steps == 0
+
+
+def _is_plain(spec: RunSpec, round_index: int) -> bool:
+    """Is an outer step the plain mean?"""
     is_last = round_index == spec.optimizer.rounds - 1
-    return in_warmup or is_last or (round_index + 1) % spec.sync.local_steps == 0
+    return round_index < spec.sync_warmup_rounds or is_last
 
 
 def _copies(replica: ReferenceReplica) -> list[Tensor]:

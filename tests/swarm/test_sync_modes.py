@@ -123,8 +123,9 @@ async def replace_some(swarm: Swarm, rng: random.Random) -> None:
         covered = [s for s in (0, 1) if _num_replicas(swarm, s) > 1]
         victims = [m for m in sorted(swarm.members) if _stage(swarm, m) in covered]
         victim = rng.choice(victims)
-        swarm.start(f"newcomer-{n}", stage=_stage(swarm, victim))
-        swarm.kill(victim)
+        stage = _stage(swarm, victim)
+        swarm.kill(victim)  # first: newcomers join through a peer that lives
+        swarm.start(f"newcomer-{n}", stage=stage)
 
 
 def _stage(swarm: Swarm, name: str) -> int:
