@@ -185,7 +185,7 @@ class LocalReference:
             if is_plain:
                 for p in common.parameters():
                     assert p.grad is not None
-                    p -= p.grad
+                    p.sub_(p.grad)
             else:
                 self._outer[stage].step()
             for r in replicas:

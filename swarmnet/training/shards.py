@@ -174,9 +174,8 @@ class ShardedAdamW:
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         state = self._states[shard_index]
-        arrays = (from_tensor(state.mean.clone()), from_tensor(state.square.clone()))
-        if state.ahead is not None:
-            arrays += (from_tensor(state.ahead.clone()),)
+        kept = (state.mean, state.square, state.ahead)
+        arrays = tuple(from_tensor(values.clone()) for values in kept if values is not None)
         return {"steps": state.steps}, arrays
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
