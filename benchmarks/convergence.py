@@ -229,7 +229,10 @@ def key_of(task: str, name: str, replaced: int) -> str:
 def run_all(task: str, names: list[str], rates: list[int], rounds: int, jobs: int) -> None:
     """Every run that is not there yet, `jobs` at a time, each in a process of its own."""
     wanted = [
-        (n, p) for p in rates for n in names if load().get(f"{n}/{p}", {}).get("rounds") != rounds
+        (n, p)
+        for p in rates
+        for n in names
+        if load().get(key_of(task, n, p), {}).get("rounds") != rounds
     ]
 
     def one(which: tuple[str, int]) -> None:
@@ -239,6 +242,7 @@ def run_all(task: str, names: list[str], rates: list[int], rounds: int, jobs: in
                 sys.executable,
                 __file__,
                 "--child",
+                task,
                 name,
                 str(replaced),
                 str(rounds),
@@ -281,17 +285,19 @@ WIDTH, HEIGHT, MARGIN = 720, 400, 60
 COLOURS = ("#222222", "#1f77b4", "#2ca02c", "#98df8a", "#d62728", "#ff9896")
 
 
-def plot(replaced: int) -> None:
-    """`docs/convergence-<replaced>.svg`: the gap of each mode to one process, over the rounds."""
+def plot(task: str, replaced: int) -> None:
+    """`docs/convergence-<replaced>.svg` (`-python` for that task): the gap of each mode to one
+    process, over the rounds."""
     results = load()
-    one = {int(r): x for r, x in results["zero/0"]["one_process"].items()}
+    zero = results[key_of(task, "zero", 0)]
+    one = {int(r): x for r, x in zero["one_process"].items()}
     curves = {}
     for name in MODES:
-        result = results.get(f"{name}/{replaced}")
+        result = results.get(key_of(task, name, replaced))
         if result is not None:
             points = {int(r): x for r, x in result["losses"].items() if int(r) in one and int(r)}
             curves[name] = [(r, 100 * (x / one[r] - 1)) for r, x in sorted(points.items())]
-    rounds = results["zero/0"]["rounds"]
+    rounds = zero["rounds"]
     top = max([1.0, *(y for points in curves.values() for _, y in points)])
     low = min([0.0, *(y for points in curves.values() for _, y in points)])
 
@@ -322,7 +328,8 @@ def plot(replaced: int) -> None:
         y1 = MARGIN + 18 * i
         parts.append(f'<text x="{WIDTH - 2 * MARGIN + 12}" y="{y1}" fill="{colour}">{name}</text>')
     parts.append("</svg>")
-    (RESULTS.parent / f"convergence-{replaced}.svg").write_text("\n".join(parts) + "\n")
+    which = replaced if task == "letters" else task
+    (RESULTS.parent / f"convergence-{which}.svg").write_text("\n".join(parts) + "\n")
 
 
 def main() -> None:
@@ -348,8 +355,10 @@ def main() -> None:
         run_all(args.task, args.only, args.replaced, args.rounds, args.jobs)
     if "zero/0" in load():
         for replaced in REPLACED:
-            plot(replaced)
+            plot("letters", replaced)
         show()
+    if key_of("python", "zero", 0) in load():
+        plot("python", 0)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         sync_mode=spec.sync.mode,
         local_steps=spec.sync.local_steps,
         fragments=spec.sync.fragments,
+        sync_warmup_rounds=spec.sync_warmup_rounds,
     )
 
 

@@ -161,7 +161,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     }
     delayed = (
         f"{parts['zero']} + {p.weights + p.gradients} for a second pair of weights and gradients + "
-        "4 for the gradient under way (auto: where it chooses delayed)"
+        "4 for the gradient under way + 4 x R / N for how far parameters are ahead "
+        "(auto: where it chooses delayed)"
     )
     return [
         f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
@@ -170,7 +171,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"stage; {p.total + exchange_bytes(sync.mode, 1.0, p):g} without ZeRO (Rajbhandari et al., "
         "2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed 4 (2 (N - 1) + R - 1) / N a round; local the "
-        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner. "
+        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner; "
+        f"both in each of the first {spec.sync_warmup_rounds} rounds, the warm-up of this run. "
         "Activations and their gradients come on top.",
         f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "

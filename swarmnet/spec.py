@@ -39,6 +39,9 @@ MAX_LIST = 1024
 """Entries of one list in a spec."""
 RUN_ID_BYTES = 16
 NUM_BYTE_TOKENS = 256
+SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
+"""Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
+many."""
 PYTHON_STDLIB = "python-stdlib"
 """As an entry of `[data] paths`: the sources of the standard library of the Python that runs."""
 BYTES_TOKENIZER = "bytes"
@@ -320,6 +323,11 @@ class SyncSpec(_Table):
     averaged every `local_steps` rounds. `gossip`: the same with one random partner at a time.
     `auto`: `zero` or `delayed`, by how long exchanges take."""
 
+    warmup_rounds: int = Field(default=-1, ge=-1, le=1 << 40)
+    """First rounds of the run in which exchanges come as soon as they can, for that is when a model
+    changes fastest: `delayed` and `auto` are `zero` in them, `local` and `gossip` exchange after
+    every one. -1 = a third of the run, at most 1000."""
+
     local_steps: int = Field(default=20, ge=1, le=1 << 20)
     """For `local` and `gossip`: rounds between two exchanges."""
 
@@ -388,6 +396,15 @@ class RunSpec(_Table):
     pipeline: PipelineSpec
     sync: SyncSpec = SyncSpec()
     security: SecuritySpec = SecuritySpec()
+
+    @property
+    def sync_warmup_rounds(self) -> int:
+        """Rounds of the warm-up of `[sync]`; 0 in mode `zero`, which needs none."""
+        if self.sync.mode == "zero":
+            return 0
+        if self.sync.warmup_rounds < 0:
+            return min(self.optimizer.rounds // SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS)
+        return self.sync.warmup_rounds
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:

@@ -76,7 +76,8 @@ class Chooser:
         round."""
         if round_s <= 0:
             return None
-        present = plan.mode_at(round_index + AHEAD_ROUNDS)
+        first = max(round_index + AHEAD_ROUNDS, plan.warmup_rounds)
+        present = plan.mode_at(first)
         share = exchange_s / round_s
         wanted = DELAYED if share > DELAYED_ABOVE else ZERO if share < ZERO_BELOW else present
         if wanted == present and plan.switches:
@@ -87,7 +88,7 @@ class Chooser:
         if self.votes < IN_A_ROW or rests:
             return None
         self.votes = 0
-        return Switch(round_index + AHEAD_ROUNDS, wanted, round_s, exchange_s)
+        return Switch(first, wanted, round_s, exchange_s)
 
 
 def local_steps_for(round_s: float, exchange_s: float) -> int:

@@ -8,6 +8,11 @@ how far they have come (DiLoCo, Douillard et al. 2023; NoLoCo, Kolehmainen et al
 `fragments` the shards take turns instead of going all in one round (Streaming DiLoCo, Douillard et
 al. 2025).
 
+Every mode begins with a *warm-up*, some rounds in which exchanges come as soon as they can, for
+that is when parameters change fastest and an old gradient, or a model gone its own way, does most
+harm: `delayed` and `auto` are `zero` in it (ZeRO-Offload too delays only after some steps), `local`
+and `gossip` exchange every shard in every round (post-local SGD, Lin et al. 2020).
+
 Exchanges have the number of the round whose gradient they are about. The *version* of a round is
 the number of exchanges that its parameters contain: what it begins with is the input of the
 exchange of that number.
@@ -54,6 +59,8 @@ class SyncPlan:
     """Groups of shards that are exchanged in different rounds; at most `local_steps` differ."""
     switches: tuple[Switch, ...] = ()
     """Of mode `auto`, by ascending round; before them it is `zero`."""
+    warmup_rounds: int = 0
+    """From the beginning of the run; see above."""
 
     @property
     def is_local(self) -> bool:
@@ -65,8 +72,18 @@ class SyncPlan:
         late = round_index >= 1 and self.is_delayed(round_index - 1)
         return round_index - 1 if late else round_index
 
+    def is_warmup(self, round_index: int) -> bool:
+        """Is a round one of the warm-up?"""
+        return round_index < self.warmup_rounds
+
+    def steps_until_due(self, round_index: int) -> int:
+        """Rounds from one exchange of a shard to the next, about a round."""
+        return 1 if self.is_warmup(round_index) else self.local_steps
+
     def mode_at(self, round_index: int) -> str:
         """The mode of the exchange of a round."""
+        if self.mode in (DELAYED, AUTO) and self.is_warmup(round_index):
+            return ZERO
         if self.mode != AUTO:
             return self.mode
         return next((s.mode for s in reversed(self.switches) if s.round <= round_index), ZERO)
@@ -83,7 +100,8 @@ class SyncPlan:
 
     def is_due(self, shard_index: int, round_index: int) -> bool:
         """Is a shard exchanged at the end of this round?"""
-        if not self.is_local or round_index >= self.rounds - 1:
+        is_always = not self.is_local or self.is_warmup(round_index)
+        if is_always or round_index >= self.rounds - 1:
             return True
         offset = shard_index % self.fragments * self.local_steps // self.fragments
         return (round_index + 1 + offset) % self.local_steps == 0

@@ -116,7 +116,10 @@ class SyntheticLocalSteps:
         return values, (self.common_shard(shard_index), self._claim(shard_index, change), *moments)
 
     def meet(
-        self, shard_index: int, theirs: tuple[dict[str, Any], tuple[Array, ...]] | None
+        self,
+        shard_index: int,
+        theirs: tuple[dict[str, Any], tuple[Array, ...]] | None,
+        round_index: int,
     ) -> tuple[float, float]:
         common, fast = self._common[shard_index], self._fast(shard_index)
         change, mean, apart = _minus(common, fast), list(common), 0.0

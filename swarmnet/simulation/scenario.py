@@ -60,6 +60,8 @@ class Scenario:
     """Rounds between two exchanges of a shard, in the modes `local` and `gossip`."""
     fragments: int = 1
     """Groups of shards that are exchanged in different rounds, in mode `local`."""
+    warmup_rounds: int = 0
+    """First rounds in which exchanges come as soon as they can, whatever the mode."""
     settled_rounds: int = 0
     """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
     start_s: float = 2.0
@@ -187,7 +189,8 @@ def small_swarm(seed: int) -> Scenario:
 
 def small_swarm_in(mode: str, seed: int) -> Scenario:
     """A small swarm of the sweep in another mode. Its end lies behind an exchange of everything."""
-    scenario = replace(small_swarm(seed), sync_mode=mode)
+    warmup_rounds = random.Random(f"warm-up {mode} {seed}").choice((0, 0, 4, 15))
+    scenario = replace(small_swarm(seed), sync_mode=mode, warmup_rounds=warmup_rounds)
     if mode not in (LOCAL, GOSSIP):
         return scenario
     rng = random.Random(f"{mode} {seed}")

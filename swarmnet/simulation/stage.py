@@ -294,6 +294,7 @@ class SyntheticOptimizer:
         gradient_sum: Array,
         scale: float,
         round_index: int,
+        is_delayed: bool = False,
     ) -> Array:
         steps, momentum = self._state[shard_index]
         gradient: Gradient = gradient_sum.data

@@ -130,6 +130,7 @@ class Simulation:
             sync_mode=scenario.sync_mode,
             local_steps=scenario.local_steps,
             fragments=scenario.fragments,
+            sync_warmup_rounds=scenario.warmup_rounds,
         )
         self.monitor = Monitor(
             self._now,

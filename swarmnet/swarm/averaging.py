@@ -743,7 +743,8 @@ class Averaging:
     def _behind_s(self) -> float:
         """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
         plan = self.plan
-        return BEHIND_PART * plan.local_steps * self.replica.open_s if plan.is_local else 0.0
+        steps = plan.steps_until_due(self.current)
+        return BEHIND_PART * steps * self.replica.open_s if plan.is_local else 0.0
 
     def _beside_s(self) -> float:
         """An exchange that runs beside a round holds nobody up as long as it ends with it."""
@@ -821,7 +822,8 @@ class Averaging:
 
         def work() -> Array:
             before = replica.common_shard(j)
-            after = replica.optimizer.step(j, before, total, scale, r)
+            is_delayed = self.plan.is_delayed(r)
+            after = replica.optimizer.step(j, before, total, scale, r, is_delayed)
             self._applied[j] = r
             return after
 

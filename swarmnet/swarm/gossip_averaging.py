@@ -1,8 +1,9 @@
 """`[sync] mode = "gossip"`: own steps, and now and then an average with one random partner.
 
-No group and no owner. Every `local_steps` rounds replicas of a stage pair off (`protocol.pairing`);
-each asks its partner for its *offer* (parameters of its last meeting, change since then, moments of
-its own steps) and makes the outer step of the pair for itself (NoLoCo, Kolehmainen et al. 2025).
+No group and no owner. Every `local_steps` rounds, and in every round of the warm-up, replicas of a
+stage pair off (`protocol.pairing`); each asks its partner for its *offer* (parameters of its last
+meeting, change since then, moments of its own steps) and makes the outer step of the pair for
+itself (NoLoCo, Kolehmainen et al. 2025).
 Who has no partner, or loses it, steps alone. A meeting ends when both have the other's offer, or
 one of them is gone.
 
@@ -105,13 +106,12 @@ class GossipAveraging:
         now = asyncio.get_running_loop().time()
         members = self.gossip.view.members(self.replica.index, now)
         newest = max((m.round for m in members if m.state == ACTIVE), default=r)
-        if newest - r > self._slack:
+        if newest - r > self._slack(newest):
             raise Behind(f"the stage is in round {newest}, this replica in {r}")
 
-    @property
-    def _slack(self) -> int:
+    def _slack(self, newest: int) -> int:
         """Rounds by which parameters may be older than those of others in the stage."""
-        return max(BEHIND_ROUNDS, self.replica.plan.local_steps)
+        return max(BEHIND_ROUNDS, self.replica.plan.steps_until_due(newest))
 
     def finish_round(self, round_index: int) -> None:
         self.averaging.finish_round(round_index)
@@ -143,19 +143,19 @@ class GossipAveraging:
         apart = total = 0.0
         for j in range(self.replica.num_shards):
             distance, norm = await self.replica.worker.run(
-                lambda j=j: self._step(j, offers.get(j))  # type: ignore[misc]
+                lambda j=j: self._step(j, offers.get(j), r)  # type: ignore[misc]
             )
             apart, total = apart + distance, total + norm
         if offers:
             self.gossip.update(spread=math.sqrt(apart / total) if total else 0.0)
 
-    def _step(self, j: int, offer: Offer | None) -> tuple[float, float]:
+    def _step(self, j: int, offer: Offer | None, r: int) -> tuple[float, float]:
         """On the worker. An offer that does not fit is as none."""
         try:
-            return self.local.meet(j, offer)
+            return self.local.meet(j, offer, r)
         except SwarmnetError as e:
             log.warning("shard %d: the partner's offer is refused: %s", j, e)
-            return self.local.meet(j, None)
+            return self.local.meet(j, None, r)
 
     def _partner(self, r: int) -> str | None:
         """By the replicas that are not past the round."""
@@ -224,7 +224,7 @@ class GossipAveraging:
             return
         newest = max(d.round for d in donors)
         self._copies += 1
-        if newest - min(copied) > self._slack and self._copies < MAX_COPIES:
+        if newest - min(copied) > self._slack(newest) and self._copies < MAX_COPIES:
             log.info("the copy is of round %d, the stage in %d: once more", min(copied), newest)
             return
         self._copies = 0

@@ -183,9 +183,11 @@ class Optimizer(Protocol):
         gradient_sum: Array,
         scale: float,
         round_index: int,
+        is_delayed: bool = False,
     ) -> Array:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
-        `round_index`. `parameters` is not changed; the new ones are returned."""
+        `round_index`. `parameters` is not changed; the new ones are returned. `is_delayed`: the
+        round that begins with them will lack one update, which they may foretell."""
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""
@@ -226,12 +228,15 @@ class LocalSteps(Protocol):
         the moments of the own steps, with their number."""
 
     def meet(
-        self, shard_index: int, theirs: tuple[dict[str, Any], tuple[Array, ...]] | None
+        self,
+        shard_index: int,
+        theirs: tuple[dict[str, Any], tuple[Array, ...]] | None,
+        round_index: int,
     ) -> tuple[float, float]:
-        """The outer step of a pair, from the partner's `offer` (None: alone); its result is put
-        aside as by `set_common`. Returns the squared distance of both replicas' fast parameters
-        (0 alone) and the squared norm of the own ones. Raises `ProtocolViolation` where the offer
-        does not fit."""
+        """The outer step of a pair after a round, from the partner's `offer` (None: alone); its
+        result is put aside as by `set_common`. Returns the squared distance of both replicas' fast
+        parameters (0 alone) and the squared norm of the own ones. Raises `ProtocolViolation` where
+        the offer does not fit."""
 
     def finish_round(self) -> None:
         """*device* Makes what `set_common` put aside the common parameters; right after

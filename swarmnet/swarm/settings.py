@@ -33,11 +33,19 @@ class RunSettings:
     """Rounds between two exchanges, where replicas make steps of their own."""
     fragments: int = 1
     """Groups of shards that are exchanged in different rounds, likewise."""
+    sync_warmup_rounds: int = 0
+    """First rounds in which exchanges come as soon as they can, whatever the mode."""
 
     @property
     def plan(self) -> SyncPlan:
         """When the replicas of a stage exchange what."""
-        return SyncPlan(self.sync_mode, self.rounds, self.local_steps, self.fragments)
+        return SyncPlan(
+            self.sync_mode,
+            self.rounds,
+            self.local_steps,
+            self.fragments,
+            warmup_rounds=self.sync_warmup_rounds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

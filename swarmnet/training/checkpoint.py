@@ -46,9 +46,10 @@ RUN_CHARACTERS = 16
 """Of the run's id, in the name of its folder."""
 STAGE_FILE, OPTIMIZER_FILE, META_FILE = "stage.safetensors", "optimizer.safetensors", "meta.json"
 FILES = (STAGE_FILE, OPTIMIZER_FILE)
-MOMENTS = {2: ("mean", "square"), 1: ("momentum",)}
+MOMENTS = {2: ("mean", "square"), 3: ("mean", "square", "ahead"), 1: ("momentum",)}
 """By their number, the arrays of a shard's optimizer state: AdamW's, in the order of
-`ShardedAdamW.export`, and the outer step's of `OuterNesterov.export`."""
+`ShardedAdamW.export` (a third where exchanges are delayed), and the outer step's of
+`OuterNesterov.export`."""
 OWN = ("parameters", "mean", "square")
 """Of a shard, what a replica's own steps have made of it, in the order of `LocalSteps.export`."""
 MIN_KEPT = 2
@@ -332,7 +333,8 @@ def _load_optimizer(
         raise CheckpointError(f"{path}: of shards that do not exist")
     state: dict[int, tuple[dict[str, Any], tuple[Any, ...]]] = {}
     for j, steps in sorted(meta.steps.items()):
-        num_arrays = 1 if f"shards.{j}.momentum" in tensors else 2
+        is_ahead = f"shards.{j}.ahead" in tensors
+        num_arrays = 1 if f"shards.{j}.momentum" in tensors else 3 if is_ahead else 2
         names = [f"shards.{j}.{name}" for name in MOMENTS[num_arrays]]
         state[j] = {"steps": steps}, arrays(names, j)
     own_steps = []

@@ -88,7 +88,10 @@ class TorchLocalSteps:
         return values, (common, self.change(shard_index, 1.0), *moments)
 
     def meet(
-        self, shard_index: int, theirs: tuple[dict[str, Any], tuple[Array, ...]] | None
+        self,
+        shard_index: int,
+        theirs: tuple[dict[str, Any], tuple[Array, ...]] | None,
+        round_index: int,
     ) -> tuple[float, float]:
         self.changes += 1
         common, fast = self._common[shard_index], self._fast(shard_index)
@@ -101,7 +104,7 @@ class TorchLocalSteps:
             self._average_moments(shard_index, values, arrays[2:])
             apart = _squares(fast - (their_common - their_change))
             change, mean = (change + their_change) / 2, (common + their_common) / 2
-        new = self._outer.pair_step(shard_index, common, change, mean)
+        new = self._outer.pair_step(shard_index, common, change, mean, round_index)
         self.set_common(shard_index, from_tensor(new))
         return apart, _squares(fast)
 
@@ -173,7 +176,13 @@ def build_optimizer(
     if sync.mode not in ("local", "gossip"):
         return build_adamw(spec, stage, store)
     momentum = sync.gossip_momentum if sync.mode == "gossip" else sync.outer_momentum
-    return OuterNesterov(stage.shard_sizes, sync.outer_learning_rate, momentum)
+    return OuterNesterov(
+        stage.shard_sizes,
+        sync.outer_learning_rate,
+        momentum,
+        spec.sync_warmup_rounds,
+        spec.optimizer.rounds - 1,
+    )
 
 
 def _copy(array: Array) -> Tensor:

@@ -17,7 +17,8 @@ The other sync modes need more:
 
 - `delayed`, and `auto` which may choose it: a second pair of weights and gradients, since a round
   opens before the last one has ended; and until its exchange is over a copy of a gradient, 4,
-  where the next round was not open yet when it was taken.
+  where the next round was not open yet when it was taken. With the owners, how far parameters are
+  ahead, 4 R / N.
 - `local`: the moments of own steps cannot be shared out, so that there are all of them, and the
   parameters of the last exchange, 4; the owners' outer momentum, 4 R / N.
 - `gossip`: the same, with an outer momentum of everybody's own, 4.
@@ -131,7 +132,7 @@ def state_bytes(
 def exchange_bytes(mode: str, share: float, precision: Precision = FP32) -> float:
     """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
     if mode in (DELAYED, AUTO):
-        return precision.weights + precision.gradients + FP32_BYTES
+        return precision.weights + precision.gradients + FP32_BYTES * (1 + share)
     if mode == LOCAL:
         return FP32_BYTES * (1 + share)
     return 2.0 * FP32_BYTES if mode == GOSSIP else 0.0

@@ -4,6 +4,10 @@ After `local_steps` steps of their own, replicas average how far they have come 
 began; that distance is taken for a gradient, and the common parameters make one step on it as
 `torch.optim.SGD(nesterov=True)` makes it (DiLoCo, Douillard et al. 2023). The state of a shard is
 one fp32 vector; owners hold it as they hold AdamW's moments in `shards`.
+
+In the rounds of a warm-up, and in the last of a run, the outer step is the plain mean: the whole
+change, no momentum. What momentum adds is for later changes to put right, and after the last there
+is none.
 """
 
 from __future__ import annotations
@@ -36,7 +40,16 @@ class OuterState:
 class OuterNesterov:
     """The outer momentum of the shards that a replica holds; implements `swarm.ports.Optimizer`."""
 
-    def __init__(self, shard_sizes: Sequence[int], rate: float, momentum: float) -> None:
+    def __init__(
+        self,
+        shard_sizes: Sequence[int],
+        rate: float,
+        momentum: float,
+        warmup_rounds: int = 0,
+        last_round: int = -1,
+    ) -> None:
+        self._warmup_rounds = warmup_rounds
+        self._last_round = last_round
         self._sizes = tuple(shard_sizes)
         self._rate = rate
         self._momentum = momentum
@@ -98,26 +111,41 @@ class OuterNesterov:
         gradient_sum: Array,
         scale: float,
         round_index: int,
+        is_delayed: bool = False,
     ) -> Array:
-        """As the port says; the rate is the same in every round. Raises `ProtocolViolation`, the
-        state unchanged, where the change has the wrong length or is not finite."""
+        """As the port says; the rate is the same in every round but the plain ones. Raises
+        `ProtocolViolation`, the state unchanged, where the change has the wrong length or is not
+        finite."""
         state = self._states[shard_index]
         change = self._values(shard_index, gradient_sum) * scale
         if not torch.isfinite(change).all():
             raise ProtocolViolation(f"the change of shard {shard_index} is not finite")
         state.steps += 1
+        if self._is_plain(round_index):
+            return from_tensor(self._values(shard_index, parameters) - change)
         state.momentum.mul_(self._momentum).add_(change)
         step = change.add_(state.momentum, alpha=self._momentum)
         return from_tensor(self._values(shard_index, parameters) - self._rate * step)
 
+    def _is_plain(self, round_index: int) -> bool:
+        return round_index < self._warmup_rounds or round_index == self._last_round
+
     def pair_step(
-        self, shard_index: int, parameters: Tensor, change: Tensor, mean: Tensor
+        self,
+        shard_index: int,
+        parameters: Tensor,
+        change: Tensor,
+        mean: Tensor,
+        round_index: int,
     ) -> Tensor:
         """A step of one replica with its partner (NoLoCo, Kolehmainen et al. 2025): momentum on
         the `change` averaged over the two, and a pull towards the `mean` of their parameters with
-        the same rate, as in the authors' code. Returns the new parameters, fp32 [size]."""
+        the same rate, as in the authors' code. Where a step is plain, the mean of where both are.
+        Returns the new parameters, fp32 [size]."""
         state = self._states[shard_index]
         state.steps += 1
+        if self._is_plain(round_index):
+            return mean - change
         state.momentum.mul_(self._momentum)
         state.momentum.add_(change, alpha=-self._rate).add_(mean - parameters, alpha=self._rate)
         return parameters + state.momentum

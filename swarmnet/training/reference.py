@@ -64,6 +64,23 @@ class ReferenceTrainer:
             group["lr"] = learning_rate(self._spec.optimizer, round_index)
         self._optimizer.step()
 
+    def adam_step(
+        self, round_index: int, mean_part: float, gradient_part: float
+    ) -> dict[str, Tensor]:
+        """A step, by name and without decay, along `mean_part` of the running mean of the gradients
+        and `gradient_part` of the newest one."""
+        steps: dict[str, Tensor] = {}
+        for name, p in self._named_parameters().items():
+            state, options = self._optimizer.state[p], self._spec.optimizer
+            t = state["step"].item()
+            assert p.grad is not None
+            mean = mean_part * state["exp_avg"] + gradient_part * p.grad
+            mean /= 1 - options.beta1**t
+            square = state["exp_avg_sq"] / (1 - options.beta2**t)
+            rate = learning_rate(options, round_index)
+            steps[name] = -rate * mean / (square.sqrt() + options.eps)
+        return steps
+
     def accumulate(self, microbatch_ids: Sequence[int]) -> tuple[float, int]:
         """Fresh gradients, summed over the tokens of these microbatches; returns the summed loss in
         nats and the number of tokens."""

@@ -24,19 +24,33 @@ from swarmnet.training.schedule import learning_rate
 
 
 class DelayedReference:
-    """One process; the gradient of round r is applied after the gradient of round r + 1 was
-    taken."""
+    """One process; after the warm-up the gradient of round r is applied after the gradient of round
+    r + 1 was taken, at parameters that are ahead by the update that is missing, foretold."""
 
     def __init__(self, spec: RunSpec) -> None:
+        self._warmup_rounds = spec.sync_warmup_rounds
+        self._beta1 = spec.optimizer.beta1
         self.trainer = ReferenceTrainer(spec)
         self._waiting: tuple[int, int, dict[str, Tensor]] | None = None
+        self._ahead: dict[str, Tensor] = {}
+        """What the coming update is thought to be, where the next round will lack it."""
 
     def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
         """One round; returns its mean loss, nats per token."""
+        own = {n: p.clone() for n, p in self.trainer.state_dict().items()}
+        self.trainer.load_state_dict({n: p + self._ahead.get(n, 0.0) for n, p in own.items()})
         loss_sum, num_tokens = self.trainer.accumulate(microbatch_ids)
+        self.trainer.load_state_dict(own)
         gradients = self.trainer.swap_gradients({})
-        self.finish()
+        if self._waiting is not None:
+            late_round = self._waiting[0]
+            self.finish()
+            self._ahead = self.trainer.adam_step(
+                late_round, 0.45 * self._beta1, 1.2 * self._beta1 * (1 - self._beta1)
+            )
         self._waiting = (round_index, num_tokens, gradients)
+        if round_index < self._warmup_rounds:
+            self.finish()
         return loss_sum / num_tokens
 
     def finish(self) -> None:
@@ -45,7 +59,7 @@ class DelayedReference:
             round_index, num_tokens, gradients = self._waiting
             self.trainer.swap_gradients(gradients)
             self.trainer.update(round_index, num_tokens)
-            self._waiting = None
+            self._waiting, self._ahead = None, {}
 
 
 class ReferenceReplica:
@@ -155,13 +169,12 @@ class LocalReference:
         """One round; `paths`: through which replicas each microbatch went. Returns the mean loss,
         nats per token."""
         loss = self.replicas.step(round_index, paths)
-        last = round_index == self._spec.optimizer.rounds - 1
-        if last or (round_index + 1) % self._spec.sync.local_steps == 0:
+        if _is_exchanged(self._spec, round_index):
             for stage in self._stages:
-                self._exchange(stage)
+                self._exchange(stage, _is_plain(self._spec, round_index))
         return loss
 
-    def _exchange(self, stage: int) -> None:
+    def _exchange(self, stage: int, is_plain: bool) -> None:
         replicas, common = self._stages[stage], self.common[stage]
         total = sum(r.tokens for r in replicas)
         with torch.no_grad():
@@ -169,7 +182,12 @@ class LocalReference:
                 p.grad = torch.zeros_like(p)
                 for r in replicas:
                     p.grad += (p - list(r.model.parameters())[i]) * (r.tokens / total)
-            self._outer[stage].step()
+            if is_plain:
+                for p in common.parameters():
+                    assert p.grad is not None
+                    p.sub_(p.grad)
+            else:
+                self._outer[stage].step()
             for r in replicas:
                 for mine, p in zip(r.model.parameters(), common.parameters(), strict=True):
                     mine.copy_(p)
@@ -202,12 +220,11 @@ class GossipReference:
     ) -> float:
         """One round; `partners`: who meets whom if this is a round of meetings."""
         loss = self.replicas.step(round_index, paths)
-        last = round_index == self._spec.optimizer.rounds - 1
-        if last or (round_index + 1) % self._spec.sync.local_steps == 0:
-            self._meet(partners)
+        if _is_exchanged(self._spec, round_index):
+            self._meet(partners, _is_plain(self._spec, round_index))
         return loss
 
-    def _meet(self, partners: Mapping[str, str | None]) -> None:
+    def _meet(self, partners: Mapping[str, str | None], is_plain: bool) -> None:
         sync, replicas = self._spec.sync, self.replicas.by_name
         rate, decay = sync.outer_learning_rate, sync.gossip_momentum
         fast = {n: _copies(r) for n, r in replicas.items()}
@@ -219,15 +236,26 @@ class GossipReference:
                 for i, p in enumerate(replica.model.parameters()):
                     change = sum(fast[n][i] - slow[n][i] for n in pair) / len(pair)
                     middle = sum(slow[n][i] for n in pair) / len(pair)
-                    momentum = self._momentum[name][i]
-                    momentum.mul_(decay).add_(rate * (change + middle - slow[name][i]))
-                    self._slow[name][i] += momentum
+                    step = change + middle - slow[name][i]
+                    if not is_plain:
+                        step = self._momentum[name][i].mul_(decay).add_(rate * step)
+                    self._slow[name][i] += step
                     p.copy_(self._slow[name][i])
                     _set_moments(replica, p, [moments[n][i] for n in pair])
 
     def state_dict(self, name: str) -> dict[str, Tensor]:
         """The parameters of one replica by name."""
         return self.replicas.by_name[name].state_dict()
+
+
+def _is_exchanged(spec: RunSpec, round_index: int) -> bool:
+    return _is_plain(spec, round_index) or (round_index + 1) % spec.sync.local_steps == 0
+
+
+def _is_plain(spec: RunSpec, round_index: int) -> bool:
+    """Is an outer step the plain mean?"""
+    is_last = round_index == spec.optimizer.rounds - 1
+    return round_index < spec.sync_warmup_rounds or is_last
 
 
 def _copies(replica: ReferenceReplica) -> list[Tensor]:

@@ -16,11 +16,16 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tin
 ROUNDS = 12
 
 
+WARMUPS = pytest.mark.parametrize("warmup_rounds", [0, 5])
+
+
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
 def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
-    tmp_path: Path, num_stages: int, num_replicas: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS, sync={"mode": "delayed"})
+    sync = {"mode": "delayed", "warmup_rounds": warmup_rounds}
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(num_stages, num_replicas)
@@ -34,11 +39,48 @@ def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
     in_virtual_time(scenario, spec)
 
 
+@WARMUPS
+def test_delayed_updates_stay_those_of_the_loop_though_an_owner_is_replaced(
+    tmp_path: Path, warmup_rounds: int
+) -> None:
+    """A newcomer takes over optimizer state, and with it how far parameters are ahead."""
+    sync = {"mode": "delayed", "warmup_rounds": warmup_rounds}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(6)
+        swarm.start("newcomer")
+        await swarm.until(lambda: "newcomer" in synced(swarm))
+        leaver = swarm.members.pop("peer-0")
+        leaver.peer.stop()
+        await swarm.until(leaver.life.done)
+        await swarm.until_round(ROUNDS)
+        newcomer = swarm.members["newcomer"].peer.replica
+        assert newcomer is not None
+        assert newcomer.optimizer.owned()
+        assert swarm.total("samples_lost") == swarm.total("shard_reset") == 0
+        oracle = DelayedReference(spec)
+        for r in range(ROUNDS):
+            oracle.step(r, sorted(swarm.counted[r]))
+        oracle.finish()
+        assert relative_difference(swarm.parameters(), oracle.trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def synced(swarm: Swarm) -> list[str]:
+    """Who serves microbatches."""
+    replicas = {n: m.peer.replica for n, m in swarm.members.items()}
+    return [n for n, replica in replicas.items() if replica is not None and replica.synced]
+
+
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
 def test_local_updates_are_those_of_as_many_models_in_one_process(
-    tmp_path: Path, num_stages: int, num_replicas: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
 ) -> None:
-    sync = {"mode": "local", "local_steps": 4}
+    sync = {"mode": "local", "local_steps": 4, "warmup_rounds": warmup_rounds}
     spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:
@@ -53,11 +95,12 @@ def test_local_updates_are_those_of_as_many_models_in_one_process(
     in_virtual_time(scenario, spec)
 
 
+@WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 2), (2, 3)])
 def test_gossip_makes_the_steps_of_as_many_pairs_in_one_process(
-    tmp_path: Path, num_stages: int, num_replicas: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
 ) -> None:
-    sync = {"mode": "gossip", "local_steps": 4}
+    sync = {"mode": "gossip", "local_steps": 4, "warmup_rounds": warmup_rounds}
     spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:
@@ -84,7 +127,9 @@ def test_auto_changes_with_the_network_and_every_update_is_still_that_of_one_pro
     tmp_path: Path,
 ) -> None:
     rounds = 36
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto"})
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=rounds, sync={"mode": "auto", "warmup_rounds": 0}
+    )
     network = SimulatedNetwork(random.Random(0))
 
     def lay(link: Link) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -32,16 +33,19 @@ SHARDS = 12
     rounds=st.integers(1, 60),
     local_steps=st.integers(1, 20),
     fragments=st.integers(1, SHARDS),
+    warmup_rounds=st.integers(0, 70),
 )
 def test_local_shards_are_exchanged_once_in_every_cycle_and_at_the_end(
-    rounds: int, local_steps: int, fragments: int
+    rounds: int, local_steps: int, fragments: int, warmup_rounds: int
 ) -> None:
-    plan = SyncPlan(LOCAL, rounds, local_steps, fragments)
+    plan = SyncPlan(LOCAL, rounds, local_steps, fragments, warmup_rounds=warmup_rounds)
     for j in range(SHARDS):
         due = [r for r in range(rounds) if plan.is_due(j, r)]
         assert due[-1] == rounds - 1
+        assert due[:warmup_rounds] == list(range(min(rounds, warmup_rounds)))
         assert all(b - a <= local_steps for a, b in itertools.pairwise(due))
-        assert all(b - a == local_steps for a, b in itertools.pairwise(due[:-1]))
+        after = [r for r in due[:-1] if r >= warmup_rounds]
+        assert all(b - a == local_steps for a, b in itertools.pairwise(after))
         for version in range(rounds + 1):
             before = [r for r in due if r < version]
             assert plan.last_exchange(j, version) == (before[-1] if before else -1)
@@ -58,16 +62,18 @@ def test_fragments_spread_the_shards_over_the_cycle() -> None:
 @given(
     rounds=st.integers(1, 40),
     turns=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([ZERO, DELAYED])), max_size=4),
+    warmup_rounds=st.integers(0, 50),
 )
 def test_versions_never_go_back_and_every_exchange_is_made(
-    rounds: int, turns: list[tuple[int, str]]
+    rounds: int, turns: list[tuple[int, str]], warmup_rounds: int
 ) -> None:
     switches = merge([Switch(r, mode, 1.0, 1.0) for r, mode in turns])
     for plan in (
-        SyncPlan(AUTO, rounds, switches=switches),
-        SyncPlan(ZERO, rounds),
-        SyncPlan(DELAYED, rounds),
+        SyncPlan(AUTO, rounds, switches=switches, warmup_rounds=warmup_rounds),
+        SyncPlan(ZERO, rounds, warmup_rounds=warmup_rounds),
+        SyncPlan(DELAYED, rounds, warmup_rounds=warmup_rounds),
     ):
+        assert not any(plan.is_delayed(r) for r in range(warmup_rounds))
         versions = [plan.version(r) for r in range(rounds + 1)]
         assert versions[0] == 0
         assert versions[-1] == rounds
@@ -106,6 +112,18 @@ def test_a_slow_network_delays_exchanges_and_a_fast_one_brings_them_back() -> No
             plan = SyncPlan(AUTO, 1000, switches=merge(plan.switches, [switch]))
             modes.append((r, switch.mode))
     assert modes == [(IN_A_ROW - 1, DELAYED), (40 + IN_A_ROW - 1, ZERO)]
+
+
+def test_exchanges_are_delayed_from_the_end_of_the_warmup_on() -> None:
+    plan = SyncPlan(AUTO, rounds=1000, warmup_rounds=30)
+    chooser = Chooser()
+    for r in range(100):
+        switch = chooser.decide(plan, r, 2.0, 1.0)
+        if switch is not None:
+            plan = replace(plan, switches=merge(plan.switches, [switch]))
+    assert [(s.round, s.mode) for s in plan.switches] == [(30, DELAYED)]
+    assert [plan.is_delayed(r) for r in (0, 29, 30, 998)] == [False, False, True, True]
+    assert SyncPlan(DELAYED, 1000, warmup_rounds=30).version(30) == 30
 
 
 def test_between_the_thresholds_and_in_the_rest_nothing_changes() -> None:

@@ -74,7 +74,7 @@ def test_partners_that_meet_come_nearer() -> None:
     offers = [[x.local.offer(j) for j in range(SIZES.num_shards)] for x in (a, b)]
     for x, theirs in ((a, offers[1]), (b, offers[0])):
         for j, offer in enumerate(theirs):
-            apart, norm = x.local.meet(j, offer)
+            apart, norm = x.local.meet(j, offer, 0)
             assert 0 < apart < norm
     for x in (a, b):
         x.finish()

@@ -59,8 +59,7 @@ def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
 def test_small_swarms_whose_exchanges_run_beside_the_rounds(mode: str, num_seeds: int) -> None:
     failures = []
     for seed in range(num_seeds):
-        scenario = replace(small_swarm(seed), keep_log=False, sync_mode=mode)
-        broken = simulate(scenario).broken
+        broken = simulate(replace(small_swarm_in(mode, seed), keep_log=False)).broken
         if broken is not None:
             failures.append(f"{mode}, seed {seed}: {broken}")
     assert not failures, "\n".join(failures)

@@ -49,13 +49,14 @@ def tiny_spec(
     sync: dict[str, Any] | None = None,
     **pipeline: Any,
 ) -> RunSpec:
-    """A small Llama on text that is made here. `sync`: of `[sync]`."""
+    """A small Llama on text that is made here. `sync`: of `[sync]`; no warm-up where it has
+    none."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
     extra, more = (
         "\n".join(f"{key} = {value!r}" for key, value in values.items()).replace("'", '"')
-        for values in (pipeline, sync or {})
+        for values in (pipeline, {"warmup_rounds": 0} | (sync or {}))
     )
     return parse_spec(f"""
 seed = 1

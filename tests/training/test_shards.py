@@ -18,7 +18,7 @@ from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.registry import cut_shards
 from swarmnet.training.reference import ReferenceTrainer
 from swarmnet.training.schedule import learning_rate
-from swarmnet.training.shards import Segment, ShardedAdamW, cut_segments
+from swarmnet.training.shards import Segment, ShardedAdamW, cut_segments, lead
 from swarmnet.wire import Array
 from tests.training.flights import fly, optimizers_of, stages_of, update
 from tests.training.specs import small_spec, write_text
@@ -188,7 +188,8 @@ def test_state_that_cannot_be_is_refused() -> None:
         (0, {"steps": 1.0}, (good, good)),
         (0, {"steps": 1 << 40}, (good, good)),
         (0, {"steps": 1}, (good,)),
-        (0, {"steps": 1}, (good, good, good)),
+        (0, {"steps": 1}, (good, good, good, good)),
+        (0, {"steps": 1}, (good, good, nan)),
         (0, {"steps": 1}, (good, negative)),
         (0, {"steps": 1}, (nan, good)),
         (0, {"steps": 1}, (good, from_tensor(torch.zeros(29)))),
@@ -211,3 +212,54 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
     assert rates[15:] == [rates[14]] * 5
     assert all(a >= b for a, b in pairwise(rates[4:]))
     assert learning_rate(OptimizerSpec(learning_rate=0.5, rounds=1), 0) == 0.5
+
+
+def highest_stable(beta1: float, of_mean: float, of_gradient: float) -> float:
+    """The highest rate x curvature at which gradient descent with momentum, by gradients that are
+    one step late, comes to rest on a quadratic; the gradients are taken at parameters that are so
+    far ahead."""
+    best = 0.0
+    for k in range(1, 400):
+        curvature = 0.05 * k
+        # Rows: parameters, momentum, newest gradient, the point that is ahead, of the step before.
+        gradient = torch.tensor([0.0, 0.0, 0.0, curvature], dtype=torch.float64)
+        momentum = (1 - beta1) * gradient + torch.tensor([0.0, beta1, 0.0, 0.0])
+        parameters = torch.tensor([1.0, 0.0, 0.0, 0.0]) - momentum
+        ahead = torch.tensor([1.0, -of_mean, -of_gradient, 0.0])
+        step = torch.stack([parameters, momentum, gradient, ahead.double()])
+        if torch.linalg.eigvals(step).abs().max().item() > 1 + 1e-9:
+            break
+        best = curvature
+    return best
+
+
+@pytest.mark.parametrize(("beta1", "at_least"), [(0.5, 1.1), (0.8, 2.5), (0.9, 6.0), (0.95, 9.0)])
+def test_looking_ahead_lets_late_gradients_take_longer_steps(beta1: float, at_least: float) -> None:
+    assert highest_stable(beta1, 0.0, 0.0) == pytest.approx(1.0, abs=0.06)
+    assert highest_stable(beta1, *lead(beta1)) >= at_least
+    of_mean, of_gradient = lead(0.9)
+    others = [(of_mean + x, of_gradient + y) for x in (-0.4, 0.5) for y in (-0.1, 0.1)]
+    assert highest_stable(0.9, of_mean, of_gradient) > max(
+        highest_stable(0.9, *other) for other in others
+    )
+
+
+def test_how_far_parameters_are_ahead_is_taken_away_again() -> None:
+    """On the same gradients delayed steps end where others do, from a state handed over too."""
+    generator = torch.Generator().manual_seed(3)
+    size = ranges_of(SHAPES)[-1].stop
+    first = torch.randn(size, generator=generator)
+    gradients = [torch.randn(size, generator=generator) for _ in range(6)]
+    plain, late = optimizer_of(1000), optimizer_of(1000)
+    at, ahead = from_tensor(first), from_tensor(first)
+    for r, gradient in enumerate(gradients):
+        last = r == len(gradients) - 1
+        at = plain.step(0, at, from_tensor(gradient), 1.0, r)
+        if r == 3:
+            backup = optimizer_of(1000)
+            backup.load(0, *late.export(0))
+            late = backup
+        ahead = late.step(0, ahead, from_tensor(gradient), 1.0, r, not last)
+        apart = (to_tensor(at) - to_tensor(ahead)).abs().max().item()
+        assert apart < 1e-6 if last else apart > 1e-4
+    assert len(late.export(0)[1]) == 2
