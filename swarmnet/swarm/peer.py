@@ -558,6 +558,7 @@ class Peer:
         try:
             while not fetching.done():
                 if rounds.is_drained(round_index) and round_index < self.settings.rounds:
+                    await _end(fetching)  # else it would go on over the parameters to come
                     await rounds.finish(round_index)
                     return
                 told = asyncio.get_running_loop().create_task(self.gossip.news.wait(JOIN_RETRY_S))
@@ -571,8 +572,7 @@ class Peer:
             else:
                 await self.gossip.news.wait(JOIN_RETRY_S)
         finally:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+            await _end(fetching)
 
     async def _opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has begun here: says so, with digests, and sees to the shards it owns."""
@@ -756,6 +756,11 @@ class Peer:
         """For newcomers who know an address only."""
         self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _drop_own_steps(replica: Replica) -> None:
