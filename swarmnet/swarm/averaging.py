@@ -440,7 +440,7 @@ class Averaging:
     ) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted."""
         redirected: str | None = None
-        for _ in range(MAX_REDIRECTS):
+        for attempt in range(MAX_REDIRECTS):
             if self._failed is not None:
                 raise self._failed
             peer_id = redirected or self.primary(r, j)
@@ -451,6 +451,8 @@ class Averaging:
                 if peer_id == self.gossip.own.peer_id:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
+                    if attempt == 0:
+                        await self._turn(gradient, BULK_SHARE)
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
                 await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
                 return counted
@@ -473,7 +475,6 @@ class Averaging:
     ) -> tuple[Array, bool]:
         request = ReduceRequest(r, self.replica.index, j, num_tokens)
         message = Message(request, () if gradient is None else (gradient,))
-        await self._turn(message.arrays)
         reply = await self.call_while_live(peer_id, "reduce", message)
         body = convert(reply.body, ReduceReply)
         if len(reply.arrays) != 1:
@@ -482,16 +483,24 @@ class Averaging:
             self._tokens[(r, j)] = body.num_tokens
         return reply.arrays[0], body.counted
 
-    async def _turn(self, arrays: Sequence[Array]) -> None:
-        """Beside a round, waits until the uplink has room beside the microbatches."""
-        num_bytes = sum(a.num_bytes for a in arrays)
-        if not num_bytes or not self.plan.is_delayed(self.current):
+    async def _turn(self, array: Array | None, share: float) -> None:
+        """Beside a round, waits until the uplink has room beside the microbatches. Gradients go at
+        the share that such exchanges have at most: all wait for the slowest, and what a machine has
+        not sent is lost with it. One that has to be sent again, for its primary has died, goes at
+        once: behind all others it would come too late."""
+        if array is None or not self.plan.is_delayed(self.current):
             return
         now = asyncio.get_running_loop().time()
         rate = self.gossip.own.upload_bytes_per_s
-        wait_s = self._pacer.wait_s(num_bytes, rate, now, self._share(rate))
+        wait_s = self._pacer.wait_s(array.num_bytes, rate, now, share)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
+
+    def _result_share(self) -> float:
+        """Of the uplink, for results and the samples of backups, about as long as a gradient: they
+        have more time, for nothing of them is lost with a machine."""
+        rate = self.gossip.own.upload_bytes_per_s
+        return share_beside(self._stage_bytes, rate, self.replica.open_s)
 
     async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
         """A long call that is given up as soon as the callee is not taken for live any more.
@@ -552,7 +561,7 @@ class Averaging:
             update.news.tell()
         parameters = await self._result(update)
         counted = counted or not push.num_tokens
-        await self._turn((parameters,))
+        await self._turn(parameters, self._result_share())
         reply = ReduceReply(push.round + 1, counted, update.num_tokens)
         return Message(reply, (parameters,))
 
@@ -711,22 +720,13 @@ class Averaging:
             if not await update.news.wait(max(0.001, left)):
                 look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
 
-    def _share(self, rate: float) -> float:
-        """Of an uplink, for an exchange: a gradient goes up it, and about as much in results."""
-        if not self.plan.is_delayed(self.current):
-            return BULK_SHARE
-        return share_beside(2 * self._stage_bytes, rate, self.replica.open_s)
-
     def _upload_s(self) -> float:
         """What sending a gradient may take the slowest replica whose bandwidth is known, as it
-        sends results too, at the share of its uplink that exchanges have: with some slack."""
+        sends results too: some slack on twice the stage's bytes."""
         now = asyncio.get_running_loop().time()
         members = self.gossip.view.members(self.replica.index, now)
         rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
-        if not rates:
-            return 0.0
-        slowest = min(rates)
-        return UPLOAD_SLACK * BULK_SHARE * self._stage_bytes / (slowest * self._share(slowest))
+        return UPLOAD_SLACK * self._stage_bytes / min(rates) if rates else 0.0
 
     def _closing_s(self) -> float:
         """Until the last replica has heard that a round is over, and its device has ended the work
@@ -835,7 +835,7 @@ class Averaging:
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
-            await self._turn((total,))
+            await self._turn(total, self._result_share())
             await self.call_while_live(peer_id, "mirror", Message(request, (total,)))
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
