@@ -303,18 +303,21 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     async with asyncio.timeout(READY_S):
         while len(gossip.view.members(0, loop.time())) < size:
             await gossip.news.wait(0.05)
-    shards = averaging.placement(0).owned_by(key.peer_id)
+    shards = averaging.ownership.placement(0).owned_by(key.peer_id)
     for j in shards:
         replica.optimizer.create(j)
-    averaging.restored(shards)
+    averaging.ownership.restored(shards)
     await replica.open_round(0, synced=True)
 
     async def opened() -> None:
         await replica.measure_digests()
         gossip.update(
-            round=replica.round, holds=averaging.holds(), digests=replica.digests, urgent=True
+            round=replica.round,
+            holds=averaging.ownership.holds(),
+            digests=replica.digests,
+            urgent=True,
         )
-        await averaging.follow_owners()
+        await averaging.ownership.follow_owners()
 
     await opened()
     spare_old_objects()  # as a peer does

@@ -222,7 +222,7 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
     speed = result.virtual_s / max(took_s, 1e-9)
     spent = sorted(result.breakdown.items(), key=lambda item: -item[1])
     return [
-        ("simulated", f"{result.virtual_s:.0f} s in {took_s:.1f} s ({speed:.0f} times real time)"),
+        ("simulated", f"{result.virtual_s:.0f} s in {took_s:.1f} s ({speed:.1f} times real time)"),
         ("throughput", f"{result.samples_per_s:.1f} samples/s"),
         ("max-flow bound, as they served", f"{result.bound_per_s:.1f} samples/s"),
         ("of that bound", f"{100 * result.fraction_of_bound:.1f} %"),

@@ -219,6 +219,12 @@ class View:
             lambda: [r for r in self._live_in(stage, now) if r.state in (JOINING, ACTIVE, LEAVING)],
         )
 
+    def lost(self, stage: int, now: float) -> list[Record]:
+        """Records of peers of `stage` that are known and not live, by peer id."""
+        live = {r.peer_id for r in self._live_in(stage, now)}
+        ids = self._ids_of_stage.get(stage, ())
+        return [self._known[p].record for p in ids if p not in live]
+
     def is_past(self, round_index: int, now: float) -> bool:
         """Some other live replica, of any stage, has begun a later round."""
         if self._newest_round <= round_index:

@@ -122,7 +122,7 @@ class SyntheticDevice:
             job.seat.busy_s += took_s
         if _is_wanted(job):  # the work is done only now: of what has changed meanwhile it must know
             try:
-                value = job.work()
+                value = _beside_the_loop(job.work)
             except Exception as error:
                 if not job.result.done():
                     job.result.set_exception(error)
@@ -142,6 +142,16 @@ def _is_wanted(job: _Job) -> bool:
             job.result.set_exception(error)
         return False
     return True
+
+
+def _beside_the_loop(work: Callable[[], T]) -> T:
+    """What `work` returns; it finds no event loop, as on the thread of a real device or worker."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return work()
+    finally:
+        asyncio._set_running_loop(loop)
 
 
 class SyntheticSeat:
@@ -184,7 +194,7 @@ class InlineWorker:
             raise RuntimeError("the worker is closed")
         async with self._turn:
             await asyncio.sleep(self._seconds)
-            return work()
+            return _beside_the_loop(work)
 
     async def close(self) -> None:
         """Waits for what was begun. Idempotent."""

@@ -98,10 +98,12 @@ class SimulatedNetwork:
             return latency_s + max(up_s, down_s)
         up_begin = max(now, self._up_free_at.get(source, 0.0))
         up_end = self._up_free_at[source] = up_begin + up_s
-        down_begin = max(up_begin + latency_s, self._down_free_at.get(target, 0.0))
-        down_end = max(up_end + latency_s, down_begin + down_s)
-        self._down_free_at[target] = max(down_begin + down_s, self._down_free_at.get(target, 0.0))
-        return down_end - now
+        # What still waits for the sender's uplink holds up nobody at the receiver: the downlink is
+        # taken from now on for as long as the message takes it, not from when it comes.
+        down_free_at = max(now, self._down_free_at.get(target, 0.0))
+        down_begin = max(up_begin + latency_s, down_free_at)
+        self._down_free_at[target] = down_free_at + down_s
+        return max(up_end + latency_s, down_begin + down_s) - now
 
     def upload_s(self, source: str, num_bytes: int) -> float:
         """Seconds that so many bytes keep the uplink of `source` busy."""

@@ -196,6 +196,12 @@ class SyntheticStage:
             raise ProtocolViolation("a shard of the wrong size")
         self._coming[shard_index] = _FLOATS.unpack(bytes(values.data))
 
+    def coming_shard(self, shard_index: int) -> Array | None:
+        numbers = self._coming.get(shard_index)
+        if self._ahead is not None:
+            numbers = self._ahead.parameters[shard_index]
+        return None if numbers is None else self._claim(_FLOATS.pack(*numbers))
+
     def open_ahead(self, round_index: int) -> None:
         parameters = [self._coming.get(j, numbers) for j, numbers in enumerate(self._parameters)]
         self._coming.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import (
     Busy,
@@ -26,6 +26,9 @@ NOT_READY_BACKLOG_S = 0.2
 ASK_S = 0.2
 """Replicas are asked first how long it would take where sending the arrays takes longer than
 this..."""
+CROWDED_S = 30.0
+"""...and for so long at a stage that has turned away a call which did not ask, where its wait would
+have been longer than this too."""
 ASKED = 4
 """...so many of them..."""
 ADMIT_TIMEOUT_S = 5.0
@@ -39,11 +42,21 @@ class Asking:
 
     transport: Transport
     gossip: Gossip
+    _crowded: dict[int, float] = field(default_factory=dict)
+    """By stage, until when it counts as crowded."""
 
-    def pays(self, num_bytes: int) -> bool:
+    def pays(self, stage_index: int, num_bytes: int) -> bool:
         """Where sending takes far longer than asking, it pays to ask several replicas first, and
-        none finds out that it is full only when the activation has gone up the link for nothing."""
-        return self.transport.traffic.upload_s(num_bytes) > ASK_S
+        none finds out that it is full only when the activation has gone up the link for nothing.
+        So it does where queues are long: those who have asked fill them."""
+        now = asyncio.get_running_loop().time()
+        is_slow = self.transport.traffic.upload_s(num_bytes) > ASK_S
+        return is_slow or now < self._crowded.get(stage_index, now)
+
+    def turned_away(self, stage_index: int, backlog_s: float) -> None:
+        """A replica of a stage had no room for a call that came without asking."""
+        if backlog_s >= ASK_S:
+            self._crowded[stage_index] = asyncio.get_running_loop().time() + CROWDED_S
 
     async def around(
         self, router: Router, request: StepRequest, exclude: Collection[str]

@@ -67,7 +67,7 @@ class AutoSync:
         plan, own = self.replica.plan, self.gossip.own
         if plan.mode != AUTO or not self.replica.synced or round_index == 0:
             return  # the first round has the swarm's beginning in it
-        self._exchanges.append(self.averaging.last_exchange_s)
+        self._exchanges.append(self.averaging.pace.last_s)
         exchange_s = min(self._exchanges)
         if own.round_s:
             open_s = own.round_s + SMOOTHING * (open_s - own.round_s)

@@ -5,25 +5,21 @@ a push that fails is simply made again to the next owner, which finds the gradie
 its contributors. The primary waits for every live contributor (with a deadline from what
 earlier rounds took), sums in the order of peer ids, scales by tokens and the clip over all
 stages, steps once, and before it answers has the backups make the same step (ZeRO, Rajbhandari
-et al. 2020, with owners that may vanish).
+et al. 2020, with owners that may vanish). Who owns what, and who is primary, is in `ownership`.
 
-Who is primary. Placement orders the replicas of a stage for each shard. The primary is the first
-live one that *holds* the shard's optimizer state, as its record says since the beginning of the
-round; where nobody holds it, the first live one, which then starts afresh. A replica that comes to
-own a shard fetches its state during one round, follows it through that round's update as a backup,
-and says that it holds it when the next round begins: the primary never changes in the middle of an
-update, unless it dies. Where an owner is lost in the middle of a round, the next in order fetches
-the state at once, and says so at once where that makes nobody else the primary: rounds may be long,
-and a shard is in danger for seconds, not for the rest of one."""
+One result a shard. A primary may die when some have its result and others, even its backups, have
+not. Whoever has a result gives it to those that ask, as primary or not, and takes no further part
+in making another; and who becomes primary after such a death first asks those that do not
+contribute whether they have it."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from swarmnet.errors import (
     NotReady,
@@ -36,30 +32,23 @@ from swarmnet.errors import (
     UserError,
 )
 from swarmnet.protocol import progress
-from swarmnet.protocol.pacing import BULK_SHARE, Pacer, share_beside
-from swarmnet.protocol.placement import (
-    Placement,
-    comes_after_a_holder,
-    placed,
-    short_of_owners,
-    weights_from,
-)
-from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, bitmap
+from swarmnet.protocol.records import JOINING, LEAVING
 from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
-from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
+from swarmnet.swarm.exchange_pace import ExchangePace
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.live_calls import LiveCalls
 from swarmnet.swarm.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.messages import (
-    FetchReply,
-    FetchRequest,
     MirrorRequest,
+    ReduceProgress,
     ReduceReply,
     ReduceRequest,
 )
 from swarmnet.swarm.news import News
 from swarmnet.swarm.norms import Norms
+from swarmnet.swarm.ownership import BEHIND_ROUNDS, Ownership
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.transport.base import Request, Transport
@@ -67,46 +56,22 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.averaging")
 
-MAX_REDIRECTS = 64
-RETRY_S = 0.05
+RETRY_S, MAX_RETRY_S = 0.05, 1.0
+"""Before a shard's primary is looked for again: at first, and later on."""
+RETRY_GROWTH = 1.5
 LOOK_AGAIN_S = 0.5
 LOOK_LESS, MAX_LOOK_S = 1.3, 5.0
 """Whether contributors are still live is looked at less often the longer it takes: by this factor,
 up to so many seconds."""
-WAIT_FACTOR = 4.0
-"""The deadline for contributions, over what a round's exchange took lately."""
-EXCHANGE_SMOOTHING = 0.3
-UPLOAD_SLACK = 3.0
-"""Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
-CLOSING_MICROBATCHES = 3
-"""Of the slowest replica: so much work lies between the end of a round and its contributions."""
-BESIDE_PART = 0.8
-"""Of the length of a round: how long an exchange beside one may wait for contributions."""
-BEHIND_PART = 0.5
-"""Of the length of the rounds between two exchanges: how long one may wait, where replicas make
-steps of their own."""
 PROBE_AFTER = 0.3
 """Part of the deadline after which those who have not contributed are probed."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
-
-
-BEHIND_ROUNDS = 2
-"""A record that is older than so many rounds is not just late: its peer was cut off."""
 RESTORE_WAIT_S = 10.0
 """How long an update waits for a replica that is about to become active with optimizer state that
 nobody else has."""
-
-
 SNAPSHOT_WAIT_S = 10.0
 """How long a step waits for the optimizer state before it to be copied for a checkpoint."""
-REPAIR_EVERY_S = 5.0
-"""Between two looks whether a shard has lost an owner in the middle of a round."""
-DROP_WAIT_S = 5.0
-"""How long owners of shards that this replica holds and does not own may take to say that they hold
-them; else it is looked at again in the next round."""
-
-T = TypeVar("T")
 Pushed = tuple[int, Array | None]
 """A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
 
@@ -142,8 +107,12 @@ class ShardUpdate:
     """Contributions that there must be before it is worth looking whether all are there."""
     own: bool = False
     """The own replica has closed the round and contributed."""
+    asked: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that are asked for the result that a dead primary may have given them."""
     num_tokens: int = 0
-    """Behind the aggregate."""
+    """Behind the aggregate; -1 where another peer made it and did not say."""
+    is_anothers: bool = False
+    """The result is another primary's: what came here is not in it."""
     news: News = field(default_factory=News)
     """Wakes the aggregation: another contribution."""
     done: News = field(default_factory=News)
@@ -167,25 +136,29 @@ class Averaging:
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard, what is behind its result, as far as is known."""
         self._tasks = Tasks("averaging")
+        self.ownership = Ownership(
+            self.transport,
+            self.gossip,
+            self.settings,
+            self.limits,
+            self.replica,
+            self._tasks,
+            self._is_stepping,
+        )
+        self.pace = ExchangePace(
+            self.gossip, self.settings, self.limits, self.replica, self.ownership
+        )
+        self._calls = LiveCalls(self.transport, self.gossip, self.pace.usual_s)
         self._updates: dict[tuple[int, int], ShardUpdate] = {}
-        self._applied: dict[int, int] = {}
+        self._results: set[tuple[int, int]] = set()
+        """By exchange and shard, which results are here: put aside, or in a round open ahead."""
+        self._taken: set[tuple[int, int]] = set()
+        """By exchange and shard, where the owners have made the step, as this replica was told when
+        it was about to leave."""
         self._mirrored: dict[tuple[int, int], Array] = {}
         self._mirroring: set[int] = set()
-        self._failed: UserError | None = None
-        """Why this machine cannot keep optimizer state; ends the peer."""
         self._primaries: dict[int, str] = {}
         """By shard that this replica follows as backup, who made its last step."""
-        self._exchange_s = 0.0
-        self._pacer = Pacer()
-        self._calls = LiveCalls(self.transport, self.gossip, self._usual_s)
-        self._following = asyncio.Lock()
-        """State of shards is being fetched."""
-        self._repair_at = -math.inf
-        self._stage_bytes = 4 * sum(self.replica.stage.shard_sizes)
-        self._serving = asyncio.Semaphore(self.limits.max_serving)
-        self.last_exchange_s = 0.0
-        self.flushed = False
-        """The parameters of the round are those of its end already: the run's last exchange."""
         self.exporting = 0
         """Copies of optimizer state that are under way: no step meanwhile."""
         self.norms = Norms(
@@ -194,15 +167,15 @@ class Averaging:
             self.replica.index,
             self.settings.num_stages,
             self.replica.num_shards,
-            self.roots,
-            lambda: max(self.limits.norm_wait_s, self._beside_s()),
+            self.ownership.roots,
+            self.pace.norm_s,
         )
         contributions = ContributionNorms(
             self.transport,
             self.gossip,
             self.replica.index,
             self.replica.num_shards,
-            self.roots,
+            self.ownership.roots,
         )
         # Clipping by the median looks at a whole stage at a time: not where shards take turns.
         takes_turns = self.plan.is_local and self.plan.fragments > 1
@@ -215,11 +188,12 @@ class Averaging:
             contributions,
         )
         self.transport.handle("reduce", self._on_reduce)
+        self.transport.handle("reduced", self._on_reduced)
         self.transport.handle("mirror", self._on_mirror)
-        self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
 
     async def close(self) -> None:
         await self._tasks.close()
+        self.pace.close()
         await self.norms.close()
         await self.aggregator.norms.close()
 
@@ -231,138 +205,7 @@ class Averaging:
     @property
     def current(self) -> int:
         """The exchange whose input the present common parameters are."""
-        r = self.replica.round
-        return r if self.flushed else self.plan.version(r)
-
-    # ---- who owns what ----------------------------------------------------------------------
-
-    def candidates(self, stage_index: int, round_index: int) -> list[Record]:
-        """Live replicas of a stage that count as possible owners in a round. One that was cut off
-        and is rounds behind does not: it holds nothing of this round, and will fetch it again.
-        Those that joined in this round count where all before them are gone."""
-        now = asyncio.get_running_loop().time()
-        there = [
-            r
-            for r in self.gossip.view.members(stage_index, now)
-            if r.state == ACTIVE and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
-        ]
-        return [r for r in there if self.plan.version(r.active_from) <= round_index] or there
-
-    def _remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
-        """What `ask()` says of the stage's records and a round: asked again when one of them has
-        changed. Several questions a shard are asked in every exchange."""
-        now = asyncio.get_running_loop().time()
-        view, plan = self.gossip.view, self.plan
-        return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
-
-    def placement(self, round_index: int) -> Placement:
-        """Owners of the shards of this stage, as far as is known now."""
-        return self._remembered("placement", round_index, lambda: self._placement(round_index))
-
-    def _placement(self, round_index: int) -> Placement:
-        weights = weights_from(self.candidates(self.replica.index, round_index))
-        return placed(
-            self.replica.index,
-            self.replica.num_shards,
-            tuple(weights.items()),
-            self.settings.replication,
-        )
-
-    def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
-        """Who may be a shard's primary, the first choice first; those about to leave come last."""
-        leaving = self._remembered("leaving", round_index, self._leaving)
-        return (*self.placement(round_index).order(shard_index), *leaving)
-
-    def _leaving(self) -> list[str]:
-        now = asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
-        return sorted(m.peer_id for m in members if m.state == LEAVING)
-
-    def roots(self, stage_index: int) -> list[str]:
-        """Peers of a stage in the order in which they stand in for its root."""
-        candidates = self.candidates(stage_index, self.current)
-        weights = tuple(weights_from(candidates).items())
-        return list(placed(stage_index, 1, weights, 1).order(0))
-
-    def primary(self, round_index: int, shard_index: int) -> str | None:
-        """The peer that aggregates a shard; None where no candidate is known."""
-        follows = self._applied.get(shard_index, -2) >= round_index - 1
-        name = ("primary", shard_index, follows, self.gossip.own.holds)
-        return self._remembered(
-            name, round_index, lambda: self._primary(round_index, shard_index, follows)
-        )
-
-    def _primary(self, round_index: int, shard_index: int, follows: bool) -> str | None:
-        """`follows`: this replica has the state of the shard of the round's beginning, or a later
-        one."""
-        order = self._order(round_index, shard_index)
-        view = self.gossip.view
-        own = self.gossip.own.peer_id
-        ahead = self._past(round_index)
-        if ahead:  # the round is over there: its result exists, and no other must be made
-            return ahead[sum(own.encode()) % len(ahead)]
-        for peer_id in order:
-            if peer_id == own:
-                if follows and self.gossip.own.holds_shard(shard_index):
-                    return own
-                continue
-            record = view.get(peer_id)
-            behind = record is None or self.plan.version(record.round) < round_index - 1
-            if record is not None and not behind and record.holds_shard(shard_index):
-                return peer_id
-        # Nobody says that it holds it: a backup that follows it already, else the first, afresh.
-        if follows and own in order:
-            return own
-        return order[0] if order else None
-
-    def _past(self, round_index: int) -> list[str]:
-        """Live replicas of this stage that have finished a round, this one excepted."""
-        now = asyncio.get_running_loop().time()
-        return self._remembered(
-            "past",
-            round_index,
-            lambda: [
-                m.peer_id
-                for m in self.gossip.view.members(self.replica.index, now)
-                if self.plan.version(m.round) > round_index
-                and m.state in (ACTIVE, LEAVING)
-                and m.peer_id != self.gossip.own.peer_id
-            ],
-        )
-
-    def start_fresh(self) -> None:
-        """The first replica of a stage: it owns all, with empty state."""
-        for j in range(self.replica.num_shards):
-            self.replica.optimizer.create(j)
-            self._applied[j] = self.current - 1
-
-    def restored(self, shards: list[int]) -> None:
-        """The replica went on from a checkpoint: it has the state of these shards only."""
-        self._applied = dict.fromkeys(shards, self.current - 1)
-
-    async def forget_state(self) -> None:
-        """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
-        to fetch it from those whose parameters do."""
-        optimizer = self.replica.optimizer
-
-        def drop() -> None:
-            for j in optimizer.owned():
-                optimizer.drop(j)
-            self._applied.clear()
-
-        await self.replica.worker.run(drop)
-        self._mirrored.clear()
-        self._give_up(lambda key: True)
-        self.news.tell()
-
-    def follows(self, shard_index: int, round_index: int) -> bool:
-        """The shard's state here is that of the beginning of the round. On the worker."""
-        return self._applied.get(shard_index) == self.plan.version(round_index) - 1
-
-    def holds(self) -> bytes:
-        """For the own record: shards whose state is that of the beginning of this round."""
-        held = [j for j, r in self._applied.items() if r >= self.current - 1]
-        return bitmap(sorted(held), self.replica.num_shards)
+        return self.replica.current_exchange
 
     # ---- a replica's part -------------------------------------------------------------------
 
@@ -407,9 +250,9 @@ class Averaging:
         if results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
         self._note_averaged(r, shards)
-        took = self.last_exchange_s = loop.time() - started
+        took = loop.time() - started
+        self.pace.took(took)
         self.replica.exchanges.add(took)
-        self._exchange_s += EXCHANGE_SMOOTHING * (took - self._exchange_s)
 
     def _note_averaged(self, r: int, shards: Sequence[int]) -> None:
         """For the books: what is behind every shard. Where shards take turns, the first one
@@ -440,10 +283,14 @@ class Averaging:
     ) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted."""
         redirected: str | None = None
-        for attempt in range(MAX_REDIRECTS):
-            if self._failed is not None:
-                raise self._failed
-            peer_id = redirected or self.primary(r, j)
+        loop = asyncio.get_running_loop()
+        began, pause_s, is_first = loop.time(), RETRY_S, True
+        # Views of who is primary may differ for as long as news take to spread. Who gave up before
+        # they agree would have no part in the update, and keep no promise as a primary either.
+        while is_first or loop.time() - began < self.pace.call_s():
+            if self.ownership.failure is not None:
+                raise self.ownership.failure
+            peer_id = redirected or self.ownership.primary(r, j)
             redirected = None
             try:
                 if peer_id is None:
@@ -451,10 +298,12 @@ class Averaging:
                 if peer_id == self.gossip.own.peer_id:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
-                    if attempt == 0:
-                        await self._turn(gradient, BULK_SHARE)
+                    if is_first:
+                        await self.pace.turn(gradient)
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
                 await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
+                self._results.add((r, j))
+                self._end_with(r, j, parameters)
                 return counted
             except Redirect as e:
                 target = e.details.get("peer_id")
@@ -467,7 +316,9 @@ class Averaging:
                 log.debug("round %d shard %d at %s: %s", r, j, (peer_id or "?")[-8:], e)
                 if peer_id is not None and isinstance(e, TransportError):
                     self.gossip.probe(peer_id)
-            await self.gossip.news.wait(RETRY_S)
+            is_first = False
+            await asyncio.sleep(pause_s)
+            pause_s = min(RETRY_GROWTH * pause_s, MAX_RETRY_S)
         raise Behind(f"shard {j} of round {r} was given by no owner")
 
     async def _push(
@@ -475,42 +326,43 @@ class Averaging:
     ) -> tuple[Array, bool]:
         request = ReduceRequest(r, self.replica.index, j, num_tokens)
         message = Message(request, () if gradient is None else (gradient,))
-        reply = await self.call_while_live(peer_id, "reduce", message)
-        body = convert(reply.body, ReduceReply)
-        if len(reply.arrays) != 1:
-            raise ProtocolViolation("a reply to reduce without parameters")
+        heard = functools.partial(self._heard_taken, (r, j))
+        reply = await self.call_while_live(peer_id, "reduce", message, heard)
+        parameters, body = self._parameters_of(reply, j)
         if body.num_tokens >= 0:
             self._tokens[(r, j)] = body.num_tokens
-        return reply.arrays[0], body.counted
+        return parameters, body.counted
 
-    async def _turn(self, array: Array | None, share: float) -> None:
-        """Beside a round, waits until the uplink has room beside the microbatches. Gradients go at
-        the share that such exchanges have at most: all wait for the slowest, and what a machine has
-        not sent is lost with it. One that has to be sent again, for its primary has died, goes at
-        once: behind all others it would come too late."""
-        if array is None or not self.plan.is_delayed(self.current):
-            return
-        now = asyncio.get_running_loop().time()
-        rate = self.gossip.own.upload_bytes_per_s
-        wait_s = self._pacer.wait_s(array.num_bytes, rate, now, share)
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
+    def _heard_taken(self, key: tuple[int, int], message: Message) -> None:
+        convert(message.body, ReduceProgress)
+        self._taken.add(key)
+        self.news.tell()
+        self.gossip.news.tell()
 
-    def _result_share(self) -> float:
-        """Of the uplink, for results and the samples of backups, about as long as a gradient: they
-        have more time, for nothing of them is lost with a machine."""
-        rate = self.gossip.own.upload_bytes_per_s
-        return share_beside(self._stage_bytes, rate, self.replica.open_s)
+    def needs_nothing_of(self, r: int) -> bool:
+        """The owners of every shard have made the step of an exchange, and none is being made here:
+        who leaves need not wait for the results."""
+        done = self._taken | self._results
+        return not self._updates and all((r, j) in done for j in range(self.replica.num_shards))
 
-    async def call_while_live(self, peer_id: str, method: str, message: Message) -> Message:
+    def _parameters_of(self, reply: Message, j: int) -> tuple[Array, ReduceReply]:
+        size = self.replica.stage.shard_sizes[j]
+        if len(reply.arrays) != 1 or not _is_shard(reply.arrays[0], size):
+            raise ProtocolViolation(f"the parameters of shard {j} are {size} fp32 numbers")
+        return reply.arrays[0], convert(reply.body, ReduceReply)
+
+    async def call_while_live(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None = None,
+    ) -> Message:
         """A long call that is given up as soon as the callee is not taken for live any more.
         Raises as `Transport.call`."""
-        timeout_s = 2 * self._longest_wait_s()
-        return await self._calls.call(peer_id, method, message, timeout_s=timeout_s)
-
-    def _usual_s(self) -> float:
-        """Seconds that an exchange takes, by those before or by the slowest uplink."""
-        return self._exchange_s or self._upload_s() / UPLOAD_SLACK
+        return await self._calls.call(
+            peer_id, method, message, timeout_s=self.pace.call_s(), on_progress=on_progress
+        )
 
     async def _own_shard(
         self, r: int, j: int, num_tokens: int, gradient: Array | None
@@ -523,14 +375,15 @@ class Averaging:
         if gradient is not None and not update.closed:
             update.contributions[self.gossip.own.peer_id] = Contribution(num_tokens, gradient)
         update.news.tell()
-        return await self._result(update), True
+        parameters = await self._result(update)
+        return parameters, not update.is_anothers
 
     # ---- a primary's part -------------------------------------------------------------------
 
     async def _on_reduce(self, request: Request) -> Message:
         self.gossip.check_run(request)
         push = convert(request.message.body, ReduceRequest)
-        self._check_shard(push.stage, push.shard)
+        self.replica.check_shard(push.stage, push.shard)
         self._check_member(request.remote)
         gradient = self._gradient_of(push, request.message.arrays)
         r = self.current
@@ -550,6 +403,10 @@ class Averaging:
         key = (push.round, push.shard)
         if key in self._mirrored:
             return self._answer(push, push.round + 1, self._mirrored[key])
+        if self._was_given(*key):
+            given = await self._given(*key)
+            await self.pace.turn(given, is_result=True)
+            return self._answer(push, push.round + 1, given)
         update = self._update(*key)
         self._redirect_unless_mine(update)
         counted = not update.closed
@@ -560,27 +417,71 @@ class Averaging:
         if len(update.contributions) >= update.awaited:
             update.news.tell()
         parameters = await self._result(update)
-        counted = counted or not push.num_tokens
-        await self._turn(parameters, self._result_share())
+        counted = (counted and not update.is_anothers) or not push.num_tokens
+        if self._is_leaving(request.remote):
+            request.progress(Message(ReduceProgress(counted)))
+        await self.pace.turn(parameters, is_result=True)
         reply = ReduceReply(push.round + 1, counted, update.num_tokens)
         return Message(reply, (parameters,))
+
+    def _is_leaving(self, peer_id: str) -> bool:
+        record = self.gossip.view.get(peer_id)
+        return record is not None and record.state == LEAVING
 
     def _answer(self, push: ReduceRequest, round_index: int, parameters: Array) -> Message:
         num_tokens = self._tokens.get((push.round, push.shard), -1)
         reply = ReduceReply(round_index, counted=False, num_tokens=num_tokens)
         return Message(reply, (parameters,))
 
+    async def _on_reduced(self, request: Request) -> Message:
+        """To one that has become primary: the result of the one before, where it is here."""
+        self.gossip.check_run(request)
+        asked = convert(request.message.body, ReduceRequest)
+        if asked.stage != self.replica.index or asked.shard >= self.replica.num_shards:
+            raise NotReady(f"stage {asked.stage} is not served here")
+        self._check_member(request.remote)
+        r, j = asked.round, asked.shard
+        update = self._updates.get((r, j))
+        if update is not None and update.parameters is not None:
+            given = update.parameters
+        elif self._was_given(r, j):
+            given = await self._given(r, j)
+        else:
+            raise NotReady("the result is not here")
+        return self._answer(asked, r + 1, given)
+
+    def _was_given(self, r: int, j: int) -> bool:
+        """The shard's result is here, and was not made here."""
+        update = self._updates.get((r, j))
+        return (r, j) in self._results and (update is None or not update.closed)
+
+    async def _given(self, r: int, j: int) -> Array:
+        """A copy of a result that is here. Raises `NotReady` where it is being moved."""
+
+        def copied() -> Array | None:
+            shard = self.replica.stage.coming_shard(j)
+            return None if shard is None else _copied(shard)
+
+        given = await self.replica.worker.run(copied)
+        if given is None or (r, j) not in self._results:
+            raise NotReady("a new round is being opened here")
+        return given
+
+    def _end_with(self, r: int, j: int, parameters: Array) -> None:
+        """Another peer's result is the result of the update that others have asked for here."""
+        update = self._updates.get((r, j))
+        if update is None or update.closed or update.parameters is not None:
+            return
+        update.is_anothers, update.num_tokens = True, self._tokens.get((r, j), -1)
+        update.parameters, update.closed = parameters, True
+        update.contributions.clear()
+        update.news.tell()
+        update.done.tell()
+
     async def _copy(self, j: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
         shard = self.replica.common_shard(j)
-        copied = await self.replica.worker.run(lambda: bytes(shard.data))
-        return Array(shard.dtype, shard.shape, copied)
-
-    def _check_shard(self, stage_index: int, shard_index: int) -> None:
-        if stage_index != self.replica.index or shard_index >= self.replica.num_shards:
-            raise NotReady(f"stage {stage_index} is not served here")
-        if not self.replica.synced:
-            raise NotReady("still joining")
+        return await self.replica.worker.run(lambda: _copied(shard))
 
     def _check_member(self, peer_id: str) -> None:
         """Only replicas of the stage, by their signed records, take part in its update."""
@@ -592,7 +493,7 @@ class Averaging:
         if push.num_tokens == 0:
             return None
         size = self.replica.stage.shard_sizes[push.shard]
-        if len(arrays) != 1 or arrays[0].dtype != "float32" or arrays[0].shape != (size,):
+        if len(arrays) != 1 or not _is_shard(arrays[0], size):
             raise ProtocolViolation(f"a gradient of shard {push.shard} is {size} fp32 numbers")
         return arrays[0]
 
@@ -602,6 +503,10 @@ class Averaging:
             update = self._updates[(r, j)] = ShardUpdate(r, j)
             self._tasks.start(self._aggregate(update))
         return self._updates[(r, j)]
+
+    def _is_stepping(self, j: int) -> bool:
+        """A step on a shard is being made here in the present exchange, or may be."""
+        return (self.current, j) in self._updates or j in self._mirroring
 
     def _give_up(self, which: Callable[[tuple[int, int]], bool]) -> None:
         """Forgets updates, by round and shard; who waits for a result here asks elsewhere."""
@@ -620,7 +525,7 @@ class Averaging:
     def _redirect_unless_mine(self, update: ShardUpdate) -> None:
         if update.closed:
             return
-        primary = self.primary(update.round, update.shard)
+        primary = self.ownership.primary(update.round, update.shard)
         if primary is not None and primary != self.gossip.own.peer_id:
             raise Redirect("another peer is primary", peer_id=primary)
 
@@ -630,11 +535,13 @@ class Averaging:
         try:
             await self._gather(update)
             await self.news.until(lambda: j not in self._mirroring, self.limits.reduce_wait_s)
+            if update.parameters is not None:
+                return
             if (r, j) in self._mirrored:  # the primary died after its step: this is its result
                 update.parameters = self._mirrored[(r, j)]
                 update.num_tokens = self._tokens[(r, j)]
                 return
-            if self.primary(r, j) != self.gossip.own.peer_id:
+            if self.ownership.primary(r, j) != self.gossip.own.peer_id:
                 return
             update.closed = True
             total, squares, num_tokens = await self._sum(update)
@@ -643,17 +550,18 @@ class Averaging:
             if total is None:
                 # Even an empty stage takes part in the norm, so that the others need not wait.
                 await self._clip(r, j, 0.0)
-                self._applied[j] = r
+                self.ownership.stepped(j, r)
                 update.parameters = await self._copy(j)
                 self._tokens[(r, j)] = 0
                 return
             clip = await self._clip(r, j, squares / num_tokens**2)
-            if self._past(r):
+            if self.ownership.past(r):
                 raise NotReady("the round was finished without this replica", round=r)
             await self._step_everywhere(update, total, clip / num_tokens)
         except Exception as e:
             update.parameters = None
-            self._failed = e if isinstance(e, UserError) else self._failed
+            if isinstance(e, UserError):
+                self.ownership.failure = e
             raise
         finally:
             if update.parameters is None:
@@ -685,26 +593,27 @@ class Averaging:
         """Waits until every live contributor has pushed, the deadline passed, or the shard is
         another's."""
         loop = asyncio.get_running_loop()
-        limits = self.limits
-        measured_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s())
-        longest_s = self._longest_wait_s()
-        usual_s = min(measured_s + limits.reduce_wait_min_s + self._closing_s(), longest_s)
-        # Where nothing is known yet, who is slow is not to be taken for stuck.
-        wait_s = usual_s if measured_s else longest_s
+        due_s, wait_s = self.pace.contributions_s()
         end: float | None = None
         probe_at: float | None = None
         look_s = LOOK_AGAIN_S
         while True:
-            if self.primary(update.round, update.shard) != self.gossip.own.peer_id:
+            if update.parameters is not None:
+                return
+            if self.ownership.primary(update.round, update.shard) != self.gossip.own.peer_id:
                 return
             if update.own and end is None:
                 end, look_s = loop.time() + wait_s, LOOK_AGAIN_S
-                probe_at = loop.time() + PROBE_AFTER * usual_s
+                probe_at = loop.time() + PROBE_AFTER * due_s
             missing = self._missing(update)
             if update.own and not missing:
                 return
             update.awaited = len(update.contributions) + len(missing)
+            if missing and self._may_be_given(update):
+                self._ask_for_result(update, missing)
             if end is not None and loop.time() >= end:
+                if await self._was_given_to_one(update, missing):
+                    return
                 log.info(
                     "round %d shard %d: went on without %s",
                     update.round,
@@ -720,58 +629,49 @@ class Averaging:
             if not await update.news.wait(max(0.001, left)):
                 look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
 
-    def _upload_s(self) -> float:
-        """What sending a gradient may take the slowest replica whose bandwidth is known, as it
-        sends results too: some slack on twice the stage's bytes."""
-        now = asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
-        rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
-        return UPLOAD_SLACK * self._stage_bytes / min(rates) if rates else 0.0
+    def _may_be_given(self, update: ShardUpdate) -> bool:
+        """A peer has died in this exchange that may have been the shard's primary."""
+        r, j = update.round, update.shard
+        return any(g.holds_shard(j) for g in self.ownership.gone(r))
 
-    def _closing_s(self) -> float:
-        """Until the last replica has heard that a round is over, and its device has ended the work
-        that was under way when it closed the round, settled it and opened the next one."""
-        now = asyncio.get_running_loop().time()
-        members = self.gossip.view.members(self.replica.index, now)
-        slowest = min((r.samples_per_s for r in members if r.samples_per_s > 0), default=math.inf)
-        work_s = self.settings.samples_per_microbatch / slowest
-        return self.gossip.spread_s + CLOSING_MICROBATCHES * work_s
+    def _ask_for_result(self, update: ShardUpdate, peer_ids: Iterable[str]) -> None:
+        """Asks those that have not been asked whether the dead primary gave them its result."""
+        for peer_id in peer_ids:
+            if peer_id not in update.asked:
+                update.asked[peer_id] = self._tasks.start(self._fetch_result(update, peer_id))
 
-    def _longest_wait_s(self) -> float:
-        return max(self.limits.reduce_wait_s, self._beside_s(), self._behind_s())
+    async def _was_given_to_one(self, update: ShardUpdate, peer_ids: Sequence[str]) -> bool:
+        """Before a result is made without them: asks once more, and hears all answers."""
+        if not self._may_be_given(update):
+            return False
+        await asyncio.gather(*update.asked.values())
+        if update.parameters is None:
+            update.asked.clear()
+            self._ask_for_result(update, peer_ids)
+            await asyncio.gather(*update.asked.values())
+        return update.parameters is not None
 
-    def _behind_s(self) -> float:
-        """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
-        plan = self.plan
-        steps = plan.steps_until_due(self.current)
-        return BEHIND_PART * steps * self.replica.open_s if plan.is_local else 0.0
-
-    def _beside_s(self) -> float:
-        """An exchange that runs beside a round holds nobody up as long as it ends with it."""
-        return BESIDE_PART * self.replica.open_s if self.plan.is_delayed(self.current) else 0.0
+    async def _fetch_result(self, update: ShardUpdate, peer_id: str) -> None:
+        r, j = update.round, update.shard
+        message = Message(ReduceRequest(r, self.replica.index, j, num_tokens=0))
+        try:
+            reply = await self.call_while_live(peer_id, "reduced", message)
+            parameters, body = self._parameters_of(reply, j)
+        except SwarmnetError as e:
+            log.debug("round %d shard %d: %s has no result: %s", r, j, peer_id[-8:], e)
+            return
+        optimizer, worker = self.replica.optimizer, self.replica.worker
+        if math.isfinite(await worker.run(lambda: optimizer.sum_of_squares(parameters))):
+            self._tokens.setdefault((r, j), body.num_tokens)
+            self._end_with(r, j, parameters)
 
     def _missing(self, update: ShardUpdate) -> list[str]:
         """Live replicas that may have a gradient of this round and have not pushed it yet."""
         return [
             r.peer_id
-            for r in self.candidates_any(update.round)
+            for r in self.ownership.contributors(update.round)
             if r.peer_id not in update.contributions and r.peer_id != self.gossip.own.peer_id
         ]
-
-    def candidates_any(self, round_index: int) -> list[Record]:
-        """Live replicas of this stage that are not past the round, nor so far behind (after a
-        partition, say) that they cannot have a gradient of it."""
-        now = asyncio.get_running_loop().time()
-        return self._remembered(
-            "any",
-            round_index,
-            lambda: [
-                r
-                for r in self.gossip.view.members(self.replica.index, now)
-                if r.state in (ACTIVE, LEAVING)
-                and -BEHIND_ROUNDS <= self.plan.version(r.round) - round_index <= 0
-            ],
-        )
 
     async def _clip(self, r: int, j: int, squares: float) -> float:
         """The factor by which the mean gradient is to be scaled. Raises `NotReady` as soon as the
@@ -782,7 +682,7 @@ class Averaging:
         adding = asyncio.ensure_future(self.norms.add(r, j, squares))
         try:
             while not adding.done():
-                if self._past(r):
+                if self.ownership.past(r):
                     raise NotReady("the round was finished without this replica", round=r)
                 await asyncio.wait((adding,), timeout=LOOK_AGAIN_S)
         finally:
@@ -808,7 +708,7 @@ class Averaging:
         request = MirrorRequest(r, self.replica.index, j, scale, steps, update.num_tokens)
         mirrors = [
             self._tasks.start(self._mirror(peer_id, request, total))
-            for peer_id in self.placement(r).owners(j)
+            for peer_id in self.ownership.placement(r).owners(j)
             if peer_id != self.gossip.own.peer_id
         ]
         parameters = await self._step(r, j, total, scale)
@@ -824,7 +724,7 @@ class Averaging:
             before = replica.common_shard(j)
             is_delayed = self.plan.is_delayed(r)
             after = replica.optimizer.step(j, before, total, scale, r, is_delayed)
-            self._applied[j] = r
+            self.ownership.stepped(j, r)
             return after
 
         return await replica.worker.run(work)
@@ -835,7 +735,7 @@ class Averaging:
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
-            await self._turn(total, self._result_share())
+            await self.pace.turn(total)
             await self.call_while_live(peer_id, "mirror", Message(request, (total,)))
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
@@ -848,7 +748,7 @@ class Averaging:
         r, j = mirror.round, mirror.shard
         if not await replica.news.until(lambda: self.current >= r, self.limits.enter_wait_s):
             raise NotReady("the round has not begun here")
-        self._check_shard(mirror.stage, j)
+        self.replica.check_shard(mirror.stage, j)
         self._check_member(request.remote)
         if self.current != r:
             raise Stale(f"round {r} is over here", round=self.current)
@@ -857,9 +757,10 @@ class Averaging:
         )
         assert total is not None
         update = self._updates.get((r, j))
-        if (r, j) in self._mirrored or j in self._mirroring or (update and update.closed):
+        is_made = (r, j) in self._mirrored or (r, j) in self._results
+        if is_made or j in self._mirroring or (update and update.closed):
             raise NotReady("this step was made here already")
-        if replica.optimizer.steps(j) != mirror.steps or self._applied.get(j) != r - 1:
+        if replica.optimizer.steps(j) != mirror.steps or not self.ownership.is_before(j, r):
             raise NotReady("the state is not followed here")
         self._mirroring.add(j)
         try:
@@ -872,190 +773,42 @@ class Averaging:
             self.news.tell()
         return Message()
 
-    # ---- owners come and go -----------------------------------------------------------------
-
-    def skip(self, shards: Sequence[int]) -> None:
-        """These are not exchanged in this round: their state is that of the next one too."""
-        r = self.current
-        for j in shards:
-            if self._applied.get(j) == r - 1:
-                self._applied[j] = r
+    # ---- what does not hold any more --------------------------------------------------------
 
     def finish_round(self, r: int) -> None:
         """Round `r` is over here: forgets its exchange."""
         self._give_up(lambda key: key[0] <= r)
         for key in [k for k in self._mirrored if k[0] <= r]:
             del self._mirrored[key]
+        self._results = {k for k in self._results if k[0] > r}
+        self._taken = {k for k in self._taken if k[0] > r}
         for key in [k for k in self._tokens if k[0] < r - BEHIND_ROUNDS]:
             del self._tokens[key]
         self.norms.finish_round(r)
         self.aggregator.norms.finish_round(r)
         self.news.tell()
 
-    async def follow_owners(self, exchange: int | None = None) -> None:
-        """Fetches the state of shards that this replica has come to own, drops that of shards which
-        others own now. Early in a round, for its exchange; or for the `exchange` to come."""
-        if self.plan.mode == GOSSIP:  # nothing is shared out: each replica has its own state
-            return
-        r = self.current if exchange is None else exchange
-        placement = self.placement(r)
-        own = self.gossip.own.peer_id
-        mine = placement.owned_by(own)
-        await self._fetch_all(r, mine)
-        kept = set(mine)
-        spare = {j: placement.owners(j) for j in sorted(self._applied) if j not in kept}
-        if not spare:
-            return
-        others = {p: None for owners in spare.values() for p in owners}
-        await self.gossip.news.until(lambda: self._have_begun(others), DROP_WAIT_S)
-        dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
-        for j in dropped:
-            self._applied.pop(j, None)
-        if dropped:  # said at once: who would be pushed to because of it could only send them away
-            left = [j for j in range(self.replica.num_shards) if self.gossip.own.holds_shard(j)]
-            left = [j for j in left if j not in dropped]
-            self.gossip.update(holds=bitmap(left, self.replica.num_shards))
-        for j in dropped:
-            await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+    async def forget_state(self) -> None:
+        """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
+        to fetch it from those whose parameters do."""
+        await self.ownership.forget_state()
+        self._mirrored.clear()
+        self.forget_results()
+        self._give_up(lambda key: True)
+        self.news.tell()
 
-    async def _fetch_all(self, r: int, shards: Sequence[int]) -> None:
-        """The state of those that this replica does not follow."""
-        async with self._following:
-            wanted = [j for j in shards if self._applied.get(j, -2) < r - 1]
-            at_once = asyncio.Semaphore(self.limits.max_fetching)
-            await asyncio.gather(*(self._fetch(r, j, at_once) for j in wanted))
+    def forget_results(self) -> None:
+        """What was put aside for the coming round does not hold."""
+        self._results.clear()
+        self._taken.clear()
 
-    def repair(self, exchange: int) -> None:
-        """While a round is open, called often: where a shard has lost an owner, the one that comes
-        after it takes its place. `exchange`: the one to come; none may be under way."""
-        now = asyncio.get_running_loop().time()
-        if now < self._repair_at or self._following.locked() or self.plan.mode == GOSSIP:
-            return
-        self._repair_at = now + REPAIR_EVERY_S
-        short = self._remembered("short", exchange, lambda: self._short(exchange))
-        if short:
-            self._tasks.start(self._take_over(exchange, short))
 
-    def _short(self, r: int) -> list[int]:
-        candidates = self.candidates(self.replica.index, r)
-        return short_of_owners(self.placement(r), candidates, self.gossip.own.peer_id)
+def _is_shard(array: Array, size: int) -> bool:
+    return array.dtype == "float32" and array.shape == (size,)
 
-    async def _take_over(self, r: int, shards: Sequence[int]) -> None:
-        """Fetches, and says what is held now where that does not change who is primary."""
-        await self._fetch_all(r, shards)
-        own = self.gossip.own
-        if self.replica.round != own.round or own.state != ACTIVE:
-            return
-        placement, candidates = self.placement(r), self.candidates(self.replica.index, r)
-        told = [
-            j
-            for j in shards
-            if self._applied.get(j, -2) >= r - 1
-            and comes_after_a_holder(placement, candidates, own.peer_id, j)
-        ]
-        held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
-        if set(told) - set(held):
-            log.info("%d shards that had lost an owner were taken over", len(told))
-            self.gossip.update(holds=bitmap(sorted({*told, *held}), self.replica.num_shards))
 
-    def _is_spare(self, j: int, owners: Sequence[str]) -> bool:
-        """The shard's owners all have what this replica has of it, and no step is made here."""
-        r = self.current
-        holding = [self.gossip.view.get(p) for p in owners]
-        return (
-            bool(owners)
-            and self._have_begun(owners)
-            and all(o is not None and o.holds_shard(j) for o in holding)
-            and (r, j) not in self._updates
-            and j not in self._mirroring
-            and self.primary(r, j) != self.gossip.own.peer_id
-        )
-
-    def _have_begun(self, peer_ids: Iterable[str]) -> bool:
-        """What these hold is known of the present exchange's beginning, and not of the one before:
-        who held a shard then need not have made the step since."""
-        records = [self.gossip.view.get(p) for p in peer_ids]
-        now = self.current
-        return all(o is not None and self.plan.version(o.round) >= now for o in records)
-
-    async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore) -> None:
-        """The optimizer state of one shard from a peer that holds it; tried again next round."""
-        async with at_once:
-            if self._is_first(r):
-                await self._create(j)
-                return
-            for holder in self._holders(r, j):
-                if self.plan.last_exchange(j, self.current) > self.plan.last_exchange(j, r):
-                    return
-                try:
-                    reply = await self.transport.call(
-                        holder,
-                        "fetch_optimizer",
-                        Message(FetchRequest(r, self.replica.index, j)),
-                        timeout_s=self.limits.fetch_timeout_s,
-                    )
-                    body = convert(reply.body, FetchReply)
-                    await self._load(j, body, reply.arrays)
-                    return
-                except UserError as e:
-                    self._failed = e
-                    return
-                except SwarmnetError as e:
-                    log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
-
-    def _is_first(self, r: int) -> bool:
-        """No step of the run has been made yet, and none is about to be: the optimizer state of
-        every shard is the initial one, so that nobody needs to fetch it."""
-        if r or self.replica.round:
-            return False
-        now = asyncio.get_running_loop().time()
-        return not progress.is_launched(self.gossip.view, 0, now, self.settings.global_batch)
-
-    async def _create(self, j: int) -> None:
-        def work() -> None:
-            if j not in self._applied and self._is_first(self.current):
-                self.replica.optimizer.create(j)
-                self._applied[j] = self.current - 1
-
-        await self.replica.worker.run(work)
-
-    @property
-    def owns_from_now(self) -> bool:
-        """A replica that becomes active now counts as a possible owner in this very round: in the
-        first one, otherwise whoever began a stage would have to update it alone."""
-        return self._is_first(self.current)
-
-    async def _load(self, j: int, body: FetchReply, arrays: tuple[Array, ...]) -> None:
-        optimizer = self.replica.optimizer
-
-        def work() -> None:
-            if self._applied.get(j, -2) < body.round - 1:
-                optimizer.load(j, body.values, arrays)
-                last = self.plan.last_exchange(j, self.current)
-                same = self.plan.last_exchange(j, body.round) == last
-                self._applied[j] = max(body.round, self.current if same else 0) - 1
-
-        await self.replica.worker.run(work)
-
-    def _holders(self, r: int, j: int) -> list[str]:
-        view = self.gossip.view
-        order = self._order(r, j)
-        records = [(p, view.get(p)) for p in order if p != self.gossip.own.peer_id]
-        return [p for p, record in records if record is not None and record.holds_shard(j)]
-
-    async def _on_fetch_optimizer(self, request: Request) -> Message:
-        self.gossip.check_run(request)
-        fetch = convert(request.message.body, FetchRequest)
-        self._check_shard(fetch.stage, fetch.shard)
-        j = fetch.shard
-        optimizer = self.replica.optimizer
-        async with self._serving:
-            if self._applied.get(j, -2) < fetch.round - 1 or optimizer.steps(j) < 0:
-                raise NotReady("the state of that shard is not held here")
-            (values, arrays), applied = await self.replica.worker.run(
-                lambda: (optimizer.export(j), self._applied[j])
-            )
-            return Message(FetchReply(applied + 1, values), arrays)
+def _copied(shard: Array) -> Array:
+    return Array(shard.dtype, shard.shape, bytes(shard.data))
 
 
 def _rotated(items: list[int], name: str) -> list[int]:

@@ -64,7 +64,9 @@ class DelayedUpdates:
     @property
     def is_owing(self) -> bool:
         """A gradient of this replica is not averaged yet."""
-        return self._gradient.num_tokens > 0
+        if not self._gradient.num_tokens:
+            return False
+        return self._exchange is None or not self.averaging.needs_nothing_of(self._last)
 
     def is_ready_ahead(self, round_index: int) -> bool:
         if not self.replica.plan.is_delayed(round_index):
@@ -78,7 +80,7 @@ class DelayedUpdates:
             return
         self._begin()
         if self._exchange is None or self._exchange.done():
-            self.averaging.repair(self.replica.round)
+            self.averaging.ownership.repair(self.replica.round)
 
     def _begin(self) -> None:
         """The exchange that runs beside the present round, where one does."""
@@ -108,19 +110,19 @@ class DelayedUpdates:
                 OTHER, self.replica.stage.finish_round, self.replica.round
             )
             self.averaging.finish_round(round_index - 1)
-            self.averaging.flushed = True
+            self.replica.flushed = True
             self.replica.news.tell()
         await self._run(gradient)
         return True
 
     def finish_round(self, round_index: int) -> None:
-        self.averaging.flushed = False
+        self.replica.flushed = False
         self.averaging.finish_round(self.averaging.current - 1)
         self.auto.finish_round(round_index, self.replica.open_s)
 
     async def close(self) -> None:
         self._gradient, self._last, self._arrived = Gradient(), -1, -1
-        self.averaging.flushed = False
+        self.replica.flushed = False
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.cancel()
@@ -140,7 +142,7 @@ class DelayedUpdates:
         await self._run(gradient)
         try:
             async with asyncio.timeout(FOLLOW_S):
-                await self.averaging.follow_owners(self.averaging.current + 1)
+                await self.averaging.ownership.follow_owners(self.averaging.current + 1)
         except TimeoutError:
             log.info("the optimizer state of new shards is taking long; asked again next round")
 

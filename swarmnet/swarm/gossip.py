@@ -146,6 +146,8 @@ class Gossip:
         self._dirty = False
         self._published_at = 0.0
         self._published = NO_STAMP
+        self.state_since = 0.0
+        """When the own record's state changed last, by the loop's clock."""
         self._interval_s, self._heartbeat_s = self.settings.interval_s, self.settings.heartbeat_s
         self._probing: dict[str, asyncio.Task[Any]] = {}
         self._listeners: list[Callable[[Record], None]] = []
@@ -161,7 +163,10 @@ class Gossip:
 
     def update(self, *, urgent: bool = False, **changes: Any) -> None:
         """Changes fields of the own record; it is published with the next exchange, or at once."""
+        state = self.own.state
         self.own = replace(self.own, **changes)
+        if self.own.state != state:
+            self.state_since = asyncio.get_running_loop().time()
         self._changed(urgent)
 
     def update_count(self, count: RoundCount, *, urgent: bool = False) -> None:

@@ -25,11 +25,12 @@ from typing import Any
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.protocol.pairing import partner
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record
-from swarmnet.swarm.averaging import BEHIND_ROUNDS, Averaging, Behind
+from swarmnet.swarm.averaging import Averaging, Behind
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.local_updates import Moments, common_of
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.news import News
+from swarmnet.swarm.ownership import BEHIND_ROUNDS
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.rounds import Rounds
@@ -97,7 +98,7 @@ class GossipAveraging:
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
             self._forget_tokens()
-        self.averaging.skip(range(replica.num_shards))
+        self.averaging.ownership.skip(range(replica.num_shards))
         return True
 
     def _check_in_touch(self, r: int) -> None:
@@ -229,7 +230,7 @@ class GossipAveraging:
             return
         self._copies = 0
         await replica.open_round(newest, synced=True)
-        self.averaging.restored(list(range(replica.num_shards)))
+        self.averaging.ownership.restored(list(range(replica.num_shards)))
         await replica.measure_digests()
 
     async def _copy(

@@ -39,7 +39,13 @@ class LiveCalls:
         self._timer: asyncio.TimerHandle | None = None
 
     async def call(
-        self, peer_id: str, method: str, message: Message, *, timeout_s: float
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message], None] | None = None,
     ) -> Message:
         """Raises as `Transport.call`; `Unreachable` where the callee has fallen silent."""
         loop = asyncio.get_running_loop()
@@ -48,7 +54,9 @@ class LiveCalls:
                 self._open.setdefault(peer_id, {})[scope] = loop.time()
                 if self._timer is None:
                     self._timer = loop.call_later(LOOK_S, self._look)
-                return await self._transport.call(peer_id, method, message, timeout_s=timeout_s)
+                return await self._transport.call(
+                    peer_id, method, message, timeout_s=timeout_s, on_progress=on_progress
+                )
         except TimeoutError:
             raise Unreachable(f"{peer_id[-8:]} has fallen silent") from None
         finally:

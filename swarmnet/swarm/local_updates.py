@@ -124,7 +124,7 @@ class LocalUpdates:
 
     def attend(self) -> None:
         if self.replica.synced:
-            self.averaging.repair(self.averaging.current)
+            self.averaging.ownership.repair(self.averaging.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica, plan = self.replica, self.replica.plan
@@ -142,7 +142,7 @@ class LocalUpdates:
             for j in due:
                 self.local.tokens[j] = 0
         skipped = set(range(replica.num_shards)) - set(due)
-        self.averaging.skip(sorted(skipped))
+        self.averaging.ownership.skip(sorted(skipped))
         return replica.synced or self._is_whole(round_index + 1)
 
     def finish_round(self, round_index: int) -> None:

@@ -19,12 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.protocol import progress
+from swarmnet.protocol.records import LEAVING
 from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.replica import Replica
 
 log = logging.getLogger("swarmnet.lost_samples")
 
+JUST_NOW_S = 0.1
+"""Who has said for no longer than this that it leaves still counts for the others."""
 SETTLED_ROUNDS = 2
 """A feeder's record has the counters of a round for at least so many rounds more."""
 KEPT_EXCHANGES = 8
@@ -105,7 +108,9 @@ class LostSamples:
         of these rounds on, else of those that joined in them."""
         own = self.gossip.own
         plan = self.replica.plan
-        replicas = self.gossip.view.replicas(self.replica.index, now)
+        replicas = list(self.gossip.view.replicas(self.replica.index, now))
+        if own.state == LEAVING and now - self.gossip.state_since < JUST_NOW_S:
+            replicas.append(own)
         for latest in (window.start, window.stop):
             there = [m.peer_id for m in replicas if plan.version(m.active_from) <= latest]
             if there:

@@ -243,6 +243,14 @@ class ReduceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceProgress:
+    """To a contributor that is about to leave, before the reply: the owners have made the step."""
+
+    counted: bool
+    """The contribution is in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReduceReply:
     """Arrays: the shard's parameters of round `round` + 1, fp32."""
 

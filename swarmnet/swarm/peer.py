@@ -66,6 +66,7 @@ MEET_S = 30.0
 """How long a newcomer tries to reach any of the peers that it was told of."""
 STAGE_METHODS = (
     "reduce",
+    "reduced",
     "mirror",
     "fetch_optimizer",
     "fetch_parameters",
@@ -408,11 +409,8 @@ class Peer:
             return False
 
     def _is_fed(self, replica: Replica, r: int) -> bool:
-        """All of a round has been launched."""
         now = asyncio.get_running_loop().time()
-        return replica.launched >= r or progress.is_launched(
-            self.view, r, now, self.settings.global_batch
-        )
+        return replica.is_fed(r, self.view, now, self.settings.global_batch)
 
     async def _hand_over(self, replica: Replica, *, alone: bool) -> bool:
         """Takes no more microbatches, and returns when this peer is not needed in its stage any
@@ -467,6 +465,7 @@ class Peer:
                     if replica.ahead:
                         self.steps.drop_round(replica.round + 1)
                         await replica.drop_ahead()
+                    averaging.forget_results()
                     await updates.close()
                 except Diverged as e:
                     log.warning("%s: going over to them", e)
@@ -545,7 +544,7 @@ class Peer:
         if replica.local is not None:
             await _drop_own_steps(replica)
         await replica.open_round(round_index, synced=True)
-        averaging.start_fresh()
+        averaging.ownership.start_fresh()
 
     async def _follow(
         self, round_index: int, replica: Replica, sync: StateSync, rounds: Rounds
@@ -583,16 +582,16 @@ class Peer:
         history = self.recovery.history()
         if not joined and history != own.history:
             self.on_history(own.history, history)
-        holds_any = len(averaging.holds().strip(b"\0")) > 0
+        holds_any = len(averaging.ownership.holds().strip(b"\0")) > 0
         fresh = joined and (
-            holds_any or averaging.owns_from_now or self.recovery.restored is not None
+            holds_any or averaging.ownership.owns_from_now or self.recovery.restored is not None
         )
         self.gossip.update(
             state=ACTIVE if own.state == JOINING else own.state,
             stage=replica.index,
             round=replica.round,
             digests=replica.digests,
-            holds=averaging.holds(),
+            holds=averaging.ownership.holds(),
             active_from=(replica.round if fresh else replica.plan.next_owner_round(replica.round))
             if joined
             else own.active_from,
@@ -603,7 +602,7 @@ class Peer:
             samples=replica.samples,
             last_open_s=replica.open_s,
             last_busy_s=self._busy_since(replica),
-            last_exchange_s=averaging.last_exchange_s if replica.open_s else 0.0,
+            last_exchange_s=averaging.pace.last_s if replica.open_s else 0.0,
             urgent=True,
         )
         averaging.lost.opened(replica.round)
@@ -706,9 +705,9 @@ class Peer:
     async def _own_shards(self, replica: Replica, averaging: Averaging) -> None:
         """Sees to the shards that this replica owns; of those of the first round it says so."""
         r = replica.round
-        await averaging.follow_owners()
-        if r == 0 and replica.is_open(r) and self.gossip.own.holds != averaging.holds():
-            self.gossip.update(holds=averaging.holds())
+        await averaging.ownership.follow_owners()
+        if r == 0 and replica.is_open(r) and self.gossip.own.holds != averaging.ownership.holds():
+            self.gossip.update(holds=averaging.ownership.holds())
 
     # ---- leaving ----------------------------------------------------------------------------
 

@@ -131,6 +131,10 @@ class Stage(Protocol):
         """*averaging* Puts a shard of the coming round's parameters beside the present ones. Raises
         `ProtocolViolation` where dtype or length is wrong or a value is not finite."""
 
+    def coming_shard(self, shard_index: int) -> Array | None:
+        """*averaging* A view of a shard of the coming parameters: put aside, or of the round
+        that was opened ahead. None where there is neither."""
+
     def finish_round(self) -> None:
         """*device* Makes the shards that were put aside by `stage_parameters` the parameters (the
         others stay as they are), zeroes the gradient buffer and forgets every key. Where a round

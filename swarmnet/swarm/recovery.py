@@ -125,7 +125,7 @@ class Checkpointing:
         try:
             for j in optimizer.owned():
                 state = await worker.run(
-                    lambda j=j: optimizer.export(j) if averaging.follows(j, r) else None  # type: ignore[misc]
+                    lambda j=j: optimizer.export(j) if averaging.ownership.follows(j, r) else None  # type: ignore[misc]
                 )
                 if state is not None:
                     moments[j] = state
@@ -280,7 +280,10 @@ class Recovery:
             if not await self._load(mine, mine.round, replica, averaging):
                 return
             self.gossip.update(
-                round=replica.round, digests=replica.digests, holds=averaging.holds(), urgent=True
+                round=replica.round,
+                digests=replica.digests,
+                holds=averaging.ownership.holds(),
+                urgent=True,
             )
         live = self.gossip.view.live(now)
         others = [r for r in live if r.peer_id not in self._given_up]
@@ -357,7 +360,7 @@ class Recovery:
             return False
         await replica.open_round(donor.round, synced=True)
         if was_loaded or replica.plan.mode == GOSSIP:
-            averaging.restored(replica.optimizer.owned())
+            averaging.ownership.restored(replica.optimizer.owned())
         else:  # others own the shards by now
             self.restored = None
             await averaging.forget_state()
@@ -388,7 +391,7 @@ class Recovery:
             self.gossip.update(restorable=self.offers(replica.index), urgent=True)
             return False
         await replica.open_round(round_index, synced=False)
-        averaging.restored(sorted(snapshot.optimizer))
+        averaging.ownership.restored(sorted(snapshot.optimizer))
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)
         return True

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarmnet.errors import NotReady, Stale
+from swarmnet.protocol import progress
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.ledger import Ledger
 from swarmnet.protocol.service_time import ServiceTime
 from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.protocol.view import View
 from swarmnet.swarm.news import News
 from swarmnet.swarm.ports import OTHER, Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
 from swarmnet.wire import Array
@@ -45,6 +47,8 @@ class Replica:
     """Holds the parameters of `round` and may serve microbatches."""
     closed: bool = False
     """The round is being averaged; no more microbatches."""
+    flushed: bool = False
+    """The common parameters are those of the round's end already: the run's last exchange."""
     ahead: bool = False
     """Microbatches of the next round come and go already."""
     launched: int = -1
@@ -57,6 +61,9 @@ class Replica:
     """Committed in the round before, see `protocol.records.Record.samples`."""
     open_s: float = 0.0
     """How long the last round was open here."""
+    feeding_s: float | None = None
+    """How long after its beginning here all microbatches of the last round were launched; None
+    while no round has been seen whole."""
     over: int = -1
     """The newest round that, by what others ask of this replica, is over for them."""
     service: ServiceTime = field(default_factory=ServiceTime)
@@ -82,6 +89,18 @@ class Replica:
     @property
     def num_shards(self) -> int:
         return len(self.stage.shard_sizes)
+
+    @property
+    def current_exchange(self) -> int:
+        """The exchange whose input the present common parameters are."""
+        return self.round if self.flushed else self.plan.version(self.round)
+
+    def check_shard(self, stage_index: int, shard_index: int) -> None:
+        """Raises `NotReady` unless this replica has the shard."""
+        if stage_index != self.index or shard_index >= self.num_shards:
+            raise NotReady(f"stage {stage_index} is not served here")
+        if not self.synced:
+            raise NotReady("still joining")
 
     def common_shard(self, shard_index: int) -> Array:
         """A view of the parameters that all replicas of the stage have in common: those of the
@@ -127,6 +146,12 @@ class Replica:
             return False
         self.launched = round_index
         return True
+
+    def is_fed(self, round_index: int, view: View, now: float, global_batch: int) -> bool:
+        """All of a round has been launched, as far as records or others' calls show."""
+        return self.launched >= round_index or progress.is_launched(
+            view, round_index, now, global_batch
+        )
 
     def is_over(self, round_index: int) -> bool:
         """Others have closed the round, as far as their calls show."""

@@ -73,7 +73,7 @@ class ZeroUpdates:
 
     def attend(self) -> None:
         if self.replica.synced:
-            self.averaging.repair(self.averaging.current)
+            self.averaging.ownership.repair(self.averaging.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         async def part(j: int) -> Pushed:
@@ -106,6 +106,8 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
+        self._fed = -1
+        """The newest round that was seen to be launched whole."""
 
     async def run(self) -> None:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
@@ -114,6 +116,7 @@ class Rounds:
             r = self.replica.round
             self.updates.attend()
             self._check_parameters(r)
+            self._note_feeding(r)
             if not self.is_drained(r):
                 if self._may_open_ahead(r):
                     await self.replica.open_ahead()
@@ -133,11 +136,14 @@ class Rounds:
         if not self.updates.is_ready_ahead(r):
             return False
         now = asyncio.get_running_loop().time()
-        return (
-            replica.launched >= r
-            or progress.is_launched(self.gossip.view, r, now, settings.global_batch)
-            or (self.feeder is not None and self.feeder.leaves_to_others(r))
-        )
+        is_done = self.feeder is not None and self.feeder.leaves_to_others(r)
+        return is_done or replica.is_fed(r, self.gossip.view, now, settings.global_batch)
+
+    def _note_feeding(self, r: int) -> None:
+        """When all of the round was launched."""
+        replica, now = self.replica, asyncio.get_running_loop().time()
+        if self._fed < r and replica.is_fed(r, self.gossip.view, now, self.settings.global_batch):
+            self._fed, replica.feeding_s = r, now - self._opened_at
 
     def is_drained(self, r: int) -> bool:
         """The round's samples are all home, or others have finished it already."""

@@ -119,7 +119,8 @@ class Wiring:
         refusers: dict[str, None] = {}
         for _ in range(self.limits.max_attempts):
             give_up = loop.time() + self.limits.route_wait_s
-            peer_id = await self._choose(request, arrays, hint, give_up, prefer_self)
+            asks = self._asks(request.stage, arrays)
+            peer_id = await self._choose(request, hint, give_up, prefer_self, asks)
             if peer_id is None:
                 break
             known: list[tuple[str, ...]] = []
@@ -139,7 +140,7 @@ class Wiring:
                 feeder=request.feeder,
                 num_samples=request.num_samples,
                 hint=hint[1:],
-                asked=(prefer_self and waits_here) or self._asks(arrays),
+                asked=(prefer_self and waits_here) or asks,
             )
             try:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)
@@ -171,10 +172,10 @@ class Wiring:
     async def _choose(
         self,
         request: StepRequest,
-        arrays: tuple[Array, ...],
         hint: tuple[str, ...],
         give_up: float,
         prefer_self: bool,
+        asks: bool,
     ) -> str | None:
         loop = asyncio.get_running_loop()
         own = self.gossip.own.peer_id
@@ -183,7 +184,7 @@ class Wiring:
             now = loop.time()
             prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
             behind = self._behind(request, now)
-            if prefer is None and self._asks(arrays):
+            if prefer is None and asks:
                 peer_id = await self._asking.around(router, request, behind)
                 now = loop.time()
             else:
@@ -225,6 +226,7 @@ class Wiring:
             grad_inputs = accept(body, reply.arrays)
         except Busy as e:
             router.busy(peer_id, loop.time(), e.backlog_s)
+            self._asking.turned_away(message.body.stage, e.backlog_s)
             raise
         except (NotReady, Stale, NoRoute):
             router.busy(peer_id, loop.time(), NOT_READY_BACKLOG_S)
@@ -241,8 +243,8 @@ class Wiring:
         router.succeeded(peer_id, loop.time(), loop.time() - start)
         return Passed(peer_id, body, grad_inputs)
 
-    def _asks(self, arrays: tuple[Array, ...]) -> bool:
-        return self._asking.pays(sum(a.num_bytes for a in arrays))
+    def _asks(self, stage_index: int, arrays: tuple[Array, ...]) -> bool:
+        return self._asking.pays(stage_index, sum(a.num_bytes for a in arrays))
 
     async def _call(
         self,

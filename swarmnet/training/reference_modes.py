@@ -147,58 +147,91 @@ class Replicas:
 
 
 class LocalReference:
-    """A swarm in mode `local`, all shards exchanged in the same rounds."""
+    """A swarm in mode `local`; shards are pieces of a stage's parameters, one after the other."""
 
     def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
         """`replicas`: the stage of each, by name."""
         self._spec = spec
         self.replicas = Replicas(spec, replicas)
-        self._stages = {s: list(own.values()) for s, own in self.replicas.stages.items()}
-        self.common = {s: ReferenceReplica(spec, s).model for s in self._stages}
-        self._outer = {
-            s: torch.optim.SGD(
-                model.parameters(),
-                lr=spec.sync.outer_learning_rate,
-                momentum=spec.sync.outer_momentum,
-                nesterov=spec.sync.outer_momentum > 0,
-            )
-            for s, model in self.common.items()
+        size = spec.sync.shard_parameters
+        self._common = {
+            s: [
+                nn.Parameter(piece.clone()) for piece in _flat(next(iter(own.values()))).split(size)
+            ]
+            for s, own in self.replicas.stages.items()
         }
+        self._outer = {
+            s: [
+                torch.optim.SGD(
+                    [shard],
+                    lr=spec.sync.outer_learning_rate,
+                    momentum=spec.sync.outer_momentum,
+                    nesterov=spec.sync.outer_momentum > 0,
+                )
+                for shard in shards
+            ]
+            for s, shards in self._common.items()
+        }
+        self._tokens = {
+            n: [0] * len(self._common[s]) for s, own in self.replicas.stages.items() for n in own
+        }
+        """By replica and shard, behind what it did alone."""
 
     def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
         """One round; `paths`: through which replicas each microbatch went. Returns the mean loss,
         nats per token."""
         loss = self.replicas.step(round_index, paths)
-        if _is_exchanged(self._spec, round_index):
-            for stage in self._stages:
-                self._exchange(stage, _is_plain(self._spec, round_index))
+        for name, replica in self.replicas.by_name.items():
+            self._tokens[name] = [t + replica.tokens for t in self._tokens[name]]
+            replica.tokens = 0
+        is_plain = _is_plain(self._spec, round_index)
+        for stage, shards in self._common.items():
+            due = [j for j in range(len(shards)) if is_plain or self._is_turn(j, round_index)]
+            if due:
+                self._exchange(stage, due, is_plain)
         return loss
 
-    def _exchange(self, stage: int, is_plain: bool) -> None:
-        replicas, common = self._stages[stage], self.common[stage]
-        total = sum(r.tokens for r in replicas)
-        with torch.no_grad():
-            for i, p in enumerate(common.parameters()):
-                p.grad = torch.zeros_like(p)
-                for r in replicas:
-                    p.grad += (p - list(r.model.parameters())[i]) * (r.tokens / total)
-            if is_plain:
-                for p in common.parameters():
-                    assert p.grad is not None
-                    p.sub_(p.grad)
-            else:
-                self._outer[stage].step()
-            for r in replicas:
-                for mine, p in zip(r.model.parameters(), common.parameters(), strict=True):
-                    mine.copy_(p)
-                r.tokens = 0
+    def _is_turn(self, shard: int, round_index: int) -> bool:
+        """The fragments' turns lie evenly between two of the first one, which comes last."""
+        sync = self._spec.sync
+        fragment = shard % sync.fragments
+        return (round_index + 1 + fragment * sync.local_steps // sync.fragments) % (
+            sync.local_steps
+        ) == 0
+
+    def _exchange(self, stage: int, due: Sequence[int], is_plain: bool) -> None:
+        replicas, shards = self.replicas.stages[stage], self._common[stage]
+        flats = {n: _flat(r) for n, r in replicas.items()}
+        pieces = {n: flat.split(self._spec.sync.shard_parameters) for n, flat in flats.items()}
+        for j in due:
+            total = sum(self._tokens[n][j] for n in replicas)
+            if not total:
+                continue
+            shard = shards[j]
+            with torch.no_grad():
+                change = sum(
+                    (shard - pieces[n][j]) * (self._tokens[n][j] / total) for n in replicas
+                )
+                shard.grad = torch.as_tensor(change)
+                if is_plain:
+                    shard.sub_(shard.grad)
+                else:
+                    self._outer[stage][j].step()
+                for n in replicas:
+                    pieces[n][j].copy_(shard)
+                    self._tokens[n][j] = 0
+        for n, replica in replicas.items():
+            nn.utils.vector_to_parameters(flats[n], replica.model.parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The common parameters by name."""
         state: dict[str, Tensor] = {}
-        for s, model in self.common.items():
-            names = self._stages[s][0].state_dict()
-            state.update(zip(names, (p.detach() for p in model.parameters()), strict=True))
+        for stage, shards in self._common.items():
+            names = next(iter(self.replicas.stages[stage].values())).state_dict()
+            flat = torch.cat([shard.detach() for shard in shards])
+            sizes = [p.numel() for p in names.values()]
+            for (name, p), values in zip(names.items(), flat.split(sizes), strict=True):
+                state[name] = values.view_as(p)
         return state
 
 
@@ -256,6 +289,11 @@ def _is_plain(spec: RunSpec, round_index: int) -> bool:
     """Is an outer step the plain mean?"""
     is_last = round_index == spec.optimizer.rounds - 1
     return round_index < spec.sync_warmup_rounds or is_last
+
+
+def _flat(replica: ReferenceReplica) -> Tensor:
+    """A copy of all of its parameters in one vector."""
+    return nn.utils.parameters_to_vector(replica.model.parameters()).detach()
 
 
 def _copies(replica: ReferenceReplica) -> list[Tensor]:

@@ -299,6 +299,12 @@ class TorchStage:
             tensor = self._spare.parameter_shards[shard_index].copy_(tensor)
         self._staged[shard_index] = tensor
 
+    def coming_shard(self, shard_index: int) -> Array | None:
+        ahead, staged = self._ahead, self._staged.get(shard_index)
+        if ahead is not None:
+            staged = ahead[1].parameter_shards[shard_index]
+        return None if staged is None else from_tensor(staged)
+
     def finish_round(self) -> None:
         if self._ahead is not None:
             return self._promote()

@@ -81,10 +81,16 @@ def synced(swarm: Swarm) -> list[str]:
 
 @WARMUPS
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize("fragments", [1, 3])
 def test_local_updates_are_those_of_as_many_models_in_one_process(
-    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int
+    tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int, fragments: int
 ) -> None:
-    sync = {"mode": "local", "local_steps": 4, "warmup_rounds": warmup_rounds}
+    sync = {
+        "mode": "local",
+        "local_steps": 4,
+        "warmup_rounds": warmup_rounds,
+        "fragments": fragments,
+    }
     spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS - 1, sync=sync)
 
     async def scenario(swarm: Swarm) -> None:

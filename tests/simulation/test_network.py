@@ -44,7 +44,14 @@ def test_large_messages_queue_for_the_download() -> None:
     first = net.delivery_s("d", "c", BIG, 0.0)
     second = net.delivery_s("e", "c", BIG, 0.0)
     assert first == pytest.approx(0.52)
-    assert second == pytest.approx(1.02)
+    assert second == pytest.approx(1.02, abs=0.03)
+
+
+def test_what_waits_for_an_uplink_holds_nobody_up_at_the_receiver() -> None:
+    net = network()
+    for _ in range(20):
+        net.delivery_s("a", "b", BIG, 0.0)
+    assert net.delivery_s("c", "b", BIG, 3.0) == pytest.approx(1.02, abs=0.3)
 
 
 def test_a_small_message_does_not_wait_behind_a_tensor() -> None:

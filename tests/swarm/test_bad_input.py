@@ -145,7 +145,16 @@ def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
             assert max(swarm.rounds()) < rounds, f"the run was over before {what}"
         for name in serving.values():
             for body in (None, 7, "step", [1, 2]):
-                for method in ("step", "commit", "infer", "gossip", "records", "reduce", "mirror"):
+                for method in (
+                    "step",
+                    "commit",
+                    "infer",
+                    "gossip",
+                    "records",
+                    "reduce",
+                    "reduced",
+                    "mirror",
+                ):
                     with pytest.raises(RemoteError):
                         await stranger.call(name, method, Message(body), timeout_s=30.0)
         await swarm.until_round(rounds)

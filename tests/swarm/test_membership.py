@@ -9,8 +9,11 @@ import pytest
 
 from swarmnet.protocol import progress
 from swarmnet.protocol.records import LEAVING
+from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.peer import DRAIN_S
 from swarmnet.swarm.settings import Limits
+from swarmnet.training.reference_modes import DelayedReference
+from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 
@@ -152,6 +155,57 @@ def test_a_move_in_long_rounds_is_made_at_their_end(tmp_path: Path) -> None:
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
 
     in_virtual_time(scenario, spec, limits=limits)
+
+
+SLOW_RESULT_S = 60.0
+
+
+def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Path) -> None:
+    """Beside a round, results travel for minutes. A mover's gradient is in them when the owners
+    have made the step, and it goes."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=8, sync={"mode": "delayed"})
+    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(5):
+            swarm.start(f"peer-{i}", stage=1 if i < 4 else 0, speed=0.002)
+        await swarm.until_round(1)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+            slow_results(member.peer.averaging)
+        own = [m.peer.gossip for m in swarm.members.values()]
+        await swarm.until(lambda: any(g.own.is_moving for g in own))
+        name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.is_moving)
+        mover = swarm.members[name].peer
+        round_index = mover.gossip.own.round
+        replica = mover.replica
+        assert replica is not None
+        await replica.news.until(lambda: replica.round > round_index, 600.0)
+        began = asyncio.get_running_loop().time()
+        await swarm.until(lambda: mover.gossip.own.totals.get("moved", 0) == 1)
+        assert asyncio.get_running_loop().time() - began < SLOW_RESULT_S / 2
+        await swarm.until_round(8, 6000.0)
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+        oracle = DelayedReference(spec)
+        for r in range(8):
+            oracle.step(r, sorted(swarm.counted[r]))
+        oracle.finish()
+        assert relative_difference(swarm.parameters(), oracle.trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def slow_results(averaging: Averaging) -> None:
+    """Every result that this replica gives waits for long before it is sent."""
+    pace = averaging.pace
+    turn = pace.turn
+
+    async def slow(array: Array | None, *, is_result: bool = False) -> None:
+        if is_result and averaging.plan.is_delayed(averaging.current):
+            await asyncio.sleep(SLOW_RESULT_S)
+        await turn(array, is_result=is_result)
+
+    pace.turn = slow  # type: ignore[method-assign]
 
 
 def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:

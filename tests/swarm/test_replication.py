@@ -72,7 +72,7 @@ def state_of(swarm: Swarm) -> State:
         replica = member.peer.replica
         assert replica is not None
         for j in replica.optimizer.owned():
-            if not member.peer.averaging.follows(j, replica.round):
+            if not member.peer.averaging.ownership.follows(j, replica.round):
                 continue
             values, arrays = replica.optimizer.export(j)
             mean, square = (to_tensor(a) for a in arrays)
@@ -110,7 +110,7 @@ def undisturbed(folder: Path, replication: int) -> Undisturbed:
         began = loop.time()
         replica = swarm.members["peer-0"].peer.replica
         assert replica is not None
-        placement = swarm.members["peer-0"].peer.averaging.placement(STRUCK)
+        placement = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK)
         owners = [placement.owners(j) for j in range(replica.num_shards)]
         while not replica.closed:  # noqa: ASYNC110 - nobody tells, and time costs nothing here
             await asyncio.sleep(1e-4)

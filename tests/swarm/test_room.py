@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -66,11 +67,51 @@ def test_a_fast_uplink_does_not_ask() -> None:
     scenario(play)
 
 
+def queue_of(pair: OneReplica, work_s: float) -> None:
+    """Pieces of work take this long, as everybody knows, and those who ask may stand in a long
+    queue."""
+    pair.work_s = work_s
+    for _ in range(5):
+        pair.replica.service.add(work_s, 1.0)
+    pair.limits = replace(pair.limits, max_waiting_announced=8, route_wait_s=30.0)
+    pair.steps.limits = pair.limits
+
+
+def test_who_is_turned_away_from_a_long_queue_asks_from_then_on() -> None:
+    """Others ask before they come, and fill the places behind the few for those who do not."""
+
+    async def play(pair: OneReplica) -> None:
+        queue_of(pair, WORK_S)
+        work = pair.fill()
+        await asyncio.sleep(0.5)
+        fast = pair.caller("fast", 1e9)
+        assert (await fast.step(1)).peer_id == CALLEE
+        assert fast.sent("admit") > 0
+        assert fast.sent("step") < 2.1 * SIZES.activation_bytes, "sent twice at most"
+        before = fast.sent("step")
+        await asyncio.gather(*work, *(fast.step(2 + n) for n in range(4)))
+        assert fast.sent("step") - before < 4.1 * SIZES.activation_bytes, "none came for nothing"
+
+    scenario(play)
+
+
+def test_a_short_queue_is_not_worth_a_question() -> None:
+    async def play(pair: OneReplica) -> None:
+        queue_of(pair, 0.05)
+        fast = pair.caller("fast", 1e9)
+        await asyncio.gather(*pair.fill(), *(fast.step(n) for n in range(8)))
+        assert fast.sent("step") > 8.1 * SIZES.activation_bytes, "it was turned away"
+        assert fast.sent("admit") == 0
+
+    scenario(play)
+
+
 def test_the_place_of_a_microbatch_on_its_way_is_not_given_to_others() -> None:
     """The activation takes two seconds; who calls meanwhile is told `Busy`, and it finds its place
     when it arrives."""
 
     async def play(pair: OneReplica) -> None:
+        pair.limits = replace(pair.limits, route_wait_s=30.0)
         loop = asyncio.get_running_loop()
         slow = pair.caller("slow", SIZES.activation_bytes / 2.0)
         coming = loop.create_task(slow.step(1))

@@ -53,7 +53,7 @@ class Uneven(Simulation):
             peer = self.monitor.members[name].peer
             replica, own = peer.replica, peer.gossip.own
             assert replica is not None
-            placement = peer.averaging.placement(peer.averaging.current)
+            placement = peer.averaging.ownership.placement(peer.averaging.current)
             primaries = [j for j in range(NUM_SHARDS) if placement.primary(j) == own.peer_id]
             self.norms_missed += own.totals.get("norm_missed", 0)
             self.seen.append(Seen(own.upload_bytes_per_s, replica.optimizer.owned(), primaries))

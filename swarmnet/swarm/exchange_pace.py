@@ -1,0 +1,164 @@
+"""How long an exchange may take, and how much of the uplink it gets.
+
+Deadlines come from what exchanges took lately, or, while nobody knows, from the slowest uplink. Who
+only is slow must not be taken for dead, for its work would be lost; who is dead must not hold up a
+stage."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from swarmnet.protocol.pacing import URGENT_SHARE, gradient_share, share_beside
+from swarmnet.protocol.sync_modes import SyncPlan
+from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.ownership import Ownership
+from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.turns import Turns
+from swarmnet.wire import Array
+
+WAIT_FACTOR = 4.0
+"""The deadline for contributions, over what a round's exchange took lately."""
+EXCHANGE_SMOOTHING = 0.3
+UPLOAD_SLACK = 3.0
+"""Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
+CLOSING_MICROBATCHES = 3
+"""Of the slowest replica: so much work lies between the end of a round and its contributions."""
+BESIDE_PART = 0.8
+"""Of the length of a round: how long an exchange beside one may wait for contributions."""
+BEHIND_PART = 0.5
+"""Of the length of the rounds between two exchanges: how long one may wait, where replicas make
+steps of their own."""
+
+
+class ExchangePace:
+    """Of the exchanges of one replica's stage."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        settings: RunSettings,
+        limits: Limits,
+        replica: Replica,
+        ownership: Ownership,
+    ) -> None:
+        self._gossip = gossip
+        self._settings = settings
+        self._limits = limits
+        self._replica = replica
+        self._ownership = ownership
+        self._turns = Turns()
+        self._exchange_s = 0.0
+        self._stage_bytes = 4 * sum(replica.stage.shard_sizes)
+        self.last_s = 0.0
+        """What the last exchange took."""
+
+    def close(self) -> None:
+        self._turns.close()
+
+    @property
+    def _plan(self) -> SyncPlan:
+        return self._replica.plan
+
+    @property
+    def _current(self) -> int:
+        return self._replica.current_exchange
+
+    # ---- time -------------------------------------------------------------------------------
+
+    def took(self, seconds: float) -> None:
+        """An exchange is over."""
+        self.last_s = seconds
+        self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
+
+    def usual_s(self) -> float:
+        """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while nobody
+        knows."""
+        return self._exchange_s or self._upload_s() / UPLOAD_SLACK
+
+    def contributions_s(self) -> tuple[float, float]:
+        """After the own contribution: when those of others should be there, and how long a primary
+        waits for them. Where nothing is known yet, who is slow is not to be taken for stuck."""
+        measured_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s())
+        longest_s = self._longest_wait_s()
+        due_s = measured_s + self._limits.reduce_wait_min_s + self._closing_s()
+        due_s = min(due_s, longest_s)
+        return due_s, due_s if measured_s else longest_s
+
+    def norm_s(self) -> float:
+        """Longest wait for the norm over all stages."""
+        return max(self._limits.norm_wait_s, self._beside_s())
+
+    def call_s(self) -> float:
+        """Longest call for a shard, to a peer that lives."""
+        return 2 * (self._longest_wait_s() + self._upload_s())
+
+    def _upload_s(self) -> float:
+        """What sending a gradient may take the slowest replica whose bandwidth is known, as it
+        sends results too: some slack on twice the stage's bytes."""
+        now = asyncio.get_running_loop().time()
+        members = self._gossip.view.members(self._replica.index, now)
+        rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
+        return UPLOAD_SLACK * self._stage_bytes / min(rates) if rates else 0.0
+
+    def _closing_s(self) -> float:
+        """Until the last replica has heard that a round is over, and its device has ended the work
+        that was under way when it closed the round, settled it and opened the next one."""
+        now = asyncio.get_running_loop().time()
+        members = self._gossip.view.members(self._replica.index, now)
+        slowest = min((r.samples_per_s for r in members if r.samples_per_s > 0), default=math.inf)
+        work_s = self._settings.samples_per_microbatch / slowest
+        return self._gossip.spread_s + CLOSING_MICROBATCHES * work_s
+
+    def _longest_wait_s(self) -> float:
+        return max(self._limits.reduce_wait_s, self._beside_s(), self._behind_s())
+
+    def _behind_s(self) -> float:
+        """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
+        plan = self._plan
+        steps = plan.steps_until_due(self._current)
+        return BEHIND_PART * steps * self._replica.open_s if plan.is_local else 0.0
+
+    def _beside_s(self) -> float:
+        """An exchange that runs beside a round holds nobody up as long as it ends with it."""
+        return BESIDE_PART * self._replica.open_s if self._plan.is_delayed(self._current) else 0.0
+
+    # ---- the uplink -------------------------------------------------------------------------
+
+    async def turn(self, array: Array | None, *, is_result: bool = False) -> None:
+        """Beside a round, waits until the uplink has room beside the microbatches. A gradient that
+        has to be sent again, for its primary has died, goes at once: behind all others it would
+        come too late."""
+        if array is None or not self._plan.is_delayed(self._current):
+            return
+
+        def rate() -> float:
+            share = self._result_share() if is_result else self._gradient_share()
+            return share * self._gossip.own.upload_bytes_per_s
+
+        await self._turns.take(array.num_bytes, rate)
+
+    def _gradient_share(self) -> float:
+        """Of the uplink, for gradients and for what the backups need."""
+        rate = self._gossip.own.upload_bytes_per_s
+        return gradient_share(self._stage_bytes, rate, self._replica.feeding_s)
+
+    def _result_share(self) -> float:
+        """Of the uplink, for results: nothing of them is lost with a machine, but the next round
+        cannot be fed before they are there."""
+        replica = self._replica
+        now = asyncio.get_running_loop().time()
+        if replica.is_fed(replica.round, self._gossip.view, now, self._settings.global_batch):
+            return URGENT_SHARE
+        rate = self._gossip.own.upload_bytes_per_s
+        return share_beside(self._result_bytes(), rate, replica.feeding_s)
+
+    def _result_bytes(self) -> float:
+        """That this replica sends in an exchange: of the shards whose primary it is, to all."""
+        own = self._gossip.own.peer_id
+        now = asyncio.get_running_loop().time()
+        owned = self._ownership.placement(self._current).owned_by(own)
+        num_primary = len(owned) / self._settings.replication
+        num_others = len(self._gossip.view.members(self._replica.index, now)) - 1
+        return self._stage_bytes / self._replica.num_shards * num_primary * max(1, num_others)
