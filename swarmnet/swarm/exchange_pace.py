@@ -2,14 +2,18 @@
 
 Deadlines come from what exchanges took lately, or, while nobody knows, from the slowest uplink. Who
 only is slow must not be taken for dead, for its work would be lost; who is dead must not hold up a
-stage."""
+stage. A newcomer may be primary of shards in its first exchange: what it has not measured yet it
+takes from the records of the others."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from statistics import median_high
 
 from swarmnet.protocol.pacing import URGENT_SHARE, gradient_share, share_beside
+from swarmnet.protocol.records import Record
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.ownership import Ownership
@@ -23,6 +27,8 @@ WAIT_FACTOR = 4.0
 EXCHANGE_SMOOTHING = 0.3
 UPLOAD_SLACK = 3.0
 """Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
+LONGEST_UPLOAD_S = 600.0
+"""A slower uplink is not waited for: by its owner's word alone, it might hold everybody up."""
 CLOSING_MICROBATCHES = 3
 """Of the slowest replica: so much work lies between the end of a round and its contributions."""
 BESIDE_PART = 0.8
@@ -75,20 +81,20 @@ class ExchangePace:
     def usual_s(self) -> float:
         """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while nobody
         knows."""
-        return self._exchange_s or self._upload_s() / UPLOAD_SLACK
+        return self._usual_exchange_s() or self._upload_s() / UPLOAD_SLACK
 
     def contributions_s(self) -> tuple[float, float]:
         """After the own contribution: when those of others should be there, and how long a primary
         waits for them. Where nothing is known yet, who is slow is not to be taken for stuck."""
-        measured_s = max(WAIT_FACTOR * self._exchange_s, self._upload_s())
+        measured_s = max(WAIT_FACTOR * self._usual_exchange_s(), self._upload_s())
         longest_s = self._longest_wait_s()
         due_s = measured_s + self._limits.reduce_wait_min_s + self._closing_s()
         due_s = min(due_s, longest_s)
         return due_s, due_s if measured_s else longest_s
 
     def norm_s(self) -> float:
-        """Longest wait for the norm over all stages."""
-        return max(self._limits.norm_wait_s, self._beside_s())
+        """Longest wait for the norm over all stages: until the last shard has been summed."""
+        return max(self._limits.norm_wait_s, self._upload_s(), self._beside_s())
 
     def call_s(self) -> float:
         """Longest call for a shard, to a peer that lives."""
@@ -100,7 +106,8 @@ class ExchangePace:
         now = asyncio.get_running_loop().time()
         members = self._gossip.view.members(self._replica.index, now)
         rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
-        return UPLOAD_SLACK * self._stage_bytes / min(rates) if rates else 0.0
+        upload_s = UPLOAD_SLACK * self._stage_bytes / min(rates) if rates else 0.0
+        return min(upload_s, LONGEST_UPLOAD_S)
 
     def _closing_s(self) -> float:
         """Until the last replica has heard that a round is over, and its device has ended the work
@@ -112,17 +119,34 @@ class ExchangePace:
         return self._gossip.spread_s + CLOSING_MICROBATCHES * work_s
 
     def _longest_wait_s(self) -> float:
-        return max(self._limits.reduce_wait_s, self._beside_s(), self._behind_s())
+        lengths = (self._upload_s(), self._beside_s(), self._behind_s())
+        return max(self._limits.reduce_wait_s, *lengths)
 
     def _behind_s(self) -> float:
         """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
         plan = self._plan
         steps = plan.steps_until_due(self._current)
-        return BEHIND_PART * steps * self._replica.open_s if plan.is_local else 0.0
+        return BEHIND_PART * steps * self._usual_open_s() if plan.is_local else 0.0
 
     def _beside_s(self) -> float:
         """An exchange that runs beside a round holds nobody up as long as it ends with it."""
-        return BESIDE_PART * self._replica.open_s if self._plan.is_delayed(self._current) else 0.0
+        is_beside = self._plan.is_delayed(self._current)
+        return BESIDE_PART * self._usual_open_s() if is_beside else 0.0
+
+    def _usual_exchange_s(self) -> float:
+        return self._exchange_s or self._told(lambda record: record.last_exchange_s)
+
+    def _usual_open_s(self) -> float:
+        """A round is open for so long: of a newcomer's first one, it has seen the end only."""
+        return max(self._replica.open_s, self._told(lambda record: record.last_open_s))
+
+    def _told(self, what: Callable[[Record], float]) -> float:
+        """By most of the others of the stage; 0 where nobody says anything."""
+        now = asyncio.get_running_loop().time()
+        members = self._gossip.view.members(self._replica.index, now)
+        values = [what(m) for m in members if m.peer_id != self._gossip.own.peer_id]
+        known = [x for x in values if x > 0]
+        return median_high(known) if known else 0.0
 
     # ---- the uplink -------------------------------------------------------------------------
 

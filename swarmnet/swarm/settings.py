@@ -67,10 +67,11 @@ class Limits:
     patience_s: float = 1.0
     """A feeder launches beyond its quota when the others have been quiet for this long."""
     reduce_wait_s: float = 60.0
-    """Longest wait of a primary for contributions, whatever was measured."""
+    """Longest wait of a primary for contributions, where no known uplink needs longer and no round
+    runs beside."""
     reduce_wait_min_s: float = 3.0
     norm_wait_s: float = 30.0
-    """Longest wait for the gradient norm over all stages."""
+    """Longest wait for the gradient norm over all stages, likewise."""
     fetch_timeout_s: float = 60.0
     max_serving: int = 4
     """Shards that a donor sends at a time."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from swarmnet.simulation.churn import JOIN, ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import Link
@@ -120,6 +121,39 @@ def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
         assert result.broken is None
         assert result.rounds >= 2
         assert result.virtual_s > 60.0
+        assert (result.samples_lost, result.reported_lost, simulation.norms_missed) == (0, 0, 0)
+
+    run(simulated())
+
+
+def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
+    """As primary in its first exchange, of which it has measured nothing: beside rounds of minutes,
+    exchanges take a minute and more."""
+    uplinks = [0.1e6] * 4 + [0.3e6] * 4
+    joins = tuple(ChurnEvent(at_s, JOIN) for at_s in (420.0, 440.0, 460.0, 480.0))
+    scenario = Scenario(
+        seed=0,
+        peers=4,
+        stages=1,
+        rounds=6,
+        until_s=2500.0,
+        start_s=0.5,
+        global_batch=8000,
+        sync_mode="delayed",
+        service_s=0.5,
+        speed_ratio=1.0,
+        sizes=Sizes(num_shards=NUM_SHARDS, shard_parameters=SHARD_PARAMETERS),
+        bounds=Bounds(converge_s=900.0, progress_s=900.0),
+        trace=joins,
+        check_s=5.0,
+        keep_log=False,
+    )
+
+    async def simulated() -> None:
+        simulation = Uneven(scenario, uplinks, 2)
+        result = await simulation.run()
+        assert result.broken is None
+        assert result.rounds >= 6
         assert (result.samples_lost, result.reported_lost, simulation.norms_missed) == (0, 0, 0)
 
     run(simulated())

@@ -1,0 +1,81 @@
+"""How long an exchange is waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from swarmnet.protocol.records import ACTIVE, Record
+from swarmnet.protocol.sync_modes import DELAYED, ZERO, SyncPlan
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.settings import Limits, RunSettings
+
+ROUND_S, EXCHANGE_S = 1000.0, 200.0
+STAGE_BYTES = 40_000_000
+
+
+def member(name: str, **said: Any) -> Record:
+    return Record(name, "run", 1, 1, state=ACTIVE, stage=0, **said)
+
+
+def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNamespace]:
+    """Of a replica that has just joined."""
+    replica = SimpleNamespace(
+        plan=SyncPlan(mode, 100),
+        current_exchange=7,
+        index=0,
+        stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
+        open_s=0.0,
+    )
+    gossip = SimpleNamespace(
+        view=SimpleNamespace(members=lambda stage, now: members),
+        own=SimpleNamespace(peer_id="newcomer"),
+        spread_s=2.0,
+    )
+    settings = RunSettings("run", 1, 64, 1, 100, 0.0, sync_mode=mode)
+    parts: Any = (gossip, settings, Limits(), replica, None)
+    return ExchangePace(*parts), replica
+
+
+def waits(mode: str, members: list[Record], open_s: float = 0.0) -> tuple[float, float, float]:
+    """For contributions, for the norm of all stages, for one shard."""
+
+    async def asked() -> tuple[float, float, float]:
+        pace, replica = pace_of(mode, members)
+        replica.open_s = open_s
+        found = pace.contributions_s()[1], pace.norm_s(), pace.call_s()
+        pace.close()
+        return found
+
+    return run(asked())
+
+
+def test_a_newcomer_goes_by_what_most_of_the_others_say() -> None:
+    others = [member(f"p{i}", last_open_s=ROUND_S, last_exchange_s=EXCHANGE_S) for i in range(3)]
+    boaster = member("boaster", last_open_s=1e9, last_exchange_s=1e9)
+    for known in (others, [*others, boaster]):
+        contributions_s, norm_s, call_s = waits(DELAYED, known, open_s=10.0)
+        assert EXCHANGE_S < contributions_s < ROUND_S
+        assert EXCHANGE_S < norm_s < ROUND_S
+        assert ROUND_S < call_s < 10 * ROUND_S
+
+
+def test_the_slowest_uplink_is_waited_for_and_not_longer_than_that() -> None:
+    limits = Limits()
+    fast, slow = member("fast", upload_bytes_per_s=1e9), member("slow", upload_bytes_per_s=5e5)
+    claims = member("claims", upload_bytes_per_s=1.0)
+    assert waits(ZERO, [fast])[0] < limits.reduce_wait_s
+    contributions_s, norm_s, _ = waits(ZERO, [fast, slow])
+    assert STAGE_BYTES / 5e5 < contributions_s < 10 * STAGE_BYTES / 5e5
+    assert STAGE_BYTES / 5e5 < norm_s
+    assert waits(ZERO, [fast, claims])[0] <= LONGEST_UPLOAD_S
+
+
+def test_where_nothing_is_known_who_is_slow_is_not_taken_for_stuck() -> None:
+    assert waits(ZERO, [])[0] == Limits().reduce_wait_s
+
+
+def test_a_whole_round_that_was_seen_counts_however_short_the_others_are() -> None:
+    norm_s = waits(DELAYED, [member("p", last_open_s=100.0)], open_s=ROUND_S)[1]
+    assert norm_s > 0.5 * ROUND_S
