@@ -793,6 +793,7 @@ class Averaging:
         to fetch it from those whose parameters do."""
         await self.ownership.forget_state()
         self._mirrored.clear()
+        self.norms.forget()
         self.forget_results()
         self._give_up(lambda key: True)
         self.news.tell()

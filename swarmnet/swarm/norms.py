@@ -3,8 +3,9 @@
 Each primary sends the sums of squares of its shards to the root of its stage (the primary of shard
 0); the roots swap the sums of their stages; everyone gets the same total, summed in the same
 order. Two hops, and O(owners + stages^2) small messages a round. A root that fails is replaced
-by the next owner of shard 0. Nothing blocks on it for ever: at the deadline the last round's
-norm stands in, and that is counted.
+by the next owner of shard 0. That one may never hear the sums of primaries that have the total
+already: whoever has it tells those of its stage that ask. Nothing blocks on it for ever: at the
+deadline the last round's norm stands in, and that is counted.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Norms:
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundNorms] = {}
+        self._totals: dict[int, float] = {}
+        """By round, the total that was taken here."""
         self._news = News()
         self._oldest = 0
         self._batch: Batch | None = None
@@ -95,30 +98,61 @@ class Norms:
         shards = tuple(sorted(sums))
         request = NormRequest(round_index, self.stage_index, shards, tuple(sums[j] for j in shards))
         loop = asyncio.get_running_loop()
-        end = loop.time() + self.wait_s()
+        end, turn = loop.time() + self.wait_s(), 0
         while (left := end - loop.time()) > 0:
             for peer_id in self.roots(self.stage_index)[:2]:
                 try:
+                    if round_index in self._totals:
+                        return self._totals[round_index]
                     if peer_id == self.gossip.own.peer_id:  # others may see another root
-                        self.last_total = await self._collect(request, min(left, ATTEMPT_S))
-                    else:
-                        reply = await self.transport.call(
-                            peer_id, "norm", Message(request), timeout_s=min(left, ATTEMPT_S)
+                        return self._take(
+                            round_index, await self._collect(request, min(left, ATTEMPT_S))
                         )
-                        self.last_total = convert(reply.body, NormReply).sum
-                    return self.last_total
+                    return await self._ask_total(peer_id, request, min(left, ATTEMPT_S))
                 except SwarmnetError as e:
                     log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
+            told = await self._from_another(round_index, turn)
+            if told is not None:
+                return told
+            turn += 1
             await self.gossip.news.wait(RETRY_S)
         self.gossip.add_total("norm_missed")
         log.warning("round %d: the gradient norm of all stages did not arrive", round_index)
         return max(self.last_total, sum(sums.values()))
+
+    async def _ask_total(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
+        message = Message(request)
+        reply = await self.transport.call(peer_id, "norm", message, timeout_s=timeout_s)
+        return self._take(request.round, convert(reply.body, NormReply).sum)
+
+    def _take(self, round_index: int, total: float) -> float:
+        self.last_total = self._totals.setdefault(round_index, total)
+        return self.last_total
+
+    async def _from_another(self, round_index: int, turn: int) -> float | None:
+        """The total from a peer of the stage that took it from a root which is gone; one is asked
+        at a time, each in its `turn`. None where that one does not know it."""
+        own = self.gossip.own.peer_id
+        others = [p for p in self.roots(self.stage_index) if p != own]
+        if not others:
+            return None
+        peer_id = others[turn % len(others)]
+        request = NormRequest(round_index, self.stage_index, (), ())
+        try:
+            return await self._ask_total(peer_id, request, ATTEMPT_S)
+        except SwarmnetError as e:
+            log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
+            return None
 
     async def _on_norm(self, request: Request) -> Message:
         self.gossip.check_run(request)
         norm = convert(request.message.body, NormRequest)
         if norm.stage != self.stage_index:
             raise NotReady(f"stage {norm.stage} is not served here")
+        if norm.round in self._totals:
+            return Message(NormReply(self._totals[norm.round]))
+        if not norm.shards:
+            raise NotReady("the total is not known here")
         return Message(NormReply(await self._collect(norm, ATTEMPT_S)))
 
     async def _on_stage_norm(self, request: Request) -> Message:
@@ -177,9 +211,14 @@ class Norms:
                     log.debug("norm of stage %d from %s: %s", stage, peer_id[-8:], e)
             await self.gossip.news.wait(RETRY_S)
 
+    def forget(self) -> None:
+        """What was taken here is of an update that does not hold."""
+        self._totals.clear()
+
     def finish_round(self, round_index: int) -> None:
         """Forgets rounds that nobody can ask about any more."""
         self._oldest = max(self._oldest, round_index - KEPT_ROUNDS)
+        self._totals = {r: total for r, total in self._totals.items() if r >= self._oldest}
         for r in [r for r in self._rounds if r < self._oldest]:
             asking = self._rounds.pop(r).asking
             if asking is not None:

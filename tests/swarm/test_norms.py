@@ -1,0 +1,132 @@
+"""The gradient norm over all stages, and the death of who sums it up."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from swarmnet.errors import Unreachable
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.news import News
+from swarmnet.swarm.norms import Norms
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message
+
+WAIT_S = 60.0
+SUMS = {0: 1.0, 1: 2.0, 2: 4.0}
+
+
+class Net:
+    """Norms of peers that call each other at once."""
+
+    def __init__(self, names: str, num_stages: int = 1) -> None:
+        self.live = list(names)
+        self.handlers: dict[tuple[str, str], Any] = {}
+        self.missed: list[str] = []
+        self.norms = {name: self._norms(name, num_stages) for name in names}
+
+    def _norms(self, name: str, num_stages: int) -> Norms:
+        async def call(peer_id: str, method: str, message: Message, timeout_s: float) -> Message:
+            if peer_id not in self.live:
+                raise Unreachable("dead")
+            request: Any = SimpleNamespace(remote=name, message=message)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply: Message = await self.handlers[peer_id, method](request)
+            except TimeoutError:
+                raise Unreachable("no answer") from None
+            return reply
+
+        def handle(method: str, handler: Any) -> None:
+            self.handlers[name, method] = handler
+
+        def check_run(request: Request) -> None: ...
+
+        transport: Any = SimpleNamespace(call=call, handle=handle)
+        gossip: Any = SimpleNamespace(
+            own=SimpleNamespace(peer_id=name),
+            news=News(),
+            check_run=check_run,
+            add_total=lambda total: self.missed.append(name),
+        )
+        return Norms(
+            transport, gossip, 0, num_stages, len(SUMS), lambda stage: self.live, lambda: WAIT_S
+        )
+
+    async def close(self) -> None:
+        for norms in self.norms.values():
+            await norms.close()
+
+
+def test_everybody_gets_the_sum_over_all_shards() -> None:
+    async def scenario() -> None:
+        net = Net("abc")
+        totals = await asyncio.gather(
+            *(net.norms[name].add(3, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        assert totals == [7.0, 7.0, 7.0]
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_the_total_outlives_the_root_that_told_it_to_some() -> None:
+    """The new root never hears the sums of those that have the total already."""
+
+    async def scenario() -> None:
+        net = Net("abcd")
+        loop = asyncio.get_running_loop()
+        totals = await asyncio.gather(
+            *(net.norms[name].add(3, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        net.live.remove("a")
+        began = loop.time()
+        again = await net.norms["d"].add(3, 0, 0.5)  # a's shard, summed anew without a's part
+        assert again == totals[1], "every shard is clipped by one norm"
+        assert loop.time() - began < WAIT_S / 4
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_where_nobody_has_it_yet_the_new_root_sums_up() -> None:
+    async def scenario() -> None:
+        net = Net("abcd")
+        first = [
+            asyncio.create_task(net.norms[n].add(3, j, SUMS[j])) for n, j in (("b", 1), ("c", 2))
+        ]
+        await asyncio.sleep(1.0)
+        net.live.remove("a")
+        totals = await asyncio.gather(*first, net.norms["d"].add(3, 0, 0.5))
+        assert totals == [6.5, 6.5, 6.5]
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_who_does_not_know_says_so_at_once() -> None:
+    async def scenario() -> None:
+        net = Net("ab")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await net.norms["a"]._from_another(3, 0) is None
+        assert loop.time() - began < 1.0
+        await net.close()
+
+    run(scenario())
+
+
+def test_what_does_not_hold_is_not_told() -> None:
+    async def scenario() -> None:
+        net = Net("ab")
+        adding = [net.norms["a"].add(3, j, SUMS[j]) for j in SUMS]
+        assert await asyncio.gather(*adding) == [7.0] * 3
+        net.norms["a"].forget()
+        assert await net.norms["b"]._from_another(3, 0) is None
+        await net.close()
+
+    run(scenario())
