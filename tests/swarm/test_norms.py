@@ -73,10 +73,10 @@ def test_everybody_gets_the_sum_over_all_shards() -> None:
 
 
 def test_the_total_outlives_the_root_that_told_it_to_some() -> None:
-    """The new root never hears the sums of those that have the total already."""
+    """The new root, and the one after it, never hear the sums of those that have it already."""
 
     async def scenario() -> None:
-        net = Net("abcd")
+        net = Net("adebc")
         loop = asyncio.get_running_loop()
         totals = await asyncio.gather(
             *(net.norms[name].add(3, j, SUMS[j]) for j, name in enumerate("abc"))
