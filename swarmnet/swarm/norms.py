@@ -28,6 +28,8 @@ ATTEMPT_S = 5.0
 RETRY_S = 0.1
 TOGETHER_S = 0.002
 """Sums that are ready within this time travel in one message."""
+MAX_ASKED = 8
+"""Peers at a time that are asked whether they know the total."""
 KEPT_ROUNDS = 3
 
 
@@ -111,7 +113,7 @@ class Norms:
                     return await self._ask_total(peer_id, request, min(left, ATTEMPT_S))
                 except SwarmnetError as e:
                     log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
-            told = await self._from_another(round_index, turn)
+            told = await self._from_others(round_index, turn)
             if told is not None:
                 return told
             turn += 1
@@ -129,20 +131,24 @@ class Norms:
         self.last_total = self._totals.setdefault(round_index, total)
         return self.last_total
 
-    async def _from_another(self, round_index: int, turn: int) -> float | None:
-        """The total from a peer of the stage that took it from a root which is gone; one is asked
-        at a time, each in its `turn`. None where that one does not know it."""
+    async def _from_others(self, round_index: int, turn: int) -> float | None:
+        """The total from peers of the stage that took it from a root which is gone; some are asked
+        in each `turn`. None where none of these knows it."""
         own = self.gossip.own.peer_id
         others = [p for p in self.roots(self.stage_index) if p != own]
-        if not others:
-            return None
-        peer_id = others[turn % len(others)]
+        first = turn * MAX_ASKED % max(1, len(others))
+        asked = (*others[first:], *others[:first])[:MAX_ASKED]
         request = NormRequest(round_index, self.stage_index, (), ())
-        try:
-            return await self._ask_total(peer_id, request, ATTEMPT_S)
-        except SwarmnetError as e:
-            log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
-            return None
+        found = await asyncio.gather(
+            *(self._ask_total(peer_id, request, ATTEMPT_S) for peer_id in asked),
+            return_exceptions=True,
+        )
+        for answer in found:
+            if not isinstance(answer, BaseException):
+                return answer
+            if not isinstance(answer, SwarmnetError):
+                raise answer
+        return None
 
     async def _on_norm(self, request: Request) -> Message:
         self.gossip.check_run(request)

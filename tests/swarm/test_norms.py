@@ -113,7 +113,7 @@ def test_who_does_not_know_says_so_at_once() -> None:
         net = Net("ab")
         loop = asyncio.get_running_loop()
         began = loop.time()
-        assert await net.norms["a"]._from_another(3, 0) is None
+        assert await net.norms["a"]._from_others(3, 0) is None
         assert loop.time() - began < 1.0
         await net.close()
 
@@ -126,7 +126,7 @@ def test_what_does_not_hold_is_not_told() -> None:
         adding = [net.norms["a"].add(3, j, SUMS[j]) for j in SUMS]
         assert await asyncio.gather(*adding) == [7.0] * 3
         net.norms["a"].forget()
-        assert await net.norms["b"]._from_another(3, 0) is None
+        assert await net.norms["b"]._from_others(3, 0) is None
         await net.close()
 
     run(scenario())
