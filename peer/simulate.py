@@ -220,6 +220,8 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
     )
     faults = ", ".join(f"{n} {name}" for name, n in result.faults.items()) or "none"
     speed = result.virtual_s / max(took_s, 1e-9)
+    settled = result.settled_samples
+    part = f" ({100 * result.samples_lost_mean / settled:.1f} %)" if settled else ""
     spent = sorted(result.breakdown.items(), key=lambda item: -item[1])
     return [
         ("simulated", f"{result.virtual_s:.0f} s in {took_s:.1f} s ({speed:.1f} times real time)"),
@@ -234,7 +236,11 @@ def lines(result: Result, took_s: float) -> list[tuple[str, str]]:
         ("re-routes", f"{result.rerouted}"),
         ("retracted microbatches", f"{result.retracted}"),
         ("moves", f"{result.moved}"),
-        ("samples lost", f"{result.samples_lost} of {result.settled_samples} in updates made"),
+        (
+            "samples lost, mean of all shards",
+            f"{result.samples_lost_mean:.0f} of {settled} in updates made{part}",
+        ),
+        ("samples lost, worst shard of each round", f"{result.samples_lost}"),
         ("stages begun afresh", f"{result.stages_restarted}"),
         ("optimizer shards reset", f"{result.shards_reset}"),
         ("recovery after a crash", recovered),

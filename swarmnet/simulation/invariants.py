@@ -102,6 +102,8 @@ class Monitor:
     num_checks: int = 0
     lost: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(round, stage): microbatches that were committed and not averaged, of closed books."""
+    lost_part: float = 0.0
+    """Microbatches that were committed and not averaged, a mean over all shards of all stages."""
     unclosed: int = 0
     """Books, one a round and stage, that nobody closed: all who could have been lost meanwhile."""
     untold: int = 0
@@ -386,6 +388,7 @@ class Monitor:
                     )
                 missing = len(committed) - len(averaged & committed)
                 self.lost[(r, s)] = max(self.lost[(r, s)], missing)
+                self.lost_part += missing / (self.num_stages * self.num_shards)
         self._closed[r] = book
         for old in [q for q in self._closed if q <= r - self.plan.local_steps]:
             del self._closed[old]

@@ -115,7 +115,10 @@ class Result:
     settled_samples: int
     """Committed in rounds whose updates are made: only of these is it known what was lost."""
     samples_lost: int
-    """Committed, and not in the update of some stage; the worst stage of each round."""
+    """Committed, and not in the update of some shard; the worst shard of all stages in each
+    round."""
+    samples_lost_mean: float
+    """The same as a mean over all shards of all stages: so much work was for nothing."""
     reported_lost: int
     """The same by the peers' own counters."""
     stages_restarted: int

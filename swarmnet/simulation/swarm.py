@@ -528,6 +528,7 @@ class Simulation:
             moved=self._total("moved"),
             settled_samples=monitor.num_settled * per_microbatch,
             samples_lost=sum(worst.values()) * per_microbatch,
+            samples_lost_mean=monitor.lost_part * per_microbatch,
             reported_lost=self._total("samples_lost"),
             stages_restarted=self._total("stage_restarted"),
             shards_reset=self._total("shard_reset"),
