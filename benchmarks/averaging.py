@@ -247,6 +247,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.protocol.view import View
     from swarmnet.swarm.averaging import Averaging
     from swarmnet.swarm.gossip import Gossip, Tasks
+    from swarmnet.swarm.handover import Handover
     from swarmnet.swarm.replica import Replica
     from swarmnet.swarm.rounds import ZeroUpdates
     from swarmnet.swarm.settings import Limits
@@ -280,8 +281,10 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         addresses=tuple(transport.addresses()),
     )
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
-    averaging = Averaging(transport, gossip, run_settings(spec), Limits(), replica)
-    updates = ZeroUpdates(replica, averaging)
+    settings = run_settings(spec)
+    averaging = Averaging(transport, gossip, settings, Limits(), replica)
+    handover = Handover(transport, gossip, settings, replica, averaging, random.Random())
+    updates = ZeroUpdates(replica, averaging, handover)
     moments = Moments(averaging, stage)
     tasks = Tasks("benchmark")
     tasks.start(gossip.run())

@@ -131,6 +131,17 @@ class Ledger:
         """Samples whose gradient is in the buffer now."""
         return sum(e.num_samples for e in self._buffered(round_index))
 
+    def take(self, round_index: int) -> dict[int, Entry]:
+        """The entries of a round, which are no more here: another replica counts them now."""
+        entries = self._rounds.pop(round_index, {})
+        self._num_entries -= len(entries)
+        return entries
+
+    def put_back(self, round_index: int, entries: dict[int, Entry]) -> None:
+        """The reverse of `take`: no other counts them after all."""
+        self._rounds.setdefault(round_index, {}).update(entries)
+        self._num_entries += len(entries)
+
     def finish_round(self, round_index: int) -> None:
         """Drops all entries of this round and of those before it."""
         for index in [r for r in self._rounds if r <= round_index]:

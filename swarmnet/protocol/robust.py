@@ -73,3 +73,16 @@ def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dic
         fair = max(signal, noise / math.sqrt(tokens[p]))
         factors[p] = 1.0 if norm <= CLIP_TOLERANCE * fair else (fair / norm) ** 2
     return factors
+
+
+def is_alike(own_squares: float, own_tokens: int, squares: float, tokens: int) -> bool:
+    """May a gradient be added to one's own without changing what others think of it? Both are sums
+    over tokens; the rule is that of `clip_factors`, among two. Never where it is not finite; where
+    there is none of one's own, it is for the primary to judge."""
+    if not math.isfinite(squares) or tokens <= 0:
+        return False
+    if own_tokens <= 0:
+        return True
+    own_norm, norm = math.sqrt(own_squares) / own_tokens, math.sqrt(squares) / tokens
+    fair = max(own_norm, own_norm * math.sqrt(own_tokens / tokens))
+    return norm <= CLIP_TOLERANCE * fair

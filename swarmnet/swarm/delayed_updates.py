@@ -21,6 +21,7 @@ from swarmnet.protocol.records import ACTIVE, LEAVING
 from swarmnet.swarm.auto_sync import AutoSync
 from swarmnet.swarm.averaging import Averaging, Pushed
 from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.handover import Handover
 from swarmnet.swarm.ports import OTHER
 from swarmnet.swarm.replica import Replica
 from swarmnet.wire import Array
@@ -52,6 +53,7 @@ class DelayedUpdates:
     gossip: Gossip
     replica: Replica
     averaging: Averaging
+    handover: Handover
 
     def __post_init__(self) -> None:
         self.auto = AutoSync(self.gossip, self.replica, self.averaging)
@@ -98,6 +100,8 @@ class DelayedUpdates:
             gradient = await self._copied(num_tokens)
         else:
             gradient = self._present(num_tokens)
+        tokens, shards = await self.handover.contribution(round_index, num_tokens, gradient.shards)
+        gradient = Gradient(tokens, tuple(shards))
         self._begin()  # of a newcomer, which has not been in the round before
         if self._exchange is not None:
             await self._exchange

@@ -266,6 +266,34 @@ class ReduceReply:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptRequest:
+    """From one that leaves in the middle of a round, to another replica of its stage. Arrays: the
+    fp32 sum of a shard's gradient over its samples."""
+
+    round: int
+    stage: int
+    shard: int
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, self.shard)
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedRequest:
+    """After every shard: the samples are the callee's from now on."""
+
+    round: int
+    stage: int
+    num_samples: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, self.num_samples, self.num_tokens)
+        if self.num_tokens == 0:
+            raise ValueError("a gradient of nothing")
+
+
+@dataclass(frozen=True, slots=True)
 class MirrorRequest:
     """The primary's aggregate, for a backup to make the same step. Arrays: the fp32 gradient
     sum."""

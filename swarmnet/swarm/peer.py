@@ -37,6 +37,7 @@ from swarmnet.swarm.feeder import Feeder, OnRound
 from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
 from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.guest import Guest
+from swarmnet.swarm.handover import Handover
 from swarmnet.swarm.local_updates import LocalUpdates
 from swarmnet.swarm.lost_samples import OnLoss
 from swarmnet.swarm.messages import SpecReply
@@ -67,6 +68,8 @@ MEET_S = 30.0
 STAGE_METHODS = (
     "reduce",
     "reduced",
+    "adopt",
+    "adopted",
     "mirror",
     "fetch_optimizer",
     "fetch_parameters",
@@ -79,6 +82,10 @@ STAGE_METHODS = (
 """Served with a replica only."""
 DRAIN_S = 20.0
 """Longest wait for the own microbatches and shards when leaving."""
+LONGEST_DRAIN_S = 50.0
+"""The same while the gradient is on its way to another replica."""
+GIVE_AGAIN_S = 2.0
+"""Rest after nobody has taken it."""
 MOVE_S = 7200.0
 """Likewise when moving to another stage: nobody waits for that, and a round may be long."""
 LOOK_AGAIN_S = 1.0
@@ -404,7 +411,7 @@ class Peer:
                     if self.gossip.own.state != ACTIVE:
                         return False
                     await self.gossip.news.wait(LOOK_AGAIN_S)
-                return await self._until_handed_over(replica, alone=False)
+                return await self._until_handed_over(replica, False, lambda: None)
         except TimeoutError:
             return False
 
@@ -417,16 +424,30 @@ class Peer:
         more; False where that did not come about in time. `alone`: may leave a stage without a
         replica."""
         self.gossip.update(moving_to=OBSERVER_STAGE)
+        now = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(DRAIN_S):
-                return await self._until_handed_over(replica, alone)
+            async with asyncio.timeout_at(now + DRAIN_S) as scope:
+                return await self._until_handed_over(
+                    replica, alone, lambda: scope.reschedule(now + LONGEST_DRAIN_S)
+                )
         except TimeoutError:
             return False
 
-    async def _until_handed_over(self, replica: Replica, alone: bool) -> bool:
-        """Leaving, until nothing is left that only it has; False where it stays after all."""
+    async def _until_handed_over(
+        self, replica: Replica, alone: bool, on_giving: Callable[[], None]
+    ) -> bool:
+        """Leaving, until nothing is left that only it has; False where it stays after all. What the
+        round has learned here goes to another replica, as soon as all of it counts: `on_giving` is
+        called before."""
+        loop = asyncio.get_running_loop()
+        give_at = loop.time()
         self.gossip.update(state=LEAVING, urgent=True)
         while not self._handed_over(replica, alone):
+            if loop.time() >= give_at and not self.steps.num_flying and self.handover.may_give():
+                on_giving()
+                if not await self.handover.give():
+                    give_at = loop.time() + GIVE_AGAIN_S
+                continue
             await self.gossip.news.wait(JOIN_RETRY_S)
             if self.gossip.own.state != LEAVING:
                 return False
@@ -438,6 +459,9 @@ class Peer:
             self.transport, self.gossip, self.settings, self.limits, replica, self.on_loss
         )
         sync = StateSync(self.transport, self.gossip, self.limits, replica, self.rng)
+        self.handover = Handover(
+            self.transport, self.gossip, self.settings, replica, averaging, self.rng
+        )
         updates = self.updates = self._updates(replica, averaging)
         rounds = Rounds(
             self.transport,
@@ -481,12 +505,12 @@ class Peer:
     def _updates(self, replica: Replica, averaging: Averaging) -> Updates:
         """What the run's mode does with a round's gradient."""
         if replica.plan.mode in (DELAYED, AUTO):
-            return DelayedUpdates(self.gossip, replica, averaging)
+            return DelayedUpdates(self.gossip, replica, averaging, self.handover)
         if replica.plan.mode == GOSSIP:
             return GossipAveraging(self.transport, self.gossip, self.limits, replica, averaging)
         if replica.local is not None:
             return LocalUpdates(self.transport, self.gossip, self.limits, replica, averaging)
-        return ZeroUpdates(replica, averaging)
+        return ZeroUpdates(replica, averaging, self.handover)
 
     async def _join(
         self, replica: Replica, averaging: Averaging, sync: StateSync, rounds: Rounds
@@ -739,6 +763,8 @@ class Peer:
         if self.steps.num_flying or replica.closed:
             return False
         if any(replica.ledger.num_samples(replica.round + i) for i in (0, 1)):
+            return False
+        if self.handover.has_any(replica.round):
             return False
         if self.updates.is_owing:
             return False

@@ -31,6 +31,10 @@ from swarmnet.wire import Array
 T = TypeVar("T")
 
 
+GIVING_WAIT_S = 20.0
+"""How long a round does not end because its gradient is being given away."""
+
+
 @dataclass
 class Replica:
     """A peer's copy of a stage. Mutable; owned by `swarm.peer.Peer`."""
@@ -64,6 +68,10 @@ class Replica:
     feeding_s: float | None = None
     """How long after its beginning here all microbatches of the last round were launched; None
     while no round has been seen whole."""
+    given: int = -1
+    """The round whose gradient was given to another replica: nothing more of it is taken in."""
+    is_giving: bool = False
+    """Another replica is being told that the samples are its own now."""
     over: int = -1
     """The newest round that, by what others ask of this replica, is over for them."""
     service: ServiceTime = field(default_factory=ServiceTime)
@@ -183,6 +191,7 @@ class Replica:
 
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""
+        await self.news.until(lambda: not self.is_giving, GIVING_WAIT_S)
 
         def close() -> None:
             self.closed = True
@@ -201,6 +210,7 @@ class Replica:
             self.synced = synced
             self.closed = False
             self.ahead = False
+            self.given = -1
 
         last = self.round
         await self.device.run(OTHER, switch, last)

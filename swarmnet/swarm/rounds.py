@@ -21,6 +21,7 @@ from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.feeder import Feeder
 from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.handover import Handover
 from swarmnet.swarm.messages import CommittedReply, CommittedRequest
 from swarmnet.swarm.ports import BACKWARD
 from swarmnet.swarm.replica import Replica
@@ -66,6 +67,7 @@ class ZeroUpdates:
 
     replica: Replica
     averaging: Averaging
+    handover: Handover
     is_owing = False
 
     def is_ready_ahead(self, round_index: int) -> bool:
@@ -76,8 +78,14 @@ class ZeroUpdates:
             self.averaging.ownership.repair(self.averaging.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
+        stage = self.replica.stage
+        own = range(self.replica.num_shards) if num_tokens else ()
+        tokens, shards = await self.handover.contribution(
+            round_index, num_tokens, [stage.gradient_shard(j) for j in own]
+        )
+
         async def part(j: int) -> Pushed:
-            return num_tokens, self.replica.stage.gradient_shard(j) if num_tokens else None
+            return tokens, shards[j] if tokens else None
 
         await self.averaging.update(part)
         return True

@@ -228,7 +228,7 @@ class StepService:
 
     def _admit(self, replica: Replica, round_index: int, *, announced: bool) -> None:
         """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave."""
-        if self.gossip.own.state == LEAVING:
+        if self.gossip.own.state == LEAVING or round_index <= replica.given:
             raise NotReady("this peer is leaving")
         now = asyncio.get_running_loop().time()
         waiting = replica.device.num_waiting + self._places.count(now)

@@ -47,6 +47,7 @@ def tiny_spec(
     num_stages: int,
     rounds: int = 20,
     sync: dict[str, Any] | None = None,
+    global_batch: int = 32,
     **pipeline: Any,
 ) -> RunSpec:
     """A small Llama on text that is made here. `sync`: of `[sync]`; no warm-up where it has
@@ -80,7 +81,7 @@ rounds = {rounds}
 grad_clip_norm = 0.5
 [pipeline]
 num_stages = {num_stages}
-global_batch = 32
+global_batch = {global_batch}
 microbatch = 4
 {extra}
 [sync]

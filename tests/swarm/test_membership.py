@@ -147,7 +147,7 @@ def test_a_move_in_long_rounds_is_made_at_their_end(tmp_path: Path) -> None:
         await swarm.until(lambda: swarm.total("moved") == 1)
         assert asyncio.get_running_loop().time() - began > DRAIN_S
         assert not any(g.own.is_moving for g in own)
-        await swarm.until_round(8)
+        await swarm.until_round(8, 2000.0)
         assert sorted(g.own.stage for g in own) == [0, 0, 1, 1]
         assert swarm.total("moved") == 1
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0

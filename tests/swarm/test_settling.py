@@ -35,7 +35,7 @@ def test_the_gradient_is_that_of_the_tokens_that_are_counted(commit_at_s: float 
         await feeder.step(2)
         feeder.transport.notify(CALLEE, "commit", Message(Commit(0, (1,))))
         await asyncio.sleep(0.1)
-        updates = ZeroUpdates(replica, None)  # type: ignore[arg-type]
+        updates = ZeroUpdates(replica, None, None)  # type: ignore[arg-type]
         rounds = Rounds(
             pair.gossip.transport,
             pair.gossip,
