@@ -10,8 +10,9 @@ commit. Before the last message the leaver takes the samples out of its own book
 says no (its round is over, say), they come back; where no answer comes, they may be lost, and are
 in no update twice.
 
-An heir vouches for what it brings. Under a robust rule an adopted gradient that is far larger than
-its own, token by token, is left out: it would be taken for an attacker itself."""
+An heir vouches for what it brings. An adopted gradient that is not finite is left out; under a
+robust rule, one too that is far larger than its own, token by token: it would be taken for an
+attacker itself."""
 
 from __future__ import annotations
 
@@ -251,13 +252,18 @@ class Handover:
         and what it has adopted. To be asked once, when the round is closed here."""
         adopted = self._of(r)
         self.finish_round(r)
-        if adopted and self.settings.aggregation != robust.MEAN:
-            adopted = await self._alike(num_tokens, shards, adopted)
+        if adopted:
+            adopted = await self._sound(num_tokens, shards, adopted)
         if not adopted:
             return num_tokens, shards
         own: Sequence[Array | None] = shards or [None] * self.replica.num_shards
         summed = [await self._sum(j, shard, adopted) for j, shard in enumerate(own)]
         return num_tokens + sum(a.num_tokens for a in adopted), summed
+
+    def forget(self) -> None:
+        """What is here belongs to parameters that do not hold."""
+        self._adopted.clear()
+        self._coming.clear()
 
     def finish_round(self, r: int) -> None:
         """Forgets the gradients of a round."""
@@ -272,18 +278,25 @@ class Handover:
             parts.insert(0, own)
         return await self.replica.worker.run(lambda: self.replica.optimizer.sum(parts))
 
-    async def _alike(
+    async def _sound(
         self, num_tokens: int, shards: Sequence[Array], adopted: Sequence[Adopted]
     ) -> list[Adopted]:
+        """Those that do not spoil the own contribution."""
         own = await self._squares(shards)
+        is_mean = self.settings.aggregation == robust.MEAN
         found = []
         for a in adopted:
             squares = await self._squares([a.shards[j] for j in sorted(a.shards)])
-            if robust.is_alike(own, num_tokens, squares, a.num_tokens):
+            is_alike = is_mean or robust.is_alike(own, num_tokens, squares, a.num_tokens)
+            if is_alike and math.isfinite(squares):
                 found.append(a)
             else:
                 self.gossip.add_total("contributions_dropped")
-                log.warning("round %d: a gradient that was left here is far too large", a.round)
+                log.warning(
+                    "round %d: a gradient that was left here is %s and does not count",
+                    a.round,
+                    "far too large" if math.isfinite(squares) else "not finite",
+                )
         return found
 
     async def _squares(self, shards: Sequence[Array]) -> float:

@@ -486,6 +486,7 @@ class Peer:
                     log.warning("%s: fetching the stage again", e)
                     self.gossip.update(state=JOINING, urgent=True)
                     replica.synced = False
+                    self.handover.forget()
                     if replica.ahead:
                         self.steps.drop_round(replica.round + 1)
                         await replica.drop_ahead()
@@ -494,6 +495,7 @@ class Peer:
                 except Diverged as e:
                     log.warning("%s: going over to them", e)
                     replica.synced = False
+                    self.handover.forget()
                     self.gossip.add_total("diverged")
                     self.gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
                     self.steps.drop_round(replica.round)  # no receipt of theirs is to be reused

@@ -17,6 +17,7 @@ from swarmnet.protocol.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.handover import MAX_ADOPTED
 from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
+from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.harness import (
@@ -239,6 +240,33 @@ def test_bad_gradients_are_not_taken_over(tmp_path: Path) -> None:
             await adopted()
         with pytest.raises(Busy):
             await adopt()
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("rule", "times"), [("mean", float("nan")), ("median_clip", 1000.0)])
+def test_a_false_gradient_does_not_spoil_the_heirs_own(
+    tmp_path: Path, rule: str, times: float
+) -> None:
+    spec = long_rounds(tmp_path, aggregation=rule)
+
+    async def scenario(swarm: Swarm) -> None:
+        leaver = await in_the_middle(swarm, 5)
+        replica = leaver.peer.replica
+        assert replica is not None
+        gradient = replica.stage.copy_gradient
+
+        def false(shard_index: int) -> Array:
+            return from_tensor(to_tensor(gradient(shard_index)) * times)
+
+        replica.stage.copy_gradient = false  # type: ignore[method-assign]
+        given = replica.ledger.num_samples(replica.round)
+        await left(swarm, leaver)
+        await swarm.until_round(ROUNDS)
+        swarm.parameters()
+        assert swarm.total("contributions_dropped") == 1
+        assert not any(m.peer.gossip.own.strikes for m in swarm.members.values())
+        assert given <= swarm.total("samples_lost") < 2 * given + 16, "only what it gave"
 
     in_virtual_time(scenario, spec)
 
