@@ -339,6 +339,12 @@ class Averaging:
         self.news.tell()
         self.gossip.news.tell()
 
+    def repair_beside(self) -> None:
+        """As `Ownership.repair`, while an exchange is under way: its results may travel for long
+        after the steps."""
+        r = self.current
+        self.ownership.repair(r + 1, {j for q, j in self._results if q == r})
+
     def needs_nothing_of(self, r: int) -> bool:
         """The owners of every shard have made the step of an exchange, and none is being made here:
         who leaves need not wait for the results."""

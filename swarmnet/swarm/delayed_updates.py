@@ -83,6 +83,8 @@ class DelayedUpdates:
         self._begin()
         if self._exchange is None or self._exchange.done():
             self.averaging.ownership.repair(self.replica.round)
+        else:
+            self.averaging.repair_beside()
 
     def _begin(self) -> None:
         """The exchange that runs beside the present round, where one does."""

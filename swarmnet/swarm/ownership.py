@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -298,14 +298,17 @@ class Ownership:
         for j in dropped:
             await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
 
-    def repair(self, exchange: int) -> None:
+    def repair(self, exchange: int, among: Container[int] | None = None) -> None:
         """While a round is open, called often: where a shard has lost an owner, the one that comes
-        after it takes its place. `exchange`: the one to come; none may be under way."""
+        after it takes its place. `exchange`: the one to come. While another is under way, only
+        `among` the shards whose step in that one has been made."""
         now = asyncio.get_running_loop().time()
         if now < self._repair_at or self._following.locked() or self.plan.mode == GOSSIP:
             return
         self._repair_at = now + REPAIR_EVERY_S
         short = self._remembered("short", exchange, lambda: self._short(exchange))
+        if among is not None:
+            short = [j for j in short if j in among]
         if short:
             self.tasks.start(self._take_over(exchange, short))
 

@@ -17,9 +17,12 @@ import torch
 
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.averaging import Averaging
+from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
-from swarmnet.wire import Array
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message, convert
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 NUM_PEERS = 4
@@ -201,6 +204,61 @@ def test_owners_that_die_one_after_the_other_in_one_round(folder: Path, mode: st
         in_virtual_time(scenario, spec)
     (calm, _), (found, struck) = results
     assert struck == STRUCK, "the round was over before the second owner died"
+    assert_same_state(found, calm)
+
+
+RESULTS_S = 30.0
+"""For so long the results of all shards but one are on their way."""
+
+
+def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -> None:
+    """The step on their shard is made, and the results of other shards are still on their way."""
+    owners = undisturbed(folder, 2).owners
+    shard = next(j for j, (first, _) in enumerate(owners) if first != "peer-0")
+    values = spec_of(folder, 2).model_dump()
+    values["sync"] |= {"mode": "delayed"}
+    values["pipeline"] |= {"global_batch": 192}
+    results: list[State] = []
+
+    def make_late(averaging: Averaging) -> None:
+        take = averaging._on_reduce
+
+        async def late(request: Request) -> Message:
+            reply = await take(request)
+            asked = convert(request.message.body, ReduceRequest)
+            if (asked.round, asked.shard == shard) == (STRUCK - 1, False):
+                await asyncio.sleep(RESULTS_S)
+            return reply
+
+        averaging.transport.handle("reduce", late)
+
+    async def run(swarm: Swarm, victims: tuple[str, ...]) -> None:
+        data = OneMicrobatch(open_data(swarm.spec))
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}", data=data, speed=SLOW)
+        await swarm.until_round(STRUCK - 1)
+        for member in swarm.members.values():
+            make_late(member.peer.averaging)
+        await swarm.until_round(STRUCK)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + RESULTS_S
+        for name in victims:
+            await asyncio.sleep(REPAIRED_S)
+            swarm.kill(name)
+        assert loop.time() < end
+        averaging = [m.peer.averaging for m in swarm.members.values()]
+        assert {a.current for a in averaging} == {STRUCK - 1}
+        assert not any(a.needs_nothing_of(STRUCK - 1) for a in averaging), "the exchange is over"
+        await swarm.until_round(ROUNDS, 3000.0)
+        results.append({shard: state_of(swarm)[shard]})
+
+    for victims in ((), owners[shard]):
+
+        async def scenario(swarm: Swarm, victims: tuple[str, ...] = victims) -> None:
+            await run(swarm, victims)
+
+        in_virtual_time(scenario, RunSpec.model_validate(values))
+    calm, found = results
     assert_same_state(found, calm)
 
 
