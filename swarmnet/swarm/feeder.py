@@ -70,6 +70,8 @@ class RoundOfFeeder:
     heard: int = 0
     """Samples that others have launched, and since when they have been so many."""
     heard_at: float = 0.0
+    is_told: bool = False
+    """`on_round` has heard of it."""
     flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
 
 
@@ -89,7 +91,8 @@ class Feeder:
     limits: Limits
     data: Data
     on_round: OnRound = lambda round_index, ids: None
-    """Hears the ids of the microbatches that a round counted, when it is over."""
+    """Hears the ids of the microbatches that a round counted, when it is over, or this peer leaves
+    in the middle of it."""
     on_commit: OnCommit = lambda round_index, the_id: None
     """Hears the id of each microbatch as soon as it counts."""
 
@@ -133,8 +136,18 @@ class Feeder:
         for mine in [m for m in self._open if m.round not in (replica.round, replica.round + 1)]:
             self._open.remove(mine)
             await mine.flights.close()
-            if mine.round < replica.round and mine.committed:
-                self.on_round(mine.round, sorted(mine.committed))
+            if mine.round < replica.round:
+                self._tell(mine)
+
+    def leave(self) -> None:
+        """This peer goes while rounds go on: tells what they have counted of its microbatches."""
+        for mine in self._open:
+            self._tell(mine)
+
+    def _tell(self, mine: RoundOfFeeder) -> None:
+        if mine.committed and not mine.is_told:
+            mine.is_told = True
+            self.on_round(mine.round, sorted(mine.committed))
 
     def _feed(self, replica: Replica, mine: RoundOfFeeder) -> None:
         feeds = self._is_feeder()

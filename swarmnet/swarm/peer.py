@@ -747,6 +747,8 @@ class Peer:
                 await self.checkpointing.leaving(replica, self.averaging)
         if replica is not None:
             self.machine.services.pop(replica.index, None)
+        if self.feeder is not None:
+            self.feeder.leave()
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
         await self.gossip.publish_now()
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
