@@ -84,6 +84,8 @@ DRAIN_S = 20.0
 """Longest wait for the own microbatches and shards when leaving."""
 LONGEST_DRAIN_S = 50.0
 """The same while the gradient is on its way to another replica."""
+TELL_LEAVING_S = 3.0
+"""Whose peer takes longer than this to leave is told why."""
 GIVE_AGAIN_S = 2.0
 """Rest after nobody has taken it."""
 MOVE_S = 7200.0
@@ -424,7 +426,14 @@ class Peer:
         more; False where that did not come about in time. `alone`: may leave a stage without a
         replica."""
         self.gossip.update(moving_to=OBSERVER_STAGE)
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        telling = loop.call_later(
+            TELL_LEAVING_S,
+            log.warning,
+            "others take over what only this peer has: that may take %.0f s",
+            LONGEST_DRAIN_S,
+        )
         try:
             async with asyncio.timeout_at(now + DRAIN_S) as scope:
                 return await self._until_handed_over(
@@ -432,6 +441,8 @@ class Peer:
                 )
         except TimeoutError:
             return False
+        finally:
+            telling.cancel()
 
     async def _until_handed_over(
         self, replica: Replica, alone: bool, on_giving: Callable[[], None]
