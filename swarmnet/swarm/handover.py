@@ -282,8 +282,8 @@ class Handover:
         self, num_tokens: int, shards: Sequence[Array], adopted: Sequence[Adopted]
     ) -> list[Adopted]:
         """Those that do not spoil the own contribution."""
-        own = await self._squares(shards)
         is_mean = self.settings.aggregation == robust.MEAN
+        own = 0.0 if is_mean else await self._squares(shards)
         found = []
         for a in adopted:
             squares = await self._squares([a.shards[j] for j in sorted(a.shards)])
