@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,30 @@ def test_without_an_answer_samples_may_be_lost_and_are_not_counted_twice(tmp_pat
         assert len(asked) == 1
         await swarm.until_round(ROUNDS)
         check(swarm, spec)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_round_does_not_end_and_takes_nothing_in_while_its_gradient_is_given(
+    tmp_path: Path,
+) -> None:
+    spec = long_rounds(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        peer = (await in_the_middle(swarm)).peer
+        replica = peer.replica
+        assert replica is not None
+        replica.is_giving, replica.given = True, replica.round
+        with pytest.raises(NotReady, match="leaving"):
+            peer.steps._admit(replica, replica.round, announced=False)
+        closing = asyncio.create_task(replica.close_round())
+        await asyncio.sleep(1.0)
+        assert not closing.done()
+        assert not replica.closed
+        replica.is_giving = False
+        replica.news.tell()
+        await closing
+        assert replica.closed
 
     in_virtual_time(scenario, spec)
 
