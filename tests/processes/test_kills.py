@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.feeder import microbatch_id
+from swarmnet.training.reference import ReferenceTrainer
 from tests.processes.running import (
     RUN_LIMIT_S,
     Command,
@@ -29,7 +32,8 @@ MORE_ROUNDS = 45
 """Of a run that is to be under way when a process that is started meanwhile joins it."""
 NOISE = 0.05
 """Nats of held-out loss. Runs of `ROUNDS` rounds that nothing disturbs, each on other draws of the
-same text, end within 0.02 of each other, having come down by 1.0 from 5.54."""
+same text, end within 0.03 of each other, having come down by 1.0 from 5.54. One update missed in
+round 4 costs 0.055."""
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,9 @@ def _assert_a_good_end(
 ) -> None:
     """The run did its rounds, and the replicas agree. The model is near that of a plain loop over
     what the feeders counted, from which only gradients that died with a peer are missing; and its
-    loss is that of a loop that nothing disturbed, on other draws, within `NOISE`."""
+    loss is that of a loop that nothing disturbed, on other draws, within `NOISE`. Where the peers
+    say that samples were lost, it may be as far behind as a loop without so many updates: most of a
+    round may have gone through the one replica that died."""
     spec = load_spec(running.folder / "run-1.toml")
     rounds = spec.optimizer.rounds
     running.until_round(witness, rounds)
@@ -137,9 +143,30 @@ def _assert_a_good_end(
     counted = counted_by(peers)
     trainer = replay(spec, counted, rounds)
     assert relative_difference(model, trainer.state_dict()) < 0.1
-    undisturbed = replay(spec, _other_draws(spec), rounds).held_out_loss()
     trainer.load_state_dict(model)
-    assert abs(trainer.held_out_loss() - undisturbed) < NOISE
+    loss = trainer.held_out_loss()
+    num_lost = _updates_lost(spec, witness)
+    undisturbed = _loss_without(spec, 0)
+    behind = _loss_without(spec, num_lost) if num_lost else undisturbed
+    assert undisturbed - NOISE < loss < behind + NOISE, f"{num_lost} updates may have been lost"
+
+
+def _updates_lost(spec: RunSpec, witness: Command) -> int:
+    """Of the stage that lost most, by what its replicas say: whole updates, rounded up."""
+    lost: Counter[str] = Counter()
+    for event in witness.events("samples_lost"):
+        lost[event["peer_id"]] += event["count"]
+    return math.ceil(max(lost.values(), default=0) / spec.pipeline.global_batch)
+
+
+def _loss_without(spec: RunSpec, num_updates: int) -> float:
+    """Of a plain loop on other draws that misses so many updates."""
+    trainer = ReferenceTrainer(spec)
+    missed = range(HARMED_FROM, HARMED_FROM + num_updates)
+    for r, ids in _other_draws(spec).items():
+        if r not in missed:
+            trainer.step(r, ids)
+    return trainer.held_out_loss()
 
 
 def _other_draws(spec: RunSpec) -> dict[int, list[int]]:
