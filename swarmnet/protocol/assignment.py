@@ -81,15 +81,18 @@ def choose_stage(
     allowed: Sequence[int] | None = None,
 ) -> int:
     """The stage that a newcomer should serve: one without a replica first, else the one with the
-    least throughput. Those already on their way to a stage count, those that leave do not, the
-    own record neither, and stages that the same machine serves already come last. Ties are broken
-    by `rng`, so that newcomers who know as little as each other spread; a machine that serves
-    neighbouring stages spares itself the link between them. `costs`: of each stage, in any
-    unit; equal when not given. `allowed`: the stages to choose from, at least one; all when not
-    given."""
+    least throughput. Those already on their way to a stage count; who is to move there and serves
+    another one yet does not (it takes a while, and stays where a newcomer came first). Those that
+    leave do not count, the own record neither, and stages that the same machine serves already
+    come last. Ties are broken by `rng`, so that newcomers who know as little as each other spread;
+    a machine that serves neighbouring stages spares itself the link between them. `costs`: of each
+    stage, in any unit; equal when not given. `allowed`: the stages to choose from, at least one;
+    all when not given."""
     candidates = range(num_stages) if allowed is None else allowed
     costs = _checked_costs(costs, num_stages)
-    staff = staff_of(view, num_stages, now, without=view.own_peer_id, costs=costs)
+    staff = staff_of(
+        view, num_stages, now, without=view.own_peer_id, costs=costs, moves_count_from=LEAVING
+    )
     beside = stages_beside(view, view.own_peer_id, num_stages, now)
     stages = [k for k in candidates if k not in beside] or list(candidates)
     empty = [k for k in stages if not staff[k]]
@@ -136,7 +139,6 @@ def propose_move(
     now: float,
     *,
     margin: float,
-    min_rounds: int = 0,
     costs: Sequence[float] | None = None,
 ) -> Move | None:
     """The best move of one active replica to the poorest stage, or None.
@@ -149,9 +151,8 @@ def propose_move(
     other; every move raises the sorted list of throughputs, so that moves come to an end.) The
     source keeps an active replica, always.
 
-    Hysteresis: `margin`, and `min_rounds`, which a replica must have served its stage before it
-    may move again (from `active_from`; not asked where the target has nobody). Only records
-    decide, so peers with equal views name the same candidate."""
+    Hysteresis: `margin`, and `MoveGate`. Whose speed nobody knows yet moves only to a stage that
+    has nobody. Only records decide, so peers with equal views name the same candidate."""
     costs = _checked_costs(costs, num_stages)
     staff = staff_of(view, num_stages, now, costs=costs)
     default_speed = _typical_device_speed(staff, costs)
@@ -164,7 +165,7 @@ def propose_move(
         if source == target or len(active) < 2:
             continue
         for record in active:
-            if staff[target] and record.round - record.active_from < min_rounds:
+            if staff[target] and not record.samples_per_s:
                 continue
             if machine_of(record.peer_id) in there:
                 continue
@@ -177,6 +178,30 @@ def propose_move(
             if gain >= needed and after > best_after:
                 best, best_after = Move(record.peer_id, source, target, gain), after
     return best
+
+
+def is_worth_it(
+    view: View,
+    num_stages: int,
+    now: float,
+    move: Move,
+    *,
+    costs: Sequence[float] | None = None,
+) -> bool:
+    """Whether a move that was decided a while ago still makes the poorer of its stages faster. It
+    is in the records already: its peer says where it goes."""
+    costs = _checked_costs(costs, num_stages)
+    staff = staff_of(view, num_stages, now, costs=costs)
+    default_speed = _typical_device_speed(staff, costs)
+    source, target = (
+        sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in (move.source, move.target)
+    )
+    adds = sum(
+        _rate(r, costs[move.target], default_speed)
+        for r in staff[move.target]
+        if r.peer_id == move.peer_id
+    )
+    return min(source, target) > target - adds
 
 
 class Assigner(Protocol):
@@ -201,7 +226,6 @@ class Assigner(Protocol):
         now: float,
         *,
         margin: float,
-        min_rounds: int = 0,
         costs: Sequence[float] | None = None,
     ) -> Move | None:
         """The move that is due, whosever it is."""
@@ -255,15 +279,20 @@ def staff_of(
     *,
     without: str | None = None,
     costs: Sequence[float] | None = None,
+    moves_count_from: str = ACTIVE,
 ) -> list[list[Record]]:
     """Per stage, who serves it or is on the way to it. Who is about to move is counted where it
-    goes, with the rate that it will have there."""
+    goes, with the rate that it will have there: from the decision on, or when it is `LEAVING`."""
+
+    def is_going(r: Record) -> bool:
+        return r.is_moving and (moves_count_from == ACTIVE or r.state == moves_count_from)
+
     costs = _checked_costs(costs, num_stages)
     members = [[r for r in view.members(k, now) if r.peer_id != without] for k in range(num_stages)]
-    staff = [[r for r in rs if r.state != LEAVING and not r.is_moving] for rs in members]
+    staff = [[r for r in rs if r.state != LEAVING and not is_going(r)] for rs in members]
     for k, records in enumerate(members):
         for r in records:
-            if r.is_moving and r.moving_to < num_stages:
+            if is_going(r) and r.moving_to < num_stages:
                 rate = r.samples_per_s * costs[k] / costs[r.moving_to]
                 staff[r.moving_to].append(replace(r, samples_per_s=rate))
     return staff

@@ -47,7 +47,6 @@ class StaticAssignment:
         now: float,
         *,
         margin: float,
-        min_rounds: int = 0,
         costs: Sequence[float] | None = None,
     ) -> Move | None:
         return None
@@ -86,7 +85,6 @@ class SwarmRebalancing:
         now: float,
         *,
         margin: float,
-        min_rounds: int = 0,
         costs: Sequence[float] | None = None,
     ) -> Move | None:
         period = int(now // self.every_s)

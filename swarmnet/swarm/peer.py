@@ -90,6 +90,10 @@ GIVE_AGAIN_S = 2.0
 """Rest after nobody has taken it."""
 MOVE_S = 7200.0
 """Likewise when moving to another stage: nobody waits for that, and a round may be long."""
+MOVE_PATIENCE_S = 30.0
+"""Who moves waits so long for the end of its round, rather than hand its gradient over."""
+MOVE_DRAIN_S = 120.0
+"""It waits for the end where microbatches take longer than this to come back."""
 LOOK_AGAIN_S = 1.0
 
 
@@ -209,7 +213,6 @@ class Peer:
         self.replica: Replica | None = None
         self._tasks = Tasks("peer")
         self._stopping = asyncio.Event()
-        self._moved_at = float("-inf")
         self._busy_s = 0.0
         self._has_served = False
         self.transport.handle("spec", self._on_spec)
@@ -374,7 +377,7 @@ class Peer:
             times=self.limits.move_proposals,
             cooldown_s=self.limits.move_cooldown_s,
         )
-        gate_opens = self._moved_at + self.limits.move_cooldown_s
+        gate_opens = loop.time() + self.limits.move_cooldown_s
         while True:
             await asyncio.sleep(self.limits.balance_every_s * self.rng.uniform(0.7, 1.3))
             if self.wanted_stage is not None or self.gossip.own.state != ACTIVE:
@@ -384,7 +387,6 @@ class Peer:
                 self.settings.num_stages,
                 loop.time(),
                 margin=self.limits.move_margin,
-                min_rounds=self.limits.move_min_rounds,
                 costs=self.stage_costs,
             )
             if loop.time() < gate_opens or not gate.decide(move, loop.time()):
@@ -393,8 +395,7 @@ class Peer:
             if self.guest.unfit(move.target):
                 continue
             log.info("stage %d needs this peer more than stage %d", move.target, move.source)
-            if await self._prepare_move(replica, move.target):
-                self._moved_at = loop.time()
+            if await self._prepare_move(replica, move):
                 return move.target
             gate_opens = loop.time() + self.limits.move_cooldown_s
             if self.gossip.own.state == LEAVING:
@@ -402,20 +403,43 @@ class Peer:
                 self.gossip.update(state=ACTIVE, active_from=active_from)
             self.gossip.update(moving_to=OBSERVER_STAGE, urgent=True)
 
-    async def _prepare_move(self, replica: Replica, target: int) -> bool:
-        """Serves the newest round that has begun here as long as it is fed, then hands over; False
-        where that did not come about. Others know meanwhile who is coming to them."""
-        last = replica.round + (1 if replica.ahead else 0)
-        self.gossip.update(moving_to=target, urgent=True)
+    async def _prepare_move(self, replica: Replica, move: assignment.Move) -> bool:
+        """Serves on until little is lost by going, then hands over; False where that did not come
+        about. Others know meanwhile who is coming to them."""
+        self.gossip.update(moving_to=move.target, urgent=True)
+        loop, stages, costs = asyncio.get_running_loop(), self.settings.num_stages, self.stage_costs
         try:
             async with asyncio.timeout(MOVE_S):
-                while not (replica.round > last or self._is_fed(replica, last)):
-                    if self.gossip.own.state != ACTIVE:
-                        return False
-                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                if not await self._until_free_to_move(replica):
+                    return False
+                if not assignment.is_worth_it(self.view, stages, loop.time(), move, costs=costs):
+                    log.info("stage %d does not need this peer any more", move.target)
+                    return False
                 return await self._until_handed_over(replica, False, lambda: None)
         except TimeoutError:
             return False
+
+    async def _until_free_to_move(self, replica: Replica) -> bool:
+        """At work until no gradient of this replica is on its way to the owners, and the newest
+        round that has begun here is fed. The end of a long round is not waited for where
+        microbatches pass quickly: another replica takes over what was learned here, and nothing is
+        done while the last ones come back. False where this peer is not to serve here any more."""
+        loop = asyncio.get_running_loop()
+        last = replica.round + (1 if replica.ahead else 0)
+        patient_until: float | None = None
+        while replica.round <= last + 1:  # an exchange may take as long as a round
+            if self.gossip.own.state != ACTIVE:
+                return False
+            if not self.updates.is_owing:
+                now = loop.time()
+                if replica.round > last or self._is_fed(replica, last):
+                    return True
+                patient_until = patient_until or now + MOVE_PATIENCE_S
+                may_give = replica.local is None and not replica.ahead
+                if may_give and now >= patient_until and self.steps.passage_s() <= MOVE_DRAIN_S:
+                    return True
+            await self.gossip.news.wait(LOOK_AGAIN_S)
+        return True
 
     def _is_fed(self, replica: Replica, r: int) -> bool:
         now = asyncio.get_running_loop().time()

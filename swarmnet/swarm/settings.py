@@ -86,6 +86,4 @@ class Limits:
     move_proposals: int = 2
     """Looks in a row that must name the same move."""
     move_cooldown_s: float = 300.0
-    """Rest of a peer after a move."""
-    move_min_rounds: int = 1
-    """Rounds that a replica serves a stage before it may leave it."""
+    """A peer that has joined a stage serves it for so long before it may move."""

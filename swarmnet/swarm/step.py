@@ -44,6 +44,7 @@ ANNOUNCE_CHANGE = 0.2
 """By what part a service time must change to be announced again in the middle of a round."""
 UNKNOWN_SERVICE_S = 1.0
 """What a replica that has not worked yet says of itself when it has no room."""
+PASSAGE_SMOOTHING = 0.1
 FURTHER_S = 5.0
 """How long callers are not told that a microbatch has come further on a way that they know."""
 INFER_TIMEOUT_S = 60.0
@@ -55,6 +56,7 @@ class Flight:
 
     task: asyncio.Task[Message]
     feeder: str = ""
+    began: float = 0.0
     path: tuple[str, ...] = ()
     """Where it went after here, as far as is known."""
     listeners: list[Callable[[Message], None]] = field(default_factory=list)
@@ -126,7 +128,7 @@ class StepService:
         self.gossip.on_record(self._maybe_left)
         # One caller never has all places: others get through whatever it does.
         self._places = Reservations(max(1, self.limits.max_waiting_forwards - 1))
-        self._measured_busy_s = 0.0
+        self._measured_busy_s = self._passage_s = 0.0
         self._announced_s = 0.0
 
     async def close(self) -> None:
@@ -156,7 +158,9 @@ class StepService:
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
             )
             task = self._tasks.start(self._fly(replica, step, inputs, targets))
-            flight = self._flights[key] = Flight(task, step.feeder)
+            flight = self._flights[key] = Flight(
+                task, step.feeder, asyncio.get_running_loop().time()
+            )
         else:
             entry = replica.ledger.get(key)
             if entry is not None:
@@ -252,6 +256,13 @@ class StepService:
         """Microbatches that are inside this replica now."""
         return len(self._tasks)
 
+    def passage_s(self) -> float:
+        """How long a microbatch is inside this replica, with its way through the stages after it:
+        usually, or that of the oldest here now where that is more."""
+        now = asyncio.get_running_loop().time()
+        began = [f.began for f in self._flights.values() if not f.task.done()]
+        return max(self._passage_s, now - min(began, default=now))
+
     async def _fly(
         self, replica: Replica, step: StepRequest, inputs: Array, targets: Array
     ) -> Message:
@@ -271,6 +282,9 @@ class StepService:
             self._flights.pop(key, None)
             raise
         replica.ledger.done(key, num_tokens=reply.num_tokens, next_peer=next_peer)
+        took = asyncio.get_running_loop().time() - flight.began
+        usual = self._passage_s or took
+        self._passage_s = usual + PASSAGE_SMOOTHING * (took - usual)
         entry = replica.ledger.get(key)
         if entry is not None and entry.state == COMMITTED:
             self._forward_commit(replica, key, next_peer)

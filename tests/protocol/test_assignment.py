@@ -13,6 +13,7 @@ from swarmnet.protocol.assignment import (
     MoveGate,
     choose_stage,
     feeders,
+    is_worth_it,
     propose_move,
     split_layers,
     staff_of,
@@ -163,8 +164,35 @@ def test_who_is_about_to_move_is_counted_where_it_goes() -> None:
         staff = staff_of(view, 2, 0.0, costs=[1.0, 3.0])
         assert [sorted(r.peer_id for r in rs) for rs in staff] == [["a", "b"], ["c", "d"]]
         assert staff[0][-1].samples_per_s == 12.0  # its new stage costs a third
-    for _ in range(20):
-        assert choose_stage(view, 2, 0.0, random.Random(0)) in (0, 1)
+
+
+def test_newcomers_go_where_those_that_are_to_move_are_not_yet() -> None:
+    crowd = [replica(p, 1, 4.0) for p in "bcd"]
+    for state, stage in ((ACTIVE, 0), (LEAVING, 1)):  # 4 and 12 samples/s; then 24 and 8
+        view = view_of(replica("a", 0, 4.0), *crowd)
+        moving = record("e", 1, stage=1, state=state, moving_to=0)
+        view.merge(replace(moving, samples_per_s=20.0), 0.0)
+        assert choose_stage(view, 2, 0.0, random.Random(0)) == stage
+
+
+@pytest.mark.parametrize(
+    ("others", "worth"),
+    [
+        ([("a", 0, 4.0)], True),
+        ([("a", 0, 4.0), ("e", 0, 9.0)], False),  # a newcomer came first
+        ([("a", 0, 4.0), ("e", 0, 3.0)], True),  # a slow one
+        ([], True),
+    ],
+)
+def test_a_move_that_waits_is_looked_at_again(
+    others: list[tuple[str, int, float]], worth: bool
+) -> None:
+    """The mover has 4 samples/s and goes to stage 0; two with as much stay in stage 1."""
+    moving = replica("b", 1, 4.0, moving_to=0)
+    view = view_of(moving, replica("c", 1, 4.0), replica("d", 1, 4.0))
+    for name, stage, rate in others:
+        view.merge(replica(name, stage, rate), 0.0)
+    assert is_worth_it(view, 2, 0.0, Move("b", 1, 0, 0.5)) is worth
 
 
 def test_who_is_about_to_move_is_not_moved_again_and_leaves_somebody_behind() -> None:
@@ -186,12 +214,14 @@ def test_two_equally_poor_stages_are_helped_in_turn() -> None:
     assert (move.source, move.target) == (2, 0)
 
 
-def test_newcomers_rest_unless_a_stage_is_empty() -> None:
-    crowd = [replica(p, 1, 4.0, round=5, active_from=3) for p in "bcd"]
-    view = view_of(replica("a", 0, 4.0), *crowd)
-    assert propose_move(view, 2, 0.0, margin=0.1, min_rounds=3) is None
-    assert propose_move(view, 2, 0.0, margin=0.1, min_rounds=2) is not None
-    assert propose_move(view_of(*crowd), 2, 0.0, margin=0.1, min_rounds=3) is not None
+def test_whose_speed_nobody_knows_stays_unless_a_stage_is_empty() -> None:
+    crowd = [replica(p, 1, 0.0) for p in "bcd"]
+    assert propose_move(view_of(replica("a", 0, 4.0), *crowd), 2, 0.0, margin=0.1) is None
+    known = [replica("e", 1, 1.0), *crowd]
+    move = propose_move(view_of(replica("a", 0, 4.0), *known), 2, 0.0, margin=0.1)
+    assert move is not None
+    assert move.peer_id == "e"
+    assert propose_move(view_of(*crowd), 2, 0.0, margin=0.1) is not None
 
 
 stages = st.lists(

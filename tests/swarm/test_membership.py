@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol import progress
-from swarmnet.protocol.records import LEAVING
+from swarmnet.protocol.records import ACTIVE
 from swarmnet.swarm.averaging import Averaging
-from swarmnet.swarm.peer import DRAIN_S
+from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.reference_modes import DelayedReference
 from swarmnet.wire import Array
@@ -124,35 +124,101 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> 
     in_virtual_time(scenario, spec, limits=limits)
 
 
-def test_a_move_in_long_rounds_is_made_at_their_end(tmp_path: Path) -> None:
-    """A round takes minutes: who moves serves it as long as it is fed, says meanwhile where it
-    goes, so that nobody follows it there, and loses nothing."""
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=8)
+def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(tmp_path: Path) -> None:
+    """A round takes minutes, and so does the way of a microbatch: who moves serves it as long as it
+    is fed, says meanwhile where it goes, so that nobody follows it there, and loses nothing."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=5)
     limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
-            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.004)
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.0004)
+        await swarm.until_round(1, 10_000.0)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        own = [m.peer.gossip for m in swarm.members.values()]
+        await swarm.until(lambda: any(g.own.is_moving for g in own), 10_000.0)
+        began = asyncio.get_running_loop().time()
+        mover = next(g for g in own if g.own.is_moving)
+        round_index = mover.own.round
+        await swarm.until(lambda: swarm.total("moved") == 1, 10_000.0)
+        now, batch = asyncio.get_running_loop().time(), spec.pipeline.global_batch
+        assert now - began > DRAIN_S
+        assert progress.is_launched(mover.view, round_index, now, batch), "its round is still fed"
+        assert not any(g.own.is_moving for g in own)
+        await swarm.until_round(5, 40_000.0)
+        assert sorted(g.own.stage for g in own) == [0, 0, 1, 1]
+        assert swarm.total("moved") == 1
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+        trainer = replay(spec, swarm.counted, 5)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_a_move_in_a_long_round_leaves_the_gradient_to_another_replica(
+    tmp_path: Path, mode: str
+) -> None:
+    """A round takes many minutes, a microbatch seconds: nobody waits for the round's end."""
+    batch = 600
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=batch, sync={"mode": mode})
+    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.06)
         await swarm.until_round(1)
         for member in swarm.members.values():
             member.peer.wanted_stage = None
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own))
-        began = asyncio.get_running_loop().time()
-        mover = next(g for g in own if g.own.is_moving)
-        round_index = mover.own.round
-        await swarm.until(lambda: mover.own.state == LEAVING)
-        now, batch = asyncio.get_running_loop().time(), spec.pipeline.global_batch
-        assert progress.is_launched(mover.view, round_index, now, batch), "its round is still fed"
-        await swarm.until(lambda: swarm.total("moved") == 1)
-        assert asyncio.get_running_loop().time() - began > DRAIN_S
-        assert not any(g.own.is_moving for g in own)
-        await swarm.until_round(8, 2000.0)
+        decided = asyncio.get_running_loop().time()
+        name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.is_moving)
+        mover = swarm.members[name].peer
+        assert mover.replica is not None
+        left, round_index = mover.replica, mover.replica.round
+        await swarm.until(lambda: mover.gossip.own.totals.get("moved", 0) == 1)
+        took = asyncio.get_running_loop().time() - decided
+        assert MOVE_PATIENCE_S <= took < MOVE_PATIENCE_S + 30.0
+        assert mover.gossip.own.round == round_index
+        assert left.given == round_index, "it had learned nothing that it could leave"
+        await swarm.until_round(3, 20_000.0)
         assert sorted(g.own.stage for g in own) == [0, 0, 1, 1]
         assert swarm.total("moved") == 1
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
-        trainer = replay(spec, swarm.counted, 8)
+        if mode == "zero":
+            trainer = replay(spec, swarm.counted, 3)
+        else:
+            oracle = DelayedReference(spec)
+            for r in range(3):
+                oracle.step(r, sorted(swarm.counted[r]))
+            oracle.finish()
+            trainer = oracle.trainer
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=2, global_batch=1000)
+    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.06)
+        await swarm.until_round(1)
+        own = [m.peer.gossip for m in swarm.members.values()]
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        await swarm.until(lambda: any(g.own.is_moving for g in own))
+        newcomer = swarm.start("newcomer", speed=0.06)
+        await swarm.until(lambda: newcomer.gossip.own.state == ACTIVE)
+        assert newcomer.gossip.own.stage == 0
+        await swarm.until(lambda: not any(g.own.is_moving for g in own))
+        await asyncio.sleep(60.0)
+        assert swarm.total("moved") == 0
+        assert {g.own.state for g in own} == {ACTIVE}
 
     in_virtual_time(scenario, spec, limits=limits)
 
