@@ -226,12 +226,14 @@ class Averaging:
         put = store or self.replica.stage.stage_parameters
         loop = asyncio.get_running_loop()
         await self._until_restored(r)
-        started = loop.time()
+        started, has_others = loop.time(), len(self.ownership.contributors(r)) > 1
         self.news.tell()
         results: list[bool] = []
+        gave: list[bool] = []
 
         async def one(j: int) -> None:
             num_tokens, gradient = await part(j)
+            gave.append(num_tokens > 0)
             counted = await self._shard(r, j, num_tokens, gradient, put)
             results.append(counted or not num_tokens)
 
@@ -251,7 +253,7 @@ class Averaging:
             self.gossip.add_total("late_shards", results.count(False))
         self._note_averaged(r, shards)
         took = loop.time() - started
-        self.pace.took(took)
+        self.pace.took(took, is_usual=has_others and any(gave))
         self.replica.exchanges.add(took)
 
     def _note_averaged(self, r: int, shards: Sequence[int]) -> None:

@@ -73,10 +73,12 @@ class ExchangePace:
 
     # ---- time -------------------------------------------------------------------------------
 
-    def took(self, seconds: float) -> None:
-        """An exchange is over."""
+    def took(self, seconds: float, *, is_usual: bool = True) -> None:
+        """An exchange is over. One with nobody, or to which this replica had nothing to give, says
+        nothing of others."""
         self.last_s = seconds
-        self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
+        if is_usual:
+            self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
 
     def usual_s(self) -> float:
         """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while nobody
@@ -134,19 +136,21 @@ class ExchangePace:
         return BESIDE_PART * self._usual_open_s() if is_beside else 0.0
 
     def _usual_exchange_s(self) -> float:
-        return self._exchange_s or self._told(lambda record: record.last_exchange_s)
+        # One other: it has exchanged with nobody yet, or with others than are here now.
+        return self._exchange_s or self._told(lambda record: record.last_exchange_s, least=2)
 
     def _usual_open_s(self) -> float:
         """A round is open for so long: of a newcomer's first one, it has seen the end only."""
         return max(self._replica.open_s, self._told(lambda record: record.last_open_s))
 
-    def _told(self, what: Callable[[Record], float]) -> float:
-        """By most of the others of the stage; 0 where nobody says anything."""
+    def _told(self, what: Callable[[Record], float], least: int = 1) -> float:
+        """By most of the others of the stage; 0 where fewer than `least` are there, or nobody says
+        anything."""
         now = asyncio.get_running_loop().time()
         members = self._gossip.view.members(self._replica.index, now)
         values = [what(m) for m in members if m.peer_id != self._gossip.own.peer_id]
         known = [x for x in values if x > 0]
-        return median_high(known) if known else 0.0
+        return median_high(known) if known and len(values) >= least else 0.0
 
     # ---- the uplink -------------------------------------------------------------------------
 

@@ -79,3 +79,24 @@ def test_where_nothing_is_known_who_is_slow_is_not_taken_for_stuck() -> None:
 def test_a_whole_round_that_was_seen_counts_however_short_the_others_are() -> None:
     norm_s = waits(DELAYED, [member("p", last_open_s=100.0)], open_s=ROUND_S)[1]
     assert norm_s > 0.5 * ROUND_S
+
+
+def test_what_one_that_had_nobody_to_exchange_with_says_is_no_measure() -> None:
+    for first_s in (0.001, EXCHANGE_S):
+        alone = member("first", last_open_s=ROUND_S, last_exchange_s=first_s)
+        assert waits(DELAYED, [alone])[0] > ROUND_S / 2  # the exchange runs beside a round
+    quick = [member(f"p{i}", last_open_s=ROUND_S, last_exchange_s=0.001) for i in range(2)]
+    assert waits(DELAYED, quick)[0] < 10.0
+
+
+def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
+    async def asked() -> None:
+        pace, _ = pace_of(ZERO, [])
+        pace.took(0.001, is_usual=False)
+        assert pace.last_s == 0.001
+        assert pace.contributions_s()[1] == Limits().reduce_wait_s
+        pace.took(0.001)
+        assert pace.contributions_s()[1] < 10.0
+        pace.close()
+
+    run(asked())

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol import progress
-from swarmnet.protocol.records import ACTIVE
+from swarmnet.protocol.records import ACTIVE, LEAVING
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.reference_modes import DelayedReference
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+SLOW_S = 60.0
 
 
 def test_newcomers_spread_over_the_stages(tmp_path: Path) -> None:
@@ -200,6 +202,36 @@ def test_a_move_in_a_long_round_leaves_the_gradient_to_another_replica(
     in_virtual_time(scenario, spec, limits=limits)
 
 
+def test_who_moves_is_at_work_as_long_as_its_last_gradient_is_on_its_way(tmp_path: Path) -> None:
+    """Beside a round, contributions travel for minutes too; then nobody leaves before they are
+    there, for there would be nothing else to do."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4, global_batch=600, sync={"mode": "delayed"})
+    limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.06)
+        await swarm.until_round(0)
+        for member in swarm.members.values():
+            slow(member.peer.averaging, results=False)
+        await swarm.until_round(1)
+        opened = asyncio.get_running_loop().time()
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        peers = [m.peer for m in swarm.members.values()]
+        await swarm.until(lambda: any(p.gossip.own.is_moving for p in peers))
+        mover = next(p for p in peers if p.gossip.own.is_moving)
+        assert mover.updates.is_owing
+        await swarm.until(lambda: mover.gossip.own.state == LEAVING)
+        assert not mover.updates.is_owing
+        assert asyncio.get_running_loop().time() - opened > SLOW_S
+        await swarm.until_round(4, 20_000.0)
+        assert swarm.total("moved") == 1
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
 def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=2, global_batch=1000)
     limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
@@ -223,9 +255,6 @@ def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec, limits=limits)
 
 
-SLOW_RESULT_S = 60.0
-
-
 def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Path) -> None:
     """Beside a round, results travel for minutes. A mover's gradient is in them when the owners
     have made the step, and it goes."""
@@ -238,7 +267,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
         await swarm.until_round(1)
         for member in swarm.members.values():
             member.peer.wanted_stage = None
-            slow_results(member.peer.averaging)
+            slow(member.peer.averaging, results=True)
         own = [m.peer.gossip for m in swarm.members.values()]
         await swarm.until(lambda: any(g.own.is_moving for g in own))
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.is_moving)
@@ -249,7 +278,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
         await replica.news.until(lambda: replica.round > round_index, 600.0)
         began = asyncio.get_running_loop().time()
         await swarm.until(lambda: mover.gossip.own.totals.get("moved", 0) == 1)
-        assert asyncio.get_running_loop().time() - began < SLOW_RESULT_S / 2
+        assert asyncio.get_running_loop().time() - began < SLOW_S / 2
         await swarm.until_round(8, 6000.0)
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
         oracle = DelayedReference(spec)
@@ -261,17 +290,17 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
     in_virtual_time(scenario, spec, limits=limits)
 
 
-def slow_results(averaging: Averaging) -> None:
-    """Every result that this replica gives waits for long before it is sent."""
+def slow(averaging: Averaging, *, results: bool) -> None:
+    """Every result that this replica gives, or every contribution, waits for long."""
     pace = averaging.pace
     turn = pace.turn
 
-    async def slow(array: Array | None, *, is_result: bool = False) -> None:
-        if is_result and averaging.plan.is_delayed(averaging.current):
-            await asyncio.sleep(SLOW_RESULT_S)
+    async def late(array: Array | None, *, is_result: bool = False) -> None:
+        if is_result == results and averaging.plan.is_delayed(averaging.current):
+            await asyncio.sleep(SLOW_S)
         await turn(array, is_result=is_result)
 
-    pace.turn = slow  # type: ignore[method-assign]
+    pace.turn = late  # type: ignore[method-assign]
 
 
 def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
