@@ -230,12 +230,24 @@ class Assigner(Protocol):
     ) -> Move | None:
         """The move that is due, whosever it is."""
 
+    def confirm(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        move: Move,
+        *,
+        costs: Sequence[float] | None = None,
+    ) -> bool:
+        """Whether a move that was decided a while ago is to be made now."""
+
 
 class Adaptive:
-    """`choose_stage` and `propose_move`."""
+    """`choose_stage`, `propose_move` and `is_worth_it`."""
 
     choose = staticmethod(choose_stage)
     propose = staticmethod(propose_move)
+    confirm = staticmethod(is_worth_it)
 
 
 class MoveGate:

@@ -412,7 +412,7 @@ class Peer:
             async with asyncio.timeout(MOVE_S):
                 if not await self._until_free_to_move(replica):
                     return False
-                if not assignment.is_worth_it(self.view, stages, loop.time(), move, costs=costs):
+                if not self.assigner.confirm(self.view, stages, loop.time(), move, costs=costs):
                     log.info("stage %d does not need this peer any more", move.target)
                     return False
                 return await self._until_handed_over(replica, False, lambda: None)
