@@ -12,7 +12,7 @@ def quiet(kind: str, **facts: Any) -> None:
 
 
 def closed(averaged: dict[tuple[int, int], set[int]]) -> Monitor:
-    """Two stages of two shards, four microbatches: which of them are in the update of which shard."""
+    """Two stages of two shards, four microbatches. `averaged`: those in the update of a shard."""
     monitor = Monitor(lambda: 0.0, quiet, num_stages=2, num_shards=2)
     books = monitor._book(0)
     books.committed = dict.fromkeys(range(4), ("a", "b"))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from swarmnet.errors import Busy, DeadlineExceeded, NotReady, Refused, RemoteError, Stale
 from swarmnet.protocol.ledger import Ledger
-from swarmnet.protocol.records import LEAVING, OBSERVER_STAGE
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE
 from swarmnet.protocol.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.averaging import Behind
 from swarmnet.swarm.handover import MAX_ADOPTED
 from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.training.arrays import from_tensor, to_tensor
@@ -219,6 +220,31 @@ def test_a_round_does_not_end_and_takes_nothing_in_while_its_gradient_is_given(
         replica.news.tell()
         await closing
         assert replica.closed
+
+    in_virtual_time(scenario, spec)
+
+
+def test_who_begins_anew_drops_what_was_left_with_it(tmp_path: Path) -> None:
+    """Its parameters may be others than those that the gradient belongs to."""
+    spec = long_rounds(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        await left(swarm, await in_the_middle(swarm))
+        heirs = [m.peer for m in swarm.members.values() if m.peer.handover.has_any(LEAVES_IN)]
+        (heir,) = heirs
+        attend = heir.updates.attend
+
+        def lose_touch() -> None:
+            heir.updates.attend = attend  # type: ignore[method-assign]
+            raise Behind("the stage has moved on")
+
+        heir.updates.attend = lose_touch  # type: ignore[method-assign]
+        await swarm.until(lambda: heir.gossip.own.state == JOINING)
+        await swarm.until(lambda: heir.gossip.own.state == ACTIVE)
+        assert heir.gossip.own.round == LEAVES_IN
+        assert not heir.handover.has_any(LEAVES_IN)
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") > 0
 
     in_virtual_time(scenario, spec)
 
