@@ -17,6 +17,9 @@ MANY = 8
 """Replicas of a stage from which on no single one makes much of a difference."""
 WORTH = 0.5
 """Part of what a replica could add to its new stage that it must add there."""
+LONG_PASSAGE_S = 120.0
+"""Who moves takes nothing new until its last microbatch has come back: where that takes longer than
+this, it costs as much as many moves bring."""
 DEFAULT_DEVICE_SPEED = 1.0
 """Cost units a second, of a device that nobody has measured while no other is known either."""
 
@@ -130,7 +133,7 @@ class Move:
     target: int
     gain: float
     """By how much the poorer of the two stages becomes faster: 0.5 is one and a half times as fast;
-    infinite when `target` had no throughput at all."""
+    infinite when `target` had no throughput at all, or where that does not matter."""
 
 
 def propose_move(
@@ -178,6 +181,13 @@ def propose_move(
             if gain >= needed and after > best_after:
                 best, best_after = Move(record.peer_id, source, target, gain), after
     return best
+
+
+def pays(move: Move, passage_s: float, *, margin: float) -> bool:
+    """Whether its peer should make a move where microbatches take `passage_s` to come back to it.
+    What makes less of a difference than `margin` does not pay where that is long: newcomers mend
+    it sooner."""
+    return move.gain >= margin or passage_s <= LONG_PASSAGE_S
 
 
 def is_worth_it(

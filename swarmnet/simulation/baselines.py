@@ -119,7 +119,7 @@ class SwarmRebalancing:
             return None
         if mover.peer_id == view.own_peer_id:
             self._moved_in = period
-        return Move(mover.peer_id, source, target, 0.0)
+        return Move(mover.peer_id, source, target, float("inf"))
 
     confirm = staticmethod(_always)
 

@@ -92,8 +92,6 @@ MOVE_S = 7200.0
 """Likewise when moving to another stage: nobody waits for that, and a round may be long."""
 MOVE_PATIENCE_S = 30.0
 """Who moves waits so long for the end of its round, rather than hand its gradient over."""
-MOVE_DRAIN_S = 120.0
-"""It waits for the end where microbatches take longer than this to come back."""
 LOOK_AGAIN_S = 1.0
 
 
@@ -394,6 +392,8 @@ class Peer:
             assert move is not None
             if self.guest.unfit(move.target):
                 continue
+            if not assignment.pays(move, self.steps.passage_s(), margin=self.limits.move_margin):
+                continue
             log.info("stage %d needs this peer more than stage %d", move.target, move.source)
             if await self._prepare_move(replica, move):
                 return move.target
@@ -436,7 +436,11 @@ class Peer:
                     return True
                 patient_until = patient_until or now + MOVE_PATIENCE_S
                 may_give = replica.local is None and not replica.ahead
-                if may_give and now >= patient_until and self.steps.passage_s() <= MOVE_DRAIN_S:
+                if (
+                    may_give
+                    and now >= patient_until
+                    and self.steps.passage_s() <= assignment.LONG_PASSAGE_S
+                ):
                     return True
             await self.gossip.news.wait(LOOK_AGAIN_S)
         return True

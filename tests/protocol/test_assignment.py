@@ -14,6 +14,7 @@ from swarmnet.protocol.assignment import (
     choose_stage,
     feeders,
     is_worth_it,
+    pays,
     propose_move,
     split_layers,
     staff_of,
@@ -262,6 +263,16 @@ def test_moves_come_to_an_end_and_uncover_nothing(staff: list[list[tuple[float, 
         assert rates() > before
         assert all(view.replicas(k, 0.0) for k in range(num_stages) if covered[k])
     assert propose_move(view, num_stages, 0.0, margin=0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("gain", "passage_s", "worth"),
+    [(0.02, 5.0, True), (0.02, 600.0, False), (0.2, 600.0, True), (float("inf"), 600.0, True)],
+)
+def test_a_small_gain_is_not_worth_a_long_time_without_work(
+    gain: float, passage_s: float, worth: bool
+) -> None:
+    assert pays(Move("me", 1, 0, gain), passage_s, margin=0.15) is worth
 
 
 def test_observers_do_not_move() -> None:
