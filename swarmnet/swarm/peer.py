@@ -387,7 +387,8 @@ class Peer:
                 margin=self.limits.move_margin,
                 costs=self.stage_costs,
             )
-            if loop.time() < gate_opens or not gate.decide(move, loop.time()):
+            is_resting = loop.time() < gate_opens and not self._is_uncovered(move)
+            if is_resting or not gate.decide(move, loop.time()):
                 continue
             assert move is not None
             if self.guest.unfit(move.target):
@@ -410,7 +411,7 @@ class Peer:
         loop, stages, costs = asyncio.get_running_loop(), self.settings.num_stages, self.stage_costs
         try:
             async with asyncio.timeout(MOVE_S):
-                if not await self._until_free_to_move(replica):
+                if not self._is_uncovered(move) and not await self._until_free_to_move(replica):
                     return False
                 if not self.assigner.confirm(self.view, stages, loop.time(), move, costs=costs):
                     log.info("stage %d does not need this peer any more", move.target)
@@ -418,6 +419,11 @@ class Peer:
                 return await self._until_handed_over(replica, False, lambda: None)
         except TimeoutError:
             return False
+
+    def _is_uncovered(self, move: assignment.Move | None) -> bool:
+        """Nobody serves the stage: nothing goes on, and there is nothing to wait for."""
+        now = asyncio.get_running_loop().time()
+        return move is not None and not self.view.members(move.target, now)
 
     async def _until_free_to_move(self, replica: Replica) -> bool:
         """At work until no gradient of this replica is on its way to the owners, and the newest

@@ -303,6 +303,25 @@ def slow(averaging: Averaging, *, results: bool) -> None:
     pace.turn = late  # type: ignore[method-assign]
 
 
+def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:
+    """Its only replica dies when the others have just joined theirs, in the middle of a round."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4, global_batch=600)
+    limits = Limits(balance_every_s=5.0, move_cooldown_s=10_000.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.06)
+        await swarm.until_round(1)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        swarm.kill("peer-3")
+        peers = [m.peer for m in swarm.members.values()]
+        await swarm.until(lambda: any(p.gossip.own.stage == 0 for p in peers), 120.0)
+        await swarm.until_round(2, 2000.0)
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
 def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
     limits = Limits(balance_every_s=1.0, move_cooldown_s=2.0)
 
