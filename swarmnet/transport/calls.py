@@ -140,7 +140,7 @@ class Channel(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         self.remote = remote
         self.is_direct = is_direct
-        """Its stream is a connection of our own, not one through libp2p."""
+        """Its stream is a TLS connection of our own, not one through libp2p."""
         self.run_id = ""
         self.ready: asyncio.Future[None] = loop.create_future()
         """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
@@ -149,8 +149,8 @@ class Channel(asyncio.BufferedProtocol):
         self._owner = owner
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
-        self._reader = Reader(self)
-        self._outbox = Outbox(owner.pool.take)
+        self._reader = Reader(self, is_sealed=is_direct)
+        self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
         self._is_paused = False
         self._is_pumping = False
         self._written_bytes = 0
@@ -556,16 +556,17 @@ class Channel(asyncio.BufferedProtocol):
             if taken is None:
                 break
             method, frame = taken
-            size = len(frame)
+            size = sum(map(len, frame))
             num_bytes += size
             self._owner.traffic.add_sent(method, size, is_direct=self.is_direct)
-            if size < JOINED_BYTES:
-                small.append(frame)
-                continue
-            if small:
-                frames.append(b"".join(small))
-                small = []
-            frames.append(frame)
+            for piece in frame:
+                if len(piece) < JOINED_BYTES:
+                    small.append(piece)
+                    continue
+                if small:
+                    frames.append(b"".join(small))
+                    small = []
+                frames.append(piece)
         if small:
             frames.append(b"".join(small))
         self._owner.pacer.sent(num_bytes)

@@ -31,6 +31,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -44,7 +45,7 @@ from swarmnet.transport.base import ByteStream
 log = logging.getLogger("swarmnet.transport")
 
 TICKET_METHOD = "ticket"
-PREAMBLE = b"swarmnet-direct\x01"
+PREAMBLE = b"swarmnet-direct\x02"
 """What a client says first; its token follows."""
 GREETING_BYTES = len(PREAMBLE) + TOKEN_BYTES
 GREETING_TIMEOUT_S = 5.0
@@ -124,6 +125,33 @@ def dialled(ticket: Ticket) -> list[tuple[str, int]]:
     return chosen[:MAX_DIALLED]
 
 
+class _Straight(ssl.SSLObject):
+    """One Python function less for each TLS record: uvloop asks for these three methods once for
+    a connection, and gets those that they would call."""
+
+    _sslobj: Any
+
+    @property
+    def read(self) -> Any:
+        return self._sslobj.read
+
+    @property
+    def write(self) -> Any:
+        return self._sslobj.write
+
+    @property
+    def pending(self) -> Any:
+        return self._sslobj.pending
+
+
+def _straighten(context: ssl.SSLContext) -> None:
+    """Not where a Python's `ssl` is made in another way."""
+    is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
+    probe = context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=is_server)
+    if hasattr(probe, "_sslobj"):
+        context.sslobject_class = _Straight
+
+
 class Certificate:
     """A fresh key and its self-signed certificate, in memory only."""
 
@@ -153,6 +181,7 @@ class Certificate:
         self.context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.context.num_tickets = 0  # every connection has a token of its own: none is resumed
         _load(self.context, secret + pem)
+        _straighten(self.context)
 
 
 def _load(context: ssl.SSLContext, pem: bytes) -> None:
@@ -181,6 +210,7 @@ def client_context() -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared after the handshake
+    _straighten(context)
     return context
 
 

@@ -47,10 +47,13 @@ BUFFER_BYTES = 16 << 10
 them, which has to be copied to its array."""
 
 
-def frame_header(kind: int, call_id: int, head: Any, payload: Any = b"") -> bytes:
-    """The header of a frame; head or payload follows it on the stream."""
+def frame_header(
+    kind: int, call_id: int, head: Any, payload: Any = b"", *, is_sealed: bool = False
+) -> bytes:
+    """The header of a frame; head or payload follows it on the stream. `is_sealed`: the stream
+    guards the payload itself."""
     checked = CHECKED.pack(MAGIC, FRAME_VERSION, kind, call_id, len(head), len(payload))
-    return checked + CHECKSUM.pack(_checksum(checked, head or payload))
+    return checked + CHECKSUM.pack(_checksum(checked, head or (b"" if is_sealed else payload)))
 
 
 def head_frame(
@@ -102,6 +105,26 @@ def part_frames(
     memory of a size that is nobody else's for as long as the frame is; fresh where left out.
     """
     take = allocate or _fresh
+    for flagged, data in _cut(kind, arrays):
+        frame = take(HEADER.size + len(data))
+        payload = frame[HEADER.size :]
+        payload[:] = data
+        frame[: HEADER.size] = frame_header(flagged, call_id, b"", payload)
+        yield frame
+
+
+def sealed_part_frames(
+    kind: int, call_id: int, arrays: tuple[Array, ...]
+) -> Iterator[tuple[bytes, memoryview]]:
+    """The same for a stream that is encrypted by this process, as header and payload. TLS takes
+    the bytes when they are written, whatever becomes of the array later: none is copied. And it
+    finds every changed bit itself, so that the checksum is of the header alone."""
+    for flagged, payload in _cut(kind, arrays):
+        yield frame_header(flagged, call_id, b"", payload, is_sealed=True), payload
+
+
+def _cut(kind: int, arrays: tuple[Array, ...]) -> Iterator[tuple[int, memoryview]]:
+    """The payload of each part, as a view, and its kind with its flag."""
     left = sum(a.num_bytes for a in arrays)
     for array in arrays:
         if not array.num_bytes:
@@ -109,13 +132,9 @@ def part_frames(
         data = memoryview(array.data)
         data = data if data.format == "B" and data.ndim == 1 else data.cast("B")
         for start in range(0, len(data), PART_BYTES):
-            size = min(PART_BYTES, len(data) - start)
-            left -= size
-            frame = take(HEADER.size + size)
-            payload = frame[HEADER.size :]
-            payload[:] = data[start : start + size]
-            frame[: HEADER.size] = frame_header(kind | (0 if left else END), call_id, b"", payload)
-            yield frame
+            payload = data[start : start + PART_BYTES]
+            left -= len(payload)
+            yield kind | (0 if left else END), payload
 
 
 def _fresh(num_bytes: int) -> memoryview:
@@ -197,8 +216,10 @@ class Reader:
     To be driven like an `asyncio.BufferedProtocol`: large payloads are received where they belong.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, *, is_sealed: bool = False) -> None:
+        """`is_sealed`: payloads have no checksum, see `sealed_part_frames`."""
         self._sink = sink
+        self._is_sealed = is_sealed
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._filled = 0
         self._target: memoryview | None = None
@@ -284,7 +305,8 @@ class Reader:
         flagged, call_id, head_bytes, payload_bytes = self._header
         raw = self._header_bytes
         target, self._target, self._header = self._target, None, None
-        if _checksum(raw[:CHECKED_BYTES], target) != int.from_bytes(raw[CHECKED_BYTES:], "little"):
+        content = b"" if payload_bytes and self._is_sealed else target
+        if _checksum(raw[:CHECKED_BYTES], content) != int.from_bytes(raw[CHECKED_BYTES:], "little"):
             raise ProtocolViolation("a wrong checksum")
         kind, is_end = flagged & ~END, bool(flagged & END)
         if payload_bytes:

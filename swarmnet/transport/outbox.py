@@ -23,6 +23,7 @@ from swarmnet.transport.frames import (
     PARTS_OF,
     head_frame,
     part_frames,
+    sealed_part_frames,
 )
 from swarmnet.wire import Array
 
@@ -35,6 +36,8 @@ MAX_TURNS = 16
 
 FAIR_EVERY = 4
 """Every so many parts, one of the message that has waited longest."""
+Frame = tuple[bytes | memoryview, ...]
+"""In pieces that follow each other on the stream."""
 
 
 class Stalled(TransportError):
@@ -54,7 +57,7 @@ class Outgoing:
     left_bytes: int = 0
     """Of the arrays, not yet taken."""
     is_begun: bool = False
-    parts: Iterator[memoryview] = field(default_factory=lambda: iter(()))
+    parts: Iterator[Frame] = field(default_factory=lambda: iter(()))
 
 
 def outgoing(
@@ -72,9 +75,13 @@ _left_bytes = attrgetter("left_bytes")
 class Outbox:
     """Messages in, frames out."""
 
-    def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
-        """`allocate`: memory for parts, see `frames.part_frames`."""
+    def __init__(
+        self, allocate: Callable[[int], memoryview] | None = None, *, is_sealed: bool = False
+    ) -> None:
+        """`allocate`: memory for parts, see `frames.part_frames`. `is_sealed`: the stream needs no
+        copies, see `frames.sealed_part_frames`."""
         self._allocate = allocate
+        self._is_sealed = is_sealed
         self._small: deque[Outgoing] = deque()
         self._small_bytes = 0
         self._notes: deque[Outgoing] = deque(maxlen=MAX_NOTES)
@@ -129,7 +136,7 @@ class Outbox:
         """Does a large message wait, begun or not?"""
         return bool(self._waiting or self._turns)
 
-    def take(self, *, bulk: bool = True) -> tuple[str, bytes | memoryview] | None:
+    def take(self, *, bulk: bool = True) -> tuple[str, Frame] | None:
         """The frame that is to be written next, and the method that it is for; None where nothing
         is. `bulk`: large messages too."""
         if self._small:
@@ -144,7 +151,7 @@ class Outbox:
         else:
             return None
         message.is_begun = True
-        return message.method, message.first
+        return message.method, (message.first,)
 
     def _fits(self, message: Outgoing) -> bool:
         """May it be begun now, so that the receiver never has more than it takes?"""
@@ -155,12 +162,16 @@ class Outbox:
 
     def _begin(self, message: Outgoing) -> Outgoing:
         kind = PARTS_OF[message.kind]
-        message.parts = part_frames(kind, message.call_id, message.arrays, self._allocate)
+        if self._is_sealed:
+            message.parts = sealed_part_frames(kind, message.call_id, message.arrays)
+        else:
+            whole = part_frames(kind, message.call_id, message.arrays, self._allocate)
+            message.parts = ((frame,) for frame in whole)
         self._turns.append(message)
         self._turns_bytes += message.left_bytes
         return message
 
-    def _turn(self) -> tuple[str, memoryview]:
+    def _turn(self) -> tuple[str, Frame]:
         """The next part of the message whose turn it is."""
         self._num_turns += 1
         message = self._turns[0]
@@ -168,7 +179,7 @@ class Outbox:
             message = min(self._turns, key=_left_bytes)
         self._turns.remove(message)
         frame = next(message.parts)
-        num_bytes = len(frame) - HEADER.size
+        num_bytes = sum(map(len, frame)) - HEADER.size
         message.left_bytes -= num_bytes
         self._turns_bytes -= num_bytes
         if message.left_bytes:

@@ -122,6 +122,35 @@ def test_the_first_bulk_call_opens_a_direct_channel_that_both_sides_then_use() -
     play(scenario)
 
 
+def test_what_was_written_is_what_arrives_whatever_becomes_of_the_array() -> None:
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        (channel,) = channels(w.a, w.b)
+        wire, data = channel._transport, bytearray(b"as it was " * 800_000)
+        wanted, written = bytes(data), 0
+
+        class Watched:
+            """The stream; spoils what it has been given to write."""
+
+            def writelines(self, buffers: list[Any]) -> None:
+                nonlocal written
+                wire.writelines(buffers)
+                for piece in buffers:
+                    if isinstance(piece, memoryview) and piece.obj is data:
+                        written += len(piece)
+                        piece[:] = bytes(len(piece))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(wire, name)
+
+        channel._transport = Watched()
+        came = (await w.call(Array("uint8", (len(data),), data))).arrays[0].data
+        assert written == len(data)  # none of it was copied before
+        assert came == wanted
+
+    play(scenario)
+
+
 def test_a_method_whose_replies_are_large_goes_direct_too() -> None:
     async def scenario(w: World) -> None:
         async def fetch(request: Request) -> Message:

@@ -33,6 +33,7 @@ from swarmnet.transport.frames import (
     Reader,
     head_frame,
     part_frames,
+    sealed_part_frames,
 )
 from swarmnet.wire import ITEM_BYTES, MAX_ARRAYS, MAX_BODY_BYTES, Array
 
@@ -88,9 +89,9 @@ def raw_frame(kind: int, call_id: int, head: bytes = b"", payload: bytes = b"") 
     return checked + struct.pack("<I", checksum) + head + payload
 
 
-def read(data: bytes, cuts: list[int] | None = None) -> Messages:
+def read(data: bytes, cuts: list[int] | None = None, *, is_sealed: bool = False) -> Messages:
     sink = Messages()
-    reader = Reader(sink)
+    reader = Reader(sink, is_sealed=is_sealed)
     at = 0
     for size in cuts or []:
         reader.feed_bytes(data[at : at + size])
@@ -106,6 +107,28 @@ def test_a_frame_is_as_specified() -> None:
     part, *rest = part_frames(REQUEST_PART, 7, (array(3),))
     assert not rest
     assert part == raw_frame(REQUEST_PART | END, 7, b"", array(3).data)
+
+
+def test_a_part_on_a_sealed_stream_has_a_checksum_of_its_header_alone() -> None:
+    checked = struct.pack("<2sBBIII", b"sw", 1, REQUEST_PART | END, 7, 0, 3)
+    checksum = struct.pack("<I", xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF)
+    ((header, payload),) = sealed_part_frames(REQUEST_PART, 7, (array(3),))
+    assert header == checked + checksum
+    assert payload == array(3).data
+    head = head_frame(REQUEST, 7, {}, (array(3),))
+    sealed, open_ = (
+        head + header + bytes(payload),
+        head + raw_frame(REQUEST_PART | END, 7, b"", array(3).data),
+    )
+    assert read(sealed, is_sealed=True).done[0][3] == [array(3).data]
+    assert read(open_).done[0][3] == [array(3).data]
+    for data, is_sealed in ((sealed, False), (open_, True)):
+        with pytest.raises(ProtocolViolation, match="checksum"):
+            read(data, is_sealed=is_sealed)
+    damaged = bytearray(sealed)
+    damaged[len(head)] ^= 1
+    with pytest.raises(ProtocolViolation):
+        read(bytes(damaged), is_sealed=True)
 
 
 @given(

@@ -117,4 +117,21 @@ def test_an_array_may_change_once_its_part_was_taken() -> None:
     item = box.take()
     assert item is not None
     data[:] = b"\xff" * len(data)
-    assert item[1][HEADER.size :] == bytes(PART_BYTES)
+    (frame,) = item[1]
+    assert frame[HEADER.size :] == bytes(PART_BYTES)
+
+
+def test_a_sealed_stream_gets_the_array_itself() -> None:
+    data = bytearray(PART_BYTES + 5)
+    box = Outbox(is_sealed=True)
+    box.put(outgoing(REQUEST, 1, {}, (Array("uint8", (len(data),), data),), "x"))
+    box.take()
+    sizes = []
+    while item := box.take():
+        header, payload = item[1]
+        assert isinstance(payload, memoryview)
+        assert payload.obj is data
+        sizes.append((len(header), len(payload)))
+    assert sizes == [(HEADER.size, PART_BYTES), (HEADER.size, 5)]
+    assert not box.has_bulk
+    assert box.bulk_bytes == 0
