@@ -99,9 +99,12 @@ class ShardedAdamW:
     def sum(self, contributions: Sequence[Array]) -> Array:
         """Raises `ProtocolViolation` where the contributions are not fp32 of one shape."""
         self._check_alike(contributions)
-        total = to_tensor(contributions[0]).clone()
-        for c in contributions[1:]:
-            total.add_(to_tensor(c))
+        first, *others = map(to_tensor, contributions)
+        if not others:
+            return from_tensor(first.clone())
+        total = first + others[0]
+        for values in others[1:]:
+            total.add_(values)
         return from_tensor(total)
 
     def _check_alike(self, contributions: Sequence[Array]) -> None:

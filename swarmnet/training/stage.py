@@ -149,6 +149,9 @@ class TorchStage:
         self.shard_sizes = cut_shards(self._parameters.numel(), shard_size)
         self._present = self._used = self._first_vectors(shard_size)
         self._spare: Vectors | None = None
+        self._may_swap = reuses_gradient and self.overlaps_rounds
+        self._swapped: Vectors | None = None
+        """The present ones with parameters and gradient exchanged."""
         self._ahead: tuple[int, Vectors] | None = None
         """The round that is open ahead, and its vectors."""
         self._spared = self._parameter_storages()
@@ -310,13 +313,27 @@ class TorchStage:
             return self._promote()
         staged, self._staged = self._staged, {}
         self._kept.clear()
-        self._show(self._present)
         with torch.no_grad():
-            for shard_index, values in staged.items():
-                self._present.parameter_shards[shard_index].copy_(values)
+            if self._may_swap and len(staged) == len(self.shard_sizes):
+                present = self._swapped or self._swap()
+                self._present, self._swapped = present, self._present
+                self._parameters, self._gradients = present.parameters, present.gradients
+            else:
+                for shard_index, values in staged.items():
+                    self._present.parameter_shards[shard_index].copy_(values)
+            self._show(self._present)
             self._present.clear_gradient()
             self._low.refresh()
         return None
+
+    def _swap(self) -> Vectors:
+        """The vectors with their parts exchanged: where the gradient was overwritten with all of
+        the coming parameters, it becomes the parameters, and nothing is copied."""
+        first = self._present
+        vectors = Vectors(first.gradients, first.parameters, first.shard_size, sums=first.sums)
+        self._lay_out(vectors, list(first.shown) if self._computes_apart else None)
+        self._spared |= {first.gradients.untyped_storage().data_ptr()}
+        return vectors
 
     # ---- two rounds at a time ---------------------------------------------------------------
 
@@ -413,8 +430,7 @@ class TorchStage:
         )
         sums = None if first.sums is None else torch.empty_like(first.sums)
         vectors = Vectors(parameters, gradients, first.shard_size, sums=sums)
-        computes_apart = self._is_apart or self._dtype != torch.float32
-        shown = [torch.empty_like(s) for s in first.shown] if computes_apart else None
+        shown = [torch.empty_like(s) for s in first.shown] if self._computes_apart else None
         self._lay_out(vectors, shown)
         return vectors
 
@@ -454,6 +470,11 @@ class TorchStage:
     def _is_apart(self) -> bool:
         """Whether layers compute in another memory than the host's, where the flat vectors are."""
         return self._device.type != "cpu"
+
+    @property
+    def _computes_apart(self) -> bool:
+        """Whether layers compute with copies of the flat vector's parts."""
+        return self._is_apart or self._dtype != torch.float32
 
     def _collect_sums(self) -> None:
         """Makes the flat gradient what has added up on the device."""

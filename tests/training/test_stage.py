@@ -178,6 +178,37 @@ def test_the_layers_compute_with_the_flat_buffers(text: str) -> None:
             stage.finish_round()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_parameters_that_lie_in_the_gradient_are_as_those_that_are_copied(
+    text: str, precision: str, activations: ActivationsName
+) -> None:
+    spec = small_spec(text)
+    data = open_data(spec)
+    computing = Computing(precision=precision, activations=activations)
+    swaps, copies = ([build_stage(spec, i, computing=computing) for i in range(2)] for _ in "ab")
+    for stage in copies:
+        stage._may_swap = False
+    for r, last_shard in enumerate([None, 1, None, None]):
+        results = [fly(stages, (r, 0), *data.microbatch(r)) for stages in (swaps, copies)]
+        assert results[0] == results[1]
+        rng = torch.Generator().manual_seed(r)
+        for one, other in zip(swaps, copies, strict=True):
+            assert torch.equal(gradient(one), gradient(other))
+            before = one._parameters.data_ptr(), one._gradients.data_ptr()
+            for j, size in list(enumerate(one.shard_sizes))[:last_shard]:
+                values = from_tensor(0.02 * torch.randn(size, generator=rng))
+                one.stage_parameters(j, values)
+                other.stage_parameters(j, values)
+            one.finish_round()
+            other.finish_round()
+            after = one._parameters.data_ptr(), one._gradients.data_ptr()
+            assert after == (before[::-1] if last_shard is None else before)
+            assert torch.equal(parameters(one), parameters(other))
+            assert not gradient(one).any()
+            assert one.digest(0) == other.digest(0)
+
+
 def test_shards_are_views_and_digests_are_of_their_bytes(text: str) -> None:
     stage = build_stage(small_spec(text), 0)
     assert stage.parameter_shard(0).data.obj.base is not None
