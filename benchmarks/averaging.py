@@ -10,7 +10,8 @@ the next round's parameters in place:
   hivemind        DecentralizedAverager: from `step` to the end, and without the matchmaking;
                   no optimizer step
   swarmnet        the update of `swarm.averaging` with real gossip, p2pd and AdamW on shards,
-                  R owners a shard, over direct connections or over libp2p alone
+                  R owners a shard, over direct connections or over libp2p alone; 64 shards as a
+                run has that does not say, which suit dozens of replicas, or 16 large ones
 
 Seconds are medians over the rounds. CPU seconds (user and system, daemons included, of all
 processes) are per GB of gradients averaged (N times the model). Bytes sent are per peer, over the
@@ -65,7 +66,10 @@ microbatch = 1
 [sync]
 replication = {replication}
 aggregation = "mean"
+shard_parameters = {shard}
 """
+LARGE_SHARD = 1 << 20
+"""Parameters; sixteen shards of 4 MB."""
 NUM_TOKENS = 1000
 WARM_ROUNDS = 2
 READY_S = 60.0
@@ -80,14 +84,15 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def load(replication: int, clip: float) -> Any:
-    """The spec, from a temporary file as any run's."""
+def load(replication: int, clip: float, shard: int = 0) -> Any:
+    """The spec, from a temporary file as any run's. `shard`: parameters of one; 0: as many shards
+    as a run has that does not say (64)."""
     import tempfile
 
     from swarmnet.spec import load_spec
 
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(SPEC.format(replication=replication, clip=clip))
+        file.write(SPEC.format(replication=replication, clip=clip, shard=shard))
         file.flush()
         return load_spec(Path(file.name))
 
@@ -256,7 +261,8 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.training.stage import build_stage
 
     torch.set_num_threads(1)
-    spec, size = load(options["replication"], options["clip"]), options["peers"]
+    spec = load(options["replication"], options["clip"], options["shard"])
+    size = options["peers"]
     key = Identity.generate()
     net = await open_net(
         "p2pd",
@@ -446,8 +452,10 @@ def ways(clip: float) -> dict[str, tuple[str, dict[str, Any]]]:
     }
     for replication in (1, 2):
         for name, direct in (("direct", True), ("libp2p", False)):
-            options = {"replication": replication, "direct": direct, "clip": clip}
-            found[f"swarmnet {name}, R = {replication}"] = ("swarmnet", options)
+            options = {"replication": replication, "direct": direct, "clip": clip, "shard": 0}
+            row = f"swarmnet {name}, R = {replication}"
+            found[row] = ("swarmnet", options)
+            found[f"{row}, large shards"] = ("swarmnet", {**options, "shard": LARGE_SHARD})
     return found
 
 
@@ -492,7 +500,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, action="append")
     parser.add_argument("--repeat", type=int, default=5, help="rounds that count")
     parser.add_argument("--clip", type=float, default=0.0, help="global clipping; 0: none")
-    parser.add_argument("--only", help="ways whose name has this")
+    parser.add_argument("--only", action="append", help="ways whose name has this, or this")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=4, metavar=("KIND", "RANK", "OPTIONS", "WHERE"))
     options = parser.parse_args()
@@ -513,7 +521,7 @@ def main() -> None:
     for size in options.peers or [2, 4]:
         results = {}
         for name, (kind, values) in ways(options.clip).items():
-            if options.only and options.only not in name:
+            if options.only and not any(part in name for part in options.only):
                 continue
             print(f"{size} processes: {name}", file=sys.stderr, flush=True)
             results[name] = run(kind, {**values, "peers": size}, options.repeat)

@@ -6,6 +6,7 @@ little endian, and so must the machine be.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -28,6 +29,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+SMALLEST_DOT = 1e-24
+"""Below it squares of fp32 numbers may have become zero."""
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
@@ -75,6 +79,35 @@ def from_numpy(values: np.ndarray) -> Array:
     """The numpy array as an array; a view of its memory where it is contiguous."""
     values = np.ascontiguousarray(values)
     return Array(str(values.dtype), values.shape, values.reshape(-1).view(np.uint8).data)
+
+
+def sum_of_squares(values: Tensor) -> float:
+    """Of any float tensor; not finite where a value is not."""
+    quick = _dot(values)
+    if SMALLEST_DOT < quick < math.inf:
+        return quick
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64).item())
+    return norm * norm
+
+
+def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
+    """No value is NaN, infinite, or larger than `largest` either way."""
+    if values.numel() == 0:
+        return True
+    limit = min(largest * largest, LARGEST_FLOAT)
+    if limit > SMALLEST_DOT and _dot(values) <= limit:
+        return True  # no value is larger than the root of the sum of all squares
+    # `aminmax` hands a NaN on, and no comparison with it is true.
+    low, high = torch.aminmax(values)
+    return bool(low.item() >= -largest and high.item() <= largest)
+
+
+def _dot(values: Tensor) -> float:
+    """Sum of squares in fp32 arithmetic, one quick pass; NaN where there is no such pass."""
+    if values.dtype != torch.float32 or not values.is_contiguous():
+        return math.nan
+    flat = values.detach().reshape(-1)
+    return float(torch.dot(flat, flat).item())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.spec import OptimizerSpec, RunSpec
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
 from swarmnet.training.outer import OuterNesterov
 from swarmnet.training.shards import ShardedAdamW
 from swarmnet.training.shards import build_optimizer as build_adamw
@@ -102,11 +101,11 @@ class TorchLocalSteps:
                 raise ProtocolViolation("an offer is four arrays")
             their_common, their_change = (self._checked(shard_index, a) for a in arrays[:2])
             self._average_moments(shard_index, values, arrays[2:])
-            apart = _squares(fast - (their_common - their_change))
+            apart = sum_of_squares(fast - (their_common - their_change))
             change, mean = (change + their_change) / 2, (common + their_common) / 2
         new = self._outer.pair_step(shard_index, common, change, mean, round_index)
         self.set_common(shard_index, from_tensor(new))
-        return apart, _squares(fast)
+        return apart, sum_of_squares(fast)
 
     def _average_moments(
         self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]
@@ -137,7 +136,7 @@ class TorchLocalSteps:
         if array.dtype != "float32" or array.shape != (size,):
             raise ProtocolViolation(f"shard {shard_index} is {size} fp32 numbers")
         values = to_tensor(array)
-        if not math.isfinite(_squares(values)):
+        if not math.isfinite(sum_of_squares(values)):
             raise ProtocolViolation(f"shard {shard_index} of a partner is not finite")
         return values
 
@@ -187,7 +186,3 @@ def build_optimizer(
 
 def _copy(array: Array) -> Tensor:
     return to_tensor(array).clone()
-
-
-def _squares(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64).item() ** 2)

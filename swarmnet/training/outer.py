@@ -22,7 +22,7 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol import robust
 from swarmnet.training import aggregation
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
 from swarmnet.wire import Array
 
 MAX_STEPS = 1 << 40
@@ -101,8 +101,7 @@ class OuterNesterov:
         return from_tensor(aggregation.scaled_sum(tensors, factors))
 
     def sum_of_squares(self, values: Array) -> float:
-        norm = torch.linalg.vector_norm(to_tensor(values), dtype=torch.float64).item()
-        return norm * norm
+        return sum_of_squares(to_tensor(values))
 
     def step(
         self,

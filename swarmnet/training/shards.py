@@ -29,7 +29,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol import robust
 from swarmnet.spec import OptimizerSpec, RunSpec
 from swarmnet.training import aggregation
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.arrays import from_tensor, is_finite, sum_of_squares, to_tensor
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.schedule import learning_rate
 from swarmnet.training.stage import TorchStage
@@ -133,8 +133,7 @@ class ShardedAdamW:
         return from_tensor(aggregation.scaled_sum(tensors, factors))
 
     def sum_of_squares(self, values: Array) -> float:
-        norm = torch.linalg.vector_norm(to_tensor(values), dtype=torch.float64).item()
-        return norm * norm
+        return sum_of_squares(to_tensor(values))
 
     def step(
         self,
@@ -150,7 +149,7 @@ class ShardedAdamW:
         state = self._states[shard_index]
         new = self._values(shard_index, "parameters", parameters).clone()
         gradient = self._values(shard_index, "gradient", gradient_sum) * scale
-        if not _all_finite(gradient):
+        if not is_finite(gradient):
             raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
         rate = learning_rate(self._spec, round_index)
         if state.ahead is not None:
@@ -190,7 +189,7 @@ class ShardedAdamW:
         if len(arrays) not in (2, 3):
             raise ProtocolViolation("optimizer state is two arrays, or three")
         mean, square, *ahead = (self._values(shard_index, "moments", a) for a in arrays)
-        if not all(map(_all_finite, (mean, square, *ahead))) or square.min().item() < 0:
+        if not all(map(is_finite, (mean, square, *ahead))) or square.min().item() < 0:
             raise ProtocolViolation("optimizer state with values that cannot be")
         self._states[shard_index] = ShardState(
             self._kept(mean), self._kept(square), steps, self._kept(ahead[0]) if ahead else None
@@ -261,9 +260,3 @@ def cut_segments(
         cut.append(segments)
         shard_start += size
     return cut
-
-
-def _all_finite(values: Tensor) -> bool:
-    """One pass: `aminmax` hands a NaN on, and no comparison with it is true."""
-    low, high = torch.aminmax(values)
-    return float("-inf") < low.item() and high.item() < float("inf")

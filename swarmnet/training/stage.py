@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from swarmnet.errors import NotReady, ProtocolViolation, RemoteError, SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.arrays import from_tensor, is_finite, to_tensor
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.device_copies import copies_of
 from swarmnet.training.loss_scale import LossScale
@@ -601,7 +601,9 @@ class TorchStage:
         grad = torch.zeros_like(kept.inputs) if grad is None else grad
         grad = grad.float() / kept.scale if kept.scale != 1.0 else grad.float()
         grad = self._copies.to_host(grad).wait()
-        if not _is_finite(grad):  # the parameters themselves are to blame, not who sent
+        if not is_finite(
+            grad, LARGEST_VALUE
+        ):  # the parameters themselves are to blame, not who sent
             raise RemoteError(f"the gradient at stage {self.stage_index} is not finite")
         return from_tensor(grad)
 
@@ -614,7 +616,7 @@ class TorchStage:
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
         sent = self._copies.to_host(outputs.detach().float()).wait()
-        if self._scaling is not None and not _is_finite(sent):
+        if self._scaling is not None and not is_finite(sent, LARGEST_VALUE):
             raise self._too_large_for_fp16("an activation of")
         _check_finite("activation", sent)
         return from_tensor(sent)
@@ -719,20 +721,12 @@ def _check_shape(what: str, array: Array, dtype: str, shape: Iterable[int]) -> N
         )
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """One pass: `aminmax` hands a NaN on, and no comparison with it is true."""
-    if tensor.numel() == 0:
-        return True
-    low, high = torch.aminmax(tensor)
-    return low.item() >= -LARGEST_VALUE and high.item() <= LARGEST_VALUE
-
-
 def _is_gradient_finite(tensor: Tensor) -> bool:
     return tensor.grad is None or bool(torch.isfinite(tensor.grad).all())
 
 
 def _check_finite(what: str, tensor: Tensor) -> None:
-    if not _is_finite(tensor):
+    if not is_finite(tensor, LARGEST_VALUE):
         raise ProtocolViolation(f"{what}: a value is not finite (or beyond {LARGEST_VALUE:g})")
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.training.arrays import TORCH_DTYPES, from_numpy, from_tensor, to_tensor
+from swarmnet.training.arrays import (
+    TORCH_DTYPES,
+    from_numpy,
+    from_tensor,
+    is_finite,
+    sum_of_squares,
+    to_tensor,
+)
 from swarmnet.wire import ITEM_BYTES, Array
 
 
@@ -57,3 +66,28 @@ def test_received_bytes_may_be_read_only_unaligned_or_empty() -> None:
 def test_impossible_arrays_are_refused(array: Array) -> None:
     with pytest.raises(ProtocolViolation):
         to_tensor(array)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e-3, 1.0, 1e10, 1e18, 1e25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_squares_hold_over_the_whole_range(scale: float, dtype: torch.dtype) -> None:
+    values = (torch.randn(1000, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
+    exact = values.double().square().sum().item()
+    assert sum_of_squares(values) == pytest.approx(exact, rel=1e-5)
+    assert sum_of_squares(values.view(20, 50).T) == pytest.approx(exact, rel=1e-5)
+    assert is_finite(values)
+    assert is_finite(values, 10 * scale)
+    assert not is_finite(values, scale)
+    assert sum_of_squares(torch.zeros(3)) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
+    values = torch.ones(7, 9, dtype=dtype)
+    assert is_finite(values)
+    assert is_finite(values, 1.0)
+    assert is_finite(values[:0])
+    values[3, 4] = bad
+    assert not is_finite(values)
+    assert not math.isfinite(sum_of_squares(values))
