@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
@@ -143,8 +143,10 @@ def propose_move(
     *,
     margin: float,
     costs: Sequence[float] | None = None,
+    without: Collection[str] = (),
 ) -> Move | None:
-    """The best move of one active replica to the poorest stage, or None.
+    """The best move of one active replica to the poorest stage, or None. `without`: who is not to
+    be named.
 
     A move is worth it when the poorer of its two stages is afterwards faster than the poorest
     stage is now by the fraction `margin`; or, between stages of `MANY` replicas, where no single
@@ -168,7 +170,7 @@ def propose_move(
         if source == target or len(active) < 2:
             continue
         for record in active:
-            if staff[target] and not record.samples_per_s:
+            if record.peer_id in without or (staff[target] and not record.samples_per_s):
                 continue
             if machine_of(record.peer_id) in there:
                 continue
@@ -237,6 +239,7 @@ class Assigner(Protocol):
         *,
         margin: float,
         costs: Sequence[float] | None = None,
+        without: Collection[str] = (),
     ) -> Move | None:
         """The move that is due, whosever it is."""
 
@@ -284,6 +287,34 @@ class MoveGate:
             return False
         self._last, self._count, self._moved_at = None, 0, now
         return True
+
+
+class PassedOver:
+    """Who was named look after look and did not go: bound to its stage by its owner, too small for
+    the other one, resting, or stuck. The next best is named then. For a stage that has nobody that
+    is soon found, else the best one has time."""
+
+    def __init__(self, own_peer_id: str, *, times: int = 3, patient_times: int = 10) -> None:
+        """`times`: looks, for a stage that has nobody; `patient_times`: else."""
+        self.peers: set[str] = set()
+        self._own_peer_id = own_peer_id
+        self._times = times
+        self._patient_times = patient_times
+        self._last: tuple[str, int, int] | None = None
+        self._count = 0
+
+    def heard(self, move: Move | None) -> None:
+        """To be told every proposal, which was made without `peers`."""
+        if move is None:  # nothing is due, or nobody is left
+            self.peers.clear()
+            self._last, self._count = None, 0
+            return
+        path = (move.peer_id, move.source, move.target)
+        self._count = self._count + 1 if path == self._last else 1
+        self._last = path
+        needed = self._times if move.gain == float("inf") else self._patient_times
+        if self._count >= needed and move.peer_id != self._own_peer_id:
+            self.peers.add(move.peer_id)
 
 
 def _checked_costs(costs: Sequence[float] | None, num_stages: int) -> Sequence[float]:

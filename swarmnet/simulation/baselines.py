@@ -7,7 +7,7 @@ of the assignment alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -60,6 +60,7 @@ class StaticAssignment:
         *,
         margin: float,
         costs: Sequence[float] | None = None,
+        without: Collection[str] = (),
     ) -> Move | None:
         return None
 
@@ -100,6 +101,7 @@ class SwarmRebalancing:
         *,
         margin: float,
         costs: Sequence[float] | None = None,
+        without: Collection[str] = (),
     ) -> Move | None:
         period = int(now // self.every_s)
         if now - period * self.every_s > WINDOW * self.every_s or period == self._moved_in:

@@ -120,6 +120,7 @@ class Feeder:
             for mine in self._open:
                 await mine.flights.close()
             self._open.clear()
+            self.write_off()
 
     def _round(self, r: int) -> RoundOfFeeder:
         """The books of a round that is open."""

@@ -375,6 +375,7 @@ class Peer:
             times=self.limits.move_proposals,
             cooldown_s=self.limits.move_cooldown_s,
         )
+        passed_over = assignment.PassedOver(self.gossip.own.peer_id)
         gate_opens = loop.time() + self.limits.move_cooldown_s
         while True:
             await asyncio.sleep(self.limits.balance_every_s * self.rng.uniform(0.7, 1.3))
@@ -386,7 +387,9 @@ class Peer:
                 loop.time(),
                 margin=self.limits.move_margin,
                 costs=self.stage_costs,
+                without=passed_over.peers,
             )
+            passed_over.heard(move)
             is_resting = loop.time() < gate_opens and not self._is_uncovered(move)
             if is_resting or not gate.decide(move, loop.time()):
                 continue

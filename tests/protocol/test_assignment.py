@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from swarmnet.protocol.assignment import (
     Move,
     MoveGate,
+    PassedOver,
     choose_stage,
     feeders,
     is_worth_it,
@@ -292,3 +294,31 @@ def test_the_gate_wants_the_same_proposal_twice_and_then_rests() -> None:
     assert not any(gate.decide(move, t) for t in (50.0, 60.0, 90.0))
     assert gate.decide(move, 101.0)
     assert not any(gate.decide(Move("you", 1, 0, 0.5), t) for t in (200.0, 210.0, 220.0))
+
+
+def test_who_is_named_and_does_not_go_is_passed_over() -> None:
+    passed = PassedOver("own", times=3, patient_times=5)
+    urgent, usual = Move("a", 0, 1, math.inf), Move("a", 0, 1, 0.2)
+    for move, times in ((urgent, 3), (usual, 5)):
+        passed.heard(None)
+        for _ in range(times - 1):
+            passed.heard(move)
+        passed.heard(Move("a", 2, 1, move.gain))  # another move: counted anew
+        for _ in range(times - 1):
+            passed.heard(move)
+        assert not passed.peers
+        passed.heard(move)
+        assert passed.peers == {"a"}
+        for _ in range(9):
+            passed.heard(Move("own", 0, 1, move.gain))  # its own gate decides
+        assert passed.peers == {"a"}
+    passed.heard(None)
+    assert not passed.peers
+
+
+def test_a_move_is_proposed_without_those_that_are_passed_over() -> None:
+    view = view_of(replica("a", 0, 3.0), replica("b", 0, 2.0), replica("c", 0, 1.0))
+    named: list[str] = []
+    while move := propose_move(view, 2, 0.0, margin=0.1, without=named):
+        named.append(move.peer_id)
+    assert sorted(named) == ["a", "b", "c"]

@@ -322,6 +322,27 @@ def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec, limits=limits)
 
 
+@pytest.mark.parametrize("lonely", [0, 1])
+def test_a_stage_is_filled_though_the_first_in_line_is_bound_to_its_own(
+    tmp_path: Path, lonely: int
+) -> None:
+    """And the run goes on: what the others had in the air when their only callee died, or when
+    they moved, is launched again."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=12)
+
+    async def scenario(swarm: Swarm) -> None:
+        for name, stage in (("bound", 1 - lonely), ("free", 1 - lonely), ("victim", lonely)):
+            swarm.start(name, stage=stage)
+        await swarm.until_round(3)
+        swarm.members["free"].peer.wanted_stage = None
+        swarm.kill("victim")
+        await swarm.until_round(12, 900.0)
+        assert swarm.members["free"].peer.gossip.own.stage == lonely
+        assert swarm.total("moved") == 1
+
+    in_virtual_time(scenario, spec, limits=Limits())
+
+
 def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
     limits = Limits(balance_every_s=1.0, move_cooldown_s=2.0)
 
