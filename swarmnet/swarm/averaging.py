@@ -400,7 +400,10 @@ class Averaging:
             self.gossip.news.tell()
         if push.round < r and push.round == self.plan.last_exchange(push.shard, r):
             # a straggler: the parameters of this round are what it lacks
-            return self._answer(push, r, await self._copy(push.shard))
+            parameters = await self._copy(push.shard)
+            if self.current != r:  # the copy may be of two rounds
+                raise Stale(f"round {r} is over here", round=self.current)
+            return self._answer(push, r, parameters)
         if push.round != r:
             if push.round < r:
                 raise Stale(f"round {push.round} is over here", round=r)
@@ -488,8 +491,7 @@ class Averaging:
 
     async def _copy(self, j: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
-        shard = self.replica.common_shard(j)
-        return await self.replica.worker.run(lambda: _copied(shard))
+        return await self.replica.worker.run(lambda: _copied(self.replica.common_shard(j)))
 
     def _check_member(self, peer_id: str) -> None:
         """Only replicas of the stage, by their signed records, take part in its update."""

@@ -178,7 +178,7 @@ class Optimizer(Protocol):
         tokens. `factors`: what each contribution is multiplied by, for the rules that add."""
 
     def sum_of_squares(self, values: Array) -> float:
-        """In fp64."""
+        """To about five digits; not finite where a value is not."""
 
     def step(
         self,

@@ -32,6 +32,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 SMALLEST_DOT = 1e-24
 """Below it squares of fp32 numbers may have become zero."""
+DOT_PIECE = 1 << 16
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
@@ -103,11 +104,12 @@ def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
 
 
 def _dot(values: Tensor) -> float:
-    """Sum of squares in fp32 arithmetic, one quick pass; NaN where there is no such pass."""
+    """Sum of squares, one quick pass, in fp32 arithmetic within pieces that are short enough for a
+    precision of about 1e-5; NaN where there is no such pass."""
     if values.dtype != torch.float32 or not values.is_contiguous():
         return math.nan
-    flat = values.detach().reshape(-1)
-    return float(torch.dot(flat, flat).item())
+    pieces = values.detach().reshape(-1).split(DOT_PIECE)
+    return float(sum(torch.dot(piece, piece).item() for piece in pieces))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

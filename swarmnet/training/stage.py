@@ -377,7 +377,7 @@ class TorchStage:
         assert self._ahead is not None
         assert not self._staged, "parameters were put aside while a round was open ahead"
         (round_index, coming), self._ahead = self._ahead, None
-        self._spare, self._present = self._present, coming
+        self._spare, self._present, self._swapped = self._present, coming, None
         self._parameters, self._gradients = coming.parameters, coming.gradients
         self._keep_only(lambda key: key[0] == round_index)
         self._show(coming)

@@ -117,8 +117,9 @@ def sealed_part_frames(
     kind: int, call_id: int, arrays: tuple[Array, ...]
 ) -> Iterator[tuple[bytes, memoryview]]:
     """The same for a stream that is encrypted by this process, as header and payload. TLS takes
-    the bytes when they are written, whatever becomes of the array later: none is copied. And it
-    finds every changed bit itself, so that the checksum is of the header alone."""
+    the bytes when they are written, whatever becomes of the array later: none is copied. (A peer
+    can delay that, by half a TLS message of its own; what it spoils is sent to itself.) And TLS
+    finds every changed bit, so that the checksum is of the header alone."""
     for flagged, payload in _cut(kind, arrays):
         yield frame_header(flagged, call_id, b"", payload, is_sealed=True), payload
 

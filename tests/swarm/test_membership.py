@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol import progress
+from swarmnet.protocol.assignment import propose_move
 from swarmnet.protocol.records import ACTIVE, LEAVING
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S
@@ -331,13 +332,19 @@ def test_a_stage_is_filled_though_the_first_in_line_is_bound_to_its_own(
     spec = tiny_spec(tmp_path, num_stages=2, rounds=12)
 
     async def scenario(swarm: Swarm) -> None:
-        for name, stage in (("bound", 1 - lonely), ("free", 1 - lonely), ("victim", lonely)):
-            swarm.start(name, stage=stage)
+        swarm.start("victim", stage=lonely)
+        peers = [swarm.start(name, stage=1 - lonely) for name in ("one", "other")]
         await swarm.until_round(3)
-        swarm.members["free"].peer.wanted_stage = None
         swarm.kill("victim")
+        now = asyncio.get_running_loop().time
+        view = peers[0].view
+        await swarm.until(lambda: propose_move(view, 2, now(), margin=0.15) is not None)
+        named = propose_move(view, 2, now(), margin=0.15)
+        assert named is not None
+        (free,) = (p for p in peers if p.gossip.own.peer_id != named.peer_id)
+        free.wanted_stage = None
         await swarm.until_round(12, 900.0)
-        assert swarm.members["free"].peer.gossip.own.stage == lonely
+        assert free.gossip.own.stage == lonely
         assert swarm.total("moved") == 1
 
     in_virtual_time(scenario, spec, limits=Limits())

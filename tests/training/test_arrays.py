@@ -81,6 +81,13 @@ def test_sums_of_squares_hold_over_the_whole_range(scale: float, dtype: torch.dt
     assert sum_of_squares(torch.zeros(3)) == 0.0
 
 
+def test_sums_of_squares_of_long_tensors_are_as_good_as_those_of_short_ones() -> None:
+    rng = torch.Generator().manual_seed(2)
+    for values in (torch.full((3_000_001,), 0.1), torch.randn(3_000_001, generator=rng)):
+        exact = values.double().square().sum().item()
+        assert sum_of_squares(values) == pytest.approx(exact, rel=2e-5)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
