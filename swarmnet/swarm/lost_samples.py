@@ -95,7 +95,8 @@ class LostSamples:
             del self._counted[q]
         if averaged is None or not known or not self._tells(window, now):
             return
-        lost = round(samples * max(0, tokens - averaged) / tokens) if tokens else 0
+        tokens = max(tokens, averaged)  # what is averaged was counted: a record has yet to come
+        lost = round(samples * (tokens - averaged) / tokens) if tokens else 0
         self.on_loss(Loss(r, self.replica.index, tokens, averaged, lost))
         if lost:
             self.gossip.add_total("samples_lost", lost)
