@@ -33,6 +33,7 @@ LARGEST_FLOAT = torch.finfo(torch.float32).max
 SMALLEST_DOT = 1e-24
 """Below it squares of fp32 numbers may have become zero."""
 DOT_PIECE = 1 << 16
+"""Elements: in a longer sum in fp32 small squares get lost beside what has added up."""
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
@@ -104,8 +105,7 @@ def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
 
 
 def _dot(values: Tensor) -> float:
-    """Sum of squares, one quick pass, in fp32 arithmetic within pieces that are short enough for a
-    precision of about 1e-5; NaN where there is no such pass."""
+    """Sum of squares, one quick pass, to about 1e-5; NaN where there is no such pass."""
     if values.dtype != torch.float32 or not values.is_contiguous():
         return math.nan
     pieces = values.detach().reshape(-1).split(DOT_PIECE)

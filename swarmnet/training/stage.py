@@ -601,9 +601,8 @@ class TorchStage:
         grad = torch.zeros_like(kept.inputs) if grad is None else grad
         grad = grad.float() / kept.scale if kept.scale != 1.0 else grad.float()
         grad = self._copies.to_host(grad).wait()
-        if not is_finite(
-            grad, LARGEST_VALUE
-        ):  # the parameters themselves are to blame, not who sent
+        # Where not, the parameters themselves are to blame, not who sent.
+        if not is_finite(grad, LARGEST_VALUE):
             raise RemoteError(f"the gradient at stage {self.stage_index} is not finite")
         return from_tensor(grad)
 
