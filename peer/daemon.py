@@ -36,6 +36,7 @@ from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
 from peer.ranks import build_ranked_stage, choose_devices, open_ranks, until_over
 from peer.ready import write_ready_file
 from peer.seats import SeatCount, Seats, seat_dir
+from peer.speed import expected_stage_s
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
@@ -163,6 +164,7 @@ def build_machine(
     from swarmnet.training.data import open_data
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
     from swarmnet.training.local_steps import build_local_steps, build_optimizer
+    from swarmnet.training.models.registry import model_plan, stage_costs
     from swarmnet.training.stage import build_stage
     from swarmnet.training.store import open_store
 
@@ -202,7 +204,31 @@ def build_machine(
         return replace(
             beside, build=build, device=own, data=None, disk=disk, build_local=build_local
         )
-    return Machine(build, DeviceThread(), WorkerThread(), data, disk, build_local, free=free_memory)
+    costs = stage_costs(model_plan(spec), spec.pipeline.num_stages)
+
+    def measure() -> float:
+        if group is not None:  # one rank says nothing of all
+            return 0.0
+        return expected_stage_s(
+            spec,
+            costs,
+            options.state_dir,
+            device=devices[0],
+            precision=options.precision,
+            num_threads=options.threads,
+        )
+
+    return Machine(
+        build,
+        DeviceThread(),
+        WorkerThread(),
+        data,
+        disk,
+        build_local,
+        free=free_memory,
+        measure=measure,
+        stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
+    )
 
 
 def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:

@@ -4,13 +4,10 @@ work on one device and leave together."""
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +18,10 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 
 if TYPE_CHECKING:
-    from swarmnet.training.computing import Computing
+    pass
 
 log = logging.getLogger("swarmnet.peer")
 
-SPEED_FILE = "speed.json"
-"""In the state folder: what the self-benchmark measured."""
-WARM_PASSES, TIMED_PASSES = 1, 3
 SEAT_FOLDER = "seat-"
 IN_FLIGHT = 4
 """Microbatches of which a stage keeps the graph, as a guess where the run names no number."""
@@ -194,9 +188,8 @@ class SeatCount:
         in_flight = spec.pipeline.max_in_flight or IN_FLIGHT
         precision = PRECISIONS[choose_precision(spec, self.options.precision, self.device)]
         rows = plan_memory(spec, num_replicas=1, in_flight=in_flight, precision=precision)
-        layer_s = await asyncio.to_thread(measured_layer_s, spec, self.options, self.device)
-        num_layers = spec.model.num_hidden_layers / spec.pipeline.num_stages
-        speed = spec.pipeline.microbatch / (layer_s * num_layers) if layer_s else 0.0
+        stage_s = await asyncio.to_thread(self.first.machine.measure)
+        speed = spec.pipeline.microbatch / stage_s if stage_s else 0.0
         room = room_for([row.total for row in rows], self.free_bytes, speed, rates)
         why = describe_room(room, rows[0].total, self.free_bytes, speed)
         kept = 0 if self.last else await asyncio.to_thread(self._seats_before)
@@ -224,58 +217,3 @@ def describe_room(room: Room, stage_bytes: float, free_bytes: float, samples_per
         f"room for {room.by_memory} ({stage_bytes / GB:.2f} GB each of {free_bytes / GB:.1f} GB "
         f"free), {speed} (fast enough for {room.by_speed}){nobody}"
     )
-
-
-def measured_layer_s(spec: RunSpec, options: PeerOptions, device: str = "cpu") -> float:
-    """Seconds that this machine takes for forward and backward of one decoder layer and microbatch,
-    measured once and kept in the state folder; 0 for a custom model, whose layers nobody knows.
-    Blocks."""
-    import torch
-
-    if spec.model.kind != "llama":
-        return 0.0
-    from swarmnet.training.computing import Computing, choose_precision
-
-    computing = Computing(choose_precision(spec, options.precision, device))
-    how = f"{torch.__version__}|{options.threads}|{device}|{computing.precision}"
-    what = f"{spec.model}|{spec.pipeline.microbatch}|{how}"
-    key = sha256(what.encode()).hexdigest()[:16]
-    path = options.state_dir / SPEED_FILE
-    try:
-        kept = json.loads(path.read_text())
-        if kept["key"] == key and 0 < float(kept["layer_s"]) < float("inf"):
-            return float(kept["layer_s"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # never measured, or something else was
-    layer_s = _measure_layer_s(spec, computing, device)
-    try:
-        beside = path.with_name(f".{path.name}")
-        beside.write_text(json.dumps({"key": key, "layer_s": layer_s}) + "\n")
-        beside.replace(path)
-    except OSError as e:
-        log.warning("the measured speed cannot be kept in %s: %s", path, e.strerror)
-    return layer_s
-
-
-def _measure_layer_s(spec: RunSpec, computing: Computing, device: str) -> float:
-    """The middle of a pipeline of three stages, one decoder layer each."""
-    import torch
-
-    from swarmnet.training.arrays import from_tensor
-    from swarmnet.training.stage import build_stage
-
-    model = spec.model.model_copy(update={"num_hidden_layers": 3, "vocab_size": 256})
-    pipeline = spec.pipeline.model_copy(update={"num_stages": 3, "layers": ()})
-    spec = spec.model_copy(update={"model": model, "pipeline": pipeline})
-    stage = build_stage(spec, 1, device=device, computing=computing)
-    shape = (spec.pipeline.microbatch, model.max_position_embeddings, model.hidden_size)
-    inputs = from_tensor(torch.randn(shape))
-    best = float("inf")
-    for i in range(WARM_PASSES + TIMED_PASSES):
-        start_s = time.perf_counter()
-        outputs = stage.forward((0, i), inputs)
-        stage.backward((0, i), outputs)
-        if i >= WARM_PASSES:
-            best = min(best, time.perf_counter() - start_s)
-        stage.forget((0, i))
-    return best

@@ -9,7 +9,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Protocol
 
-from swarmnet.protocol.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.seats import machine_of, stages_beside
 from swarmnet.protocol.view import View
 
@@ -105,6 +105,49 @@ def choose_stage(
     rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
     least = min(rates[k] for k in stages)
     return rng.choice(_next_to(beside, [k for k in stages if rates[k] <= least]))
+
+
+def settle(
+    view: View,
+    num_stages: int,
+    now: float,
+    chosen: int,
+    before: Collection[str],
+    *,
+    costs: Sequence[float] | None = None,
+    allowed: Sequence[int] | None = None,
+) -> int:
+    """The stage to which a newcomer goes that chose one a moment ago, when others may have chosen
+    as well: the same one, or another. `before`: who was on the way to some stage, or there, when it
+    chose.
+
+    Everybody who came since is placed in the order of ids: in the stage of its choice, unless that
+    has more by then than the poorest by more than half of what the newcomer adds, else in the
+    poorest. Peers with equal views find the same places for all of them."""
+    costs = _checked_costs(costs, num_stages)
+    staff = staff_of(view, num_stages, now, costs=costs, moves_count_from=LEAVING)
+    default_speed = _typical_device_speed(staff, costs)
+    own = view.own_peer_id
+    rates = [0.0] * num_stages
+    newcomers: list[tuple[str, int, Record]] = []
+    for k, records in enumerate(staff):
+        for r in records:
+            if r.peer_id == own or (r.state == JOINING and r.peer_id not in before):
+                newcomers.append((r.peer_id, k, r))
+            else:
+                rates[k] += _rate(r, costs[k], default_speed)
+    beside = stages_beside(view, own, num_stages, now)
+    mine = range(num_stages) if allowed is None else allowed
+    mine = [k for k in mine if k not in beside] or mine
+    for peer_id, stage, record in sorted(newcomers, key=lambda n: n[0]):
+        rate = _rate(record, costs[stage], default_speed)
+        stages = mine if peer_id == own else range(num_stages)
+        poorest = min(stages, key=lambda k: (rates[k], k))
+        place = stage if rates[stage] - rates[poorest] <= rate / 2 else poorest
+        if peer_id == own:
+            return place
+        rates[place] += rate * costs[stage] / costs[place]
+    return chosen
 
 
 def _next_to(beside: frozenset[int], stages: list[int]) -> list[int]:
@@ -231,6 +274,19 @@ class Assigner(Protocol):
     ) -> int:
         """The stage of a newcomer."""
 
+    def settle(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        chosen: int,
+        before: Collection[str],
+        *,
+        costs: Sequence[float] | None = None,
+        allowed: Sequence[int] | None = None,
+    ) -> int:
+        """The same a moment later, when others may have come too."""
+
     def propose(
         self,
         view: View,
@@ -256,9 +312,10 @@ class Assigner(Protocol):
 
 
 class Adaptive:
-    """`choose_stage`, `propose_move` and `is_worth_it`."""
+    """`choose_stage`, `settle`, `propose_move` and `is_worth_it`."""
 
     choose = staticmethod(choose_stage)
+    settle = staticmethod(settle)
     propose = staticmethod(propose_move)
     confirm = staticmethod(is_worth_it)
 

@@ -116,7 +116,8 @@ class Record:
     counts: tuple[RoundCount, ...] = ()
     """Of the newest `KEPT_ROUNDS` rounds that it fed, oldest first."""
     samples_per_s: float = 0.0
-    """What its device could do of this stage, forward and backward, were it never idle."""
+    """What its device could do of this stage, forward and backward, were it never idle: measured,
+    before that as it expects of itself, 0 while unknown."""
     queue_length: int = 0
     upload_bytes_per_s: float = 0.0
     """Measured; 0 while unknown."""

@@ -11,7 +11,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from swarmnet.protocol.assignment import Adaptive, Assigner, Move, choose_stage, staff_of
+from swarmnet.protocol.assignment import (
+    Adaptive,
+    Assigner,
+    Move,
+    choose_stage,
+    settle,
+    staff_of,
+)
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.view import View
 from swarmnet.swarm.settings import Limits
@@ -51,6 +58,19 @@ class StaticAssignment:
     ) -> int:
         stages = range(num_stages) if allowed is None else allowed
         return rng.choice([k for k in stages if not view.members(k, now)] or stages)
+
+    def settle(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        chosen: int,
+        before: Collection[str],
+        *,
+        costs: Sequence[float] | None = None,
+        allowed: Sequence[int] | None = None,
+    ) -> int:
+        return chosen
 
     def propose(
         self,
@@ -92,6 +112,8 @@ class SwarmRebalancing:
         allowed: Sequence[int] | None = None,
     ) -> int:
         return choose_stage(view, num_stages, now, rng, costs=costs, allowed=allowed)
+
+    settle = staticmethod(settle)
 
     def propose(
         self,

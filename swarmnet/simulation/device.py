@@ -24,6 +24,7 @@ class _Job:
     check: Check | None
     result: asyncio.Future[Any]
     seat: SyntheticSeat | None = None
+    took_s: float = 0.0
 
 
 class SyntheticDevice:
@@ -68,6 +69,17 @@ class SyntheticDevice:
         check: Check | None = None,
         seat: SyntheticSeat | None = None,
     ) -> T:
+        """Raises as `timed`."""
+        return (await self.timed(kind, work, turn, check, seat))[0]
+
+    async def timed(
+        self,
+        kind: str,
+        work: Callable[[], T],
+        turn: int = 0,
+        check: Check | None = None,
+        seat: SyntheticSeat | None = None,
+    ) -> tuple[T, float]:
         """Raises `Busy` when the queue is full and `RuntimeError` when closed, else what `work`
         raises."""
         if self._closed:
@@ -83,7 +95,7 @@ class SyntheticDevice:
         if self._running is None:
             self._start_next()
         try:
-            return await result
+            return await result, job.took_s
         except asyncio.CancelledError:
             self._heap = [entry for entry in self._heap if entry[3] is not job]
             heapq.heapify(self._heap)
@@ -116,10 +128,10 @@ class SyntheticDevice:
         return None
 
     def _finish(self, job: _Job) -> None:
-        took_s = asyncio.get_running_loop().time() - self._started_at
-        self._busy_s += took_s
+        job.took_s = asyncio.get_running_loop().time() - self._started_at
+        self._busy_s += job.took_s
         if job.seat is not None:
-            job.seat.busy_s += took_s
+            job.seat.busy_s += job.took_s
         if _is_wanted(job):  # the work is done only now: of what has changed meanwhile it must know
             try:
                 value = _beside_the_loop(job.work)
@@ -170,6 +182,12 @@ class SyntheticSeat:
     ) -> T:
         """Raises as `SyntheticDevice.run`."""
         return await self._device.run(kind, work, turn, check, self)
+
+    async def timed(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> tuple[T, float]:
+        """Raises as `SyntheticDevice.timed`."""
+        return await self._device.timed(kind, work, turn, check, self)
 
     def seat(self) -> SyntheticSeat:
         """As the port says."""

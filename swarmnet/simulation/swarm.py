@@ -32,6 +32,8 @@ from swarmnet.swarm.ports import BACKWARD, FORWARD, Optimizer, Stage, StepKey
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.transport.memory import MemoryHub
 
+BENCHMARK_SIGMA = 0.2
+"""Of the logarithm: by how much machines misjudge their speed before they have served."""
 FORWARD_PART = 1 / 3
 """Of a microbatch's device time."""
 OTHER_S = 0.001
@@ -63,6 +65,8 @@ class Host:
     name: str
     speed: float
     link: Link
+    benchmark_s: float
+    """What its own benchmark finds, of the middle machine's seconds."""
     incarnation: int = 0
     life: asyncio.Task[None] | None = None
     frozen_until: float = 0.0
@@ -248,7 +252,8 @@ class Simulation:
         half = scenario.speed_ratio**0.5
         speed = half ** rng.uniform(-1.0, 1.0)
         link = home_link(rng) if scenario.home_links else scenario.link
-        host = self.hosts[name] = Host(name, speed, link)
+        benchmark_s = rng.lognormvariate(0.0, BENCHMARK_SIGMA) / speed
+        host = self.hosts[name] = Host(name, speed, link, benchmark_s)
         self.network.add(name, link)
         return host
 
@@ -281,6 +286,7 @@ class Simulation:
                 InlineWorker(),
                 SyntheticData(scenario.samples_per_microbatch),
                 build_local=build_local,
+                measure=lambda: host.benchmark_s * scenario.service_s,
             ),
             rng=self._rng(f"peer {name} {incarnation}"),
             limits=limits_for(scenario.assignment, scenario.rebalance_every_s, scenario.limits),

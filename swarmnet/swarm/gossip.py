@@ -283,7 +283,7 @@ class Gossip:
             live = sorted({*live, *self.transport.connected()} - {own})
         if len(live) <= PUSH_FANOUT:
             return live
-        first = [p for p in feeders(self.view, now)[: fanout // 2 + 1] if p != own][: fanout // 2]
+        first = self._first_to_hear(fanout)
         drawn = self.rng.sample(live, fanout)
         return [*first, *(p for p in drawn if p not in first)][:fanout]
 
@@ -294,6 +294,19 @@ class Gossip:
         self._push()
 
     # ---- exchange ---------------------------------------------------------------------------
+
+    async def catch_up(self) -> None:
+        """Hears what was urgent in the last moments: in a large swarm from one of those who are
+        told all of that. In a small one everybody is."""
+        told = self._first_to_hear(PUSH_FANOUT)
+        if told and not self.is_small:
+            await self.exchange(self.rng.choice(told))
+
+    def _first_to_hear(self, fanout: int) -> list[str]:
+        """To whom urgent news goes in any case: the first of the feeders."""
+        now = asyncio.get_running_loop().time()
+        others = [p for p in feeders(self.view, now)[: fanout // 2 + 1] if p != self.own.peer_id]
+        return others[: fanout // 2]
 
     async def run(self) -> None:
         """Gossips until cancelled."""

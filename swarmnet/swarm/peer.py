@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from swarmnet.admission import OPEN, Admission
@@ -27,6 +28,7 @@ from swarmnet.protocol.records import (
     OBSERVER_STAGE,
     OBSERVING,
     Record,
+    Restorable,
 )
 from swarmnet.protocol.seats import stages_beside
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
@@ -113,6 +115,11 @@ class Machine:
     share one device."""
     free: Callable[[], None] = lambda: None
     """Gives memory that is not used any more back to the machine; runs on the worker."""
+    measure: Callable[[], float] = lambda: 0.0
+    """Device seconds that a microbatch is likely to take in a stage of middle cost, before any was
+    served; 0 where nobody knows. Runs on the worker."""
+    stage_costs: tuple[float, ...] | None = None
+    """Of each stage, in any unit; None where all are alike."""
 
 
 @dataclass
@@ -143,7 +150,6 @@ class Peer:
     gossip_settings: GossipSettings = field(default_factory=GossipSettings)
     wanted_stage: int | None = None
     feeds: bool = True
-    stage_costs: tuple[float, ...] | None = None
     admission: Admission = OPEN
     assigner: assignment.Assigner = field(default_factory=assignment.Adaptive)
     on_round: OnRound = lambda round_index, ids: None
@@ -212,6 +218,8 @@ class Peer:
         self._tasks = Tasks("peer")
         self._stopping = asyncio.Event()
         self._busy_s = 0.0
+        self._expected_s = 0.0
+        """Device seconds of a microbatch in a stage of middle cost; 0: unknown."""
         self._has_served = False
         self.transport.handle("spec", self._on_spec)
         self.probes = Probes(self.transport, self.gossip)
@@ -249,6 +257,8 @@ class Peer:
 
     async def _serve_stages(self) -> None:
         """Takes the stage that needs this peer most, then others; returns when it must pause."""
+        if not self._expected_s:
+            self._expected_s = await self.machine.worker.run(self.machine.measure)
         target: int | None = await self._claim_stage()
         while target is not None:
             stage_index = target
@@ -295,35 +305,59 @@ class Peer:
         allowed = self._stages_that_fit()
         if wanted is not None and (wanted in allowed or self.wanted_stage is not None):
             offers = self.recovery.offers(wanted)
-            self.gossip.update(state=JOINING, stage=wanted, restorable=offers, urgent=True)
+            self._say_joining(wanted, offers)
             return wanted
+        await self.gossip.catch_up()
+        present = {r.peer_id for r in self.view.live(loop.time()) if r.stage != OBSERVER_STAGE}
+        chosen = self.assigner.choose(
+            self.view,
+            num_stages,
+            loop.time(),
+            self.rng,
+            costs=self.machine.stage_costs,
+            allowed=allowed,
+        )
         for _ in range(MAX_CLAIMS):
-            chosen = self.assigner.choose(
+            self._say_joining(chosen, self.recovery.offers(chosen))
+            await asyncio.sleep(CLAIM_S)
+            await self.gossip.catch_up()
+            better = self.assigner.settle(
                 self.view,
                 num_stages,
                 loop.time(),
-                self.rng,
-                costs=self.stage_costs,
+                chosen,
+                present,
+                costs=self.machine.stage_costs,
                 allowed=allowed,
             )
-            own = self.gossip.own.peer_id
-            before = {m.peer_id for m in self.view.members(chosen, loop.time())} - {own}
-            offers = self.recovery.offers(chosen)
-            self.gossip.update(state=JOINING, stage=chosen, restorable=offers, urgent=True)
-            await asyncio.sleep(CLAIM_S)
-            if not self._gives_way(chosen, before):
+            if better == chosen:
                 return chosen
+            chosen = better
+        self._say_joining(chosen, self.recovery.offers(chosen))
         return chosen
 
-    def _gives_way(self, chosen: int, before: set[str]) -> bool:
-        """Others chose the same stage meanwhile, which makes it richer than another one needs to be
-        poor: as many of them as are too many give way, those with the highest ids."""
-        now = asyncio.get_running_loop().time()
-        own = self.gossip.own.peer_id
-        members = [self.view.members(k, now) for k in range(self.settings.num_stages)]
-        too_many = len(members[chosen]) - 1 - min(len(m) for m in members)
-        rivals = sorted(m.peer_id for m in members[chosen] if m.peer_id not in before)
-        return too_many > 0 and len(rivals) > 1 and own in rivals[-too_many:]
+    def _say_joining(self, stage_index: int, offers: tuple[Restorable, ...]) -> None:
+        """Says that it comes to a stage, and how fast it is likely to be: those who come at the
+        same time go elsewhere."""
+        self.gossip.update(
+            state=JOINING,
+            stage=stage_index,
+            restorable=offers,
+            samples_per_s=self._expected_rate(stage_index),
+            urgent=True,
+        )
+
+    def _expected_rate(self, stage_index: int) -> float:
+        """Samples/s of this stage beside those that the machine serves; 0 while unknown."""
+        if not self._expected_s:
+            return 0.0
+        own_s = self._expected_s * self._relative_cost(stage_index)
+        return self.settings.samples_per_microbatch / (own_s + sum(self.machine.services.values()))
+
+    def _relative_cost(self, stage_index: int) -> float:
+        """Of a stage, over that of a middle one."""
+        costs = self.machine.stage_costs
+        return costs[stage_index] / fmean(costs) if costs else 1.0
 
     # ---- serving ----------------------------------------------------------------------------
 
@@ -354,13 +388,15 @@ class Peer:
         if target is None:
             return None
         self.gossip.add_total("moved")
+        if replica.service_s:
+            self._expected_s = replica.service_s / self._relative_cost(replica.index)
         self.gossip.update(
             state=JOINING,
             stage=target,
             moving_to=OBSERVER_STAGE,
             digests=b"",
             holds=b"",
-            samples_per_s=0.0,
+            samples_per_s=self._expected_rate(target),
             urgent=True,
         )
         return target
@@ -386,7 +422,7 @@ class Peer:
                 self.settings.num_stages,
                 loop.time(),
                 margin=self.limits.move_margin,
-                costs=self.stage_costs,
+                costs=self.machine.stage_costs,
                 without=passed_over.peers,
             )
             passed_over.heard(move)
@@ -411,7 +447,11 @@ class Peer:
         """Serves on until little is lost by going, then hands over; False where that did not come
         about. Others know meanwhile who is coming to them."""
         self.gossip.update(moving_to=move.target, urgent=True)
-        loop, stages, costs = asyncio.get_running_loop(), self.settings.num_stages, self.stage_costs
+        loop, stages, costs = (
+            asyncio.get_running_loop(),
+            self.settings.num_stages,
+            self.machine.stage_costs,
+        )
         try:
             async with asyncio.timeout(MOVE_S):
                 if not self._is_uncovered(move) and not await self._until_free_to_move(replica):
@@ -689,11 +729,12 @@ class Peer:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
 
     def _rate(self, replica: Replica) -> float:
-        """Samples/s that the device could do of this stage, or the uplink carry; 0 while
-        unknown."""
+        """Samples/s that the device could do of this stage, or the uplink carry: as measured, else
+        as expected; 0 while unknown."""
         services = self.machine.services
-        services[replica.index] = replica.service_s
-        if not replica.service_s:
+        expected_s = self._expected_s * self._relative_cost(replica.index)
+        services[replica.index] = replica.service_s or expected_s
+        if not services[replica.index]:
             return 0.0
         link_s = self.transport.traffic.upload_s(replica.sent_bytes)
         return self.settings.samples_per_microbatch / max(sum(services.values()), link_s)

@@ -57,6 +57,11 @@ class Device(Protocol):
         work that has not started removes it; work that has started finishes. `check` is called
         when its turn has come: what that raises is raised, and the work is not begun."""
 
+    async def timed(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> tuple[T, float]:
+        """The same, and the seconds that the device worked for it."""
+
     def seat(self) -> Device:
         """The same device, for one of several who work on it: with a `busy_s` of its own work."""
 

@@ -178,16 +178,21 @@ class Replica:
         """Microbatches of the round come too late here."""
         return round_index < self.round or (round_index == self.round and self.closed)
 
-    async def run(self, kind: str, key: StepKey, work: Callable[[], T], check: Check) -> T:
+    async def run(
+        self, kind: str, key: StepKey, part: float, work: Callable[[], T], check: Check
+    ) -> T:
         """Runs device work of a microbatch, unless its round closed meanwhile (`Stale`), or `check`
-        raises."""
+        raises; and learns how long such work takes. `part`: of all work for the microbatch."""
 
         def still_wanted() -> None:
             check()
             if not self.takes(key[0]):
                 raise Stale(f"round {key[0]} is closed here", round=self.round)
 
-        return await self.device.run(kind, work, key[0], still_wanted)
+        value, took_s = await self.device.timed(kind, work, key[0], still_wanted)
+        self.service.add(took_s, part)
+        self.services.add(took_s / part)
+        return value
 
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""

@@ -128,7 +128,7 @@ class StepService:
         self.gossip.on_record(self._maybe_left)
         # One caller never has all places: others get through whatever it does.
         self._places = Reservations(max(1, self.limits.max_waiting_forwards - 1))
-        self._measured_busy_s = self._passage_s = 0.0
+        self._passage_s = 0.0
         self._announced_s = 0.0
 
     async def close(self) -> None:
@@ -295,9 +295,9 @@ class StepService:
     ) -> tuple[StepReply, Array | None]:
         stage = replica.stage
         result: LossResult = await replica.run(
-            FORWARD, key, lambda: stage.forward_backward(key, inputs, targets), flight.check
+            FORWARD, key, 1.0, lambda: stage.forward_backward(key, inputs, targets), flight.check
         )
-        self._measure(replica, 1.0)
+        self._announce(replica)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
         replica.sent_bytes = 0 if result.grad_inputs is None else result.grad_inputs.num_bytes
         return reply, result.grad_inputs
@@ -308,10 +308,12 @@ class StepService:
         """Forward, the following stages, backward."""
         key = (step.round, step.microbatch_id)
         stage = replica.stage
-        outputs = await replica.run(FORWARD, key, lambda: stage.forward(key, inputs), flight.check)
+        outputs = await replica.run(
+            FORWARD, key, FORWARD_PART, lambda: stage.forward(key, inputs), flight.check
+        )
         if not replica.sent_bytes:  # the gradient for the stage before is as large as its inputs
             replica.sent_bytes = outputs.num_bytes + (inputs.num_bytes if replica.index else 0)
-        self._measure(replica, FORWARD_PART)
+        self._announce(replica)
 
         def on_path(path: tuple[str, ...]) -> None:
             flight = self._flights.get(key)
@@ -351,6 +353,7 @@ class StepService:
                 grad_inputs = await replica.run(
                     BACKWARD,
                     key,
+                    BACKWARD_PART,
                     lambda grads=grads: stage.backward(key, grads),  # type: ignore[misc]
                     flight.check,
                 )
@@ -360,7 +363,7 @@ class StepService:
                 if attempt + 1 == self.limits.max_attempts:
                     raise
                 continue
-            self._measure(replica, BACKWARD_PART)
+            self._announce(replica)
             reply = passed.reply
             sent = (outputs, grad_inputs)
             replica.sent_bytes = sum(a.num_bytes for a in sent if a is not None)
@@ -388,13 +391,8 @@ class StepService:
         record = view.get(feeder)
         return view.is_suspected(feeder) or (record is not None and record.state == LEFT)
 
-    def _measure(self, replica: Replica, part: float) -> None:
-        """A piece of a microbatch is done: how long that took by the device's clock, for which
-        waiting for others is no work."""
-        busy_s = replica.device.busy_s
-        piece_s, self._measured_busy_s = busy_s - self._measured_busy_s, busy_s
-        replica.service.add(piece_s, part)
-        replica.services.add(piece_s / part)
+    def _announce(self, replica: Replica) -> None:
+        """A piece of a microbatch is done: says how long they take, where that has changed."""
         changed = abs(replica.service_s - self._announced_s) > ANNOUNCE_CHANGE * self._announced_s
         if changed and replica.service_s:
             self._announced_s = replica.service_s

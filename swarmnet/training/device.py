@@ -44,6 +44,7 @@ class _Item:
     future: asyncio.Future[Any]
     seat: DeviceSeat | None = None
     has_started: bool = False
+    worked_s: float = 0.0
 
 
 class _WorkThread:
@@ -63,6 +64,11 @@ class _WorkThread:
     async def run(
         self, priority: tuple[int, ...], work: Callable[[], T], seat: DeviceSeat | None = None
     ) -> T:
+        return (await self.timed(priority, work, seat))[0]
+
+    async def timed(
+        self, priority: tuple[int, ...], work: Callable[[], T], seat: DeviceSeat | None = None
+    ) -> tuple[T, float]:
         loop = asyncio.get_running_loop()
         item = _Item(work, loop, loop.create_future(), seat)
         with self._condition:
@@ -75,7 +81,7 @@ class _WorkThread:
             self.num_waiting += 1
             self._condition.notify()
         try:
-            return await item.future
+            return await item.future, item.worked_s
         except asyncio.CancelledError:
             self._remove(item)
             raise
@@ -130,9 +136,10 @@ class _WorkThread:
         worked_s = time.perf_counter() - start_s
         pause_s = min(rest_s(worked_s, self.max_share), LONGEST_REST_S)
         # A device that must rest is slower: who measures its speed by this clock finds it so.
-        self.busy_s += worked_s + pause_s
+        item.worked_s = worked_s + pause_s
+        self.busy_s += item.worked_s
         if item.seat is not None:
-            item.seat.busy_s += worked_s + pause_s
+            item.seat.busy_s += item.worked_s
         with self._condition:
             self.num_waiting -= 1
         _deliver(item, result, error)
@@ -180,7 +187,13 @@ class DeviceThread:
     ) -> T:
         """As the port says. Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` once
         closed."""
-        return await self._thread.run((turn, PRIORITIES[kind]), _checked(work, check))
+        return (await self.timed(kind, work, turn, check))[0]
+
+    async def timed(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> tuple[T, float]:
+        """As the port says; raises as `run`."""
+        return await self._thread.timed((turn, PRIORITIES[kind]), _checked(work, check))
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -208,7 +221,13 @@ class DeviceSeat:
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> T:
         """Raises as `DeviceThread.run`."""
-        return await self._thread.run((turn, PRIORITIES[kind]), _checked(work, check), self)
+        return (await self.timed(kind, work, turn, check))[0]
+
+    async def timed(
+        self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
+    ) -> tuple[T, float]:
+        """As the port says; raises as `run`."""
+        return await self._thread.timed((turn, PRIORITIES[kind]), _checked(work, check), self)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""

@@ -18,6 +18,7 @@ from swarmnet.protocol.assignment import (
     is_worth_it,
     pays,
     propose_move,
+    settle,
     split_layers,
     staff_of,
 )
@@ -100,6 +101,57 @@ def test_newcomers_spread() -> None:
         stage = choose_stage(view, 4, 0.0, rng)
         view.merge(replica(f"p{i}", stage, state=JOINING), 0.0)
     assert [len(view.members(k, 0.0)) for k in range(4)] == [3, 3, 3, 3]
+
+
+def view_from(own: str, *found: Record) -> View:
+    view = View(own)
+    for r in found:
+        view.merge(r, 0.0)
+    return view
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 2.0, 5.0, 10.0]), min_size=1, max_size=12),
+    st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    st.lists(st.sampled_from([0.0, 4.0, 9.0]), min_size=3, max_size=3),
+)
+def test_newcomers_of_one_moment_settle_where_each_is_needed(
+    speeds: list[float], choices: list[int], there: list[float]
+) -> None:
+    old = [replica(f"old{k}", k, rate) for k, rate in enumerate(there) if rate]
+    new = [
+        replica(f"new{i:02}", choices[i], speed, state=JOINING) for i, speed in enumerate(speeds)
+    ]
+    present = {r.peer_id for r in old}
+    places = [settle(view_from(r.peer_id, *old, *new), 3, 0.0, r.stage, present) for r in new]
+    rates = list(there)
+    for place, speed in zip(places, speeds, strict=True):
+        rates[place] += speed
+    least = min(range(3), key=lambda k: rates[k])
+    for r, place in zip(new, places, strict=True):  # nobody's stage is too rich by all of it
+        later = sum(
+            s for o, p, s in zip(new, places, speeds, strict=True)
+            if p == place and o.peer_id > r.peer_id
+        )  # fmt: skip
+        assert rates[place] - later - r.samples_per_s <= rates[least] + r.samples_per_s / 2
+    # Who has gone there stays, unless others went too, and nobody is sent to and fro.
+    moved = [replace(r, stage=place) for r, place in zip(new, places, strict=True)]
+    for r in moved:
+        assert settle(view_from(r.peer_id, *old, *moved), 3, 0.0, r.stage, present) == r.stage
+
+
+def test_who_came_alone_stays_where_it_chose() -> None:
+    old = [replica("a", 0, 5.0), replica("b", 1, 4.0), replica("c", 1, 3.0, state=JOINING)]
+    own = replica("me", 0, 4.0, state=JOINING)
+    view = view_of(*old, own)
+    assert settle(view, 2, 0.0, 0, {"a", "b", "c"}) == 0
+    rival = replica("bob", 0, 6.0, state=JOINING)
+    view = view_of(*old, own, rival)
+    assert settle(view, 2, 0.0, 0, {"a", "b", "c"}) == 1  # 11 and 7: bob is first
+    assert settle(view, 2, 0.0, 0, {"a", "b", "c"}, allowed=[0]) == 0
+    later = view_of(*old, own, replace(rival, peer_id="zoe"))
+    assert settle(later, 2, 0.0, 0, {"a", "b", "c"}) == 0  # zoe goes, for me comes first
+    assert settle(later, 2, 0.0, 0, {"a", "b", "c", "zoe"}) == 1  # unless she was there
 
 
 # -- feeders -----------------------------------------------------------------------------------

@@ -133,9 +133,10 @@ class Swarm:
         speed: float = 1.0,
         disk: Disk | None = None,
         beside: Peer | None = None,
+        is_measured: bool = False,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
-        machine, whose device it shares."""
+        machine, whose device it shares. `is_measured`: it knows its speed before it serves."""
 
         def work_s(kind: str) -> float:
             replica = peer.replica
@@ -151,6 +152,7 @@ class Swarm:
             data or self.data,
             disk,
             lambda built, optimizer: build_local_steps(self.spec, built, optimizer),
+            measure=lambda: (FORWARD_S + BACKWARD_S) / speed if is_measured else 0.0,
         )
         if beside is not None:
             theirs = beside.machine

@@ -31,6 +31,21 @@ def test_newcomers_spread_over_the_stages(tmp_path: Path) -> None:
     in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=3))
 
 
+def test_newcomers_that_know_their_speed_make_equally_fast_stages(tmp_path: Path) -> None:
+    """One machine is as fast as the six others together: they leave it alone."""
+    speeds = {"p0": 1.0, "p1": 6.0, "p2": 1.0, "p3": 1.0, "p4": 1.0, "p5": 1.0, "p6": 1.0}
+
+    async def scenario(swarm: Swarm) -> None:
+        for name, speed in speeds.items():
+            swarm.start(name, speed=speed, is_measured=True)
+        await swarm.until(lambda: all(m.peer.replica for m in swarm.members.values()))
+        stages = {name: m.peer.gossip.own.stage for name, m in swarm.members.items()}
+        assert [name for name, k in stages.items() if k == stages["p1"]] == ["p1"]
+        await swarm.until_round(2)
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2))
+
+
 def test_a_joiner_in_the_middle_downloads_its_stage_and_trains(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=16)
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peer import speed
+from swarmnet.spec import RunSpec
+from swarmnet.training.models.registry import model_plan, stage_costs
+from tests.training.specs import small_spec
+
+
+def expected(spec: RunSpec, folder: Path) -> float:
+    costs = stage_costs(model_plan(spec), spec.pipeline.num_stages)
+    return speed.expected_stage_s(
+        spec, costs, folder, device="cpu", precision="fp32", num_threads=1
+    )
+
+
+def test_a_machine_is_measured_once_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec()
+    first = expected(spec, tmp_path)
+    assert first > 0
+    measured = []
+    monkeypatch.setattr(speed, "_measure_layer_s", lambda *args: measured.append(args) or 1.0)
+    assert expected(spec, tmp_path) == first
+    assert not measured
+    wider = spec.model_copy(
+        update={"model": spec.model.model_copy(update={"intermediate_size": 512})}
+    )
+    assert expected(wider, tmp_path) > 0
+    assert len(measured) == 1
+    (tmp_path / speed.SPEED_FILE).write_text("[]")
+    assert expected(spec, tmp_path) > 0
+    assert len(measured) == 2
+
+
+def test_two_stages_take_half_of_one_each(tmp_path: Path) -> None:
+    spec = small_spec()
+    one = spec.model_copy(update={"pipeline": spec.pipeline.model_copy(update={"num_stages": 1})})
+    assert expected(one, tmp_path) == pytest.approx(
+        spec.pipeline.num_stages * expected(spec, tmp_path)
+    )
+
+
+def test_a_slow_machine_is_measured_by_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[float] = []
+
+    def clock() -> float:  # read before and after each pass
+        passes.append(3.0)
+        return sum(passes)
+
+    monkeypatch.setattr(speed.time, "perf_counter", clock)
+    assert expected(small_spec(), tmp_path) > 0
+    assert len(passes) == 2
+
+
+def test_what_cannot_be_measured_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> float:
+        raise RuntimeError("out of memory\nand a long story")
+
+    monkeypatch.setattr(speed, "_measure_layer_s", fail)
+    assert expected(small_spec(), tmp_path) == 0.0
+    assert caplog.messages == ["this machine's speed was not measured: out of memory"]
+    assert not (tmp_path / speed.SPEED_FILE).exists()
