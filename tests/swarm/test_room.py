@@ -13,6 +13,7 @@ from swarmnet.protocol.ledger import Ledger
 from swarmnet.protocol.reservations import RESERVED_S
 from swarmnet.protocol.routing import FIRST_DEADLINE_S
 from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.swarm.ports import OTHER
 from tests.swarm.one_replica import (
     CALLEE,
     SIZES,
@@ -264,5 +265,26 @@ def test_no_work_is_begun_for_a_feeder_that_is_gone() -> None:
             await near.step(4, feeder="far")
         assert (await near.step(5)).peer_id == CALLEE
         await asyncio.gather(*work, return_exceptions=True)
+
+    scenario(play)
+
+
+def test_other_work_of_the_device_does_not_make_its_microbatches_slow() -> None:
+    """Work for an exchange, and microbatches that nobody wants any more when they are done."""
+
+    async def play(pair: OneReplica) -> None:
+        near, gone = pair.caller("near", 1e9), pair.caller("gone", 1e9)
+        for n in range(6):
+            wanted = asyncio.create_task(near.step(n))
+            await asyncio.sleep(0.1)
+            unwanted = asyncio.create_task(gone.step(100 + n))
+            other = asyncio.create_task(pair.replica.device.run(OTHER, int, 0))
+            await wanted
+            await asyncio.sleep(WORK_S / 2)
+            pair.steps._feeder_lost("gone")  # in the middle of its microbatch
+            unwanted.cancel()
+            await asyncio.gather(unwanted, other, return_exceptions=True)
+        assert pair.replica.device.busy_s >= 3 * 6 * WORK_S
+        assert pair.replica.service_s == WORK_S
 
     scenario(play)

@@ -254,6 +254,9 @@ def test_seats_of_a_device_have_clocks_of_their_own() -> None:
         )
         assert other.busy_s >= 0.01
         assert device.busy_s == pytest.approx(one.busy_s + other.busy_s)
+        value, worked_s = await one.timed(FORWARD, lambda: time.sleep(0.01) or 7)  # type: ignore[func-returns-value]
+        assert value == 7
+        assert 0.01 <= worked_s < one.busy_s
         await one.close()  # not its to close
         assert await other.run(FORWARD, lambda: 5) == 5
         await device.close()
