@@ -92,17 +92,15 @@ def choose_stage(
     stage, in any unit; equal when not given. `allowed`: the stages to choose from, at least one;
     all when not given."""
     candidates = range(num_stages) if allowed is None else allowed
-    costs = _checked_costs(costs, num_stages)
-    staff = staff_of(
-        view, num_stages, now, without=view.own_peer_id, costs=costs, moves_count_from=LEAVING
+    staff = Staff(
+        view, num_stages, now, without=view.own_peer_id, costs=costs, only_who_leaves=True
     )
     beside = stages_beside(view, view.own_peer_id, num_stages, now)
     stages = [k for k in candidates if k not in beside] or list(candidates)
-    empty = [k for k in stages if not staff[k]]
+    empty = [k for k in stages if not staff.members[k]]
     if empty:
         return rng.choice(_next_to(beside, empty))
-    default_speed = _typical_device_speed(staff, costs)
-    rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
+    rates = staff.rates()
     least = min(rates[k] for k in stages)
     return rng.choice(_next_to(beside, [k for k in stages if rates[k] <= least]))
 
@@ -124,29 +122,26 @@ def settle(
     Everybody who came since is placed in the order of ids: in the stage of its choice, unless that
     has more by then than the poorest by more than half of what the newcomer adds, else in the
     poorest. Peers with equal views find the same places for all of them."""
-    costs = _checked_costs(costs, num_stages)
-    staff = staff_of(view, num_stages, now, costs=costs, moves_count_from=LEAVING)
-    default_speed = _typical_device_speed(staff, costs)
+    staff = Staff(view, num_stages, now, costs=costs, only_who_leaves=True)
     own = view.own_peer_id
     rates = [0.0] * num_stages
-    newcomers: list[tuple[str, int, Record]] = []
-    for k, records in enumerate(staff):
+    newcomers: list[tuple[str, int, float]] = []
+    for k, records in enumerate(staff.members):
         for r in records:
             if r.peer_id == own or (r.state == JOINING and r.peer_id not in before):
-                newcomers.append((r.peer_id, k, r))
+                newcomers.append((r.peer_id, k, staff.rate(r, k)))
             else:
-                rates[k] += _rate(r, costs[k], default_speed)
+                rates[k] += staff.rate(r, k)
     beside = stages_beside(view, own, num_stages, now)
     mine = range(num_stages) if allowed is None else allowed
     mine = [k for k in mine if k not in beside] or mine
-    for peer_id, stage, record in sorted(newcomers, key=lambda n: n[0]):
-        rate = _rate(record, costs[stage], default_speed)
+    for peer_id, stage, rate in sorted(newcomers):
         stages = mine if peer_id == own else range(num_stages)
         poorest = min(stages, key=lambda k: (rates[k], k))
         place = stage if rates[stage] - rates[poorest] <= rate / 2 else poorest
         if peer_id == own:
             return place
-        rates[place] += rate * costs[stage] / costs[place]
+        rates[place] += rate * staff.costs[stage] / staff.costs[place]
     return chosen
 
 
@@ -201,27 +196,25 @@ def propose_move(
 
     Hysteresis: `margin`, and `MoveGate`. Whose speed nobody knows yet moves only to a stage that
     has nobody. Only records decide, so peers with equal views name the same candidate."""
-    costs = _checked_costs(costs, num_stages)
-    staff = staff_of(view, num_stages, now, costs=costs)
-    default_speed = _typical_device_speed(staff, costs)
-    rates = [sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in range(num_stages)]
+    staff = Staff(view, num_stages, now, costs=costs)
+    rates, costs = staff.rates(), staff.costs
     target = min(range(num_stages), key=lambda k: (rates[k], k))
-    there = {machine_of(r.peer_id) for r in staff[target]}
+    there = {machine_of(r.peer_id) for r in staff.members[target]}
     best, best_after = None, rates[target]
     for source in range(num_stages):
-        active = [r for r in staff[source] if r.state == ACTIVE and not r.is_moving]
+        active = [r for r in staff.members[source] if r.state == ACTIVE and not r.is_moving]
         if source == target or len(active) < 2:
             continue
         for record in active:
-            if record.peer_id in without or (staff[target] and not record.samples_per_s):
+            if record.peer_id in without or (staff.members[target] and not record.samples_per_s):
                 continue
             if machine_of(record.peer_id) in there:
                 continue
-            rate = _rate(record, costs[source], default_speed)
+            rate = staff.rate(record, source)
             after = min(rates[source] - rate, rates[target] + rate * costs[source] / costs[target])
             gain = after / rates[target] - 1 if rates[target] > 0 else float("inf")
             most = rate * costs[source] / costs[target] / rates[target] if rates[target] else 0.0
-            is_large = min(len(staff[source]), len(staff[target])) >= MANY
+            is_large = min(len(staff.members[source]), len(staff.members[target])) >= MANY
             needed = min(margin, WORTH * most) if is_large else margin
             if gain >= needed and after > best_after:
                 best, best_after = Move(record.peer_id, source, target, gain), after
@@ -245,17 +238,11 @@ def is_worth_it(
 ) -> bool:
     """Whether a move that was decided a while ago still makes the poorer of its stages faster. It
     is in the records already: its peer says where it goes."""
-    costs = _checked_costs(costs, num_stages)
-    staff = staff_of(view, num_stages, now, costs=costs)
-    default_speed = _typical_device_speed(staff, costs)
-    source, target = (
-        sum(_rate(r, costs[k], default_speed) for r in staff[k]) for k in (move.source, move.target)
-    )
-    adds = sum(
-        _rate(r, costs[move.target], default_speed)
-        for r in staff[move.target]
-        if r.peer_id == move.peer_id
-    )
+    staff = Staff(view, num_stages, now, costs=costs)
+    rates = staff.rates()
+    source, target = rates[move.source], rates[move.target]
+    members = staff.members[move.target]
+    adds = sum(staff.rate(r, move.target) for r in members if r.peer_id == move.peer_id)
     return min(source, target) > target - adds
 
 
@@ -382,38 +369,43 @@ def _checked_costs(costs: Sequence[float] | None, num_stages: int) -> Sequence[f
     return costs
 
 
-def staff_of(
-    view: View,
-    num_stages: int,
-    now: float,
-    *,
-    without: str | None = None,
-    costs: Sequence[float] | None = None,
-    moves_count_from: str = ACTIVE,
-) -> list[list[Record]]:
-    """Per stage, who serves it or is on the way to it. Who is about to move is counted where it
-    goes, with the rate that it will have there: from the decision on, or when it is `LEAVING`."""
+class Staff:
+    """Per stage, who serves it or is on the way to it, and what they can do of it. Who is about to
+    move is counted where it goes, with the rate that it will have there: from the decision on, or
+    when it is `LEAVING`."""
 
-    def is_going(r: Record) -> bool:
-        return r.is_moving and (moves_count_from == ACTIVE or r.state == moves_count_from)
+    def __init__(
+        self,
+        view: View,
+        num_stages: int,
+        now: float,
+        *,
+        without: str | None = None,
+        costs: Sequence[float] | None = None,
+        only_who_leaves: bool = False,
+    ) -> None:
+        def is_going(r: Record) -> bool:
+            return r.is_moving and (r.state == LEAVING or not only_who_leaves)
 
-    costs = _checked_costs(costs, num_stages)
-    members = [[r for r in view.members(k, now) if r.peer_id != without] for k in range(num_stages)]
-    staff = [[r for r in rs if r.state != LEAVING and not is_going(r)] for rs in members]
-    for k, records in enumerate(members):
-        for r in records:
-            if is_going(r) and r.moving_to < num_stages:
-                rate = r.samples_per_s * costs[k] / costs[r.moving_to]
-                staff[r.moving_to].append(replace(r, samples_per_s=rate))
-    return staff
+        self.costs = _checked_costs(costs, num_stages)
+        here = [
+            [r for r in view.members(k, now) if r.peer_id != without] for k in range(num_stages)
+        ]
+        self.members = [[r for r in rs if r.state != LEAVING and not is_going(r)] for rs in here]
+        """By stage."""
+        for k, records in enumerate(here):
+            for r in records:
+                if is_going(r) and r.moving_to < num_stages:
+                    rate = r.samples_per_s * self.costs[k] / self.costs[r.moving_to]
+                    self.members[r.moving_to].append(replace(r, samples_per_s=rate))
+        known = [r.samples_per_s * self.costs[k] for k, rs in enumerate(self.members) for r in rs]
+        self._usual_speed = median([x for x in known if x > 0] or [DEFAULT_DEVICE_SPEED])
+        """Cost units a second."""
 
+    def rate(self, record: Record, stage: int) -> float:
+        """Samples a second of one of its replicas; as usual where nobody knows."""
+        return record.samples_per_s or self._usual_speed / self.costs[stage]
 
-def _typical_device_speed(staff: list[list[Record]], costs: Sequence[float]) -> float:
-    """Median cost units a second of the devices that have been measured."""
-    known = [r.samples_per_s * costs[k] for k, rs in enumerate(staff) for r in rs]
-    return median([x for x in known if x > 0] or [DEFAULT_DEVICE_SPEED])
-
-
-def _rate(record: Record, cost: float, default_speed: float) -> float:
-    """Samples a second of a replica of a stage with this cost."""
-    return record.samples_per_s or default_speed / cost
+    def rates(self) -> list[float]:
+        """Of each stage."""
+        return [sum(self.rate(r, k) for r in rs) for k, rs in enumerate(self.members)]

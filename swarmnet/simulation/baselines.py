@@ -15,9 +15,9 @@ from swarmnet.protocol.assignment import (
     Adaptive,
     Assigner,
     Move,
+    Staff,
     choose_stage,
     settle,
-    staff_of,
 )
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.view import View
@@ -128,7 +128,7 @@ class SwarmRebalancing:
         period = int(now // self.every_s)
         if now - period * self.every_s > WINDOW * self.every_s or period == self._moved_in:
             return None
-        staff = staff_of(view, num_stages, now)
+        staff = Staff(view, num_stages, now).members
         rates = [sum(r.samples_per_s for r in rs) for rs in staff]
         target = min(range(num_stages), key=lambda k: (rates[k], k))
         source = max(range(num_stages), key=lambda k: (rates[k], k))

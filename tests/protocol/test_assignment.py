@@ -13,6 +13,7 @@ from swarmnet.protocol.assignment import (
     Move,
     MoveGate,
     PassedOver,
+    Staff,
     choose_stage,
     feeders,
     is_worth_it,
@@ -20,7 +21,6 @@ from swarmnet.protocol.assignment import (
     propose_move,
     settle,
     split_layers,
-    staff_of,
 )
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE, Record
 from swarmnet.protocol.view import View
@@ -216,7 +216,7 @@ def test_who_is_about_to_move_is_counted_where_it_goes() -> None:
         moving = record("b", 1 + (state == LEAVING), stage=1, state=state, moving_to=0)
         view.merge(replace(moving, samples_per_s=4.0), 0.0)
         assert propose_move(view, 2, 0.0, margin=0.1) is None
-        staff = staff_of(view, 2, 0.0, costs=[1.0, 3.0])
+        staff = Staff(view, 2, 0.0, costs=[1.0, 3.0]).members
         assert [sorted(r.peer_id for r in rs) for rs in staff] == [["a", "b"], ["c", "d"]]
         assert staff[0][-1].samples_per_s == 12.0  # its new stage costs a third
 
