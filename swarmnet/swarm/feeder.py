@@ -63,7 +63,8 @@ class RoundOfFeeder:
     """Path of every microbatch that counts, by microbatch id."""
     refused: list[int] = field(default_factory=list)
     """Asked about by a replica while in flight, and therefore not to be committed any more."""
-    in_flight: int = 0
+    in_flight: set[int] = field(default_factory=set)
+    """Microbatch ids."""
     began_at: float = 0.0
     launched_at: float = 0.0
     """When it launched the newest one."""
@@ -171,16 +172,18 @@ class Feeder:
         before = [m for m in self._open if m.round < mine.round]
         if mine.round >= self.settings.rounds or any(self._may_launch(m) for m in before):
             return
-        older = sum(m.in_flight for m in before)
-        window = min(self._window(), older + mine.in_flight + self._room(replica))
-        while older + mine.in_flight < window and self._may_launch(mine):
+        older = sum(len(m.in_flight) for m in before)
+        window = min(self._window(), older + len(mine.in_flight) + self._room(replica))
+        own = self.gossip.own
+        while older + len(mine.in_flight) < window and self._may_launch(mine):
             count = self.gossip.own.count(mine.round)
             n, mine.next_n = mine.next_n, mine.next_n + 1
-            mine.in_flight += 1
+            the_id = microbatch_id(own.run_id, own.peer_id, own.incarnation, mine.round, n)
+            mine.in_flight.add(the_id)
             mine.launched_at = asyncio.get_running_loop().time()
             launched = count.launched + self.settings.samples_per_microbatch
             self.gossip.update_count(replace(count, launched=launched, sealed=False))
-            mine.flights.start(self._fly(replica, mine, n))
+            mine.flights.start(self._fly(replica, mine, the_id))
 
     def _window(self) -> int:
         """Microbatches that this feeder keeps in flight."""
@@ -290,7 +293,7 @@ class Feeder:
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)
         view, batch = self.gossip.view, self.settings.global_batch
-        idle = mine.in_flight == 0 and not self._evaluating
+        idle = not mine.in_flight and not self._evaluating
         sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, batch))
         if sealed != count.sealed:
             self.gossip.update_count(replace(count, sealed=sealed), urgent=True)
@@ -304,10 +307,9 @@ class Feeder:
 
     # ---- one microbatch ---------------------------------------------------------------------
 
-    async def _fly(self, replica: Replica, mine: RoundOfFeeder, n: int) -> None:
+    async def _fly(self, replica: Replica, mine: RoundOfFeeder, the_id: int) -> None:
         """One microbatch, there and back, tried until it counts or the round is over."""
         own = self.gossip.own
-        the_id = microbatch_id(own.run_id, own.peer_id, own.incarnation, mine.round, n)
         request = StepRequest(
             round=mine.round,
             microbatch_id=the_id,
@@ -353,7 +355,7 @@ class Feeder:
         except (Refused, DataError, OSError) as e:
             self._given_up(mine, e)
         finally:
-            mine.in_flight -= 1
+            mine.in_flight.discard(the_id)
             self.gossip.news.tell()
 
     def _given_up(self, mine: RoundOfFeeder, why: Exception) -> None:
@@ -406,22 +408,25 @@ class Feeder:
         """A replica asks about microbatches that it was never told to count."""
         self.gossip.check_run(request)
         question = convert(request.message.body, CommittedRequest)
-        return Message(CommittedReply(tuple(self.committed(question, request.remote))))
+        return Message(self.committed(question, request.remote))
 
-    def committed(self, question: CommittedRequest, asker: str) -> list[int]:
-        """Those that count with `asker` on their path at the stage of the question. A microbatch
-        that is still in flight will not be committed any more: the asker's round is closed."""
+    def committed(self, question: CommittedRequest, asker: str) -> CommittedReply:
+        """Those that count with `asker` on their path at the stage of the question, and those that
+        may yet. Where the asker's round is closed, what is in flight is never committed."""
         mine = self._rounds.get(question.round)
         if mine is None:
-            return []
-        counted = []
+            return CommittedReply(())
+        counted, in_flight = [], []
         for the_id in question.microbatch_ids:
             path = mine.committed.get(the_id)
-            if path is None:
+            if path is not None:
+                if question.stage < len(path) and path[question.stage] == asker:
+                    counted.append(the_id)
+            elif question.is_over:
                 mine.refused.append(the_id)
-            elif question.stage < len(path) and path[question.stage] == asker:
-                counted.append(the_id)
-        return counted
+            elif the_id in mine.in_flight:
+                in_flight.append(the_id)
+        return CommittedReply(tuple(counted), tuple(in_flight))
 
     def committed_paths(self) -> dict[int, dict[int, tuple[str, ...]]]:
         """By round (the newest `KEPT_COMMITS`), the path of every microbatch that counts."""

@@ -187,6 +187,8 @@ class CommittedRequest:
     round: int
     stage: int
     microbatch_ids: tuple[int, ...]
+    is_over: bool = True
+    """The asker's round is closed: what is in flight may not be committed any more."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, *self.microbatch_ids)
@@ -197,7 +199,13 @@ class CommittedRequest:
 @dataclass(frozen=True, slots=True)
 class CommittedReply:
     microbatch_ids: tuple[int, ...]
-    """Those that count; the others will never be committed on that path."""
+    """Those that count."""
+    in_flight: tuple[int, ...] = ()
+    """Those that may count yet; all others will never be committed on that path."""
+
+    def __post_init__(self) -> None:
+        if len(self.microbatch_ids) + len(self.in_flight) > MAX_IDS:
+            raise ValueError("too many microbatch ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,8 @@ LONGEST_DRAIN_S = 50.0
 """The same while the gradient is on its way to another replica."""
 TELL_LEAVING_S = 3.0
 """Whose peer takes longer than this to leave is told why."""
+ASK_ORPHANS_S = 4.0
+"""How often who leaves asks whether what was not committed will be."""
 GIVE_AGAIN_S = 2.0
 """Rest after nobody has taken it."""
 MOVE_S = 7200.0
@@ -528,9 +530,12 @@ class Peer:
         round has learned here goes to another replica, as soon as all of it counts: `on_giving` is
         called before."""
         loop = asyncio.get_running_loop()
-        give_at = loop.time()
+        give_at, ask_at = loop.time(), loop.time() + ASK_ORPHANS_S
         self.gossip.update(state=LEAVING, urgent=True)
         while not self._handed_over(replica, alone):
+            if loop.time() >= ask_at:
+                await self._settle_orphans(replica)
+                ask_at = loop.time() + ASK_ORPHANS_S
             if loop.time() >= give_at and not self.steps.num_flying and self.handover.may_give():
                 on_giving()
                 if not await self.handover.give():
@@ -540,6 +545,13 @@ class Peer:
             if self.gossip.own.state != LEAVING:
                 return False
         return True
+
+    async def _settle_orphans(self, replica: Replica) -> None:
+        """In a long round, microbatches of which nobody will say that they count, for their feeder
+        or a peer before this one is gone, would wait for its end."""
+        for r in (replica.round, replica.round + 1):
+            if replica.takes(r) and replica.ledger.pending(r):
+                await self.rounds.settle(r, is_over=False)
 
     async def _serve(self, replica: Replica) -> None:
         """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
@@ -551,7 +563,7 @@ class Peer:
             self.transport, self.gossip, self.settings, replica, averaging, self.rng
         )
         updates = self.updates = self._updates(replica, averaging)
-        rounds = Rounds(
+        rounds = self.rounds = Rounds(
             self.transport,
             self.gossip,
             self.settings,

@@ -22,7 +22,7 @@ from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.feeder import Feeder
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.handover import Handover
-from swarmnet.swarm.messages import CommittedReply, CommittedRequest
+from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.ports import BACKWARD
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -115,6 +115,7 @@ class Rounds:
     def __post_init__(self) -> None:
         self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
         self._fed = -1
+        self._settling = asyncio.Lock()
         """The newest round that was seen to be launched whole."""
 
     async def run(self) -> None:
@@ -186,7 +187,7 @@ class Rounds:
         await replica.close_round()
         self.steps.drop_round(r)
         if replica.synced:
-            await self._settle(r)
+            await self.settle(r)
         num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
         settled_at = loop.time()
         synced = await self.updates.make(r, num_tokens)
@@ -214,40 +215,55 @@ class Rounds:
 
     # ---- orphans ----------------------------------------------------------------------------
 
-    async def _settle(self, r: int) -> None:
+    async def settle(self, r: int, *, is_over: bool = True) -> None:
         """Asks the feeders about microbatches that no commit came for; takes out those that do not
-        count, so that no sample is counted twice at a stage."""
-        pending = self.replica.ledger.pending(r)
+        count, so that no sample is counted twice at a stage. In a round that is not over here,
+        those in flight may count yet, and stay."""
+        async with self._settling:
+            await self._settle(r, is_over)
+
+    async def _settle(self, r: int, is_over: bool) -> None:
+        ledger = self.replica.ledger
+        pending = ledger.pending(r)
         by_feeder: dict[str, list[int]] = {}
         for entry in pending:
             by_feeder.setdefault(entry.feeder, []).append(entry.key[1])
-        answers = await asyncio.gather(*(self._ask(f, r, ids) for f, ids in by_feeder.items()))
-        counted = {i for ids in answers for i in ids}
+        answers = await asyncio.gather(
+            *(self._ask(f, CommittedRequest(r, self.replica.index, tuple(ids), is_over))
+              for f, ids in by_feeder.items())
+        )  # fmt: skip
+        counted = {i for answer in answers for i in answer.microbatch_ids}
+        in_flight = set() if is_over else {i for answer in answers for i in answer.in_flight}
         for entry in pending:
             key = entry.key
-            if key[1] in counted or entry.state == COMMITTED:  # a commit that came meanwhile
-                self.replica.ledger.commit(key)
-            else:
+            if ledger.get(key) is not entry or entry.state == COMMITTED:
+                continue  # given away, or a commit came meanwhile
+            if key[1] in counted:
+                self.steps.commit(Commit(r, (key[1],)), entry.feeder)
+            elif key[1] not in in_flight:
                 # First here: a commit that comes now must not drop what is needed to take it out.
-                self.replica.ledger.retracted(key)
+                ledger.retracted(key)
                 await self.replica.device.run(
                     BACKWARD,
                     lambda key=key: self.replica.stage.retract(key),  # type: ignore[misc]
                     r,
                 )
+                self.steps.settled(key)
                 self.gossip.add_total("retracted")
 
-    async def _ask(self, feeder: str, r: int, ids: list[int]) -> list[int]:
+    async def _ask(self, feeder: str, question: CommittedRequest) -> CommittedReply:
         """Which of these count, by the word of their feeder; none where it is gone."""
-        question = CommittedRequest(r, self.replica.index, tuple(ids))
         own = self.gossip.own.peer_id
         if feeder == own:
-            return self.feeder.committed(question, own) if self.feeder is not None else []
+            nothing = CommittedReply(())
+            return nothing if self.feeder is None else self.feeder.committed(question, own)
         try:
             reply = await self.transport.call(
                 feeder, "committed", Message(question), timeout_s=self.limits.commit_question_s
             )
-            return list(convert(reply.body, CommittedReply).microbatch_ids)
+            return convert(reply.body, CommittedReply)
         except SwarmnetError as e:
             log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
-            return []
+            now = asyncio.get_running_loop().time()
+            may_say_later = not question.is_over and self.gossip.view.is_live(feeder, now)
+            return CommittedReply((), question.microbatch_ids if may_say_later else ())

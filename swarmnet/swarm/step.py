@@ -441,6 +441,10 @@ class StepService:
 
     def _settle(self, replica: Replica, key: StepKey) -> None:
         replica.stage.forget(key)
+        self.settled(key)
+
+    def settled(self, key: StepKey) -> None:
+        """Whether a microbatch counts is known: nobody needs its receipt any more."""
         self._flights.pop(key, None)
 
     def drop_round(self, round_index: int) -> None:

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.errors import Busy, DeadlineExceeded, NotReady, Refused, RemoteError, Stale
-from swarmnet.protocol.ledger import Ledger
+from swarmnet.protocol.ledger import Entry, Ledger
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE
 from swarmnet.protocol.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.averaging import Behind
 from swarmnet.swarm.handover import MAX_ADOPTED
 from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
+from swarmnet.swarm.peer import DRAIN_S
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -102,6 +103,38 @@ def test_beside_an_exchange_of_the_round_before(tmp_path: Path) -> None:
         await swarm.until_round(ROUNDS)
         assert swarm.total("samples_lost") == 0
         swarm.parameters()
+
+    in_virtual_time(scenario, spec)
+
+
+def test_microbatches_that_will_never_count_keep_nobody(tmp_path: Path) -> None:
+    """Their feeder died when they were done here: no commit will come for them."""
+    spec = long_rounds(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("other", stage=0)
+        leaver = await in_the_middle(swarm)
+        replica = leaver.peer.replica
+        assert replica is not None
+        r = replica.round
+
+        def of_other() -> list[Entry]:
+            return [e for e in replica.ledger.pending(r) if e.feeder == "other"]
+
+        await swarm.until(lambda: len(of_other()) > 0)
+        swarm.kill("other")
+        orphans = {e.key for e in of_other()}
+        kept = sum(e.num_samples for e in replica.ledger.committed(r))
+        began = asyncio.get_running_loop().time()
+        await left(swarm, leaver)
+        assert asyncio.get_running_loop().time() - began < DRAIN_S
+        assert max(swarm.rounds()) == r, "it waited for the round's end"
+        heirs = [m.peer for m in swarm.members.values() if m.peer.handover.has_any(r)]
+        assert len(heirs) == 1, "nobody has taken over what it learned"
+        adopted = sum(a.num_samples for a in heirs[0].handover._of(r))
+        assert adopted >= kept
+        assert leaver.peer.gossip.own.totals["retracted"] >= len(orphans)
+        await swarm.until_round(ROUNDS)
 
     in_virtual_time(scenario, spec)
 

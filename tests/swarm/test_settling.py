@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from swarmnet.protocol.ledger import COMMITTED
+from swarmnet.errors import NotReady
+from swarmnet.protocol.ledger import COMMITTED, PENDING
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.messages import Commit, CommittedReply
 from swarmnet.swarm.rounds import Rounds, ZeroUpdates
@@ -14,6 +15,20 @@ from swarmnet.swarm.settings import RunSettings
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.one_replica import CALLEE, RUN, SIZES, OneReplica
+
+
+def rounds_of(pair: OneReplica) -> Rounds:
+    return Rounds(
+        pair.gossip.transport,
+        pair.gossip,
+        RunSettings(RUN, 1, 8, 4, 9),
+        pair.limits,
+        pair.replica,
+        pair.steps,
+        ZeroUpdates(pair.replica, None, None),  # type: ignore[arg-type]
+        None,
+        lambda: asyncio.sleep(0),
+    )
 
 
 @pytest.mark.parametrize("commit_at_s", [0.5, 2.0, None])
@@ -35,29 +50,58 @@ def test_the_gradient_is_that_of_the_tokens_that_are_counted(commit_at_s: float 
         await feeder.step(2)
         feeder.transport.notify(CALLEE, "commit", Message(Commit(0, (1,))))
         await asyncio.sleep(0.1)
-        updates = ZeroUpdates(replica, None, None)  # type: ignore[arg-type]
-        rounds = Rounds(
-            pair.gossip.transport,
-            pair.gossip,
-            RunSettings(RUN, 1, 8, 4, 9),
-            pair.limits,
-            replica,
-            pair.steps,
-            updates,
-            None,
-            lambda: asyncio.sleep(0),
-        )
+        rounds = rounds_of(pair)
         await replica.close_round()
         if commit_at_s is not None:
             late = Message(Commit(0, (2,)))
             loop = asyncio.get_running_loop()
             loop.call_later(commit_at_s, feeder.transport.notify, CALLEE, "commit", late)
-        await rounds._settle(0)
+        await rounds.settle(0)
         ids = replica.stage.gradient_shard(0).data.ids  # type: ignore[attr-defined]
         assert sorted(key[1] for key in ids) == ([1, 2] if commit_at_s == 0.5 else [1])
         assert replica.ledger.num_tokens(0) == len(ids) * SIZES.tokens_per_microbatch
         assert len(replica.ledger.committed(0)) == len(ids)
         assert all(e.state == COMMITTED for e in replica.ledger.committed(0))
+        await pair.steps.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_in_a_round_that_goes_on_only_what_will_never_count_is_taken_out(is_alive: bool) -> None:
+    """One counts, one may yet, one never will; of the last the feeder does not answer."""
+
+    async def main() -> None:
+        pair = OneReplica()
+        feeder, silent = pair.caller("feeder", 1e9), pair.caller("silent", 1e9)
+
+        async def answer(request: Request) -> Message:
+            question = request.message.body
+            assert not question.is_over
+            return Message(CommittedReply((1,), (2,)))
+
+        async def fail(request: Request) -> Message:
+            raise NotReady("not now")
+
+        feeder.transport.handle("committed", answer)
+        silent.transport.handle("committed", fail)
+        for microbatch_id in (1, 2, 3):
+            await feeder.step(microbatch_id)
+        await silent.step(4)
+        if not is_alive:
+            pair.gossip.view.suspect("silent", (1, 9), asyncio.get_running_loop().time())
+        replica = pair.replica
+        await rounds_of(pair).settle(0, is_over=False)
+        states = {
+            e.key[1]: e.state for e in replica.ledger.pending(0) + replica.ledger.committed(0)
+        }
+        assert states == {1: COMMITTED, 2: PENDING} | ({4: PENDING} if is_alive else {})
+        ids = replica.stage.gradient_shard(0).data.ids  # type: ignore[attr-defined]
+        assert {key[1] for key in ids} == set(states)
+        assert replica.is_open(0)
+        # It may come back by another way: nothing of the first time is in the way.
+        await feeder.step(3)
+        assert 3 in {e.key[1] for e in replica.ledger.pending(0)}
         await pair.steps.close()
 
     run_virtual(main())
