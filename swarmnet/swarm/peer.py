@@ -811,7 +811,7 @@ class Peer:
         if self.feeder is not None:
             self.feeder.write_off()
         self.replica = self.steps.replica = None
-        del self.averaging, self.updates, self.handover
+        del self.averaging, self.updates, self.handover, self.rounds
         for method in STAGE_METHODS:
             self.transport.handle(method, _on_none)
         disk = self.machine.disk
