@@ -7,7 +7,7 @@ from statistics import median
 
 IN_FLIGHT_PER_REPLICA = 1.5
 """Microbatches in the air for each replica of a small swarm."""
-IN_FLIGHT_OF_MANY = 6.0
+IN_FLIGHT_OF_MANY = 9.0
 """The same in a large one. Many feeders, who do not know of each other's microbatches, send them to
 a replica at random times: more must wait for none to be idle."""
 FASTEST = 10.0
