@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from swarmnet.errors import SwarmnetError
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ def expected_stage_s(
     if not layer_s:
         try:
             layer_s = _measure_layer_s(spec, computing, device)
-        except (RuntimeError, MemoryError) as e:  # torch says so where memory is short
-            log.warning("this machine's speed was not measured: %s", str(e).splitlines()[0])
+        except (RuntimeError, MemoryError, SwarmnetError) as e:  # too large for memory, or for fp16
+            why = (str(e) or type(e).__name__).splitlines()[0]
+            log.warning("this machine's speed was not measured: %s", why)
             return 0.0
         _keep(path, key, layer_s)
     return layer_s * fmean(costs) / decoder_flops(spec.model)
@@ -67,9 +69,9 @@ def _kept(path: Path, key: str) -> float:
     try:
         kept = json.loads(path.read_text())
         layer_s = float(kept["layer_s"])
+        return layer_s if kept["key"] == key and 0 < layer_s < float("inf") else 0.0
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
-    return layer_s if kept["key"] == key and 0 < layer_s < float("inf") else 0.0
 
 
 def _keep(path: Path, key: str, layer_s: float) -> None:

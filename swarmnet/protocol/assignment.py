@@ -120,8 +120,9 @@ def settle(
     chose.
 
     Everybody who came since is placed in the order of ids: in the stage of its choice, unless that
-    has more by then than the poorest by more than half of what the newcomer adds, else in the
-    poorest. Peers with equal views find the same places for all of them."""
+    has somebody and another has nobody, or it has more by then than the poorest by more than half
+    of what the newcomer adds; else in the poorest. Peers with equal views find the same places
+    for all of them."""
     staff = Staff(view, num_stages, now, costs=costs, only_who_leaves=True)
     own = view.own_peer_id
     rates = [0.0] * num_stages
@@ -138,7 +139,9 @@ def settle(
     for peer_id, stage, rate in sorted(newcomers):
         stages = mine if peer_id == own else range(num_stages)
         poorest = min(stages, key=lambda k: (rates[k], k))
-        place = stage if rates[stage] - rates[poorest] <= rate / 2 else poorest
+        has_nobody = not rates[poorest] and rates[stage] > 0
+        is_rich = rates[stage] - rates[poorest] > rate / 2
+        place = poorest if has_nobody or is_rich else stage
         if peer_id == own:
             return place
         rates[place] += rate * staff.costs[stage] / staff.costs[place]

@@ -41,6 +41,8 @@ from swarmnet.wire import Message, convert, pack, unpack
 
 log = logging.getLogger("swarmnet.gossip")
 
+CATCH_UP_S = 2.0
+"""Longest wait for what was urgent in the last moments."""
 PUSH_FANOUT = 16
 SUSPICION_FANOUT = 4
 """Likewise of suspicions, in a large swarm: all that had a channel to the dead notice it."""
@@ -300,7 +302,10 @@ class Gossip:
         told all of that. In a small one everybody is."""
         told = self._first_to_hear(PUSH_FANOUT)
         if told and not self.is_small:
-            await self.exchange(self.rng.choice(told))
+            try:
+                await self.exchange(self.rng.choice(told), CATCH_UP_S)
+            except SwarmnetError as e:  # it is of another run by now, say
+                log.debug("the newest news was not heard: %s", e)
 
     def _first_to_hear(self, fanout: int) -> list[str]:
         """To whom urgent news goes in any case: the first of the feeders."""

@@ -536,7 +536,8 @@ class Peer:
             if loop.time() >= ask_at:
                 await self._settle_orphans(replica)
                 ask_at = loop.time() + ASK_ORPHANS_S
-            if loop.time() >= give_at and not self.steps.num_flying and self.handover.may_give():
+            is_still = not self.steps.num_flying and not self.rounds.is_settling
+            if loop.time() >= give_at and is_still and self.handover.may_give():
                 on_giving()
                 if not await self.handover.give():
                     give_at = loop.time() + GIVE_AGAIN_S
@@ -551,7 +552,10 @@ class Peer:
         or a peer before this one is gone, would wait for its end."""
         for r in (replica.round, replica.round + 1):
             if replica.takes(r) and replica.ledger.pending(r):
-                await self.rounds.settle(r, is_over=False)
+                try:
+                    await self.rounds.settle(r, is_over=False)
+                except SwarmnetError as e:  # the device has no room: the next look is soon
+                    log.debug("round %d: orphans stay for now: %s", r, e)
 
     async def _serve(self, replica: Replica) -> None:
         """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
@@ -601,6 +605,7 @@ class Peer:
                     self.steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
+            await rounds.close()
             await updates.close()
             await averaging.close()
 
@@ -865,7 +870,7 @@ class Peer:
         ]
         if not others:  # nobody is left to hand over to
             return alone
-        if self.steps.num_flying or replica.closed:
+        if self.steps.num_flying or replica.closed or self.rounds.is_settling:
             return False
         if any(replica.ledger.num_samples(replica.round + i) for i in (0, 1)):
             return False

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import Busy, NotReady, SwarmnetError
 from swarmnet.protocol import divergence, progress
-from swarmnet.protocol.ledger import COMMITTED
+from swarmnet.protocol.ledger import COMMITTED, Entry
 from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.feeder import Feeder
-from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.handover import Handover
 from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.ports import BACKWARD
@@ -115,8 +115,11 @@ class Rounds:
     def __post_init__(self) -> None:
         self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
         self._fed = -1
-        self._settling = asyncio.Lock()
         """The newest round that was seen to be launched whole."""
+        self._settling = asyncio.Lock()
+        self._tasks = Tasks("rounds")
+        self._gone: set[str] = set()
+        """Feeders of orphans that did not live at the last look in the middle of a round."""
 
     async def run(self) -> None:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
@@ -219,6 +222,20 @@ class Rounds:
         """Asks the feeders about microbatches that no commit came for; takes out those that do not
         count, so that no sample is counted twice at a stage. In a round that is not over here,
         those in flight may count yet, and stay."""
+        # A task of its own: who waits may be cancelled, and what is out of the books must come out
+        # of the gradient.
+        await asyncio.shield(self._tasks.start(self._settle_alone(r, is_over)))
+
+    @property
+    def is_settling(self) -> bool:
+        """Books and gradient may differ."""
+        return self._settling.locked()
+
+    async def close(self) -> None:
+        """Ends what is under way; the replica is about to stop, or to begin anew."""
+        await self._tasks.close()
+
+    async def _settle_alone(self, r: int, is_over: bool) -> None:
         async with self._settling:
             await self._settle(r, is_over)
 
@@ -236,20 +253,34 @@ class Rounds:
         in_flight = set() if is_over else {i for answer in answers for i in answer.in_flight}
         for entry in pending:
             key = entry.key
+            if not is_over and not self.replica.takes(r):
+                return  # it is over now, and asked about again; or it does not hold
             if ledger.get(key) is not entry or entry.state == COMMITTED:
                 continue  # given away, or a commit came meanwhile
             if key[1] in counted:
                 self.steps.commit(Commit(r, (key[1],)), entry.feeder)
             elif key[1] not in in_flight:
-                # First here: a commit that comes now must not drop what is needed to take it out.
-                ledger.retracted(key)
-                await self.replica.device.run(
-                    BACKWARD,
-                    lambda key=key: self.replica.stage.retract(key),  # type: ignore[misc]
-                    r,
-                )
-                self.steps.settled(key)
-                self.gossip.add_total("retracted")
+                await self._take_out(entry)
+
+    async def _take_out(self, entry: Entry) -> None:
+        """Its gradient out of the buffer again."""
+        key, replica = entry.key, self.replica
+
+        def still_holds() -> None:
+            if not replica.synced:
+                raise NotReady("the gradient is of no use any more")
+
+        # First here: a commit, or a caller, that comes now must not find it.
+        replica.ledger.retracted(key)
+        self.steps.settled(key)
+        try:
+            await replica.device.run(
+                BACKWARD, lambda: replica.stage.retract(key), key[0], still_holds
+            )
+        except Busy:
+            replica.ledger.put_back(key[0], {key[1]: entry})
+            raise
+        self.gossip.add_total("retracted")
 
     async def _ask(self, feeder: str, question: CommittedRequest) -> CommittedReply:
         """Which of these count, by the word of their feeder; none where it is gone."""
@@ -264,6 +295,12 @@ class Rounds:
             return convert(reply.body, CommittedReply)
         except SwarmnetError as e:
             log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
+            if question.is_over:
+                return CommittedReply(())
+            # Its last commits may be on their way yet: only at the next look it counts as gone.
             now = asyncio.get_running_loop().time()
-            may_say_later = not question.is_over and self.gossip.view.is_live(feeder, now)
-            return CommittedReply((), question.microbatch_ids if may_say_later else ())
+            is_gone = not self.gossip.view.is_live(feeder, now)
+            if is_gone and feeder in self._gone:
+                return CommittedReply(())
+            (self._gone.add if is_gone else self._gone.discard)(feeder)
+            return CommittedReply((), question.microbatch_ids)

@@ -62,10 +62,15 @@ def test_a_slow_machine_is_measured_by_one_pass(
 def test_what_cannot_be_measured_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: object) -> float:
-        raise RuntimeError("out of memory\nand a long story")
+    for error in (RuntimeError("out of memory\nand a long story"), MemoryError()):
 
-    monkeypatch.setattr(speed, "_measure_layer_s", fail)
-    assert expected(small_spec(), tmp_path) == 0.0
-    assert caplog.messages == ["this machine's speed was not measured: out of memory"]
+        def fail(*args: object, error: Exception = error) -> float:
+            raise error
+
+        monkeypatch.setattr(speed, "_measure_layer_s", fail)
+        assert expected(small_spec(), tmp_path) == 0.0
+    assert caplog.messages == [
+        "this machine's speed was not measured: out of memory",
+        "this machine's speed was not measured: MemoryError",
+    ]
     assert not (tmp_path / speed.SPEED_FILE).exists()

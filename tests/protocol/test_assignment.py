@@ -127,6 +127,8 @@ def test_newcomers_of_one_moment_settle_where_each_is_needed(
     rates = list(there)
     for place, speed in zip(places, speeds, strict=True):
         rates[place] += speed
+    if len(new) >= there.count(0.0):
+        assert all(rates), "a stage has nobody"
     least = min(range(3), key=lambda k: rates[k])
     for r, place in zip(new, places, strict=True):  # nobody's stage is too rich by all of it
         later = sum(
