@@ -39,12 +39,12 @@ BATCH = 400
 LEAVER = "peer-1"
 
 
-def long_rounds(folder: Path, **sync: Any) -> RunSpec:
+def long_rounds(folder: Path, global_batch: int = BATCH, **sync: Any) -> RunSpec:
     return tiny_spec(
         folder,
         num_stages=2,
         rounds=ROUNDS,
-        global_batch=BATCH,
+        global_batch=global_batch,
         sync={"aggregation": "mean"} | sync,
     )
 
@@ -109,7 +109,7 @@ def test_beside_an_exchange_of_the_round_before(tmp_path: Path) -> None:
 
 def test_microbatches_that_will_never_count_keep_nobody(tmp_path: Path) -> None:
     """Their feeder died when they were done here: no commit will come for them."""
-    spec = long_rounds(tmp_path)
+    spec = long_rounds(tmp_path, 4 * BATCH)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("other", stage=0)
