@@ -9,16 +9,12 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from peer.options import AUTO_STAGES, PeerOptions
 from swarmnet.errors import UserError
 from swarmnet.protocol.seats import MAX_SEATS, Room, machine_of, room_for
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("swarmnet.peer")
 

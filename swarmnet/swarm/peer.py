@@ -28,7 +28,6 @@ from swarmnet.protocol.records import (
     OBSERVER_STAGE,
     OBSERVING,
     Record,
-    Restorable,
 )
 from swarmnet.protocol.seats import stages_beside
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
@@ -306,8 +305,7 @@ class Peer:
         wanted = old if self.wanted_stage is None else self.wanted_stage
         allowed = self._stages_that_fit()
         if wanted is not None and (wanted in allowed or self.wanted_stage is not None):
-            offers = self.recovery.offers(wanted)
-            self._say_joining(wanted, offers)
+            self._say_joining(wanted)
             return wanted
         await self.gossip.catch_up()
         present = {r.peer_id for r in self.view.live(loop.time()) if r.stage != OBSERVER_STAGE}
@@ -320,7 +318,7 @@ class Peer:
             allowed=allowed,
         )
         for _ in range(MAX_CLAIMS):
-            self._say_joining(chosen, self.recovery.offers(chosen))
+            self._say_joining(chosen)
             await asyncio.sleep(CLAIM_S)
             await self.gossip.catch_up()
             better = self.assigner.settle(
@@ -335,16 +333,16 @@ class Peer:
             if better == chosen:
                 return chosen
             chosen = better
-        self._say_joining(chosen, self.recovery.offers(chosen))
+        self._say_joining(chosen)
         return chosen
 
-    def _say_joining(self, stage_index: int, offers: tuple[Restorable, ...]) -> None:
+    def _say_joining(self, stage_index: int) -> None:
         """Says that it comes to a stage, and how fast it is likely to be: those who come at the
         same time go elsewhere."""
         self.gossip.update(
             state=JOINING,
             stage=stage_index,
-            restorable=offers,
+            restorable=self.recovery.offers(stage_index),
             samples_per_s=self._expected_rate(stage_index),
             urgent=True,
         )

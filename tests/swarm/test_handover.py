@@ -18,7 +18,12 @@ from swarmnet.protocol.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.averaging import Behind
 from swarmnet.swarm.handover import MAX_ADOPTED
-from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
+from swarmnet.swarm.messages import (
+    AdoptedRequest,
+    AdoptRequest,
+    CommittedReply,
+    CommittedRequest,
+)
 from swarmnet.swarm.peer import DRAIN_S
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request
@@ -135,6 +140,28 @@ def test_microbatches_that_will_never_count_keep_nobody(tmp_path: Path) -> None:
         assert adopted >= kept
         assert leaver.peer.gossip.own.totals["retracted"] >= len(orphans)
         await swarm.until_round(ROUNDS)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_question_in_the_middle_of_a_round_ends_no_flight(tmp_path: Path) -> None:
+    """At its end it does: who asks has taken the microbatch out."""
+    spec = long_rounds(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        leaver = await in_the_middle(swarm)
+        feeder = swarm.members["feeder"].peer.feeder
+        assert feeder is not None
+        r = max(swarm.rounds())
+        mine = feeder._rounds[r]
+        await swarm.until(lambda: len(mine.in_flight) >= 2)
+        stays, ends = sorted(mine.in_flight)[:2]
+        reply = feeder.committed(CommittedRequest(r, 1, (stays,), is_over=False), leaver.peer_id)
+        assert reply == CommittedReply((), (stays,))
+        assert feeder.committed(CommittedRequest(r, 1, (ends,)), leaver.peer_id).in_flight == ()
+        await swarm.until(lambda: not mine.in_flight & {stays, ends})
+        assert stays in mine.committed
+        assert ends not in mine.committed
 
     in_virtual_time(scenario, spec)
 
