@@ -425,8 +425,10 @@ class Monitor:
         if any(x.averaged_tokens != averaged * size for x in losses):
             self.fail(f"{where}: its replicas say {[x.averaged_tokens for x in losses]} tokens")
         lost = max(0, counted - averaged) * per
-        # An exchange of several rounds outlasts a stall, after which two may speak for a stage.
-        twice = self.plan.is_local and self.last_fault_at >= began_at
+        # An exchange of several rounds, or beside one, outlasts a stall, after which two may speak
+        # for a stage: who slept, and who spoke for it meanwhile.
+        outlasts = self.plan.is_local or self.plan.mode in (DELAYED, AUTO)
+        twice = outlasts and self.last_fault_at >= began_at
         if sum(told := [x.lost_samples for x in losses]) != lost and not (
             twice and all(samples == lost for samples in told)
         ):
