@@ -174,11 +174,12 @@ class Moments:
         self.summed: dict[int, float] = {}
         self.stepped: dict[int, float] = {}
         self.put: dict[int, float] = {}
-        check, total, step = averaging._gradient_of, averaging._sum, averaging._step_everywhere
+        check, total, step = averaging._gradients_of, averaging._sum, averaging._step_everywhere
         put = stage.stage_parameters
 
-        def _gradient_of(push: Any, arrays: Any) -> Any:
-            self.came.setdefault(push.shard, time.perf_counter())
+        def _gradients_of(push: Any, arrays: Any) -> Any:
+            for j in push.shards:
+                self.came.setdefault(j, time.perf_counter())
             return check(push, arrays)
 
         async def _sum(update: Any) -> Any:
@@ -194,7 +195,7 @@ class Moments:
             put(shard_index, values)
             self.put[shard_index] = time.perf_counter()
 
-        averaging._gradient_of, averaging._sum = _gradient_of, _sum
+        averaging._gradients_of, averaging._sum = _gradients_of, _sum
         averaging._step_everywhere, stage.stage_parameters = _step_everywhere, stage_parameters
 
     def told(self) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of an array; raises `ProtocolViolation` for a dtype or shape that cannot be."""
     if dtype not in ITEM_BYTES:
         raise ProtocolViolation(f"unknown dtype {str(dtype)[:32]!r}")
+    if len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0:
+        return ITEM_BYTES[dtype] * shape[0]  # nearly all of them
     if len(shape) > MAX_DIMENSIONS:
         raise ProtocolViolation(f"impossible shape {str(shape)[:64]}")
     for n in shape:

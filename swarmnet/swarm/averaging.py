@@ -2,10 +2,12 @@
 
 A contributor's push of shard j is one call: the gradient goes, the new parameters come back. So
 a push that fails is simply made again to the next owner, which finds the gradient still at
-its contributors. The primary waits for every live contributor (with a deadline from what
-earlier rounds took), sums in the order of peer ids, scales by tokens and the clip over all
-stages, steps once, and before it answers has the backups make the same step (ZeRO, Rajbhandari
-et al. 2020, with owners that may vanish). Who owns what, and who is primary, is in `ownership`.
+its contributors. Small shards of one primary share a call, since a call costs the same whatever
+it carries; where that fails each is pushed again alone. The primary waits for every live
+contributor (with a deadline from what earlier rounds took), sums in the order of peer ids, scales
+by tokens and the clip over all stages, steps once, and before it answers has the backups make the
+same step (ZeRO, Rajbhandari et al. 2020, with owners that may vanish). Who owns what, and who is
+primary, is in `ownership`.
 
 One result a shard. A primary may die when some have its result and others, even its backups, have
 not. Whoever has a result gives it to those that ask, as primary or not, and takes no further part
@@ -18,8 +20,9 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from swarmnet.errors import (
     NotReady,
@@ -45,6 +48,7 @@ from swarmnet.swarm.messages import (
     ReduceProgress,
     ReduceReply,
     ReduceRequest,
+    ShardReply,
 )
 from swarmnet.swarm.news import News
 from swarmnet.swarm.norms import Norms
@@ -52,7 +56,7 @@ from swarmnet.swarm.ownership import BEHIND_ROUNDS, Ownership
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
 
 log = logging.getLogger("swarmnet.averaging")
 
@@ -72,6 +76,8 @@ RESTORE_WAIT_S = 10.0
 nobody else has."""
 SNAPSHOT_WAIT_S = 10.0
 """How long a step waits for the optimizer state before it to be copied for a checkpoint."""
+SHARED_CALL_BYTES = 4 << 20
+"""Of shards that share a call. More of them would come late to a primary that could step some."""
 Pushed = tuple[int, Array | None]
 """A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
 
@@ -101,6 +107,8 @@ class ShardUpdate:
     contributions: dict[str, Contribution] = field(default_factory=dict)
     closed: bool = False
     """The aggregate is being made; what comes now is too late."""
+    summed: frozenset[str] = frozenset()
+    """Whose contributions are in it; nobody's where the result is another primary's."""
     parameters: Array | None = None
     """The result: the shard of round + 1."""
     awaited: int = 0
@@ -111,8 +119,6 @@ class ShardUpdate:
     """Those that are asked for the result that a dead primary may have given them."""
     num_tokens: int = 0
     """Behind the aggregate; -1 where another peer made it and did not say."""
-    is_anothers: bool = False
-    """The result is another primary's: what came here is not in it."""
     news: News = field(default_factory=News)
     """Wakes the aggregation: another contribution."""
     done: News = field(default_factory=News)
@@ -231,11 +237,21 @@ class Averaging:
         results: list[bool] = []
         gave: list[bool] = []
 
-        async def one(j: int) -> None:
-            num_tokens, gradient = await part(j)
-            gave.append(num_tokens > 0)
-            counted = await self._shard(r, j, num_tokens, gradient, put)
-            results.append(counted or not num_tokens)
+        async def one(j: int, pushed: Pushed, again: bool = False) -> None:
+            counted = await self._shard(r, j, *pushed, put, again)
+            results.append(counted or not pushed[0])
+
+        async def together(peer_id: str | None, shards: list[int]) -> None:
+            pushed = {j: await part(j) for j in shards}
+            gave.extend(num_tokens > 0 for num_tokens, _ in pushed.values())
+            if peer_id is None:
+                return await one(shards[0], pushed[shards[0]])
+            counted = await self._push_together(peer_id, r, pushed, put)
+            results.extend(counted[j] or not pushed[j][0] for j in counted)
+            for j in shards:
+                if j not in counted:
+                    group.create_task(one(j, pushed[j], again=True))
+            return None
 
         # All at once: with clipping, no shard is done before every shard has been summed.
         shards = range(self.replica.num_shards) if due is None else due
@@ -243,8 +259,8 @@ class Averaging:
         behind: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for j in shards:
-                    group.create_task(one(j))
+                for peer_id, several in self._calls_for(r, shards):
+                    group.create_task(together(peer_id, several))
         except* (Behind, UserError) as several:  # what is raised in here would be a group again
             behind = several.exceptions[0]
         if behind is not None:
@@ -282,8 +298,10 @@ class Averaging:
         num_tokens: int,
         gradient: Array | None,
         put: Callable[[int, Array], None],
+        again: bool = False,
     ) -> bool:
-        """Gets the new parameters of one shard, wherever its primary is; True where counted."""
+        """Gets the new parameters of one shard, wherever its primary is; True where counted.
+        `again`: it was pushed before."""
         redirected: str | None = None
         loop = asyncio.get_running_loop()
         began, pause_s, is_first = loop.time(), RETRY_S, True
@@ -300,7 +318,7 @@ class Averaging:
                 if peer_id == self.gossip.own.peer_id:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
-                    if is_first:
+                    if is_first and not again:
                         await self.pace.turn(gradient)
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
                 await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
@@ -326,18 +344,75 @@ class Averaging:
     async def _push(
         self, peer_id: str, r: int, j: int, num_tokens: int, gradient: Array | None
     ) -> tuple[Array, bool]:
-        request = ReduceRequest(r, self.replica.index, j, num_tokens)
-        message = Message(request, () if gradient is None else (gradient,))
-        heard = functools.partial(self._heard_taken, (r, j))
-        reply = await self.call_while_live(peer_id, "reduce", message, heard)
-        parameters, body = self._parameters_of(reply, j)
-        if body.num_tokens >= 0:
-            self._tokens[(r, j)] = body.num_tokens
-        return parameters, body.counted
+        found = await self._call_primary(peer_id, r, {j: (num_tokens, gradient)})
+        told, parameters = found[j]
+        return parameters, told.counted
 
-    def _heard_taken(self, key: tuple[int, int], message: Message) -> None:
+    async def _push_together(
+        self, peer_id: str, r: int, pushed: dict[int, Pushed], put: Callable[[int, Array], None]
+    ) -> dict[int, bool]:
+        """As `_shard`, for several that have one primary, once: those whose parameters came, and
+        whether they are counted."""
+        for _, gradient in pushed.values():
+            await self.pace.turn(gradient)
+        counted: dict[int, bool] = {}
+
+        def store(found: dict[int, tuple[ShardReply, Array]]) -> None:
+            for j, (told, parameters) in found.items():
+                put(j, parameters)
+                counted[j] = told.counted
+
+        try:
+            found = await self._call_primary(peer_id, r, pushed)
+            await self.replica.worker.run(lambda: store(found))
+        except (TransportError, ProtocolViolation, RemoteError) as e:
+            log.debug("round %d, %d shards at %s: %s", r, len(pushed), peer_id[-8:], e)
+            if isinstance(e, TransportError):
+                self.gossip.probe(peer_id)
+        for j in counted:
+            self._results.add((r, j))
+            self._end_with(r, j, found[j][1])
+        return counted
+
+    async def _call_primary(
+        self, peer_id: str, r: int, pushed: dict[int, Pushed]
+    ) -> dict[int, tuple[ShardReply, Array]]:
+        tokens = tuple(num_tokens for num_tokens, _ in pushed.values())
+        request = ReduceRequest(r, self.replica.index, tuple(pushed), tokens)
+        gradients = tuple(gradient for _, gradient in pushed.values() if gradient is not None)
+        heard = functools.partial(self._heard_taken, r, tuple(pushed))
+        message = Message(request, gradients)
+        reply = await self.call_while_live(peer_id, "reduce", message, heard)
+        found = self._parameters_of(reply, tuple(pushed))
+        for j, (told, _) in found.items():
+            if told.num_tokens >= 0:
+                self._tokens[(r, j)] = told.num_tokens
+        return found
+
+    def _calls_for(self, r: int, shards: Sequence[int]) -> list[tuple[str | None, list[int]]]:
+        """Shards that share a call, in this order, and to whom; None beside one that is looked
+        after alone."""
+        own = self.gossip.own
+        calls: list[tuple[str | None, list[int]]] = []
+        open_: dict[str, tuple[list[int], int]] = {}
+        """By primary, a call that has room, and how much."""
+        for j in shards:
+            primary = self.ownership.primary(r, j)
+            num_bytes = 4 * self.replica.stage.shard_sizes[j]
+            if primary is None or primary == own.peer_id or own.state == LEAVING:
+                calls.append((None, [j]))
+                continue
+            together, room = open_.get(primary, ([], 0))
+            if not together or room < num_bytes or len(together) == MAX_ARRAYS:
+                together, room = [], SHARED_CALL_BYTES
+                calls.append((primary, together))
+            together.append(j)
+            open_[primary] = (together, room - num_bytes)
+        return [(peer_id if len(several) > 1 else None, several) for peer_id, several in calls]
+
+    def _heard_taken(self, r: int, shards: Sequence[int], message: Message) -> None:
         convert(message.body, ReduceProgress)
-        self._taken.add(key)
+        self._taken.update((r, j) for j in shards)
         self.news.tell()
         self.gossip.news.tell()
 
@@ -353,11 +428,16 @@ class Averaging:
         done = self._taken | self._results
         return not self._updates and all((r, j) in done for j in range(self.replica.num_shards))
 
-    def _parameters_of(self, reply: Message, j: int) -> tuple[Array, ReduceReply]:
-        size = self.replica.stage.shard_sizes[j]
-        if len(reply.arrays) != 1 or not _is_shard(reply.arrays[0], size):
-            raise ProtocolViolation(f"the parameters of shard {j} are {size} fp32 numbers")
-        return reply.arrays[0], convert(reply.body, ReduceReply)
+    def _parameters_of(
+        self, reply: Message, asked: Sequence[int]
+    ) -> dict[int, tuple[ShardReply, Array]]:
+        """What a primary says of the shards."""
+        told = convert(reply.body, ReduceReply).shards
+        if not len(asked) == len(told) == len(reply.arrays):
+            raise ProtocolViolation(f"an answer of {len(told)} shards to a call for {len(asked)}")
+        for j, array in zip(asked, reply.arrays):
+            self._check_shard("parameters", j, array)
+        return dict(zip(asked, zip(told, reply.arrays)))
 
     async def call_while_live(
         self,
@@ -384,74 +464,97 @@ class Averaging:
             update.contributions[self.gossip.own.peer_id] = Contribution(num_tokens, gradient)
         update.news.tell()
         parameters = await self._result(update)
-        return parameters, not update.is_anothers
+        return parameters, self.gossip.own.peer_id in update.summed
 
     # ---- a primary's part -------------------------------------------------------------------
 
     async def _on_reduce(self, request: Request) -> Message:
         self.gossip.check_run(request)
         push = convert(request.message.body, ReduceRequest)
-        self.replica.check_shard(push.stage, push.shard)
+        for j in push.shards:
+            self.replica.check_shard(push.stage, j)
         self._check_member(request.remote)
-        gradient = self._gradient_of(push, request.message.arrays)
+        gradients = self._gradients_of(push, request.message.arrays)
+        is_late = push.round < self.current
+        work = [
+            self._reduce(request.remote, push.round, j, num_tokens, gradients.get(j))
+            for j, num_tokens in zip(push.shards, push.num_tokens)
+        ]
+        results = await self._all_of(work) if len(work) > 1 else [await work[0]]
+        if self._is_leaving(request.remote):
+            request.progress(Message(ReduceProgress()))
+        for _, parameters in results:
+            if not is_late:  # without them the caller cannot go on
+                await self.pace.turn(parameters, is_result=True)
+        reply = ReduceReply(tuple(told for told, _ in results))
+        return Message(reply, tuple(parameters for _, parameters in results))
+
+    async def _all_of(
+        self, work: Sequence[Coroutine[Any, Any, tuple[ShardReply, Array]]]
+    ) -> list[tuple[ShardReply, Array]]:
+        """Raises as soon as one fails: the primary that it ought to go to may wait for it."""
+        tasks = [self._tasks.start(one) for one in work]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _reduce(
+        self, remote: str, asked: int, j: int, num_tokens: int, gradient: Array | None
+    ) -> tuple[ShardReply, Array]:
+        """One shard of exchange `asked` for one contributor."""
         r = self.current
-        closed_there = push.round == r == self.replica.round and not self.plan.is_delayed(r)
+        closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
         if closed_there and self.replica.heard_over(r):
             self.gossip.news.tell()
-        if push.round < r and push.round == self.plan.last_exchange(push.shard, r):
+        if asked < r and asked == self.plan.last_exchange(j, r):
             # a straggler: the parameters of this round are what it lacks
-            parameters = await self._copy(push.shard)
+            parameters = await self._copy(j)
             if self.current != r:  # the copy may be of two rounds
                 raise Stale(f"round {r} is over here", round=self.current)
-            return self._answer(push, r, parameters)
-        if push.round != r:
-            if push.round < r:
-                raise Stale(f"round {push.round} is over here", round=r)
+            return self._told(asked, j, coming=r), parameters
+        if asked != r:
+            if asked < r:
+                raise Stale(f"round {asked} is over here", round=r)
             if not await self.replica.news.until(
-                lambda: self.current >= push.round, self.limits.enter_wait_s
+                lambda: self.current >= asked, self.limits.enter_wait_s
             ):
-                raise NotReady(f"round {push.round} has not begun here", round=self.current)
-        key = (push.round, push.shard)
+                raise NotReady(f"round {asked} has not begun here", round=self.current)
+        key = (asked, j)
         if key in self._mirrored:
-            return self._answer(push, push.round + 1, self._mirrored[key])
+            return self._told(asked, j), self._mirrored[key]
         if self._was_given(*key):
-            given = await self._given(*key)
-            await self.pace.turn(given, is_result=True)
-            return self._answer(push, push.round + 1, given)
+            return self._told(asked, j), await self._given(*key)
         update = self._update(*key)
         self._redirect_unless_mine(update)
-        counted = not update.closed
-        if counted and push.num_tokens:
-            update.contributions[request.remote] = Contribution(push.num_tokens, gradient)
-        elif counted:
-            update.contributions.setdefault(request.remote, Contribution(0, None))
+        if not update.closed and num_tokens:
+            update.contributions[remote] = Contribution(num_tokens, gradient)
+        elif not update.closed:
+            update.contributions.setdefault(remote, Contribution(0, None))
         if len(update.contributions) >= update.awaited:
             update.news.tell()
         parameters = await self._result(update)
-        counted = (counted and not update.is_anothers) or not push.num_tokens
-        if self._is_leaving(request.remote):
-            request.progress(Message(ReduceProgress(counted)))
-        await self.pace.turn(parameters, is_result=True)
-        reply = ReduceReply(push.round + 1, counted, update.num_tokens)
-        return Message(reply, (parameters,))
+        counted = remote in update.summed or not num_tokens
+        return ShardReply(asked + 1, counted, update.num_tokens), parameters
 
     def _is_leaving(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
         return record is not None and record.state == LEAVING
 
-    def _answer(self, push: ReduceRequest, round_index: int, parameters: Array) -> Message:
-        num_tokens = self._tokens.get((push.round, push.shard), -1)
-        reply = ReduceReply(round_index, counted=False, num_tokens=num_tokens)
-        return Message(reply, (parameters,))
+    def _told(self, r: int, j: int, coming: int | None = None) -> ShardReply:
+        """Of a result that the contribution is not in, as far as this replica knows."""
+        num_tokens = self._tokens.get((r, j), -1)
+        return ShardReply(r + 1 if coming is None else coming, counted=False, num_tokens=num_tokens)
 
     async def _on_reduced(self, request: Request) -> Message:
         """To one that has become primary: the result of the one before, where it is here."""
         self.gossip.check_run(request)
         asked = convert(request.message.body, ReduceRequest)
-        if asked.stage != self.replica.index or asked.shard >= self.replica.num_shards:
+        r, j = asked.round, asked.shards[0]
+        if asked.stage != self.replica.index or j >= self.replica.num_shards:
             raise NotReady(f"stage {asked.stage} is not served here")
         self._check_member(request.remote)
-        r, j = asked.round, asked.shard
         update = self._updates.get((r, j))
         if update is not None and update.parameters is not None:
             given = update.parameters
@@ -459,7 +562,7 @@ class Averaging:
             given = await self._given(r, j)
         else:
             raise NotReady("the result is not here")
-        return self._answer(asked, r + 1, given)
+        return Message(ReduceReply((self._told(r, j),)), (given,))
 
     def _was_given(self, r: int, j: int) -> bool:
         """The shard's result is here, and was not made here."""
@@ -483,7 +586,7 @@ class Averaging:
         update = self._updates.get((r, j))
         if update is None or update.closed or update.parameters is not None:
             return
-        update.is_anothers, update.num_tokens = True, self._tokens.get((r, j), -1)
+        update.num_tokens = self._tokens.get((r, j), -1)
         update.parameters, update.closed = parameters, True
         update.contributions.clear()
         update.news.tell()
@@ -499,13 +602,18 @@ class Averaging:
         if record is None or record.stage != self.replica.index:
             raise NotReady(f"{peer_id[-8:]} is not known here as a replica of this stage")
 
-    def _gradient_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> Array | None:
-        if push.num_tokens == 0:
-            return None
-        size = self.replica.stage.shard_sizes[push.shard]
-        if len(arrays) != 1 or not _is_shard(arrays[0], size):
-            raise ProtocolViolation(f"a gradient of shard {push.shard} is {size} fp32 numbers")
-        return arrays[0]
+    def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
+        shards = [j for j, num_tokens in zip(push.shards, push.num_tokens) if num_tokens]
+        if len(arrays) != len(shards):
+            raise ProtocolViolation(f"{len(arrays)} gradients of {len(shards)} shards")
+        for j, array in zip(shards, arrays):
+            self._check_shard("gradient", j, array)
+        return dict(zip(shards, arrays))
+
+    def _check_shard(self, what: str, j: int, array: Array) -> None:
+        size = self.replica.stage.shard_sizes[j]
+        if array.dtype != "float32" or array.shape != (size,):
+            raise ProtocolViolation(f"{what} of shard {j}: {size} fp32 numbers are wanted")
 
     def _update(self, r: int, j: int) -> ShardUpdate:
         """The update of a shard, begun by whoever comes first."""
@@ -549,11 +657,12 @@ class Averaging:
                 return
             if (r, j) in self._mirrored:  # the primary died after its step: this is its result
                 update.parameters = self._mirrored[(r, j)]
+                update.summed = frozenset(update.contributions)  # as far as is known
                 update.num_tokens = self._tokens[(r, j)]
                 return
             if self.ownership.primary(r, j) != self.gossip.own.peer_id:
                 return
-            update.closed = True
+            update.closed, update.summed = True, frozenset(update.contributions)
             total, squares, num_tokens = await self._sum(update)
             update.num_tokens = num_tokens
             update.contributions.clear()
@@ -663,16 +772,16 @@ class Averaging:
 
     async def _fetch_result(self, update: ShardUpdate, peer_id: str) -> None:
         r, j = update.round, update.shard
-        message = Message(ReduceRequest(r, self.replica.index, j, num_tokens=0))
+        message = Message(ReduceRequest(r, self.replica.index, (j,), num_tokens=(0,)))
         try:
             reply = await self.call_while_live(peer_id, "reduced", message)
-            parameters, body = self._parameters_of(reply, j)
+            told, parameters = self._parameters_of(reply, (j,))[j]
         except SwarmnetError as e:
             log.debug("round %d shard %d: %s has no result: %s", r, j, peer_id[-8:], e)
             return
         optimizer, worker = self.replica.optimizer, self.replica.worker
         if math.isfinite(await worker.run(lambda: optimizer.sum_of_squares(parameters))):
-            self._tokens.setdefault((r, j), body.num_tokens)
+            self._tokens.setdefault((r, j), told.num_tokens)
             self._end_with(r, j, parameters)
 
     def _missing(self, update: ShardUpdate) -> list[str]:
@@ -762,10 +871,10 @@ class Averaging:
         self._check_member(request.remote)
         if self.current != r:
             raise Stale(f"round {r} is over here", round=self.current)
-        total = self._gradient_of(
-            ReduceRequest(r, mirror.stage, j, num_tokens=1), request.message.arrays
-        )
-        assert total is not None
+        if len(request.message.arrays) != 1:
+            raise ProtocolViolation("the gradient of one shard is one array")
+        total = request.message.arrays[0]
+        self._check_shard("gradient", j, total)
         update = self._updates.get((r, j))
         is_made = (r, j) in self._mirrored or (r, j) in self._results
         if is_made or j in self._mirroring or (update and update.closed):
@@ -812,10 +921,6 @@ class Averaging:
         """What was put aside for the coming round does not hold."""
         self._results.clear()
         self._taken.clear()
-
-
-def _is_shard(array: Array, size: int) -> bool:
-    return array.dtype == "float32" and array.shape == (size,)
 
 
 def _copied(shard: Array) -> Array:

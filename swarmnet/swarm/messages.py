@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnet.wire import MAX_ARRAYS
+
 MAX_PATH = 1024
 MAX_RECORDS = 4096
 MAX_IDS = 65_536
@@ -238,31 +240,34 @@ class InferReply:
 
 @dataclass(frozen=True, slots=True)
 class ReduceRequest:
-    """A contribution to a shard's gradient, pushed to its primary. Arrays: the fp32 sum over the
-    contributor's tokens (none where `num_tokens` is 0)."""
+    """Contributions to the gradients of shards, pushed to their primary. Arrays: of each shard the
+    fp32 sum over the contributor's tokens (none where these are 0)."""
 
     round: int
     stage: int
-    shard: int
-    num_tokens: int
+    shards: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    """By shard."""
 
     def __post_init__(self) -> None:
-        _index(self.round, self.stage, self.shard, self.num_tokens)
+        _index(self.round, self.stage, *self.shards, *self.num_tokens)
+        if not 0 < len(self.shards) <= MAX_ARRAYS or len(set(self.shards)) < len(self.shards):
+            raise ValueError("no shards, too many, or one of them twice")
+        if len(self.num_tokens) != len(self.shards):
+            raise ValueError("numbers of tokens for other shards")
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceProgress:
-    """To a contributor that is about to leave, before the reply: the owners have made the step."""
-
-    counted: bool
-    """The contribution is in it."""
+    """To a contributor that is about to leave, before the reply: the owners have made the steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceReply:
-    """Arrays: the shard's parameters of round `round` + 1, fp32."""
+class ShardReply:
+    """What a contributor is told of one shard."""
 
     round: int
+    """The coming one: its parameters are those."""
     counted: bool
     """The contribution is in them; False where it came too late."""
     num_tokens: int = -1
@@ -271,6 +276,13 @@ class ReduceReply:
     def __post_init__(self) -> None:
         if not -1 <= self.num_tokens < 2**62:
             raise ValueError("a number of tokens is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceReply:
+    """In the order of the request. Arrays: the parameters of each shard, fp32."""
+
+    shards: tuple[ShardReply, ...]
 
 
 @dataclass(frozen=True, slots=True)

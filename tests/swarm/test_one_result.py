@@ -7,12 +7,14 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.messages import ReduceRequest
+from swarmnet.swarm.averaging import Pushed
+from swarmnet.swarm.messages import ReduceReply, ReduceRequest, ShardReply
 from swarmnet.swarm.peer import Peer
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
@@ -84,7 +86,8 @@ def answer_only(primary: Peer, chosen: Chosen) -> None:
 
     async def answer_one(request: Request) -> Message:
         push = convert(request.message.body, ReduceRequest)
-        if push.round == STRUCK and chosen.get(push.shard, request.remote) != request.remote:
+        others = {chosen.get(j, request.remote) for j in push.shards} - {request.remote}
+        if push.round == STRUCK and others:
             waiting = asyncio.ensure_future(answer(request))
             waiting.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.Event().wait()
@@ -147,19 +150,20 @@ def test_what_is_not_finite_is_nobodys_result(tmp_path: Path, dies: bool) -> Non
 
         async def lie(request: Request) -> Message:
             asked.append(request.remote)
-            return averaging._answer(convert(request.message.body, ReduceRequest), 1, nonsense)
+            return Message(ReduceReply((ShardReply(STRUCK + 1, counted=False),)), (nonsense,))
 
         nonsense = Array("float32", (size,), torch.full((size,), float("nan")).numpy().tobytes())
         peer = swarm.members[liar].peer
         peer.transport.handle("reduced", lie)
-        part = peer.averaging._shard
+        call, first = peer.averaging._call_primary, [0]
 
-        async def late(*arguments: object) -> bool:
-            if arguments[:2] == (STRUCK, 0):
+        async def late(peer_id: str, r: int, pushed: dict[int, Pushed]) -> Any:
+            if r == STRUCK and set(first) & pushed.keys():
+                first.clear()
                 await asyncio.sleep(4.0)
-            return await part(*arguments)  # type: ignore[arg-type]
+            return await call(peer_id, r, pushed)
 
-        peer.averaging._shard = late  # type: ignore[method-assign]
+        peer.averaging._call_primary = late  # type: ignore[method-assign]
         await swarm.until(lambda: swarm.members[primary].peer.replica.closed)  # type: ignore[union-attr]
         if dies:
             swarm.kill(primary)
