@@ -204,12 +204,12 @@ def build_machine(
         return replace(
             beside, build=build, device=own, data=None, disk=disk, build_local=build_local
         )
-    costs = stage_costs(model_plan(spec), spec.pipeline.num_stages)
+    costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
 
     def measure() -> float:
         if group is not None:  # one rank says nothing of all
             return 0.0
-        return expected_stage_s(
+        whole_s = expected_stage_s(
             spec,
             costs,
             options.state_dir,
@@ -217,10 +217,11 @@ def build_machine(
             precision=options.precision,
             num_threads=options.threads,
         )
+        return whole_s / device.share
 
     return Machine(
         build,
-        DeviceThread(),
+        device,
         WorkerThread(),
         data,
         disk,

@@ -177,6 +177,11 @@ class DeviceThread:
     def busy_s(self) -> float:
         return self._thread.busy_s
 
+    @property
+    def share(self) -> float:
+        """The part of the time that it works at most."""
+        return 1.0 if self._thread.max_share is None else self._thread.max_share
+
     def limit_share(self, share: float | None) -> None:
         """Caps the part of the time that it works: after each piece of work it rests in
         proportion. None = no cap."""

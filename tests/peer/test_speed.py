@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peer import speed
+from peer.daemon import build_machine
+from peer.options import PeerOptions
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.registry import model_plan, stage_costs
 from tests.training.specs import small_spec
@@ -74,3 +77,20 @@ def test_what_cannot_be_measured_is_unknown(
         "this machine's speed was not measured: MemoryError",
     ]
     assert not (tmp_path / speed.SPEED_FILE).exists()
+
+
+def test_who_lends_a_quarter_of_the_device_says_a_quarter_of_its_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "_measure_layer_s", lambda *args: 1.0)
+    machine = build_machine(small_spec(), PeerOptions(state_dir=tmp_path, feed=False))
+    assert machine.measure is not None
+    whole_s = machine.measure()
+    device: Any = machine.device
+    device.limit_share(0.25)
+    assert machine.measure() == pytest.approx(4 * whole_s)
+    device.limit_share(None)
+    assert machine.measure() == whole_s
+    costs = machine.stage_costs
+    assert costs is not None
+    assert len(costs) == small_spec().pipeline.num_stages
