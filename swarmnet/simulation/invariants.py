@@ -122,6 +122,7 @@ class Monitor:
         self._stepped: dict[tuple[str, int, int, int], int] = {}
         self._progress_at = 0.0
         self._best_round = -1
+        self._stepped_round = -1
         self._finishing = False
         self._apart_since: dict[int, float] = {}
 
@@ -172,6 +173,10 @@ class Monitor:
         gradient: Gradient,
     ) -> None:
         where = f"round {round} stage {stage_index} shard {shard} at {peer_id}"
+        if round > self._stepped_round:  # rounds may be shorter than the time between two looks
+            self._stepped_round = round
+            for member in self.members.values():
+                self.collect(member)
         twice = sorted(key for key, times in gradient.ids.items() if times != 1)
         if twice:
             self.fail(f"{where}: counted {gradient.ids[twice[0]]} times: {twice[0]}")
