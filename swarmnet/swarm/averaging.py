@@ -76,10 +76,22 @@ RESTORE_WAIT_S = 10.0
 nobody else has."""
 SNAPSHOT_WAIT_S = 10.0
 """How long a step waits for the optimizer state before it to be copied for a checkpoint."""
-SHARED_CALL_BYTES = 4 << 20
-"""Of shards that share a call. More of them would come late to a primary that could step some."""
+SHARED_CALL_S, MAX_SHARED_CALL_BYTES = 1.0, 16 << 20
+"""Shards share a call as long as they go up this replica's link in such a time, and are not more
+bytes: of too many, a primary that could step some would hear late."""
+USUAL_SHARED_CALL_BYTES = 4 << 20
+"""The same while the link has not been measured."""
 Pushed = tuple[int, Array | None]
 """A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A shard was pushed before, with others, in vain."""
+
+    began: float
+    elsewhere: str | None = None
+    """Who is its primary, by the word of who is not."""
 
 
 class Behind(SwarmnetError):
@@ -107,8 +119,6 @@ class ShardUpdate:
     contributions: dict[str, Contribution] = field(default_factory=dict)
     closed: bool = False
     """The aggregate is being made; what comes now is too late."""
-    summed: frozenset[str] = frozenset()
-    """Whose contributions are in it; nobody's where the result is another primary's."""
     parameters: Array | None = None
     """The result: the shard of round + 1."""
     awaited: int = 0
@@ -141,6 +151,8 @@ class Averaging:
         self.lost = LostSamples(self.gossip, self.replica, self.settings.global_batch, self.on_loss)
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard, what is behind its result, as far as is known."""
+        self._summed: dict[tuple[int, int], frozenset[str]] = {}
+        """By exchange and shard, whose contributions are in a sum that was made here."""
         self._tasks = Tasks("averaging")
         self.ownership = Ownership(
             self.transport,
@@ -237,8 +249,8 @@ class Averaging:
         results: list[bool] = []
         gave: list[bool] = []
 
-        async def one(j: int, pushed: Pushed, again: bool = False) -> None:
-            counted = await self._shard(r, j, *pushed, put, again)
+        async def one(j: int, pushed: Pushed, tried: Tried | None = None) -> None:
+            counted = await self._shard(r, j, *pushed, put, tried)
             results.append(counted or not pushed[0])
 
         async def together(peer_id: str | None, shards: list[int]) -> None:
@@ -246,11 +258,13 @@ class Averaging:
             gave.extend(num_tokens > 0 for num_tokens, _ in pushed.values())
             if peer_id is None:
                 return await one(shards[0], pushed[shards[0]])
-            counted = await self._push_together(peer_id, r, pushed, put)
+            began = loop.time()
+            counted, elsewhere = await self._push_together(peer_id, r, pushed, put)
             results.extend(counted[j] or not pushed[j][0] for j in counted)
             for j in shards:
                 if j not in counted:
-                    group.create_task(one(j, pushed[j], again=True))
+                    tried = Tried(began, elsewhere.get(j))
+                    group.create_task(one(j, pushed[j], tried))
             return None
 
         # All at once: with clipping, no shard is done before every shard has been summed.
@@ -298,13 +312,13 @@ class Averaging:
         num_tokens: int,
         gradient: Array | None,
         put: Callable[[int, Array], None],
-        again: bool = False,
+        tried: Tried | None = None,
     ) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted.
-        `again`: it was pushed before."""
-        redirected: str | None = None
+        `tried`: it was pushed before."""
         loop = asyncio.get_running_loop()
-        began, pause_s, is_first = loop.time(), RETRY_S, True
+        redirected = tried.elsewhere if tried else None
+        began, pause_s, is_first = tried.began if tried else loop.time(), RETRY_S, True
         # Views of who is primary may differ for as long as news take to spread. Who gave up before
         # they agree would have no part in the update, and keep no promise as a primary either.
         while is_first or loop.time() - began < self.pace.call_s():
@@ -318,7 +332,7 @@ class Averaging:
                 if peer_id == self.gossip.own.peer_id:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
-                    if is_first and not again:
+                    if is_first and tried is None:
                         await self.pace.turn(gradient)
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
                 await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
@@ -350,12 +364,11 @@ class Averaging:
 
     async def _push_together(
         self, peer_id: str, r: int, pushed: dict[int, Pushed], put: Callable[[int, Array], None]
-    ) -> dict[int, bool]:
-        """As `_shard`, for several that have one primary, once: those whose parameters came, and
-        whether they are counted."""
-        for _, gradient in pushed.values():
-            await self.pace.turn(gradient)
+    ) -> tuple[dict[int, bool], dict[int, str]]:
+        """As `_shard`, for several that have one primary, once. Returns those whose parameters
+        came, and whether they are counted; and whose primary is another peer, as this one says."""
         counted: dict[int, bool] = {}
+        elsewhere: dict[int, str] = {}
 
         def store(found: dict[int, tuple[ShardReply, Array]]) -> None:
             for j, (told, parameters) in found.items():
@@ -369,10 +382,14 @@ class Averaging:
             log.debug("round %d, %d shards at %s: %s", r, len(pushed), peer_id[-8:], e)
             if isinstance(e, TransportError):
                 self.gossip.probe(peer_id)
+            if isinstance(e, Redirect):
+                j, other = e.details.get("shard"), e.details.get("peer_id")
+                if isinstance(j, int) and isinstance(other, str) and other != peer_id:
+                    elsewhere[j] = other
         for j in counted:
             self._results.add((r, j))
             self._end_with(r, j, found[j][1])
-        return counted
+        return counted, elsewhere
 
     async def _call_primary(
         self, peer_id: str, r: int, pushed: dict[int, Pushed]
@@ -380,7 +397,7 @@ class Averaging:
         tokens = tuple(num_tokens for num_tokens, _ in pushed.values())
         request = ReduceRequest(r, self.replica.index, tuple(pushed), tokens)
         gradients = tuple(gradient for _, gradient in pushed.values() if gradient is not None)
-        heard = functools.partial(self._heard_taken, r, tuple(pushed))
+        heard = functools.partial(self._heard_taken, r)
         message = Message(request, gradients)
         reply = await self.call_while_live(peer_id, "reduce", message, heard)
         found = self._parameters_of(reply, tuple(pushed))
@@ -391,28 +408,35 @@ class Averaging:
 
     def _calls_for(self, r: int, shards: Sequence[int]) -> list[tuple[str | None, list[int]]]:
         """Shards that share a call, in this order, and to whom; None beside one that is looked
-        after alone."""
-        own = self.gossip.own
+        after alone. Beside a round each waits for room on the link alone, and who leaves wants to
+        hear of each as early as can be."""
+        own, room_bytes = self.gossip.own, self._call_bytes()
+        is_alone = own.state == LEAVING or self.plan.is_delayed(r)
         calls: list[tuple[str | None, list[int]]] = []
         open_: dict[str, tuple[list[int], int]] = {}
         """By primary, a call that has room, and how much."""
         for j in shards:
             primary = self.ownership.primary(r, j)
             num_bytes = 4 * self.replica.stage.shard_sizes[j]
-            if primary is None or primary == own.peer_id or own.state == LEAVING:
+            if primary is None or primary == own.peer_id or is_alone:
                 calls.append((None, [j]))
                 continue
             together, room = open_.get(primary, ([], 0))
             if not together or room < num_bytes or len(together) == MAX_ARRAYS:
-                together, room = [], SHARED_CALL_BYTES
+                together, room = [], room_bytes
                 calls.append((primary, together))
             together.append(j)
             open_[primary] = (together, room - num_bytes)
         return [(peer_id if len(several) > 1 else None, several) for peer_id, several in calls]
 
-    def _heard_taken(self, r: int, shards: Sequence[int], message: Message) -> None:
-        convert(message.body, ReduceProgress)
-        self._taken.update((r, j) for j in shards)
+    def _call_bytes(self) -> int:
+        rate = self.gossip.own.upload_bytes_per_s
+        if not rate:
+            return USUAL_SHARED_CALL_BYTES
+        return int(min(SHARED_CALL_S * rate, MAX_SHARED_CALL_BYTES))
+
+    def _heard_taken(self, r: int, message: Message) -> None:
+        self._taken.add((r, convert(message.body, ReduceProgress).shard))
         self.news.tell()
         self.gossip.news.tell()
 
@@ -464,7 +488,7 @@ class Averaging:
             update.contributions[self.gossip.own.peer_id] = Contribution(num_tokens, gradient)
         update.news.tell()
         parameters = await self._result(update)
-        return parameters, self.gossip.own.peer_id in update.summed
+        return parameters, self._told(r, j, self.gossip.own.peer_id).counted
 
     # ---- a primary's part -------------------------------------------------------------------
 
@@ -473,19 +497,16 @@ class Averaging:
         push = convert(request.message.body, ReduceRequest)
         for j in push.shards:
             self.replica.check_shard(push.stage, j)
+        num_bytes = sum(4 * self.replica.stage.shard_sizes[j] for j in push.shards)
+        if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
+            raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
         self._check_member(request.remote)
         gradients = self._gradients_of(push, request.message.arrays)
-        is_late = push.round < self.current
         work = [
-            self._reduce(request.remote, push.round, j, num_tokens, gradients.get(j))
+            self._reduce(request, push.round, j, num_tokens, gradients.get(j))
             for j, num_tokens in zip(push.shards, push.num_tokens)
         ]
         results = await self._all_of(work) if len(work) > 1 else [await work[0]]
-        if self._is_leaving(request.remote):
-            request.progress(Message(ReduceProgress()))
-        for _, parameters in results:
-            if not is_late:  # without them the caller cannot go on
-                await self.pace.turn(parameters, is_result=True)
         reply = ReduceReply(tuple(told for told, _ in results))
         return Message(reply, tuple(parameters for _, parameters in results))
 
@@ -496,15 +517,19 @@ class Averaging:
         tasks = [self._tasks.start(one) for one in work]
         try:
             return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            raise NotReady("the stage is not served here any more") from None
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _reduce(
-        self, remote: str, asked: int, j: int, num_tokens: int, gradient: Array | None
+        self, request: Request, asked: int, j: int, num_tokens: int, gradient: Array | None
     ) -> tuple[ShardReply, Array]:
         """One shard of exchange `asked` for one contributor."""
-        r = self.current
+        r, remote = self.current, request.remote
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
         if closed_there and self.replica.heard_over(r):
             self.gossip.news.tell()
@@ -513,7 +538,7 @@ class Averaging:
             parameters = await self._copy(j)
             if self.current != r:  # the copy may be of two rounds
                 raise Stale(f"round {r} is over here", round=self.current)
-            return self._told(asked, j, coming=r), parameters
+            return self._told(asked, j, remote, coming=r), parameters
         if asked != r:
             if asked < r:
                 raise Stale(f"round {asked} is over here", round=r)
@@ -523,9 +548,11 @@ class Averaging:
                 raise NotReady(f"round {asked} has not begun here", round=self.current)
         key = (asked, j)
         if key in self._mirrored:
-            return self._told(asked, j), self._mirrored[key]
+            return self._told(asked, j, remote), self._mirrored[key]
         if self._was_given(*key):
-            return self._told(asked, j), await self._given(*key)
+            given = await self._given(*key)
+            await self.pace.turn(given, is_result=True)
+            return self._told(asked, j, remote), given
         update = self._update(*key)
         self._redirect_unless_mine(update)
         if not update.closed and num_tokens:
@@ -535,17 +562,20 @@ class Averaging:
         if len(update.contributions) >= update.awaited:
             update.news.tell()
         parameters = await self._result(update)
-        counted = remote in update.summed or not num_tokens
-        return ShardReply(asked + 1, counted, update.num_tokens), parameters
+        if self._is_leaving(remote):
+            request.progress(Message(ReduceProgress(j)))
+        await self.pace.turn(parameters, is_result=True)
+        return self._told(asked, j, remote), parameters
 
     def _is_leaving(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
         return record is not None and record.state == LEAVING
 
-    def _told(self, r: int, j: int, coming: int | None = None) -> ShardReply:
-        """Of a result that the contribution is not in, as far as this replica knows."""
+    def _told(self, r: int, j: int, remote: str, coming: int | None = None) -> ShardReply:
+        """What a contributor is told of its result."""
+        counted = remote in self._summed.get((r, j), ())
         num_tokens = self._tokens.get((r, j), -1)
-        return ShardReply(r + 1 if coming is None else coming, counted=False, num_tokens=num_tokens)
+        return ShardReply(r + 1 if coming is None else coming, counted, num_tokens)
 
     async def _on_reduced(self, request: Request) -> Message:
         """To one that has become primary: the result of the one before, where it is here."""
@@ -562,7 +592,7 @@ class Averaging:
             given = await self._given(r, j)
         else:
             raise NotReady("the result is not here")
-        return Message(ReduceReply((self._told(r, j),)), (given,))
+        return Message(ReduceReply((self._told(r, j, request.remote),)), (given,))
 
     def _was_given(self, r: int, j: int) -> bool:
         """The shard's result is here, and was not made here."""
@@ -645,7 +675,7 @@ class Averaging:
             return
         primary = self.ownership.primary(update.round, update.shard)
         if primary is not None and primary != self.gossip.own.peer_id:
-            raise Redirect("another peer is primary", peer_id=primary)
+            raise Redirect("another peer is primary", peer_id=primary, shard=update.shard)
 
     async def _aggregate(self, update: ShardUpdate) -> None:
         """Waits for the contributions, then aggregates, steps and mirrors."""
@@ -657,12 +687,12 @@ class Averaging:
                 return
             if (r, j) in self._mirrored:  # the primary died after its step: this is its result
                 update.parameters = self._mirrored[(r, j)]
-                update.summed = frozenset(update.contributions)  # as far as is known
+                self._summed[(r, j)] = frozenset(update.contributions)  # as far as is known
                 update.num_tokens = self._tokens[(r, j)]
                 return
             if self.ownership.primary(r, j) != self.gossip.own.peer_id:
                 return
-            update.closed, update.summed = True, frozenset(update.contributions)
+            update.closed, self._summed[(r, j)] = True, frozenset(update.contributions)
             total, squares, num_tokens = await self._sum(update)
             update.num_tokens = num_tokens
             update.contributions.clear()
@@ -901,8 +931,9 @@ class Averaging:
             del self._mirrored[key]
         self._results = {k for k in self._results if k[0] > r}
         self._taken = {k for k in self._taken if k[0] > r}
-        for key in [k for k in self._tokens if k[0] < r - BEHIND_ROUNDS]:
-            del self._tokens[key]
+        for known in (self._tokens, self._summed):
+            for key in [k for k in known if k[0] < r - BEHIND_ROUNDS]:
+                del known[key]
         self.norms.finish_round(r)
         self.aggregator.norms.finish_round(r)
         self.news.tell()

@@ -1,6 +1,6 @@
 """Long calls that end as soon as their callee is not taken for live any more.
 
-A contributor's call for a shard takes as long as the whole exchange, and there is one for each
+A contributor's call for shards takes as long as the whole exchange, and there may be one for each
 shard: hundreds at a time, to a few dozen peers. A silent callee would hold its calls up to their
 deadline. So all callees are looked at together, the less often the longer their calls take anyway,
 and asked whether they live when an answer should have come."""

@@ -250,16 +250,21 @@ class ReduceRequest:
     """By shard."""
 
     def __post_init__(self) -> None:
+        if not 0 < len(self.shards) == len(self.num_tokens) <= MAX_ARRAYS:
+            raise ValueError("no shards, too many, or not a number of tokens for each")
+        if len(set(self.shards)) < len(self.shards):
+            raise ValueError("a shard twice")
         _index(self.round, self.stage, *self.shards, *self.num_tokens)
-        if not 0 < len(self.shards) <= MAX_ARRAYS or len(set(self.shards)) < len(self.shards):
-            raise ValueError("no shards, too many, or one of them twice")
-        if len(self.num_tokens) != len(self.shards):
-            raise ValueError("numbers of tokens for other shards")
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceProgress:
-    """To a contributor that is about to leave, before the reply: the owners have made the steps."""
+    """To a contributor that is about to leave, before the reply: the owners have made the step."""
+
+    shard: int
+
+    def __post_init__(self) -> None:
+        _index(self.shard)
 
 
 @dataclass(frozen=True, slots=True)

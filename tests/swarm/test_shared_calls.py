@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from swarmnet.swarm import averaging
+from swarmnet.errors import ProtocolViolation, Refused
+from swarmnet.swarm.averaging import MAX_SHARED_CALL_BYTES, Averaging
 from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
@@ -41,7 +43,7 @@ def test_shards_share_a_call_as_far_as_they_fit(
     shard_bytes = 4 * spec.sync.shard_parameters
     if room != "all":
         size = {"two": 2 * shard_bytes, "one": 0}[room]
-        monkeypatch.setattr(averaging, "SHARED_CALL_BYTES", size)
+        monkeypatch.setattr(Averaging, "_call_bytes", lambda _: size)
 
     async def scenario(swarm: Swarm) -> None:
         calls: Calls = Counter()
@@ -58,10 +60,9 @@ def test_shards_share_a_call_as_far_as_they_fit(
         for r in rounds:
             for caller in swarm.members:
                 pushed = [shards for q, who, _, shards in calls if (q, who) == (r, caller)]
-                own = len(swarm.members[caller].peer.averaging.ownership.holds())
-                assert own
-                together = [j for shards in pushed for j in shards]
-                assert len(together) == len(set(together)) < num_shards
+                placement = swarm.members[caller].peer.averaging.ownership.placement(r)
+                others = [j for j in range(num_shards) if placement.order(j)[0] != caller]
+                assert sorted(j for shards in pushed for j in shards) == others
                 if room == "all":
                     callees = [to for q, who, to, _ in calls if (q, who) == (r, caller)]
                     assert len(callees) == len(set(callees))
@@ -95,5 +96,59 @@ def test_who_calls_the_wrong_primary_hears_it_at_once(tmp_path: Path) -> None:
         assert wrong >= 4
         assert swarm.total("late_shards") == 0
         assert_numbers_agree(swarm, spec, ROUNDS)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_what_shares_a_call_goes_up_the_link_in_a_second(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0")
+        await swarm.until_round(1)
+        peer = swarm.members["peer-0"].peer
+        for rate, expected in ((2e6, 2_000_000), (1e9, MAX_SHARED_CALL_BYTES)):
+            peer.gossip.own = replace(peer.gossip.own, upload_bytes_per_s=rate)
+            assert peer.averaging._call_bytes() == expected
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, rounds=2))
+
+
+BAD: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((), ()),
+    ((0, 1), (4,)),
+    ((1, 1), (4, 4)),
+    ((-1,), (4,)),
+    ((0,), (-4,)),
+    (tuple(range(65)), (0,) * 65),
+]
+
+
+@pytest.mark.parametrize(("shards", "num_tokens"), BAD)
+def test_calls_that_cannot_be(shards: tuple[int, ...], num_tokens: tuple[int, ...]) -> None:
+    body = {"round": 0, "stage": 0, "shards": shards, "num_tokens": num_tokens}
+    with pytest.raises(ProtocolViolation):
+        convert(body, ReduceRequest)
+
+
+def test_a_call_for_a_whole_stage_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a few bytes would make a peer copy and send all of it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+    room = 4 * spec.sync.shard_parameters
+    monkeypatch.setattr("swarmnet.swarm.averaging.MAX_SHARED_CALL_BYTES", room)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+        caller = swarm.members["peer-1"].peer.transport
+        for shards, text in (((0, 1), "do not share a call"), ((1,), "")):
+            push = Message(ReduceRequest(2, 0, shards, (0,) * len(shards)))
+            calling = caller.call("peer-0", "reduce", push, timeout_s=30.0)
+            if text:
+                with pytest.raises(Refused, match=text):
+                    await calling
+            else:
+                assert len((await calling).arrays) == 1
 
     in_virtual_time(scenario, spec)
