@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/swarmnet local
 
 test: .venv/installed
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadgroup
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports

@@ -18,6 +18,22 @@ torch.set_num_threads(1)
 settings.register_profile("swarmnet", deadline=None, print_blob=True)
 settings.load_profile("swarmnet")
 
+MEASURED_ONCE = ("test_attackers.py", "test_replication.py")
+"""With fixtures of the module."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers (`-n`, pytest-xdist): tests that start peers take turns, for a peer
+    with no time to run on is a slow peer to the others; and a module that measures once for all of
+    its tests stays with one worker."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+        elif item.path.name in MEASURED_ONCE:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
