@@ -331,12 +331,15 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
 
     await opened()
     spare_old_objects()  # as a peer does
+    sent = direct = 0
     while True:
-        await until_all_at(replica.round)
+        await until_all_at(replica.round)  # who has its own parameters may have some to send still
         stage._gradients.copy_(gradient)
+        sent = sum(transport.traffic.sent_bytes.values()) - sent
+        direct = transport.traffic.direct_sent_bytes - direct
+        say(ready=True, sent_bytes=sent, direct_bytes=direct)
         sent = sum(transport.traffic.sent_bytes.values())
         direct = transport.traffic.direct_sent_bytes
-        say(ready=True)
         if (await loop.run_in_executor(None, sys.stdin.readline)).strip() != "go":
             break
         began, r = time.perf_counter(), replica.round
@@ -344,12 +347,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         await replica.open_round(r + 1, synced=True)
         averaging.finish_round(r)
         seconds = time.perf_counter() - began
-        say(
-            seconds=seconds,
-            sent_bytes=sum(transport.traffic.sent_bytes.values()) - sent,
-            direct_bytes=transport.traffic.direct_sent_bytes - direct,
-            moments=moments.told(),
-        )
+        say(seconds=seconds, moments=moments.told())
         await opened()
     await tasks.close()
     await averaging.close()
@@ -408,12 +406,12 @@ def run(kind: str, options: dict[str, Any], rounds: int) -> dict[str, float]:
             children.append(Child(kind, rank, options, where))
             if kind != "gloo" and not where:
                 where = children[0].hear("where")["where"]
-        seconds, cpu, lines = [], [], []
+        seconds, cpu, lines, sent = [], [], [], []
         model_bytes = 4 * num_parameters()
         for turn in range(WARM_ROUNDS + rounds):
             if turn == 0 or kind == "swarmnet":
-                for child in children:
-                    child.hear("ready")
+                ready = [child.hear("ready") for child in children]
+                sent += ready if turn > WARM_ROUNDS else []
             pids = [pid for child in children for pid in family(child.process.pid)]
             used, began = cpu_s(pids), time.perf_counter()
             for child in children:
@@ -434,9 +432,11 @@ def run(kind: str, options: dict[str, Any], rounds: int) -> dict[str, float]:
                 h["without_matchmaking"] for h in lines
             )
         if kind == "swarmnet":
-            sent = statistics.mean(h["sent_bytes"] for h in lines)
-            result["sent_over_model"] = sent / model_bytes
-            result["direct_part"] = statistics.mean(h["direct_bytes"] for h in lines) / sent
+            sent += [child.hear("ready") for child in children]
+            sent_bytes = statistics.mean(h["sent_bytes"] for h in sent)
+            result["sent_over_model"] = sent_bytes / model_bytes
+            direct_bytes = statistics.mean(h["direct_bytes"] for h in sent)
+            result["direct_part"] = direct_bytes / sent_bytes
             updates = [lines[i : i + size] for i in range(0, len(lines), size)]
             found = [overlap([h["moments"] for h in update]) for update in updates]
             result |= {name: statistics.median(f[name] for f in found) for name in found[0]}
