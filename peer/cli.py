@@ -828,12 +828,14 @@ def _serve(options: PeerOptions, parent_pid: int | None) -> None:
     from peer.metrics import open_metrics
     from peer.report import Running, report_peer
 
+    page = None
+    if options.dashboard is not None:
+        from peer.dashboard.server import listen
+
+        page = (options.dashboard_host, listen(options.dashboard_host, options.dashboard))
     with open_metrics(options.metrics, append=True) as metrics:
 
         def show(running: Running) -> Coroutine[Any, Any, None]:
-            page = None
-            if options.dashboard is not None:
-                page = (options.dashboard_host, options.dashboard)
             return report_peer(running, options.screen, metrics, page)
 
         from peer.daemon import run_peer

@@ -37,6 +37,7 @@ from peer.ranks import build_ranked_stage, choose_devices, open_ranks, until_ove
 from peer.ready import write_ready_file
 from peer.seats import SeatCount, Seats, seat_dir
 from peer.speed import expected_stage_s
+from peer.state_dir import next_incarnation
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
@@ -421,7 +422,7 @@ def compose(
         identity=Identity(
             run_id=spec.run_id,
             spec=spec.canonical(),
-            incarnation=int(now_unix_s * 1000),
+            incarnation=next_incarnation(options.state_dir, now_unix_s),
             started_unix_s=now_unix_s,
             agent=AGENT,
             credential=admitted.credential,

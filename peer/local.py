@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.chaos import Chaos, parse_chaos
+from peer.dashboard.server import listen
 from peer.metrics import open_metrics
 from peer.observing import JoinRun, RunObserver, join_run
 from peer.options import (
@@ -112,7 +113,8 @@ async def run_local(
     async with AsyncExitStack() as stack:
         hub = None
         if options.dashboard is not None:
-            hub, shown_at = await open_page(stack, spec, options.dashboard_host, options.dashboard)
+            listener = listen(options.dashboard_host, options.dashboard)
+            hub, shown_at = await open_page(stack, spec, options.dashboard_host, listener)
         metrics = stack.enter_context(open_metrics(options.metrics, append=False))
         reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub))
         folder = stack.enter_context(run_folder())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -18,8 +20,11 @@ from peer.monitor import Monitor
 from peer.options import ScreenName
 from peer.screen import Screen
 from peer.view_model import ViewModel
+from swarmnet.errors import UserError
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, describe
+
+log = logging.getLogger("swarmnet.peer")
 
 LOOK_EVERY_S = 0.1
 """Between two looks of a peer at its own view: records tell of the newest `KEPT_ROUNDS` rounds
@@ -93,8 +98,12 @@ class Reporter:
         events = self.monitor.observe(view.records(), live, now, unix_s)
         model = self.monitor.view_model()
         if self.metrics is not None:
-            self.metrics.write(events)
-            self._write_state(self.metrics, model, now, unix_s)
+            try:
+                self.metrics.write(events)
+                self._write_state(self.metrics, model, now, unix_s)
+            except UserError as e:  # the disk is full, say: the run goes on, and so does the screen
+                log.warning("%s; nothing more is written there", e)
+                self.metrics = None
         if self.hub is not None:
             self.hub.tell(model, events, now, unix_s)
         self.screen.show(self.spec, model, events, limits)
@@ -126,22 +135,25 @@ class Reporter:
         self.close()
 
 
-async def open_page(stack: AsyncExitStack, spec: RunSpec, host: str, port: int) -> tuple[Hub, str]:
-    """A dashboard of a run that the caller will look at, and its address. Raises `UserError`."""
+async def open_page(
+    stack: AsyncExitStack, spec: RunSpec, host: str, listener: socket.socket
+) -> tuple[Hub, str]:
+    """A dashboard of a run that the caller will look at, and its address. `host`: as the user
+    named it."""
     from peer.dashboard.app import live_app
     from peer.dashboard.server import serving
 
     hub = Hub(spec)
-    return hub, await stack.enter_async_context(serving(live_app(hub, host), host, port))
+    return hub, await stack.enter_async_context(serving(live_app(hub, host), listener))
 
 
 async def report_peer(
     running: Running,
     mode: ScreenName,
     metrics: MetricsFile | None,
-    page: tuple[str, int] | None = None,
+    page: tuple[str, socket.socket] | None = None,
 ) -> None:
-    """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and port
+    """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and socket
     of the dashboard, where one is wanted."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:

@@ -8,6 +8,7 @@ ends.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,13 @@ from pathlib import Path
 
 from swarmnet.errors import UserError
 
+log = logging.getLogger("swarmnet.peer")
+
+MAX_INCARNATION = 1 << 60
 MAX_PEERS_PER_USER = 256
 """Folders tried before giving up."""
 LOCK_NAME = "lock"
+INCARNATION_FILE = "incarnation"
 
 
 def state_root() -> Path:
@@ -46,6 +51,24 @@ def claimed_state_dir(wanted: Path | None, root: Path | None = None) -> Iterator
         os.close(lock)
 
 
+def next_incarnation(state_dir: Path, now_unix_s: float) -> int:
+    """Of a peer that starts: milliseconds since 1970, and more than it had the last time, though
+    the clock may have been set back since. Others keep the record with the highest one."""
+    path, now_ms = state_dir / INCARNATION_FILE, int(now_unix_s * 1000)
+    try:
+        last = int(path.read_text())
+    except (OSError, ValueError):
+        last = 0
+    incarnation = max(now_ms, last + 1) if 0 <= last < MAX_INCARNATION else now_ms
+    beside = path.with_name(f".{path.name}")
+    try:
+        beside.write_text(f"{incarnation}\n")
+        beside.replace(path)
+    except OSError as e:
+        log.warning("the start cannot be noted in %s: %s", path, e.strerror)
+    return incarnation
+
+
 def _first_free(root: Path) -> tuple[Path, int]:
     for number in range(1, MAX_PEERS_PER_USER + 1):
         path = root / f"peer-{number}"
@@ -64,7 +87,13 @@ def _claim(path: Path) -> int | None:
         raise UserError(f"cannot use the state folder {path}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(lock)
         return None
+    except OSError as error:  # not every network file system has locks
+        os.close(lock)
+        raise UserError(
+            f"cannot lock the state folder {path}: {error.strerror}; name a --state-dir on a "
+            "local disk"
+        ) from None
     return lock

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peer.dashboard.app import is_loopback, replay_app
 from peer.dashboard.replay import check_file, make_film
-from peer.dashboard.server import serving
+from peer.dashboard.server import listen, serving
 from peer.observing import JoinRun, join_run
 from peer.options import TransportName
 from peer.report import monitor_of, open_page
@@ -33,10 +33,15 @@ async def show_live(
 ) -> None:
     """Watches a run as an observer and shows it, until cancelled. Raises `UserError` where nobody
     answers or the port cannot be had."""
-    observer = await join(addresses, transport)
+    listener = listen(host, port)
+    try:
+        observer = await join(addresses, transport)
+    except BaseException:
+        listener.close()
+        raise
     try:
         async with AsyncExitStack() as stack:
-            hub, address = await open_page(stack, observer.spec, host, port)
+            hub, address = await open_page(stack, observer.spec, host, listener)
             _greet(address, host, say)
             monitor, loop = monitor_of(observer.spec), asyncio.get_running_loop()
             while True:
@@ -55,7 +60,7 @@ async def show_replay(path: Path, *, host: str, port: int, say: Callable[[str], 
     visit. Raises `UserError`."""
     await asyncio.to_thread(check_file, path)
     app = replay_app(functools.partial(make_film, path), host)
-    async with serving(app, host, port) as address:
+    async with serving(app, listen(host, port)) as address:
         _greet(address, host, say)
         await asyncio.Event().wait()
 

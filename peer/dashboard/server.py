@@ -29,10 +29,8 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
-    """Serves until the block ends; gives the page's address. Port 0: any that is free. Raises
-    `UserError` where the port cannot be had."""
-    listener = _listen(host, port)
+async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[str]:
+    """Serves until the block ends, and closes the socket; gives the page's address."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -54,7 +52,8 @@ async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
         listener.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """For a page. Port 0: any that is free. Raises `UserError` where the port cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -47,7 +47,9 @@ END_TIMEOUT_S = 3.0
 MAX_KNOWN_PEERS = 65_536
 MAX_ADDRESSES = 16
 MAX_SOCKET_PATH = 80
-RUNTIME_PREFIX = "swarmnet-"
+RUNTIME_PREFIX = "swarmnet-p2pd-"
+RUNTIME_PATTERN = re.compile(RUNTIME_PREFIX + r"[0-9]+-[a-z0-9_]{8}")
+"""Nothing else is ever removed: other folders of swarmnet, and of its users, lie beside them."""
 MAX_UNLOCKED_S = 3600.0
 """A runtime folder without a lock file this old was never finished."""
 MAX_REASONS = 1024
@@ -100,8 +102,8 @@ class RuntimeDir:
 def clean_up(base: Path) -> list[Path]:
     """Removes the runtime folders of processes that are gone; returns them."""
     removed = []
-    for path in sorted(base.glob(f"{RUNTIME_PREFIX}*-*")):
-        if _is_abandoned(path):
+    for path in sorted(base.glob(f"{RUNTIME_PREFIX}*")):
+        if RUNTIME_PATTERN.fullmatch(path.name) and _is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed

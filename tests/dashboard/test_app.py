@@ -12,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from peer.dashboard.app import live_app, replay_app
-from peer.dashboard.server import serving
+from peer.dashboard.server import listen, serving
 from swarmnet.errors import UserError
 from tests.dashboard.making import Played, replica
 
@@ -77,7 +77,7 @@ def test_news_come_as_a_stream_and_a_visitor_comes_back() -> None:
         played = Played()
         played.look(replica("a", 0))
         async with (
-            serving(live_app(played.hub, LOOPBACK), LOOPBACK, 0) as address,
+            serving(live_app(played.hub, LOOPBACK), listen(LOOPBACK, 0)) as address,
             httpx.AsyncClient(base_url=address, timeout=10) as browser,
         ):
             for visit in range(2):  # as after a lost connection
@@ -106,10 +106,10 @@ def test_a_port_that_is_taken_is_one_clear_line() -> None:
         with socket.create_server((LOOPBACK, 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(UserError, match="choose another port"):
-                async with serving(replay_app(dict, LOOPBACK), LOOPBACK, port):
+                async with serving(replay_app(dict, LOOPBACK), listen(LOOPBACK, port)):
                     pass
         with pytest.raises(UserError, match="address of this machine"):
-            async with serving(replay_app(dict, LOOPBACK), "203.0.113.7", 0):
+            async with serving(replay_app(dict, LOOPBACK), listen("203.0.113.7", 0)):
                 pass
 
     asyncio.run(main())

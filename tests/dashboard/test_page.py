@@ -15,7 +15,7 @@ import pytest
 
 from peer.dashboard.app import live_app, replay_app
 from peer.dashboard.replay import make_film
-from peer.dashboard.server import serving
+from peer.dashboard.server import listen, serving
 from peer.metrics import MetricsFile
 from peer.report import Reporter
 from swarmnet.protocol.records import Record
@@ -40,7 +40,7 @@ class Served:
         self._serving: Any = None
 
     def open(self, app: Any, port: int = 0) -> str:
-        self._serving = serving(app, LOOPBACK, port)
+        self._serving = serving(app, listen(LOOPBACK, port))
         return str(self._do(self._serving.__aenter__()))
 
     def close(self) -> None:

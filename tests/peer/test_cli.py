@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,19 @@ def test_a_peer_is_started_with_its_options(
     assert options.join == ("a", "b")
     assert (options.stage, options.feed, options.data) == (1, False, ("d",))
     assert (options.state_dir, options.screen) == (tmp_path, "quiet")
+
+
+def test_a_dashboard_whose_port_is_taken_starts_no_peer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = f"peer --join a --state-dir {tmp_path} --dashboard {port}"
+        assert run_command(line.split()) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"cannot show the page on 127.0.0.1:{port}" in err
+    assert "choose another port" in err
 
 
 def test_help_needs_nothing_heavy() -> None:

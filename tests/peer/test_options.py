@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from peer.options import PeerOptions, default_spec_path, with_overrides
 from peer.ready import Ready, read_ready_file, write_ready_file
-from peer.state_dir import claimed_state_dir
+from peer.state_dir import claimed_state_dir, next_incarnation
 from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 
@@ -80,6 +81,29 @@ def test_every_peer_of_a_machine_has_a_folder_of_its_own_and_gets_it_back(tmp_pa
         claimed_state_dir(tmp_path / "file"),
     ):
         pass
+
+
+def test_a_file_system_without_locks_is_no_other_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("peer.state_dir.fcntl.flock", no_locks)
+    for wanted in (None, tmp_path / "mine"):
+        claiming = claimed_state_dir(wanted, tmp_path)
+        with pytest.raises(UserError, match="No locks available"):
+            claiming.__enter__()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "peer-1"]
+
+
+def test_a_clock_set_back_between_two_starts_makes_nobody_older(tmp_path: Path) -> None:
+    assert next_incarnation(tmp_path, 5000.0) == 5_000_000
+    assert next_incarnation(tmp_path, 4000.0) == 5_000_001
+    assert next_incarnation(tmp_path, 6000.0) == 6_000_000
+    for damaged in ("", "soon", "-7", "9" * 40):
+        (tmp_path / "incarnation").write_text(damaged)
+        assert next_incarnation(tmp_path, 7000.0) == 7_000_000
 
 
 def test_the_ready_file_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from peer.events import HeldOut, PeerJoined, RoundFinished
 from peer.metrics import MetricsFile
 from peer.monitor import Monitor
 from peer.options import default_spec_path
+from peer.report import Reporter
 from peer.screen import Screen
 from peer.status import show_status, watch_status
 from peer.text import sentence, size
 from peer.view_model import ViewModel
 from swarmnet.errors import UserError
 from swarmnet.protocol.records import ACTIVE, Record
+from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, load_spec
 
 from .fakes import FakeObserver
@@ -142,3 +144,18 @@ def test_status_can_keep_looking() -> None:
     )
     assert observer.closed
     assert "stage 1" in out.getvalue()
+
+
+def test_a_full_disk_ends_the_metrics_and_not_the_screen(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = View("a")
+    with MetricsFile(Path("/dev/full")) as metrics, Reporter(SPEC, "plain", metrics) as reporter:
+        for now in range(2):
+            view.merge(record(f"peer-{now}", now), float(now))
+            reporter.look(view, float(now), float(now))
+        assert reporter.metrics is None
+    said = [r.getMessage() for r in caplog.records if "/dev/full" in r.getMessage()]
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert "replicas by stage: 1 1" in capsys.readouterr().out

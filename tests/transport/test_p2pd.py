@@ -475,19 +475,29 @@ def test_what_was_read_with_the_opening_is_not_lost(base: Path) -> None:
 
 def test_folders_of_the_living_are_left_alone(base: Path) -> None:
     living = RuntimeDir(base)
-    dead = base / f"{p2pd.RUNTIME_PREFIX}99999-dead"
+    dead = base / f"{p2pd.RUNTIME_PREFIX}99999-dead_000"
     dead.mkdir()
     (dead / "lock").touch()
     (dead / "p2pd-1.sock").touch()
-    half_made = base / f"{p2pd.RUNTIME_PREFIX}99998-half"
+    half_made = base / f"{p2pd.RUNTIME_PREFIX}99998-half_000"
     half_made.mkdir()
-    never_finished = base / f"{p2pd.RUNTIME_PREFIX}99997-old"
+    never_finished = base / f"{p2pd.RUNTIME_PREFIX}99997-old_0000"
     never_finished.mkdir()
     long_ago = time.time() - p2pd.MAX_UNLOCKED_S - 60
     os.utime(never_finished, (long_ago, long_ago))
     foreign = base / "p2pd-of-another-program.sock"
     foreign.touch()
+    others = [base / name for name in ("swarmnet-my-run", "swarmnet-local-99-abcdefgh")]
+    others.append(base / f"{p2pd.RUNTIME_PREFIX}of-my-own")
+    for other in others:  # a state folder has a lock too, which nobody holds between two runs
+        other.mkdir()
+        (other / "identity.key").touch()
+        os.utime(other, (long_ago, long_ago))
+    (others[0] / "lock").touch()
     assert clean_up(base) == [never_finished, dead]
+    assert all((other / "identity.key").exists() for other in others)
+    for other in others:
+        shutil.rmtree(other)
     assert living.path.exists()
     assert half_made.exists()
     half_made.rmdir()
