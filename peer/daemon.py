@@ -27,6 +27,7 @@ from peer.joining import (
     find_living,
     find_run,
     learn_others,
+    look_for_others,
     read_addresses,
 )
 from peer.limits import LIMITS_FILE, change_limits
@@ -292,6 +293,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         else:  # it may be there already: this peer started it once, and starts again
             neighbours = await find_living(net.transport, known, spec.run_id)
             join = known.addresses() if neighbours else join
+            if not neighbours and known.run_id == spec.run_id and known.peers:
+                _say(f"none of the {len(known.peers)} peers met before answers; it goes on looking")
         admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
@@ -351,6 +354,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         )
         tasks.start(relaying.run())
         tasks.start(known.keep(spec.run_id, peer.view))
+        tasks.start(look_for_others(known, peer.gossip))
         spare_old_objects()
         address = best_address(net.transport.addresses())
         if options.ready_file is not None:

@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from swarmnet.protocol.records import MAX_ADDRESSES, OBSERVING
 from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
 
@@ -242,6 +244,24 @@ async def find_living(transport: Transport, known: KnownPeers, run_id: str) -> l
         if reply.run_id == run_id:
             return [peer_id]
     return []
+
+
+async def look_for_others(known: KnownPeers, gossip: Gossip) -> None:
+    """Until cancelled: while this machine is alone in the run, after a start when nobody answered
+    or a long cut of its link, calls those whom it has met before, more and more seldom."""
+    own, loop = gossip.own, asyncio.get_running_loop()
+    pause_s = FIRST_WAIT_S
+    while True:
+        await asyncio.sleep(pause_s)
+        live = gossip.view.live(loop.time())
+        if any(machine_of(r.peer_id) != machine_of(own.peer_id) for r in live):
+            pause_s = FIRST_WAIT_S
+            continue
+        pause_s = min(2 * pause_s, LONGEST_WAIT_S)
+        for peer_id in await find_living(gossip.transport, known, own.run_id):
+            log.warning("%s answers again; on with the others", peer_id[-8:])
+            with contextlib.suppress(SwarmnetError):
+                await gossip.exchange(peer_id)
 
 
 def learn_others(transport: Transport, addresses: Sequence[str], known: str) -> list[str]:

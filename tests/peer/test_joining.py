@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from peer.joining import (
+    LONGEST_WAIT_S,
     MAX_KNOWN,
     Backoff,
     KnownPeers,
     check_addresses,
     find_living,
     find_run,
+    look_for_others,
     read_addresses,
 )
 from peer.options import default_spec_path
@@ -25,10 +27,12 @@ from swarmnet.protocol.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import load_spec
+from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message
+from tests.swarm.harness import OpenSigner
 
 SPEC = load_spec(default_spec_path())
 IDS = [Identity(bytes([n]) * 32).peer_id for n in range(1, 4)]
@@ -143,6 +147,41 @@ def test_a_first_peer_that_comes_back_finds_its_run_alive(tmp_path: Path) -> Non
         await asyncio.sleep(5.0)
         assert await find_living(first, known, SPEC.run_id) == [IDS[1]]
         assert await find_living(first, known, "another run") == []
+
+    run_virtual(main())
+
+
+def test_who_is_alone_goes_on_looking_for_those_it_has_met(tmp_path: Path) -> None:
+    known = KnownPeers(tmp_path / "peers.json")
+    known.meet(SPEC.run_id, view_of(*IDS))
+
+    def gossip_of(transport: MemoryTransport, name: str) -> Gossip:
+        transport.set_run(SPEC.run_id)
+        own = Record(name, SPEC.run_id, 1, 1, state=ACTIVE, stage=0)
+        return Gossip(transport, View(name), OpenSigner(), own, random.Random(name))
+
+    async def main() -> None:
+        hub = MemoryHub()
+        alone = gossip_of(hub.transport("alone"), "alone")
+        loop = asyncio.get_running_loop()
+        life = [loop.create_task(w) for w in (look_for_others(known, alone), alone.run())]
+        await asyncio.sleep(100.0)
+        other = gossip_of(serve(hub, IDS[1]), IDS[1])
+        asked = 0
+
+        async def on_spec(_: Request) -> Message:
+            nonlocal asked
+            asked += 1
+            return Message(SpecReply(SPEC.run_id, SPEC.canonical()))
+
+        other.transport.handle("spec", on_spec)
+        life.append(loop.create_task(other.run()))
+        await asyncio.sleep(LONGEST_WAIT_S + 200.0)
+        assert alone.view.is_live(IDS[1], loop.time())
+        assert other.view.is_live("alone", loop.time())
+        assert asked == 1, "not alone any more, it has nobody to look for"
+        for task in life:
+            task.cancel()
 
     run_virtual(main())
 
