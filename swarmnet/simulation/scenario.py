@@ -230,7 +230,6 @@ def large_swarm(
             num_shards=STAGE_SHARDS,
             shard_parameters=STAGE_BYTES // 4 // STAGE_SHARDS,
             activation_numbers=sequences * ACTIVATION_BYTES // 4,
-            tokens_per_microbatch=sequences * 1024,
         ),
         sync_mode=DELAYED,
         service_s=sequences * service_s,

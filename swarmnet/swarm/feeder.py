@@ -30,7 +30,7 @@ from swarmnet.swarm.messages import (
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.step import StepService, infer_through
+from swarmnet.swarm.step import StepService, check_tokens, infer_through
 from swarmnet.swarm.wiring import Wiring
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -61,8 +61,9 @@ class RoundOfFeeder:
     next_n: int = 0
     committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Path of every microbatch that counts, by microbatch id."""
-    refused: list[int] = field(default_factory=list)
-    """Asked about by a replica while in flight, and therefore not to be committed any more."""
+    refused: dict[int, set[tuple[int, str]]] = field(default_factory=dict)
+    """Asked about while in flight by replicas of a stage whose round is closed: they will not count
+    it. By microbatch."""
     in_flight: set[int] = field(default_factory=set)
     """Microbatch ids."""
     began_at: float = 0.0
@@ -74,6 +75,11 @@ class RoundOfFeeder:
     is_told: bool = False
     """`on_round` has heard of it."""
     flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
+
+    def is_refused(self, the_id: int, path: tuple[str, ...]) -> bool:
+        """By one of those that it went through: nobody else can keep it from being counted."""
+        refusals = self.refused.pop(the_id, ())
+        return any(s < len(path) and path[s] == asker for s, asker in refusals)
 
 
 OnRound = Callable[[int, list[int]], None]
@@ -323,6 +329,10 @@ class Feeder:
             nonlocal path
             path = now_at
 
+        def accept(reply: StepReply, returned: tuple[Array, ...]) -> None:
+            _accept(reply, returned)
+            check_tokens(reply, arrays[1])
+
         try:
             arrays = self.data.microbatch(the_id)
             while replica.round <= mine.round:
@@ -330,7 +340,7 @@ class Feeder:
                     passed = await self.wiring.step(
                         replace(request, hint=path),
                         arrays,
-                        accept=_accept,
+                        accept=accept,
                         on_path=on_path,
                         prefer_self=own.stage == 0,
                         waits_here=own.stage == 0 and self._serves_itself(),
@@ -349,7 +359,7 @@ class Feeder:
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                 else:
                     self._refused = 0
-                    if the_id not in mine.refused:
+                    if not mine.is_refused(the_id, passed.reply.path):
                         self._committed(mine, the_id, passed.reply)
                     return
         except (Refused, DataError, OSError) as e:
@@ -422,8 +432,10 @@ class Feeder:
             if path is not None:
                 if question.stage < len(path) and path[question.stage] == asker:
                     counted.append(the_id)
-            elif question.is_over:
-                mine.refused.append(the_id)
+            elif the_id in mine.in_flight and question.is_over:
+                refusals = mine.refused.setdefault(the_id, set())
+                if question.stage < self.settings.num_stages:
+                    refusals.add((question.stage, asker))
             elif the_id in mine.in_flight:
                 in_flight.append(the_id)
         return CommittedReply(tuple(counted), tuple(in_flight))

@@ -20,6 +20,10 @@ MAX_DIAL_BACK = 4
 MAX_ADDRESS_CHARS = 512
 MAX_PROBE_BYTES = 4 << 20
 """Of an answer about bandwidth."""
+MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
+"""Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
+them stay far below what other messages carry."""
+MAX_LOSS = 1e15
 TRAIN, EVALUATE, LOGITS = "train", "evaluate", "logits"
 
 
@@ -156,6 +160,8 @@ class StepReply:
         _ids(self.path, MAX_PATH)
         if not math.isfinite(self.loss_sum):
             raise ValueError("the loss is not finite")
+        if abs(self.loss_sum) > MAX_LOSS or self.num_tokens > MAX_STEP_TOKENS:
+            raise ValueError("a loss or a number of tokens that cannot be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,8 @@ class ReduceRequest:
         if len(set(self.shards)) < len(self.shards):
             raise ValueError("a shard twice")
         _index(self.round, self.stage, *self.shards, *self.num_tokens)
+        if max(self.num_tokens) > MAX_TOKENS:
+            raise ValueError("more tokens than there can be")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +322,8 @@ class AdoptedRequest:
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, self.num_samples, self.num_tokens)
-        if self.num_tokens == 0:
-            raise ValueError("a gradient of nothing")
+        if not 0 < self.num_tokens <= MAX_STEP_TOKENS or self.num_samples > MAX_STEP_TOKENS:
+            raise ValueError("a gradient of nothing, or of more than there can be")
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,6 +384,8 @@ class Peer:
             balancing.cancel()
             await serving.close()
         self.machine.services.pop(replica.index, None)
+        if target is not None:
+            self.steps.replica = None  # what comes late is for a stage that it serves no more
         self.steps.drop_round(replica.round + 1)
         if target is None:
             return None

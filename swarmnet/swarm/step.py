@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,6 +49,10 @@ PASSAGE_SMOOTHING = 0.1
 FURTHER_S = 5.0
 """How long callers are not told that a microbatch has come further on a way that they know."""
 INFER_TIMEOUT_S = 60.0
+MAX_INFERRING, INFER_BACKLOG_S = 64, 1.0
+"""Forward passes that wait for the device at a time, far fewer than all work that may."""
+MAX_TOKENS_PER_TARGET = 16
+"""What a custom model counts as tokens need not be one for each number of its targets."""
 
 
 @dataclass
@@ -118,6 +123,7 @@ class StepService:
 
     def __post_init__(self) -> None:
         self._flights: dict[StepKey, Flight] = {}
+        self._inferring = 0
         self._tasks = Tasks("step")
         self.transport.handle("step", self.on_step)
         self.transport.handle("admit", self._on_admit)
@@ -325,8 +331,8 @@ class StepService:
                 raise ProtocolViolation("a step's reply without the gradient")
             if (arrays[0].dtype, arrays[0].shape) != (outputs.dtype, outputs.shape):
                 raise ProtocolViolation("a gradient of another shape than the activation")
-            if step.num_samples and reply.num_tokens <= 0:
-                raise ProtocolViolation("a step's reply without tokens")
+            if step.num_samples:
+                check_tokens(reply, targets)
             return arrays[0]
 
         own = self.gossip.own.peer_id
@@ -471,9 +477,15 @@ class StepService:
         targets = arrays[1] if len(arrays) > 1 else None
         last = infer.stage == replica.stage.num_stages - 1
         wanted = None if infer.mode == LOGITS or not last else targets
-        result = await replica.device.run(
-            OTHER, lambda: replica.stage.evaluate(inputs, wanted), replica.round
-        )
+        if self._inferring >= MAX_INFERRING:
+            raise Busy("too many forward passes wait here", backlog_s=INFER_BACKLOG_S)
+        self._inferring += 1
+        try:
+            result = await replica.device.run(
+                OTHER, lambda: replica.stage.evaluate(inputs, wanted), replica.round
+            )
+        finally:
+            self._inferring -= 1
         if isinstance(result, LossResult):
             return Message(InferReply(result.loss_sum, result.num_tokens))
         if last:
@@ -482,6 +494,14 @@ class StepService:
         return await infer_through(
             self.wiring, InferRequest(infer.stage + 1, infer.mode, infer.round), onward
         )
+
+
+def check_tokens(reply: StepReply, targets: Array) -> None:
+    """A stage's gradient is divided by the tokens that the last one counted. Raises
+    `ProtocolViolation`."""
+    most = MAX_TOKENS_PER_TARGET * math.prod(targets.shape)
+    if not 0 < reply.num_tokens <= most:
+        raise ProtocolViolation(f"a step's reply of {reply.num_tokens} tokens")
 
 
 async def infer_through(

@@ -211,6 +211,11 @@ BAD_ANSWERS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "gradient-missing": {"forward_backward": with_gradient(None)},
     "loss-nan": {"forward_backward": lambda r: LossResult(NAN, r.num_tokens, r.grad_inputs)},
     "no-tokens": {"forward_backward": lambda r: LossResult(r.loss_sum, 0, r.grad_inputs)},
+    "many-tokens": {"forward_backward": lambda r: LossResult(r.loss_sum, 1 << 30, r.grad_inputs)},
+    "too-many-tokens": {
+        "forward_backward": lambda r: LossResult(r.loss_sum, 1 << 62, r.grad_inputs)
+    },
+    "loss-huge": {"forward_backward": lambda r: LossResult(1.7e308, r.num_tokens, r.grad_inputs)},
 }
 
 

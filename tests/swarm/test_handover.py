@@ -158,10 +158,33 @@ def test_a_question_in_the_middle_of_a_round_ends_no_flight(tmp_path: Path) -> N
         stays, ends = sorted(mine.in_flight)[:2]
         reply = feeder.committed(CommittedRequest(r, 1, (stays,), is_over=False), leaver.peer_id)
         assert reply == CommittedReply((), (stays,))
-        assert feeder.committed(CommittedRequest(r, 1, (ends,)), leaver.peer_id).in_flight == ()
+        for name in swarm.members:  # wherever it went
+            assert feeder.committed(CommittedRequest(r, 1, (ends,)), name).in_flight == ()
         await swarm.until(lambda: not mine.in_flight & {stays, ends})
         assert stays in mine.committed
         assert ends not in mine.committed
+
+    in_virtual_time(scenario, spec)
+
+
+def test_what_went_another_way_counts_whoever_asks_about_it(tmp_path: Path) -> None:
+    """Else anybody could keep a round from ending: by asking."""
+    spec = long_rounds(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        await in_the_middle(swarm)
+        feeder = swarm.members["feeder"].peer.feeder
+        assert feeder is not None
+        r = max(swarm.rounds())
+        mine = feeder._rounds[r]
+        await swarm.until(lambda: len(mine.in_flight) >= 2)
+        asked = tuple(sorted(mine.in_flight)[:2])
+        for stage in range(4):  # some of these stages there are not
+            feeder.committed(CommittedRequest(r, stage, (*asked, 7)), "stranger")
+        assert mine.refused.keys() <= set(asked)
+        await swarm.until(lambda: not mine.in_flight & set(asked))
+        assert set(asked) <= mine.committed.keys()
+        assert not mine.refused
 
     in_virtual_time(scenario, spec)
 
