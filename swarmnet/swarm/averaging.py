@@ -258,6 +258,8 @@ class Averaging:
             gave.extend(num_tokens > 0 for num_tokens, _ in pushed.values())
             if peer_id is None:
                 return await one(shards[0], pushed[shards[0]])
+            if self.ownership.failure is not None:
+                raise self.ownership.failure
             began = loop.time()
             counted, elsewhere = await self._push_together(peer_id, r, pushed, put)
             results.extend(counted[j] or not pushed[j][0] for j in counted)
