@@ -146,6 +146,8 @@ class Channel(asyncio.BufferedProtocol):
         """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
         self.ready.add_done_callback(_seen)
         self.is_open = True
+        self.is_parting = False
+        """The peer is of another version, and is left the time to read why."""
         self._owner = owner
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
@@ -381,6 +383,7 @@ class Channel(asyncio.BufferedProtocol):
             f"{self.remote[-8:]} speaks protocol version {version}, this peer {PROTOCOL_VERSION}; "
             "update swarmnet on the older side"
         )
+        self.is_parting = True
         self.ready.set_exception(WrongVersion(text))
         self._timer.cancel()
         # The other side reads our hello before the stream ends, and says the same.

@@ -37,7 +37,7 @@ from swarmnet.transport.base import (
     Traffic,
 )
 from swarmnet.transport.buffers import BufferPool
-from swarmnet.transport.calls import Channel, as_remote
+from swarmnet.transport.calls import PARTING_S, Channel, as_remote
 from swarmnet.transport.direct import DirectListener
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.pacing import Pacer
@@ -387,6 +387,8 @@ class ChannelTransport:
             await self.links.close()
         if self.relays is not None:
             await self.relays.close()
+        if any(channel.is_parting for channel in self._all()):
+            await asyncio.sleep(PARTING_S)
         for channel in self._all():
             channel.close()
         await self._cancel_all()  # what came in meanwhile

@@ -23,6 +23,7 @@ from swarmnet.errors import (
 from swarmnet.simulation.clock import run as run_in_virtual_time
 from swarmnet.transport import calls, channel
 from swarmnet.transport.base import PROTOCOL_VERSION, ByteStream, Request
+from swarmnet.transport.calls import PARTING_S
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import (
     CANCEL,
@@ -536,6 +537,23 @@ def test_who_dials_a_peer_of_another_version_hears_it(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, LOG):
         play(scenario())
     assert caplog.records == []
+
+
+def test_who_parts_from_another_version_and_ends_leaves_it_the_time_to_read_why() -> None:
+    async def scenario() -> None:
+        async with peers() as (a, _):
+            hub: LoopbackHub = a.carrier._hub  # type: ignore[attr-defined]
+            other = hub.carrier(identity(5).peer_id)
+            await other.start(lambda stream: stream.transport.write(OTHER_HELLO))
+            with pytest.raises(WrongVersion):
+                await a.dial(other.addresses()[0])
+            loop = asyncio.get_running_loop()
+            told_at = loop.time()
+            await a.close()
+            assert loop.time() - told_at >= PARTING_S
+            assert a._all() == []
+
+    play(scenario())
 
 
 def test_who_is_dialled_by_a_peer_of_another_version_logs_it_once(
