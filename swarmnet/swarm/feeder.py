@@ -122,6 +122,9 @@ class Feeder:
                 for r in (replica.round, replica.round + 1):
                     if replica.takes(r):
                         self._feed(replica, self._round(r))
+                for mine in self._open:
+                    if not replica.takes(mine.round):  # perhaps fetched again: others go on
+                        self._maybe_seal(mine, feeds=False)
                 await self.gossip.news.wait(LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S)
         finally:
             for mine in self._open:
@@ -348,7 +351,9 @@ class Feeder:
                 except Stale as e:
                     theirs = e.details.get("round")
                     if isinstance(theirs, int) and theirs > mine.round:
-                        return  # the others finished the round without it: it never counts
+                        if await self._is_over(replica, mine.round):
+                            return  # the others finished the round without it: it never counts
+                        continue  # so one replica says
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                     if replica.is_closed(mine.round):
                         return
@@ -361,6 +366,8 @@ class Feeder:
                     self._refused = 0
                     if not mine.is_refused(the_id, passed.reply.path):
                         self._committed(mine, the_id, passed.reply)
+                    elif not await self._is_over(replica, mine.round):
+                        self._never_launched(mine)  # another takes its place
                     return
         except (Refused, DataError, OSError) as e:
             self._given_up(mine, e)
@@ -368,13 +375,29 @@ class Feeder:
             mine.in_flight.discard(the_id)
             self.gossip.news.tell()
 
+    async def _is_over(self, replica: Replica, r: int) -> bool:
+        """One replica says that a round is over: is it, by what this one knows, or hears within the
+        time that news take? One alone must not end a round, nor keep it from its end."""
+        loop, view = asyncio.get_running_loop(), self.gossip.view
+        end = loop.time() + max(LOOK_AGAIN_S, self.gossip.spread_s)
+        while not (is_over := replica.is_closed(r) or view.is_past(r, loop.time())):
+            left = end - loop.time()
+            if left <= 0:
+                break
+            await self.gossip.news.wait(left)
+        return is_over
+
+    def _never_launched(self, mine: RoundOfFeeder) -> None:
+        """One microbatch less."""
+        count = self.gossip.own.count(mine.round)
+        launched = max(count.committed, count.launched - self.settings.samples_per_microbatch)
+        self.gossip.update_count(replace(count, launched=launched), urgent=True)
+
     def _given_up(self, mine: RoundOfFeeder, why: Exception) -> None:
         """A microbatch that cannot be read, or that every replica finds wrong, is as never
         launched; after several in a row this peer rests, and others launch its part."""
         log.info("round %d: a microbatch is given up: %s", mine.round, why)
-        count = self.gossip.own.count(mine.round)
-        launched = max(count.committed, count.launched - self.settings.samples_per_microbatch)
-        self.gossip.update_count(replace(count, launched=launched), urgent=True)
+        self._never_launched(mine)
         self._refused += 1
         if self._refused >= MAX_REFUSED and self.gossip.own.has_data:
             log.warning(

@@ -137,6 +137,8 @@ class Gossip:
     quiet: bool = False
     """An observer: listens, but makes no record of its own known."""
     admission: Admission = OPEN
+    last_round: int | None = None
+    """Of the run, where it is known: nobody is in a later one."""
 
     def __post_init__(self) -> None:
         self._strangers = RateLimiter(STRANGER_CALLS_PER_S, STRANGER_BURST)
@@ -491,6 +493,10 @@ class Gossip:
         record = _decode(envelope.payload)
         if record.run_id != self.own.run_id:
             raise ProtocolViolation(f"a record of run {record.run_id[:8]}, not of this one")
+        if self.last_round is not None and record.round > self.last_round:
+            raise ProtocolViolation(
+                f"{record.peer_id} says that it is in round {record.round} of {self.last_round}"
+            )
         is_own = record.peer_id == self.own.peer_id
         present = self.own if is_own else self.view.get(record.peer_id)
         if present is not None and record.stamp <= present.stamp:

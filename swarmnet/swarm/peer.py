@@ -181,6 +181,7 @@ class Peer:
             self.rng,
             self.gossip_settings,
             admission=self.admission,
+            last_round=self.settings.rounds,
         )
         self.recovery = Recovery(self.gossip, self.settings.num_stages, disk)
         # Before anybody asks: who sees this record must not begin the run anew.

@@ -25,6 +25,7 @@ from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import (
     Commit,
+    CommittedRequest,
     GossipRequest,
     Records,
     ReduceRequest,
@@ -33,10 +34,11 @@ from swarmnet.swarm.messages import (
     StepRequest,
     Suspicion,
 )
+from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import LossResult
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
-from swarmnet.wire import Array, Message, pack
+from swarmnet.wire import Array, Message, convert, pack
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 8
@@ -370,6 +372,63 @@ def test_a_commit_of_somebody_who_did_not_call_is_passed_over(tmp_path: Path) ->
     in_virtual_time(scenario, spec)
 
 
+# ---- one member's word ----------------------------------------------------------------------
+
+
+def lie_of_a_round(liar: Peer) -> None:
+    """Answers every microbatch that its round is over."""
+
+    async def over(request: Request) -> Message:
+        asked = request.message.body["round"]
+        raise Stale(f"round {asked} is over here", round=asked + 1000)
+
+    liar.transport.handle("step", over)
+
+
+def disown(liar: Peer) -> None:
+    """Serves microbatches, and asks their feeder about each while it is under way, as if its round
+    were closed."""
+
+    async def serve(request: Request) -> Message:
+        step = convert(request.message.body, StepRequest)
+        reply = await liar.steps.on_step(request)
+        question = CommittedRequest(step.round, step.stage, (step.microbatch_id,), is_over=True)
+        await liar.transport.call(step.feeder, "committed", Message(question), timeout_s=5.0)
+        return reply
+
+    liar.transport.handle("step", serve)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("lie", [lie_of_a_round, disown])
+def test_one_replica_that_says_that_a_round_is_over_does_not_keep_it_from_its_end(
+    tmp_path: Path, stage: int, lie: Callable[[Peer], None]
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=6)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("good-0", stage=0, feeds=stage == 1)
+        swarm.start("good-1", stage=1, feeds=stage == 0)
+        liar = swarm.start("liar", stage=stage, feeds=False)
+        asked = 0
+
+        async def counted(request: Request) -> Message:
+            nonlocal asked
+            asked += 1
+            return await handler(request)
+
+        lie(liar)
+        handler = liar.transport._handlers["step"]  # type: ignore[attr-defined]
+        liar.transport.handle("step", counted)
+        await swarm.until_round(6, limit_s=200.0)
+        assert asked > 6, "it was hardly ever asked"
+        assert all(len(swarm.counted[r]) >= 8 for r in range(6))
+        assert_numbers_agree(swarm, spec, 6)
+        assert swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec)
+
+
 # ---- another run ----------------------------------------------------------------------------
 
 
@@ -458,7 +517,8 @@ class Bus:
         transport.set_run("run")
         own = Record(key.peer_id, "run", incarnation=5, version=1, state=ACTIVE, stage=0)
         view = View(key.peer_id)
-        return Gossip(transport, view, KeySigner(key), own, random.Random(key.peer_id))
+        rng = random.Random(key.peer_id)
+        return Gossip(transport, view, KeySigner(key), own, rng, last_round=1000)
 
     async def send(self, body: Records) -> None:
         """To the first peer, as a notification: nobody answers."""
@@ -492,6 +552,7 @@ def forgeries(bus: Bus) -> list[tuple[SignedRecord, str]]:
         (SignedRecord(good.payload, b""), wrong),
         (SignedRecord(good.payload, good.signature[:-1] + b"?"), wrong),
         (SignedRecord(pack(replace(record, round=3)), good.signature), wrong),
+        (bus.signed(1, replace(record, round=2**61)), f"it is in round {2**61} of 1000"),
         (bus.signed(2, far), f"the signature on the record of {own} is wrong"),
         (bus.signed(2, Record(stranger, "other", 1, 1)), "a record of run other"),
         (SignedRecord(pack({"peer_id": 1}), b"x"), "not a Record"),
