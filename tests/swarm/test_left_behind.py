@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol.records import ACTIVE
+from swarmnet.swarm.averaging import Diverged
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 60
@@ -59,5 +62,45 @@ def test_who_was_cut_off_fetches_the_stage_again(
             return
         trainer = replay(spec, swarm.counted, ROUNDS)
         assert relative_difference(model, trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_feeder_that_fetches_its_stage_again_holds_up_nobody(tmp_path: Path) -> None:
+    """In the middle of a round of which it has launched a part; its donor is slow."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2, feeds=i % 2 == 0)
+        await swarm.until_round(3)
+        peer, donor = swarm.members["peer-2"].peer, swarm.members["peer-0"].peer
+        give = donor.transport._handlers["fetch_parameters"]  # type: ignore[attr-defined]
+
+        async def slowly(request: Request) -> Message:
+            await asyncio.sleep(30.0)
+            reply: Message = await give(request)
+            return reply
+
+        donor.transport.handle("fetch_parameters", slowly)
+        check, lost_touch = peer.rounds._check_parameters, []
+
+        def diverged(r: int) -> None:
+            count = peer.gossip.own.count(r)
+            if count.launched and not count.sealed:
+                peer.rounds._check_parameters = check  # type: ignore[method-assign]
+                lost_touch.append((r, loop.time()))
+                assert peer.replica is not None
+                peer.replica.digests = bytes(len(peer.replica.digests))
+                raise Diverged("as after a partition")
+
+        peer.rounds._check_parameters = diverged  # type: ignore[method-assign]
+        await swarm.until(lambda: bool(lost_touch))
+        ((r, at),) = lost_touch
+        await swarm.until(lambda: donor.gossip.own.round > r)
+        assert loop.time() - at < 5.0
+        await swarm.until_round(ROUNDS)
+        swarm.parameters()  # the same bits at every replica
 
     in_virtual_time(scenario, spec)
