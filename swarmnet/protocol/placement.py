@@ -35,12 +35,21 @@ def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[s
 def _score(stage: int, shard_index: int, peer_id: str, weight: float) -> float:
     if not 0 < weight < math.inf:
         raise ValueError(f"the weight of a peer must be positive and finite, not {weight}")
+    return -weight / _log_draw(stage, shard_index, peer_id)
+
+
+KEPT_DRAWS = 1 << 16
+"""Peers times shards whose hash is remembered: memberships change by a peer at a time."""
+
+
+@lru_cache(maxsize=KEPT_DRAWS)
+def _log_draw(stage: int, shard_index: int, peer_id: str) -> float:
     name = f"{stage}|{shard_index}|{peer_id}".encode()
     x = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> (64 - HASH_BITS)
-    return -weight / math.log((x + 0.5) / 2**HASH_BITS)
+    return math.log((x + 0.5) / 2**HASH_BITS)
 
 
-KEPT_PLACEMENTS = 64
+KEPT_PLACEMENTS = 256
 """Memberships whose placement is remembered."""
 
 
