@@ -1,0 +1,73 @@
+"""Real peers leave and move to another stage, and no sample is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from swarmnet.spec import load_spec
+from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
+from tests.swarm.harness import relative_difference, replay
+
+pytestmark = pytest.mark.processes
+ROUNDS, GLOBAL_BATCH = 22, 1024
+
+IMPATIENT = """
+from dataclasses import fields
+from swarmnet.swarm.settings import Limits
+sooner = {"balance_every_s": 1.0, "move_cooldown_s": 2.0}
+Limits.__init__.__defaults__ = tuple(sooner.get(f.name, f.default) for f in fields(Limits))
+from peer.cli import main
+main()
+"""
+"""`swarmnet` that looks every second, not every minute, whether it should move."""
+
+
+def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=ROUNDS)
+    text = path.read_text().replace("num_hidden_layers = 3", "num_hidden_layers = 4")
+    path.write_text(text.replace("global_batch = 32", f"global_batch = {GLOBAL_BATCH}"))
+    spec = load_spec(path)
+    impatient = (sys.executable, "-c", IMPATIENT)
+    first = running.start_peer("first", "--spec", str(path), "--stage", "0", command=impatient)
+    running.until_ready(first)
+    join = ("--join", first.address, "--data", str(running.folder / "text.txt"))
+    placed = [
+        running.start_peer(f"placed-{i}", *join, "--stage", stage, command=impatient)
+        for i, stage in enumerate("0001")
+    ]
+    running.until(lambda: len(first.events("peer_joined")) >= 4)
+    free = [running.start_peer(f"free-{i}", *join, "--debug", command=impatient) for i in range(2)]
+    running.until_ready(*free)
+    for peer in free:  # four replicas of stage 0 and one of stage 1 were there
+        running.until(lambda p=peer: any("stage 1: serving" in line for line in p.errors()))
+
+    leavers, stays = placed[:3], placed[3]
+    for leaver in leavers:
+        running.interrupt(leaver)
+    assert [running.wait(leaver) for leaver in leavers] == [0, 0, 0], running.describe()
+    running.until(lambda: first.events("migrated"))
+    (moved,) = first.events("migrated")
+    assert (moved["from_stage"], moved["to_stage"]) == (1, 0)
+    assert moved["peer_id"] in [peer.peer_id for peer in free]
+    assert max(event["round"] for event in first.events("round")) < ROUNDS - 2, "it came too late"
+
+    running.until_round(first, ROUNDS)
+    peers, alive = [first, *placed, *free], [first, stays, *free]
+
+    def is_all_on_record() -> bool:
+        counted = counted_by(peers)
+        return all(
+            len(counted.get(r, ())) * spec.pipeline.microbatch >= GLOBAL_BATCH
+            for r in range(ROUNDS)
+        )
+
+    running.until(is_all_on_record)
+    model = asyncio.run(parameters_of(spec, [peer.address for peer in alive]))
+    trainer = replay(spec, counted_by(peers), ROUNDS)
+    lost = [event for peer in peers for event in peer.events("samples_lost")]
+    assert relative_difference(model, trainer.state_dict()) < 1e-4, lost or running.describe()
+    assert not lost
+    assert not [event for peer in peers for event in peer.events("shard_reset")]
