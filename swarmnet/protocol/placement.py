@@ -49,7 +49,7 @@ def _log_draw(stage: int, shard_index: int, peer_id: str) -> float:
     return math.log((x + 0.5) / 2**HASH_BITS)
 
 
-KEPT_PLACEMENTS = 256
+KEPT_PLACEMENTS = 64
 """Memberships whose placement is remembered."""
 
 

@@ -133,6 +133,10 @@ def may_help(
     global_batch: int,
     age_s: float,
     spread_s: float,
+    quiet_s: float,
+    rank: int,
+    num_feeders: int,
+    samples_per_microbatch: int,
 ) -> bool:
     """May one of many feeders, done with its quota, launch more in place of slower ones?
 
@@ -140,10 +144,21 @@ def may_help(
     carried forward at the mean rate of the round, which has lasted `age_s`. The batch may become
     larger by what was launched meanwhile; no part of it is lost, and nobody waits for the slowest
     feeder. What it may not launch any more others have launched, or are about to: who is told to
-    leave it may go on with the next round."""
+    leave it may go on with the next round.
+
+    Where no launch has been heard of for longer than news take (`quiet_s`, since that or the own
+    last one), those who have the rest in their quota do not launch it: as many feeders as there are
+    microbatches missing launch one each, after another such time the next ones. `rank`: in the
+    sorted list of feeders."""
     others = launched - own_launched
     rate = others / age_s if age_s > 0 else 0.0
-    return own_launched + others + rate * spread_s < global_batch
+    if own_launched + others + rate * spread_s < global_batch:
+        return True
+    missing = global_batch - launched
+    if missing <= 0 or spread_s <= 0 or quiet_s <= spread_s:
+        return False
+    num_missing = -(-missing // samples_per_microbatch)
+    return (rank + int(quiet_s / spread_s)) % num_feeders < num_missing
 
 
 def newest_round(view: View, now: float, stage: int | None = None) -> int:

@@ -160,7 +160,8 @@ class Settling:
             self._began_at = now
         if seen != self._seen:
             self._seen, self._changed_at = seen, now
-        if now - self._changed_at < self._settle_s:
+        is_settled = now - self._changed_at >= self._settle_s
+        if not is_settled and now - self._began_at < self._patience_s:
             return Wait()
         whole = next((c for c in found if c.is_whole), None)
         if whole is not None:

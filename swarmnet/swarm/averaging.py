@@ -187,6 +187,7 @@ class Averaging:
             self.replica.num_shards,
             self.ownership.roots,
             self.pace.norm_s,
+            lambda: self.current,
         )
         contributions = ContributionNorms(
             self.transport,
@@ -471,11 +472,13 @@ class Averaging:
         method: str,
         message: Message,
         on_progress: Callable[[Message], None] | None = None,
+        timeout_s: float | None = None,
     ) -> Message:
         """A long call that is given up as soon as the callee is not taken for live any more.
         Raises as `Transport.call`."""
+        wait_s = self.pace.call_s() if timeout_s is None else timeout_s
         return await self._calls.call(
-            peer_id, method, message, timeout_s=self.pace.call_s(), on_progress=on_progress
+            peer_id, method, message, timeout_s=wait_s, on_progress=on_progress
         )
 
     async def _own_shard(
@@ -887,7 +890,10 @@ class Averaging:
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
             await self.pace.turn(total)
-            await self.call_while_live(peer_id, "mirror", Message(request, (total,)))
+            # Longer than for a contribution nobody waits for a backup: the contributors wait too.
+            wait_s, _ = self.pace.contributions_s()
+            message = Message(request, (total,))
+            await self.call_while_live(peer_id, "mirror", message, timeout_s=wait_s)
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, peer_id[-8:], e)
 

@@ -254,7 +254,7 @@ class Feeder:
             return True
         launched = progress.round_progress(view, round_index, now, batch).launched
         if len(feeders) > progress.FEW_FEEDERS:
-            return self._may_help(mine, own_launched, launched, now)
+            return self._may_help(mine, feeders, own_launched, launched, now)
         return progress.may_launch(
             own_launched=own_launched,
             quota=quota,
@@ -270,13 +270,24 @@ class Feeder:
             rank, len(feeders), settings.global_batch, settings.samples_per_microbatch
         )
 
-    def _may_help(self, mine: RoundOfFeeder, own_launched: int, launched: int, now: float) -> bool:
+    def _may_help(
+        self,
+        mine: RoundOfFeeder,
+        feeders: Sequence[str],
+        own_launched: int,
+        launched: int,
+        now: float,
+    ) -> bool:
         return progress.may_help(
             own_launched=own_launched,
             launched=launched,
             global_batch=self.settings.global_batch,
             age_s=now - mine.began_at,
             spread_s=self.gossip.spread_s,
+            quiet_s=now - max(mine.heard_at, mine.launched_at),
+            rank=feeders.index(self.gossip.own.peer_id),
+            num_feeders=len(feeders),
+            samples_per_microbatch=self.settings.samples_per_microbatch,
         )
 
     def leaves_to_others(self, round_index: int) -> bool:
@@ -293,7 +304,7 @@ class Feeder:
         state = progress.round_progress(
             self.gossip.view, round_index, now, self.settings.global_batch
         )
-        return not self._may_help(mine, own_launched, state.launched, now)
+        return not self._may_help(mine, feeders, own_launched, state.launched, now)
 
     def _maybe_seal(self, mine: RoundOfFeeder, feeds: bool) -> None:
         """Says that this feeder is done with the round, or that it is not after all."""
@@ -305,7 +316,9 @@ class Feeder:
         idle = not mine.in_flight and not self._evaluating
         sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, batch))
         if sealed != count.sealed:
-            self.gossip.update_count(replace(count, sealed=sealed), urgent=True)
+            # Who feeds no more will not launch again what did not come back: others do.
+            launched = count.launched if feeds else count.committed
+            self.gossip.update_count(replace(count, launched=launched, sealed=sealed), urgent=True)
 
     def write_off(self) -> None:
         """This peer feeds no more for now: what it launched and did not commit is lost, and counts
@@ -353,7 +366,8 @@ class Feeder:
                     if isinstance(theirs, int) and theirs > mine.round:
                         if await self._is_over(replica, mine.round):
                             return  # the others finished the round without it: it never counts
-                        continue  # so one replica says
+                        path = ()  # so one replica says: not there again
+                        continue
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                     if replica.is_closed(mine.round):
                         return

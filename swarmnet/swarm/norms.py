@@ -64,6 +64,8 @@ class Norms:
     """Live peers of a stage in the order in which they would be its root."""
     wait_s: Callable[[], float]
     """Longest wait for the sums of all stages, now."""
+    current: Callable[[], int] | None = None
+    """The round of this replica's next update, where it is known: nobody is far ahead of it."""
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundNorms] = {}
@@ -166,6 +168,9 @@ class Norms:
         theirs = convert(request.message.body, StageNormRequest)
         if theirs.stage >= self.num_stages:
             raise ProtocolViolation("no such stage")
+        record = self.gossip.view.get(request.remote)
+        if record is None or record.stage != theirs.stage:
+            raise NotReady("the caller is not known here as a replica of that stage")
         norms = self._of(theirs.round)
         norms.stages.setdefault(theirs.stage, theirs.sum)
         self._news.tell()
@@ -176,7 +181,8 @@ class Norms:
     def _of(self, round_index: int) -> RoundNorms:
         if round_index < self._oldest:
             raise Stale("the norm of that round is gone")
-        if round_index not in self._rounds and len(self._rounds) >= 2 * KEPT_ROUNDS:
+        is_far = self.current is not None and round_index > self.current() + KEPT_ROUNDS
+        if is_far or (round_index not in self._rounds and len(self._rounds) > 2 * KEPT_ROUNDS):
             raise NotReady("a round too far ahead")
         return self._rounds.setdefault(round_index, RoundNorms())
 

@@ -40,6 +40,8 @@ FIRST_DEADLINE_A_STAGE_S = 15.0
 MAX_EXTENSIONS = 20
 """Times that a callee which says that it is at work is waited for again."""
 LONGEST_CALL_S = 1200.0
+MAX_AHEAD = 2
+"""So many replicas of a stage must say that a round is over where no record does."""
 MAX_REFUSALS = 3
 """After so many replicas, or all that there are, have found the same arrays wrong, the fault is
 theirs."""
@@ -117,6 +119,7 @@ class Wiring:
         hint = request.hint
         last_error: SwarmnetError | None = None
         refusers: dict[str, None] = {}
+        ahead: dict[str, None] = {}
         for _ in range(self.limits.max_attempts):
             give_up = loop.time() + self.limits.route_wait_s
             asks = self._asks(request.stage, arrays)
@@ -146,8 +149,12 @@ class Wiring:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)
             except Stale as e:
                 theirs = e.details.get("round")
-                if not isinstance(theirs, int) or theirs >= request.round:
+                if not isinstance(theirs, int) or theirs == request.round:
                     raise
+                if theirs > request.round:
+                    ahead[peer_id] = None
+                    if len(ahead) >= MAX_AHEAD or self._is_over(request, ahead):
+                        raise
                 last_error = e
             except Refused as e:
                 last_error = e
@@ -168,6 +175,12 @@ class Wiring:
         """There is no live replica left that might find the arrays right."""
         now = asyncio.get_running_loop().time()
         return all(r.peer_id in refusers for r in self.gossip.view.replicas(stage_index, now))
+
+    def _is_over(self, request: StepRequest, ahead: Collection[str]) -> bool:
+        """Records show it too, or there is nobody else to ask."""
+        now = asyncio.get_running_loop().time()
+        is_past = self.gossip.view.is_past(request.round, now)
+        return is_past or self._is_last(request.stage, ahead)
 
     async def _choose(
         self,

@@ -178,19 +178,33 @@ def test_every_round_drains_at_every_survivor(
 
 
 def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
-    def may(launched: int, spread_s: float) -> bool:
+    def may(launched: int, spread_s: float, quiet_s: float = 1.0, rank: int = 0) -> bool:
         return may_help(
             own_launched=100,
             launched=launched,
             global_batch=1000,
             age_s=100.0,
             spread_s=spread_s,
+            quiet_s=quiet_s,
+            rank=rank,
+            num_feeders=10,
+            samples_per_microbatch=4,
         )
 
     assert may(launched=800, spread_s=0.0)
     assert may(launched=800, spread_s=20.0), "700 of others in 100 s: 140 more by now"
     assert not may(launched=800, spread_s=30.0)
     assert not may(launched=1000, spread_s=0.0)
+
+    # The rest is in the quota of somebody who launches nothing: two microbatches, two feeders a
+    # turn, never the same two twice in a row.
+    turns = [
+        [rank for rank in range(10) if may(launched=992, spread_s=30.0, quiet_s=q, rank=rank)]
+        for q in (29.0, 31.0, 61.0, 91.0)
+    ]
+    assert [len(t) for t in turns] == [0, 2, 2, 2]
+    assert turns[1] != turns[2] != turns[3]
+    assert not any(may(1000, 30.0, 100.0, rank) for rank in range(10))
 
 
 @given(
