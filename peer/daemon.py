@@ -39,6 +39,7 @@ from peer.ready import write_ready_file
 from peer.seats import SeatCount, Seats, seat_dir
 from peer.speed import expected_stage_s
 from peer.state_dir import next_incarnation
+from peer.stuck import until_stuck
 from swarmnet import __version__
 from swarmnet.errors import (
     AddressError,
@@ -373,7 +374,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             tasks.start(_stop_when_done(peer, spec.optimizer.rounds, seats.stop))
         life = asyncio.get_running_loop().create_task(seats.run(neighbours))
         try:
-            await until_over(life, group)
+            threads: dict[str, Any] = {"device": machine.device, "averaging": machine.worker}
+            await until_over(life, group, until_stuck(threads))
         except asyncio.CancelledError:
             seats.stop()
             try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from peer.computing import check_options
 from peer.options import PeerOptions
@@ -89,20 +90,28 @@ def build_ranked_stage(
     return build_parallel_stage(spec, stage_index, group, computing)
 
 
-async def until_over(life: asyncio.Task[None], group: LocalGroup | None) -> None:
-    """Returns as `life` does; where a rank is lost meanwhile, ends it at once and raises
-    `RankLost`. When this is cancelled, `life` goes on."""
-    if group is None:
-        await asyncio.shield(life)
-        return
-    watching = asyncio.get_running_loop().create_task(group.watch())
+async def until_over(
+    life: asyncio.Task[None], group: LocalGroup | None, watch: Coroutine[Any, Any, None]
+) -> None:
+    """Returns as `life` does; where a rank is lost meanwhile, or `watch` raises, ends it at once
+    and raises `RankLost`, or that. When this is cancelled, `life` goes on."""
+    loop = asyncio.get_running_loop()
+    watching = [loop.create_task(watch)]
+    if group is not None:
+        watching.append(loop.create_task(group.watch()))
     try:
-        await asyncio.wait((life, watching), return_when=asyncio.FIRST_COMPLETED)
-        if group.failure is not None:
+        await asyncio.wait((life, *watching), return_when=asyncio.FIRST_COMPLETED)
+        failure: BaseException | None = None
+        if group is not None and group.failure is not None:
+            failure = type(group.failure)(str(group.failure))
+        elif watching[0].done():
+            failure = watching[0].exception()
+        if failure is not None:
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)
-            raise type(group.failure)(str(group.failure))
+            raise failure
         life.result()
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,8 @@ this..."""
 CROWDED_S = 30.0
 """...and for so long at a stage that has turned away a call which did not ask, where its wait would
 have been longer than this too."""
+FULL_S = 15.0
+"""So long after a replica has said that it has no room, its stage is not taken for dead."""
 ASKED = 4
 """...so many of them..."""
 ADMIT_TIMEOUT_S = 5.0
@@ -44,6 +47,8 @@ class Asking:
     gossip: Gossip
     _crowded: dict[int, float] = field(default_factory=dict)
     """By stage, until when it counts as crowded."""
+    _full: dict[int, float] = field(default_factory=dict)
+    """By stage, when a replica said last that it had no room."""
 
     def pays(self, stage_index: int, num_bytes: int) -> bool:
         """Where sending takes far longer than asking, it pays to ask several replicas first, and
@@ -53,8 +58,14 @@ class Asking:
         is_slow = self.transport.traffic.upload_s(num_bytes) > ASK_S
         return is_slow or now < self._crowded.get(stage_index, now)
 
+    def is_full(self, stage_index: int) -> bool:
+        """Replicas of a stage live, and have no room: they will."""
+        now = asyncio.get_running_loop().time()
+        return now - self._full.get(stage_index, -math.inf) < FULL_S
+
     def turned_away(self, stage_index: int, backlog_s: float) -> None:
         """A replica of a stage had no room for a call that came without asking."""
+        self._full[stage_index] = asyncio.get_running_loop().time()
         if backlog_s >= ASK_S:
             self._crowded[stage_index] = asyncio.get_running_loop().time() + CROWDED_S
 
@@ -89,6 +100,7 @@ class Asking:
             )
             return convert(reply.body, AdmitReply).wait_s
         except Busy as e:
+            self._full[asked.stage] = loop.time()
             router.put_off(peer_id, loop.time(), e.backlog_s)
         except Stale as e:
             theirs = e.details.get("round")

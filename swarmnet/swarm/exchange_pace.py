@@ -96,7 +96,8 @@ class ExchangePace:
 
     def norm_s(self) -> float:
         """Longest wait for the norm over all stages: until the last shard has been summed."""
-        return max(self._limits.norm_wait_s, self._upload_s(), self._beside_s())
+        _, longest_s = self.contributions_s()  # where nothing is known yet, they are waited for
+        return max(self._limits.norm_wait_s, longest_s, self._upload_s(), self._beside_s())
 
     def call_s(self) -> float:
         """Longest call for a shard, to a peer that lives."""

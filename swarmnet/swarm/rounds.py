@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarmnet.errors import Busy, NotReady, SwarmnetError
+from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
 from swarmnet.protocol import divergence, progress
 from swarmnet.protocol.ledger import COMMITTED, Entry
 from swarmnet.protocol.records import ACTIVE
@@ -33,6 +33,8 @@ from swarmnet.wire import Message, convert
 log = logging.getLogger("swarmnet.rounds")
 
 LOOK_AGAIN_S = 0.5
+ASK_AGAIN_S = 0.25
+"""Before a feeder that lives is asked again what it counted."""
 
 
 class Updates(Protocol):
@@ -288,19 +290,35 @@ class Rounds:
         if feeder == own:
             nothing = CommittedReply(())
             return nothing if self.feeder is None else self.feeder.committed(question, own)
-        try:
-            reply = await self.transport.call(
-                feeder, "committed", Message(question), timeout_s=self.limits.commit_question_s
-            )
-            return convert(reply.body, CommittedReply)
-        except SwarmnetError as e:
-            log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
-            if question.is_over:
-                return CommittedReply(())
-            # Its last commits may be on their way yet: only at the next look it counts as gone.
-            now = asyncio.get_running_loop().time()
-            is_gone = not self.gossip.view.is_live(feeder, now)
-            if is_gone and feeder in self._gone:
-                return CommittedReply(())
-            (self._gone.add if is_gone else self._gone.discard)(feeder)
-            return CommittedReply((), question.microbatch_ids)
+        loop, view = asyncio.get_running_loop(), self.gossip.view
+        end = loop.time() + self.limits.commit_question_s
+        while True:
+            try:
+                left_s = max(0.001, end - loop.time())
+                reply = await self.transport.call(
+                    feeder, "committed", Message(question), timeout_s=left_s
+                )
+                return convert(reply.body, CommittedReply)
+            except SwarmnetError as e:
+                log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
+                is_live = view.is_live(feeder, loop.time())
+                # A channel that breaks is opened again: what counts is not taken out for that.
+                may_answer = is_live and isinstance(e, TransportError | Busy)
+            if not may_answer or loop.time() + ASK_AGAIN_S >= end:
+                break
+            await asyncio.sleep(ASK_AGAIN_S)
+        if question.is_over:
+            if is_live:
+                log.warning(
+                    "round %d: feeder %s lives and does not say what it counted; %d microbatches "
+                    "are taken out",
+                    question.round,
+                    feeder[-8:],
+                    len(question.microbatch_ids),
+                )
+            return CommittedReply(())
+        # Its last commits may be on their way yet: only at the next look it counts as gone.
+        if not is_live and feeder in self._gone:
+            return CommittedReply(())
+        (self._gone.discard if is_live else self._gone.add)(feeder)
+        return CommittedReply((), question.microbatch_ids)

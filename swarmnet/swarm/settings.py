@@ -55,11 +55,14 @@ class Limits:
     max_waiting_forwards: int = 3
     """Forward work that may wait for the device before a replica answers `Busy`."""
     max_waiting_announced: int = 32
-    """The same for microbatches whose callers have asked before: they know how long it takes."""
+    """The same for microbatches whose callers have asked before: they know how long it takes..."""
+    max_waiting_s: float = 240.0
+    """...as long as the device has no more than so much to do: behind a slow one, they would wait
+    while others run out of work."""
     max_open_steps: int = 256
     """Microbatches inside one replica at a time."""
     route_wait_s: float = 30.0
-    """How long a microbatch may look for a replica of the next stage."""
+    """How long a microbatch may look for a replica of the next stage that lives."""
     enter_wait_s: float = 20.0
     """How long a call from a coming round may wait for it to begin."""
     max_attempts: int = 64

@@ -245,8 +245,10 @@ class StepService:
         # A place is free when one forward or one backward is done: half a microbatch.
         limits = self.limits
         # Who does not know yet how fast it is must not be trusted with many.
-        is_long = announced and replica.service_s > 0
-        room = limits.max_waiting_announced if is_long else limits.max_waiting_forwards
+        room = limits.max_waiting_forwards
+        if announced and replica.service_s > 0:
+            in_time = int(2 * limits.max_waiting_s / replica.service_s)
+            room = max(room, min(limits.max_waiting_announced, in_time))
         over = waiting + 1 - room
         most = min(limits.max_open_steps, replica.stage.max_in_flight)
         if round_index > replica.round:  # the present round always has room to come to its end

@@ -123,7 +123,7 @@ class Wiring:
         for _ in range(self.limits.max_attempts):
             give_up = loop.time() + self.limits.route_wait_s
             asks = self._asks(request.stage, arrays)
-            peer_id = await self._choose(request, hint, give_up, prefer_self, asks)
+            peer_id = await self._choose(request, hint, give_up, longest, prefer_self, asks)
             if peer_id is None:
                 break
             known: list[tuple[str, ...]] = []
@@ -187,9 +187,12 @@ class Wiring:
         request: StepRequest,
         hint: tuple[str, ...],
         give_up: float,
+        longest: float,
         prefer_self: bool,
         asks: bool,
     ) -> str | None:
+        """None where no replica is to be had by `give_up`; where they are only full, by
+        `longest`."""
         loop = asyncio.get_running_loop()
         own = self.gossip.own.peer_id
         while True:
@@ -204,11 +207,11 @@ class Wiring:
                 peer_id = router.pick(now, prefer=prefer, exclude=behind)
             if peer_id is not None:
                 return peer_id
-            if now >= give_up:
+            if now >= (longest if self._asking.is_full(request.stage) else give_up):
                 return None
             ready_at = router.ready_at(now)
             wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
-            await self.gossip.news.wait(max(0.005, min(wait_s, give_up - now)))
+            await self.gossip.news.wait(max(0.005, wait_s))
 
     def _behind(self, request: StepRequest, now: float) -> list[str]:
         """Replicas that have not opened the round yet, as long as some other has. In a large swarm,

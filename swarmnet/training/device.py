@@ -57,6 +57,8 @@ class _WorkThread:
         self._condition = threading.Condition()
         self._heap: list[tuple[tuple[int, ...], int, _Item]] = []
         self._num_submitted = 0
+        self._num_begun = 0
+        self._is_working = False
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -85,6 +87,11 @@ class _WorkThread:
         except asyncio.CancelledError:
             self._remove(item)
             raise
+
+    def at_work(self) -> int | None:
+        """The number of the piece of work that runs; None for none."""
+        with self._condition:
+            return self._num_begun if self._is_working else None
 
     async def close(self) -> None:
         with self._condition:
@@ -120,6 +127,8 @@ class _WorkThread:
                 return None
             item = heapq.heappop(self._heap)[2]
             item.has_started = True
+            self._num_begun += 1
+            self._is_working = True
             return item
 
     def _do(self, item: _Item) -> float:
@@ -142,6 +151,7 @@ class _WorkThread:
             item.seat.busy_s += item.worked_s
         with self._condition:
             self.num_waiting -= 1
+            self._is_working = False
         _deliver(item, result, error)
         return pause_s
 
@@ -176,6 +186,10 @@ class DeviceThread:
     @property
     def busy_s(self) -> float:
         return self._thread.busy_s
+
+    def at_work(self) -> int | None:
+        """The number of the piece of work that runs; None for none."""
+        return self._thread.at_work()
 
     @property
     def share(self) -> float:
@@ -252,6 +266,10 @@ class WorkerThread:
     async def run(self, work: Callable[[], T]) -> T:
         """Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` when closed."""
         return await self._thread.run((), work)
+
+    def at_work(self) -> int | None:
+        """The number of the piece of work that runs; None for none."""
+        return self._thread.at_work()
 
     async def close(self) -> None:
         """Refuses what waits, lets what runs finish. Idempotent."""

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarmnet.errors import NotReady
+from swarmnet.errors import Busy, NotReady
 from swarmnet.protocol.ledger import COMMITTED, PENDING
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.messages import Commit, CommittedReply
@@ -62,6 +62,35 @@ def test_the_gradient_is_that_of_the_tokens_that_are_counted(commit_at_s: float 
         assert replica.ledger.num_tokens(0) == len(ids) * SIZES.tokens_per_microbatch
         assert len(replica.ledger.committed(0)) == len(ids)
         assert all(e.state == COMMITTED for e in replica.ledger.committed(0))
+        await pair.steps.close()
+
+    run_virtual(main())
+
+
+def test_a_feeder_whose_channel_breaks_is_asked_again() -> None:
+    """What it has counted is not taken out because one question was lost."""
+
+    async def main() -> None:
+        pair = OneReplica()
+        feeder = pair.caller("feeder", 1e9)
+        asked = 0
+
+        async def answer(request: Request) -> Message:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise Busy("one moment", backlog_s=0.1)
+            return Message(CommittedReply((1,)))
+
+        feeder.transport.handle("committed", answer)
+        await feeder.step(1)
+        rounds = rounds_of(pair)
+        await pair.replica.close_round()
+        await rounds.settle(0)
+        ids = pair.replica.stage.gradient_shard(0).data.ids  # type: ignore[attr-defined]
+        assert asked == 2
+        assert [key[1] for key in ids] == [1]
+        assert [e.key[1] for e in pair.replica.ledger.committed(0)] == [1]
         await pair.steps.close()
 
     run_virtual(main())
