@@ -51,6 +51,11 @@ class SyntheticDevice:
     def num_waiting(self) -> int:
         return len(self._heap) + (self._running is not None)
 
+    def waiting_until(self, turn: int) -> int:
+        """As the port says."""
+        earlier = sum(entry[0] <= turn for entry in self._heap)
+        return earlier + (self._running is not None)
+
     @property
     def busy_s(self) -> float:
         if self._running is None:
@@ -176,6 +181,10 @@ class SyntheticSeat:
     @property
     def num_waiting(self) -> int:
         return self._device.num_waiting
+
+    def waiting_until(self, turn: int) -> int:
+        """As the port says."""
+        return self._device.waiting_until(turn)
 
     async def run(
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None

@@ -46,6 +46,9 @@ class Device(Protocol):
     def num_waiting(self) -> int:
         """Work queued or running."""
 
+    def waiting_until(self, turn: int) -> int:
+        """Of it, what new work of this turn would wait for at most: not what is of later ones."""
+
     @property
     def busy_s(self) -> float:
         """Seconds that the device has worked since its start."""

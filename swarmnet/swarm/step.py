@@ -200,13 +200,14 @@ class StepService:
             self._admit(replica, asked.round, announced=True)
             if asked.comes and self._is_replica(request.remote):
                 self._places.keep(request.remote, key, now)
-        return Message(AdmitReply(self._wait_s(replica)))
+        return Message(AdmitReply(self._wait_s(replica, asked.round)))
 
-    def _wait_s(self, replica: Replica) -> float:
+    def _wait_s(self, replica: Replica, round_index: int) -> float:
         """Seconds until one more microbatch would be done here: behind what waits for the device,
         or for the uplink, whichever takes longer."""
         traffic = self.transport.traffic
-        waiting = replica.device.num_waiting + self._places.count(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        waiting = replica.device.waiting_until(round_index) + self._places.count(now)
         device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
         each_s = traffic.upload_s(replica.sent_bytes)
         return max(device_s, traffic.upload_s(traffic.queued_bytes())) + max(
@@ -241,7 +242,8 @@ class StepService:
         if self.gossip.own.state == LEAVING or round_index <= replica.given:
             raise NotReady("this peer is leaving")
         now = asyncio.get_running_loop().time()
-        waiting = replica.device.num_waiting + self._places.count(now)
+        # What is of the next round goes after this one's last microbatches, and keeps none out.
+        waiting = replica.device.waiting_until(round_index) + self._places.count(now)
         # A place is free when one forward or one backward is done: half a microbatch.
         limits = self.limits
         # Who does not know yet how fast it is must not be trusted with many.

@@ -88,6 +88,11 @@ class _WorkThread:
             self._remove(item)
             raise
 
+    def waiting_until(self, turn: int) -> int:
+        """Work whose priority begins with this number or a lower one, and what runs."""
+        with self._condition:
+            return sum(entry[0][0] <= turn for entry in self._heap) + self._is_working
+
     def at_work(self) -> int | None:
         """The number of the piece of work that runs; None for none."""
         with self._condition:
@@ -183,6 +188,10 @@ class DeviceThread:
     def num_waiting(self) -> int:
         return self._thread.num_waiting
 
+    def waiting_until(self, turn: int) -> int:
+        """As the port says."""
+        return self._thread.waiting_until(turn)
+
     @property
     def busy_s(self) -> float:
         return self._thread.busy_s
@@ -235,6 +244,10 @@ class DeviceSeat:
     def num_waiting(self) -> int:
         """Of everybody's work."""
         return self._thread.num_waiting
+
+    def waiting_until(self, turn: int) -> int:
+        """As the port says."""
+        return self._thread.waiting_until(turn)
 
     async def run(
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None

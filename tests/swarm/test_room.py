@@ -13,7 +13,7 @@ from swarmnet.protocol.ledger import Ledger
 from swarmnet.protocol.reservations import RESERVED_S
 from swarmnet.protocol.routing import FIRST_DEADLINE_S
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.ports import OTHER
+from swarmnet.swarm.ports import FORWARD, OTHER
 from tests.swarm.one_replica import (
     CALLEE,
     SIZES,
@@ -286,5 +286,53 @@ def test_other_work_of_the_device_does_not_make_its_microbatches_slow() -> None:
             await asyncio.gather(unwanted, other, return_exceptions=True)
         assert pair.replica.device.busy_s >= 3 * 6 * WORK_S
         assert pair.replica.service_s == WORK_S
+
+    scenario(play)
+
+
+def test_work_of_the_next_round_keeps_no_microbatch_of_this_one_out() -> None:
+    """It goes after it: who has opened the next round already is not too busy for the last
+    microbatches of this one, which would all go to the one replica that has not."""
+
+    async def play(pair: OneReplica) -> None:
+        loop, device = asyncio.get_running_loop(), pair.replica.device
+        later = [loop.create_task(device.run(FORWARD, lambda: None, 1)) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        near = pair.caller("near", 1e9)
+        await near.ask(1)
+        began = loop.time()
+        assert (await near.step(1)).peer_id == CALLEE
+        assert loop.time() - began < 2.5 * pair.work_s, "it waited for more than what runs"
+        assert sum(task.done() for task in later) <= 2
+        for task in later:
+            task.cancel()
+        await asyncio.gather(*later, return_exceptions=True)
+
+    scenario(play)
+
+
+def test_behind_a_slow_device_few_may_wait_whoever_asks() -> None:
+    """Else they would wait there while other replicas run out of work."""
+
+    async def play(pair: OneReplica) -> None:
+        pair.limits = replace(pair.limits, max_waiting_announced=32, max_waiting_s=240.0)
+        pair.steps.limits = pair.limits
+        for work_s, room in ((1.0, 32), (48.0, 10), (400.0, 3)):
+            for _ in range(40):
+                pair.replica.service.add(work_s, 1.0)
+            loop, device = asyncio.get_running_loop(), pair.replica.device
+            callers = [pair.caller(f"{work_s}-{n}") for n in range(2)]
+            waiting = [
+                loop.create_task(device.run(FORWARD, lambda: None, 0)) for _ in range(room - 1)
+            ]
+            await asyncio.sleep(0.01)
+            await callers[0].ask(1)
+            waiting.append(loop.create_task(device.run(FORWARD, lambda: None, 0)))
+            await asyncio.sleep(0.01)
+            await refused_as_busy(callers[1].ask(2))
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.sleep(RESERVED_S + pair.work_s)
 
     scenario(play)
