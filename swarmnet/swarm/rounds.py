@@ -33,8 +33,9 @@ from swarmnet.wire import Message, convert
 log = logging.getLogger("swarmnet.rounds")
 
 LOOK_AGAIN_S = 0.5
-ASK_AGAIN_S = 0.25
-"""Before a feeder that lives is asked again what it counted."""
+ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
+"""Before a feeder that lives is asked again what it counted, and for how long: the exchange does not
+wait for a replica that asks a dead one."""
 
 
 class Updates(Protocol):
@@ -291,10 +292,10 @@ class Rounds:
             nothing = CommittedReply(())
             return nothing if self.feeder is None else self.feeder.committed(question, own)
         loop, view = asyncio.get_running_loop(), self.gossip.view
-        end = loop.time() + self.limits.commit_question_s
+        began, wait_s = loop.time(), self.limits.commit_question_s
         while True:
             try:
-                left_s = max(0.001, end - loop.time())
+                left_s = max(0.001, began + wait_s - loop.time())
                 reply = await self.transport.call(
                     feeder, "committed", Message(question), timeout_s=left_s
                 )
@@ -304,7 +305,7 @@ class Rounds:
                 is_live = view.is_live(feeder, loop.time())
                 # A channel that breaks is opened again: what counts is not taken out for that.
                 may_answer = is_live and isinstance(e, TransportError | Busy)
-            if not may_answer or loop.time() + ASK_AGAIN_S >= end:
+            if not may_answer or loop.time() + ASK_AGAIN_S > began + KEEP_ASKING_S:
                 break
             await asyncio.sleep(ASK_AGAIN_S)
         if question.is_over:

@@ -162,7 +162,10 @@ def _assert_a_good_end(
     running.until(lambda: len(counted_by(peers)) >= rounds)
     counted = counted_by(peers)
     trainer = replay(spec, counted, rounds)
-    assert relative_difference(model, trainer.state_dict()) < 0.1
+    kinds = ("samples_lost", "retracted", "diverged", "shard_reset", "shard_promoted")
+    told = [(peer.name, event) for kind in kinds for peer in peers for event in peer.events(kind)]
+    said = [(peer.name, line) for peer in peers for line in peer.errors()]
+    assert relative_difference(model, trainer.state_dict()) < 0.1, (told, said)
     trainer.load_state_dict(model)
     loss = trainer.held_out_loss()
     num_lost = _updates_lost(spec, witness)
