@@ -34,8 +34,8 @@ log = logging.getLogger("swarmnet.rounds")
 
 LOOK_AGAIN_S = 0.5
 ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
-"""Before a feeder that lives is asked again what it counted, and for how long: the exchange does not
-wait for a replica that asks a dead one."""
+"""Before a feeder that lives is asked again what it counted, and for how long: the exchange does
+not wait for a replica that asks a dead one."""
 
 
 class Updates(Protocol):
