@@ -49,9 +49,9 @@ def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(runnin
         running.interrupt(leaver)
     assert [running.wait(leaver) for leaver in leavers] == [0, 0, 0], running.describe()
     running.until(lambda: first.events("migrated"))
-    (moved,) = first.events("migrated")
-    assert (moved["from_stage"], moved["to_stage"]) == (1, 0)
-    assert moved["peer_id"] in [peer.peer_id for peer in free]
+    moved = first.events("migrated")
+    assert any((event["from_stage"], event["to_stage"]) == (1, 0) for event in moved)
+    assert {event["peer_id"] for event in moved} <= {peer.peer_id for peer in free}
     assert max(event["round"] for event in first.events("round")) < ROUNDS - 2, "it came too late"
 
     running.until_round(first, ROUNDS)
