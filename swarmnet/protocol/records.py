@@ -142,8 +142,9 @@ class Record:
     credential: bytes = b""
     """What admits this peer to a closed run (see `swarmnet.admission`)."""
     samples: int = 0
-    """Committed in the round before `round`, as far as this replica knew when it closed it: how
-    much its parameters weigh where others have different ones (see `protocol.divergence`)."""
+    """Committed in the round before `round` and in its update, as far as this replica knew when it
+    closed it: how much its parameters weigh where others have different ones (see
+    `protocol.divergence`)."""
 
     spread: float = 0.0
     """In mode `gossip`: distance of the parameters from those of the partner of the last meeting,

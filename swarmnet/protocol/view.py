@@ -8,6 +8,7 @@ are those of SWIM, Das, Gupta and Motivala 2002).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class View:
         self._ids: list[str] = []
         self._ids_of_stage: dict[int, list[str]] = {}
         self._suspected: dict[str, Stamp] = {}
+        self._suspected_at: dict[str, float] = {}
         self._forgotten: dict[str, _Forgotten] = {}
 
     def __len__(self) -> int:
@@ -131,7 +133,7 @@ class View:
         if record.round > self._newest_round and peer_id != self.own_peer_id:
             self._newest_round = record.round
         if self._suspected and self._suspected.get(peer_id, stamp) < stamp:
-            del self._suspected[peer_id]
+            del self._suspected[peer_id], self._suspected_at[peer_id]
         return True
 
     def get(self, peer_id: str) -> Record | None:
@@ -179,6 +181,7 @@ class View:
             return False
         self._suspected.pop(peer_id, None)  # so that the newest suspicion is the last
         self._suspected[peer_id] = stamp
+        self._suspected_at.setdefault(peer_id, now)
         self._changed(known.record.stage)
         return True
 
@@ -199,6 +202,26 @@ class View:
         if peer_id == self.own_peer_id:
             return True
         return peer_id not in self._suspected and known.heard_at >= now - self.silence_s
+
+    def stood_still(self, seconds: float, now: float) -> None:
+        """The own process has not run for so long: nobody could be heard of."""
+        for known in self._known.values():
+            known.heard_at = min(now, known.heard_at + seconds)
+        for peer_id, at in self._suspected_at.items():
+            self._suspected_at[peer_id] = min(now, at + seconds)
+        self._answers.clear()
+        self._until.clear()
+
+    def gone_s(self, peer_id: str, now: float) -> float:
+        """For how long a peer has not been live, seconds; 0 where it is, infinity where it has left
+        or is not known."""
+        if self.is_live(peer_id, now):
+            return 0.0
+        known = self._known.get(peer_id)
+        if known is None or known.record.state == LEFT:
+            return math.inf
+        silent_from = known.heard_at + self.silence_s
+        return now - min(silent_from, self._suspected_at.get(peer_id, silent_from))
 
     def live(self, now: float) -> Sequence[Record]:
         """Records of the live peers, by peer id."""
@@ -366,6 +389,7 @@ class View:
         _discard(self._ids, peer_id)
         _discard(self._ids_of_stage[record.stage], peer_id)
         self._suspected.pop(peer_id, None)
+        self._suspected_at.pop(peer_id, None)
         self._uncount(record)
         self._changed(record.stage)
         if len(self._forgotten) >= MAX_PEERS:

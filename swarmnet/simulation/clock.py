@@ -60,6 +60,11 @@ class VirtualLoop(base_events.BaseEventLoop):
             )
         self._now = max(self._now, when)
 
+    def stand_still(self, seconds: float) -> None:
+        """Time passes and nothing runs, as when a machine is suspended: whatever was due meanwhile
+        is due at once."""
+        self._now += seconds
+
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:

@@ -40,7 +40,7 @@ from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.exchange_pace import ExchangePace
-from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.gossip import STALL_S, Gossip, Tasks
 from swarmnet.swarm.live_calls import LiveCalls
 from swarmnet.swarm.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.messages import (
@@ -67,8 +67,11 @@ LOOK_AGAIN_S = 0.5
 LOOK_LESS, MAX_LOOK_S = 1.3, 5.0
 """Whether contributors are still live is looked at less often the longer it takes: by this factor,
 up to so many seconds."""
-PROBE_AFTER = 0.3
-"""Part of the deadline after which those who have not contributed are probed."""
+PROBE_AFTER, PROBE_AFTER_S = 0.3, 1.0
+"""Who has not contributed is probed after this part of what usual exchanges allow for, and not
+sooner than after so many seconds."""
+ANSWERED_S = 1.0
+"""Who answers then, having been late for a contribution, gets so much more time."""
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 RESTORE_WAIT_S = 10.0
@@ -177,6 +180,11 @@ class Averaging:
         self._mirroring: set[int] = set()
         self._primaries: dict[int, str] = {}
         """By shard that this replica follows as backup, who made its last step."""
+        self._in_vain: set[str] = set()
+        """Who fell silent, and did not come back in the time that it was waited for: it is not
+        waited for again before it has contributed."""
+        self._is_usual = True
+        """Nobody had to be waited for in the present exchange."""
         self.exporting = 0
         """Copies of optimizer state that are under way: no step meanwhile."""
         self.norms = Norms(
@@ -243,9 +251,9 @@ class Averaging:
         """
         r = self.current
         put = store or self.replica.stage.stage_parameters
-        loop = asyncio.get_running_loop()
         await self._until_restored(r)
-        started, has_others = loop.time(), len(self.ownership.contributors(r)) > 1
+        started, has_others = self.gossip.awake_s(), len(self.ownership.contributors(r)) > 1
+        self._is_usual = True
         self.news.tell()
         results: list[bool] = []
         gave: list[bool] = []
@@ -261,7 +269,7 @@ class Averaging:
                 return await one(shards[0], pushed[shards[0]])
             if self.ownership.failure is not None:
                 raise self.ownership.failure
-            began = loop.time()
+            began = self.gossip.awake_s()
             counted, elsewhere = await self._push_together(peer_id, r, pushed, put)
             results.extend(counted[j] or not pushed[j][0] for j in counted)
             for j in shards:
@@ -285,8 +293,8 @@ class Averaging:
         if results and not all(results):
             self.gossip.add_total("late_shards", results.count(False))
         self._note_averaged(r, shards)
-        took = loop.time() - started
-        self.pace.took(took, is_usual=has_others and any(gave))
+        took = self.gossip.awake_s() - started
+        self.pace.took(took, is_usual=has_others and any(gave) and self._is_usual)
         self.replica.exchanges.add(took)
 
     def _note_averaged(self, r: int, shards: Sequence[int]) -> None:
@@ -296,6 +304,15 @@ class Averaging:
         known = [self._tokens[(r, j)] for j in asked if (r, j) in self._tokens]
         if known and len(known) == len(asked):
             self.lost.averaged(r, min(known))
+
+    def samples_in(self, r: int, committed: int) -> int:
+        """How many of a round's committed samples are in its update, as a mean of all shards; all
+        of them where that is not known."""
+        known = [n for (of, _), n in self._tokens.items() if of == r]
+        counted = self._counted_tokens(r)
+        if not known or not counted:
+            return committed
+        return min(committed, round(committed * sum(known) / (len(known) * counted)))
 
     async def _until_restored(self, r: int) -> None:
         """When a whole swarm goes on from checkpoints, its peers become active one after the other;
@@ -319,12 +336,12 @@ class Averaging:
     ) -> bool:
         """Gets the new parameters of one shard, wherever its primary is; True where counted.
         `tried`: it was pushed before."""
-        loop = asyncio.get_running_loop()
         redirected = tried.elsewhere if tried else None
-        began, pause_s, is_first = tried.began if tried else loop.time(), RETRY_S, True
+        awake_s = self.gossip.awake_s
+        began, pause_s, is_first = tried.began if tried else awake_s(), RETRY_S, True
         # Views of who is primary may differ for as long as news take to spread. Who gave up before
         # they agree would have no part in the update, and keep no promise as a primary either.
-        while is_first or loop.time() - began < self.pace.call_s():
+        while is_first or awake_s() - began < self.pace.call_s():
             if self.ownership.failure is not None:
                 raise self.ownership.failure
             peer_id = redirected or self.ownership.primary(r, j)
@@ -560,6 +577,7 @@ class Averaging:
             return self._told(asked, j, remote), given
         update = self._update(*key)
         self._redirect_unless_mine(update)
+        self._in_vain.discard(remote)
         if not update.closed and num_tokens:
             update.contributions[remote] = Contribution(num_tokens, gradient)
         elif not update.closed:
@@ -746,40 +764,60 @@ class Averaging:
     async def _gather(self, update: ShardUpdate) -> None:
         """Waits until every live contributor has pushed, the deadline passed, or the shard is
         another's."""
-        loop = asyncio.get_running_loop()
+        awake_s = self.gossip.awake_s  # after a stall of its own it has not read yet what came
         due_s, wait_s = self.pace.contributions_s()
         end: float | None = None
+        latest = heard_by = math.inf
         probe_at: float | None = None
+        were_looked_into = False
         look_s = LOOK_AGAIN_S
         while True:
+            now = awake_s()
             if update.parameters is not None:
                 return
             if self.ownership.primary(update.round, update.shard) != self.gossip.own.peer_id:
                 return
             if update.own and end is None:
-                end, look_s = loop.time() + wait_s, LOOK_AGAIN_S
-                probe_at = loop.time() + PROBE_AFTER * due_s
-            missing = self._missing(update)
-            if update.own and not missing:
+                end, look_s = now + wait_s, LOOK_AGAIN_S
+                latest = end + 2 * STALL_S
+                heard_by = now + self.limits.reduce_wait_min_s
+                beyond_least_s = due_s - self.limits.reduce_wait_min_s
+                probe_at = now + max(PROBE_AFTER_S, PROBE_AFTER * beyond_least_s)
+            missing, stalled = self._missing(update), self._stalled(update)
+            is_complete = update.own and not (missing or stalled)
+            if is_complete and (now >= heard_by or not self._is_unheard_of(update)):
                 return
-            update.awaited = len(update.contributions) + len(missing)
+            may_return = stalled or (missing and self.ownership.has_stalled_feeder(update.round))
+            if end is not None and may_return:
+                # They may come back; and then they need some time.
+                end = max(end, min(latest, now + self.limits.reduce_wait_min_s))
+                self._is_usual = False
+            update.awaited = len(update.contributions) + len(missing) + len(stalled)
             if missing and self._may_be_given(update):
                 self._ask_for_result(update, missing)
-            if end is not None and loop.time() >= end:
+            missing += stalled
+            if end is not None and now >= end and not were_looked_into:
+                were_looked_into = True
+                # Who does not answer may have stalled a moment ago, and nobody knows yet.
+                await self.gossip.look_into(self._missing(update))
+                end = min(latest, awake_s() + ANSWERED_S)  # who has just come back, gives now
+                continue
+            if end is not None and now >= end:
                 if await self._was_given_to_one(update, missing):
                     return
+                self._in_vain.update(stalled)
                 log.info(
                     "round %d shard %d: went on without %s",
                     update.round,
                     update.shard,
-                    ", ".join(p[-8:] for p in missing),
+                    ", ".join(p[-8:] for p in missing) or "those who have its samples",
                 )
                 return
-            if probe_at is not None and loop.time() >= probe_at:
+            if probe_at is not None and now >= probe_at:
                 probe_at = None
                 for peer_id in missing:
                     self.gossip.probe(peer_id)
-            left = look_s if end is None else min(look_s, end - loop.time())
+            left = look_s if end is None else min(look_s, end - now)
             if not await update.news.wait(max(0.001, left)):
                 look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
 
@@ -825,6 +863,24 @@ class Averaging:
             r.peer_id
             for r in self.ownership.contributors(update.round)
             if r.peer_id not in update.contributions and r.peer_id != self.gossip.own.peer_id
+        ]
+
+    def _is_unheard_of(self, update: ShardUpdate) -> bool:
+        """Whoever has the round's samples: some were counted, nobody known here gave any (in the
+        first round, when all join at once: not all of them), and nobody is known to have died with
+        them."""
+        r = update.round
+        given = sum(c.num_tokens for c in update.contributions.values())
+        if (given and r > 0) or self.ownership.gone(r):
+            return False
+        return self._counted_tokens(r) > given
+
+    def _stalled(self, update: ShardUpdate) -> list[str]:
+        """Likewise of those that are taken for dead, and may be back soon."""
+        return [
+            r.peer_id
+            for r in self.ownership.stalled_contributors(update.round)
+            if r.peer_id not in update.contributions and r.peer_id not in self._in_vain
         ]
 
     async def _clip(self, r: int, j: int, squares: float) -> float:

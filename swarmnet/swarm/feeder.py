@@ -117,6 +117,7 @@ class Feeder:
         """Feeds until cancelled."""
         try:
             while True:
+                self.gossip.awake_s()  # after a stall of one's own, nobody is silent
                 self._wake()
                 await self._close_rounds(replica)
                 for r in (replica.round, replica.round + 1):
@@ -370,6 +371,12 @@ class Feeder:
                         continue
                     await self.gossip.news.wait(LOOK_AGAIN_S)
                     if replica.is_closed(mine.round):
+                        return
+                    if theirs == mine.round and replica.takes(mine.round):
+                        # Others have closed it, and wait for this peer's stage: they took a feeder
+                        # for dead, or this one did, and there are enough without this one.
+                        await asyncio.sleep(LOOK_AGAIN_S)
+                        self._never_launched(mine)
                         return
                     # Not open, not closed: it is fetching the round's parameters, and opens it
                     # again. A flight given up here would be launched and never committed.

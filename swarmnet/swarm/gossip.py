@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
 from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import MAX_STAMP_LEAD, NO_STAMP, View
+from swarmnet.swarm.awake import AwakeClock
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.swarm.news import News
 from swarmnet.transport.base import Request, Transport
@@ -54,6 +55,9 @@ MAX_TELL_TOGETHER_S = 2.0
 """News within this time wakes its listeners once, in a large swarm: the more peers, the more news
 there is, and the longer a round."""
 PROBE_TIMEOUT_S = 2.0
+STALL_S = 6.0
+"""Who has been taken for dead for no longer than this, and has not closed its channels, is waited
+for where its work would be lost otherwise. It took seconds already to take it for dead."""
 FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
 DECODED_RECORDS = 8192
@@ -153,6 +157,7 @@ class Gossip:
         self.state_since = 0.0
         """When the own record's state changed last, by the loop's clock."""
         self._interval_s, self._heartbeat_s = self.settings.interval_s, self.settings.heartbeat_s
+        self._awake = AwakeClock(self._stood_still)
         self._probing: dict[str, asyncio.Task[Any]] = {}
         self._listeners: list[Callable[[Record], None]] = []
         self._suspected: list[Callable[[str], None]] = []
@@ -317,6 +322,7 @@ class Gossip:
 
     async def run(self) -> None:
         """Gossips until cancelled."""
+        self._awake.start()
         try:
             while True:
                 await asyncio.sleep(self._interval_s * self.rng.uniform(0.7, 1.3))
@@ -325,10 +331,28 @@ class Gossip:
                 if peer_id is not None:
                     self._tasks.start(self.exchange(peer_id))
         finally:
+            self._awake.stop()
             for timer in (self._push_timer, self._telling):
                 if timer is not None:
                     timer.cancel()
             await self._tasks.close()
+
+    def awake_s(self) -> float:
+        """The loop's time without that in which this process stood still: for deadlines of others.
+        To be asked for before it is looked who lives: nobody is silent for a stall of one's own."""
+        return self._awake.time()
+
+    def _stood_still(self, seconds: float) -> None:
+        log.debug("this process stood still for %.1f s", seconds)
+        self.view.stood_still(seconds, asyncio.get_running_loop().time())
+
+    def has_stalled(self, peer_id: str) -> bool:
+        """A peer has fallen silent a moment ago, with its channels open. A machine that swaps, or a
+        link that is down for seconds, is soon back; who has died closes its channels."""
+        now = asyncio.get_running_loop().time()
+        if not 0 < self.view.gone_s(peer_id, now) < STALL_S:
+            return False
+        return machine_of(peer_id) in self.transport.connected()
 
     def _tend(self) -> None:
         """Heartbeat, and forgetting."""
@@ -556,17 +580,44 @@ class Gossip:
         if peer_id not in self._probing and peer_id != self.own.peer_id:
             self._probing[peer_id] = self._tasks.start(self._probe(peer_id))
 
+    async def look_into(self, peer_ids: Iterable[str]) -> None:
+        """Until it is known of each of them whether it answers now; suspects who does not."""
+        await asyncio.gather(*map(self._look_into, peer_ids))
+
+    async def _look_into(self, peer_id: str) -> None:
+        for _ in range(2):  # one that is under way may end with an answer from before
+            is_new = peer_id not in self._probing
+            self.probe(peer_id)
+            if peer_id in self._probing:
+                await asyncio.wait([self._probing[peer_id]])
+            if is_new or not self.view.is_live(peer_id, asyncio.get_running_loop().time()):
+                return
+
     async def _probe(self, peer_id: str) -> None:
         record = self.view.get(peer_id)
         stamp = record.stamp if record is not None else (0, 0)
+        try:
+            while not await self._answers(peer_id):
+                pass
+        except SwarmnetError:
+            self.suspect(peer_id, stamp)
+        finally:
+            self._probing.pop(peer_id, None)
+
+    async def _answers(self, peer_id: str) -> bool:
+        """A ping is answered. False where this process stood still meanwhile, so that nobody
+        knows; raises a `SwarmnetError` where it is not answered."""
+        loop = asyncio.get_running_loop()
+        began, awake = loop.time(), self.awake_s()
         try:
             await self.transport.call(peer_id, "ping", Message(), timeout_s=PROBE_TIMEOUT_S)
         except RemoteError:
             pass  # it answered
         except SwarmnetError:
-            self.suspect(peer_id, stamp)
-        finally:
-            self._probing.pop(peer_id, None)
+            if loop.time() - began > self.awake_s() - awake + PROBE_TIMEOUT_S / 4:
+                return False
+            raise
+        return True
 
     def on_suspected(self, callback: Callable[[str], None]) -> None:
         """`callback(peer_id)` when a peer is taken for dead."""

@@ -71,6 +71,7 @@ class LiveCalls:
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
+        self._gossip.awake_s()  # after a stall of one's own, nobody is silent
         now, longest_s, usual_s = loop.time(), 0.0, self._usual_s()
         for peer_id, calls in self._open.items():
             waited_s = now - next(iter(calls.values()))

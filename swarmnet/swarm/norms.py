@@ -64,8 +64,8 @@ class Norms:
     """Live peers of a stage in the order in which they would be its root."""
     wait_s: Callable[[], float]
     """Longest wait for the sums of all stages, now."""
-    current: Callable[[], int] | None = None
-    """The round of this replica's next update, where it is known: nobody is far ahead of it."""
+    current: Callable[[], int]
+    """The round of this replica's next update: nobody is far ahead of it."""
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundNorms] = {}
@@ -101,9 +101,9 @@ class Norms:
         """The sum of squares over all shards of all stages, given those of the own shards."""
         shards = tuple(sorted(sums))
         request = NormRequest(round_index, self.stage_index, shards, tuple(sums[j] for j in shards))
-        loop = asyncio.get_running_loop()
-        end, turn = loop.time() + self.wait_s(), 0
-        while (left := end - loop.time()) > 0:
+        awake_s = self.gossip.awake_s
+        end, turn = awake_s() + self.wait_s(), 0
+        while (left := end - awake_s()) > 0:
             for peer_id in self.roots(self.stage_index)[:2]:
                 try:
                     if round_index in self._totals:
@@ -181,7 +181,7 @@ class Norms:
     def _of(self, round_index: int) -> RoundNorms:
         if round_index < self._oldest:
             raise Stale("the norm of that round is gone")
-        is_far = self.current is not None and round_index > self.current() + KEPT_ROUNDS
+        is_far = round_index > self.current() + KEPT_ROUNDS
         if is_far or (round_index not in self._rounds and len(self._rounds) > 2 * KEPT_ROUNDS):
             raise NotReady("a round too far ahead")
         return self._rounds.setdefault(round_index, RoundNorms())

@@ -32,6 +32,7 @@ from swarmnet.protocol.placement import (
 )
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.sync_modes import GOSSIP, SyncPlan
+from swarmnet.protocol.view import ALL
 from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.replica import Replica
@@ -48,7 +49,6 @@ REPAIR_EVERY_S = 5.0
 DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold
 them; else it is looked at again in the next round."""
-
 NOTHING = -2
 """Instead of the exchange whose step the state of a shard is after: there is no state here."""
 
@@ -116,18 +116,50 @@ class Ownership:
         """Live replicas of this stage that may have a gradient of the round: not past it, nor too
         far behind for that (after a partition, say), nor newcomers of a later one."""
         now = asyncio.get_running_loop().time()
-        newest = self.plan.next_owner_round(round_index)
         return self._remembered(
             "contributors",
             round_index,
+            lambda: self._with_gradient(
+                round_index, self.gossip.view.members(self.replica.index, now)
+            ),
+        )
+
+    def stalled_contributors(self, round_index: int) -> list[Record]:
+        """The same of those that have fallen silent a moment ago, and may be back soon."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        lost = self._remembered(
+            "lost contributors",
+            round_index,
+            lambda: self._with_gradient(round_index, view.lost(self.replica.index, now)),
+        )
+        return [r for r in lost if self.gossip.has_stalled(r.peer_id)]
+
+    def _with_gradient(self, round_index: int, records: Iterable[Record]) -> list[Record]:
+        newest = self.plan.next_owner_round(round_index)
+        # Where replicas make steps of their own, the slowest may have several of them left to do.
+        steps = self.plan.steps_until_due(round_index) if self.plan.is_local else 1
+        oldest = round_index - max(BEHIND_ROUNDS, steps)
+        return [
+            r
+            for r in records
+            if r.state in (ACTIVE, LEAVING)
+            and oldest <= self.plan.version(r.round) <= round_index
+            and r.active_from <= newest
+        ]
+
+    def has_stalled_feeder(self, round_index: int) -> bool:
+        """Somebody who counted samples of a round has fallen silent a moment ago: replicas that it
+        has told nothing yet may wait for its answer."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        lost = view.remembered(
+            ALL,
+            ("lost feeders", round_index),
+            now,
             lambda: [
-                r
-                for r in self.gossip.view.members(self.replica.index, now)
-                if r.state in (ACTIVE, LEAVING)
-                and -BEHIND_ROUNDS <= self.plan.version(r.round) - round_index <= 0
-                and r.active_from <= newest
+                r.peer_id for r, _ in view.counts(round_index) if not view.is_live(r.peer_id, now)
             ],
         )
+        return any(map(self.gossip.has_stalled, lost))
 
     def past(self, round_index: int) -> list[str]:
         """Live replicas of this stage that have finished a round, by peer id; this one excepted."""

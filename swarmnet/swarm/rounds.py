@@ -20,7 +20,7 @@ from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.sync_modes import ZERO
 from swarmnet.swarm.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.feeder import Feeder
-from swarmnet.swarm.gossip import Gossip, Tasks
+from swarmnet.swarm.gossip import STALL_S, Gossip, Tasks
 from swarmnet.swarm.handover import Handover
 from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.ports import BACKWARD
@@ -36,6 +36,8 @@ LOOK_AGAIN_S = 0.5
 ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
 """Before a feeder that lives is asked again what it counted, and for how long: the exchange does
 not wait for a replica that asks a dead one."""
+PROBE_ASKED_S = 0.5
+"""A feeder that has not answered for so long is asked whether it lives."""
 
 
 class Updates(Protocol):
@@ -94,6 +96,8 @@ class ZeroUpdates:
         return True
 
     def finish_round(self, round_index: int) -> None:
+        replica = self.replica
+        replica.samples = self.averaging.samples_in(round_index, replica.samples)
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
@@ -128,6 +132,7 @@ class Rounds:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
         touch with its stage, `Diverged` when it has parameters that do not hold."""
         while self.replica.round < self.settings.rounds:
+            self.gossip.awake_s()  # after a stall of one's own, nobody is silent
             r = self.replica.round
             self.updates.attend()
             self._check_parameters(r)
@@ -291,21 +296,32 @@ class Rounds:
         if feeder == own:
             nothing = CommittedReply(())
             return nothing if self.feeder is None else self.feeder.committed(question, own)
-        loop, view = asyncio.get_running_loop(), self.gossip.view
-        began, wait_s = loop.time(), self.limits.commit_question_s
+        loop, gossip = asyncio.get_running_loop(), self.gossip
+        began, wait_s = gossip.awake_s(), self.limits.commit_question_s
+        keep_s = KEEP_ASKING_S
         while True:
+            # So that the others of the stage know why this replica's contribution is late.
+            probing = loop.call_later(PROBE_ASKED_S, gossip.probe, feeder)
             try:
-                left_s = max(0.001, began + wait_s - loop.time())
+                left_s = max(0.001, began + wait_s - gossip.awake_s())
                 reply = await self.transport.call(
                     feeder, "committed", Message(question), timeout_s=left_s
                 )
                 return convert(reply.body, CommittedReply)
             except SwarmnetError as e:
                 log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
-                is_live = view.is_live(feeder, loop.time())
+                is_live = gossip.view.is_live(feeder, loop.time())
                 # A channel that breaks is opened again: what counts is not taken out for that.
                 may_answer = is_live and isinstance(e, TransportError | Busy)
-            if not may_answer or loop.time() + ASK_AGAIN_S > began + KEEP_ASKING_S:
+            finally:
+                probing.cancel()
+            if question.is_over and gossip.awake_s() >= began + wait_s:
+                await gossip.look_into([feeder])
+                is_live = gossip.view.is_live(feeder, loop.time())
+            if question.is_over and gossip.has_stalled(feeder):
+                may_answer = True
+                wait_s = keep_s = self.limits.commit_question_s + STALL_S
+            if not may_answer or gossip.awake_s() + ASK_AGAIN_S > began + keep_s:
                 break
             await asyncio.sleep(ASK_AGAIN_S)
         if question.is_over:

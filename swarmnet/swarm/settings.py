@@ -72,7 +72,9 @@ class Limits:
     reduce_wait_s: float = 60.0
     """Longest wait of a primary for contributions, where no known uplink needs longer and no round
     runs beside."""
-    reduce_wait_min_s: float = 3.0
+    reduce_wait_min_s: float = 5.0
+    """Shortest such wait beyond what an exchange usually takes: who waits for a silent feeder's
+    word is late itself, and it takes 2.5 s to know that a feeder is silent."""
     norm_wait_s: float = 30.0
     """Longest wait for the gradient norm over all stages, likewise."""
     fetch_timeout_s: float = 60.0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,37 @@ def test_a_suspicion_holds_until_a_higher_stamp_refutes_it() -> None:
     view.merge(record("a", 6), 0.0)
     assert view.is_live("a", 0.0)
     assert view.suspicions() == []
+
+
+def test_for_how_long_a_peer_has_been_gone() -> None:
+    view = View("me", silence_s=10.0)
+    assert view.gone_s("a", 0.0) == math.inf
+    view.merge(record("a", 5), 0.0)
+    assert view.gone_s("a", 9.0) == 0.0
+    assert view.gone_s("a", 12.0) == 2.0  # by its silence
+    view.suspect("a", (1, 5), 4.0)
+    view.suspect("a", (1, 6), 5.0)  # the same stall
+    assert view.gone_s("a", 12.0) == 8.0
+    view.merge(record("a", 7), 13.0)
+    assert view.gone_s("a", 13.0) == 0.0
+    view.suspect("a", (1, 7), 20.0)
+    assert view.gone_s("a", 21.0) == 1.0
+    view.merge(record("a", 8, state=LEFT), 22.0)
+    assert view.gone_s("a", 22.0) == math.inf
+
+
+def test_who_has_stood_still_itself_counts_nobody_as_silent_for_that() -> None:
+    view = View("me", silence_s=10.0)
+    view.merge(record("a", 5), 0.0)
+    view.merge(record("b", 5), 4.0)
+    view.suspect("b", (1, 5), 5.0)
+    assert not view.is_live("a", 30.0)
+    view.stood_still(25.0, 30.0)
+    assert view.is_live("a", 30.0)
+    assert not view.is_live("a", 36.0)
+    assert view.gone_s("b", 30.0) == 0.0
+    assert not view.is_live("b", 30.0)
+    assert view.gone_s("b", 32.0) == 2.0
 
 
 def test_a_suspicion_may_overtake_the_record() -> None:

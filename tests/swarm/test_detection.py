@@ -8,6 +8,8 @@ from pathlib import Path
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 NOTICED_WITHIN_S = 2.0
+WAITED_FOR_S = 15.0
+"""It may only have stalled (`test_stalls`)."""
 
 
 def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> None:
@@ -22,7 +24,7 @@ def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> No
         await swarm.until(lambda: replica.closed)  # its part of the update is under way
         swarm.hub.freeze(name)
         del swarm.members[name]
-        await swarm.until_round(max(swarm.rounds()) + 3, limit_s=10)
+        await swarm.until_round(max(swarm.rounds()) + 3, limit_s=WAITED_FOR_S)
 
     in_virtual_time(scenario, spec)
 

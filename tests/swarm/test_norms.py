@@ -6,14 +6,18 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnet.errors import Unreachable
+import pytest
+
+from swarmnet.errors import NotReady, Unreachable
 from swarmnet.simulation.clock import run
+from swarmnet.swarm.messages import StageNormRequest
 from swarmnet.swarm.news import News
-from swarmnet.swarm.norms import Norms
+from swarmnet.swarm.norms import KEPT_ROUNDS, Norms
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 
 WAIT_S = 60.0
+ROUND = 3
 SUMS = {0: 1.0, 1: 2.0, 2: 4.0}
 
 
@@ -24,6 +28,7 @@ class Net:
         self.live = list(names)
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
+        self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
         self.norms = {name: self._norms(name, num_stages) for name in names}
 
     def _norms(self, name: str, num_stages: int) -> Norms:
@@ -46,12 +51,21 @@ class Net:
         transport: Any = SimpleNamespace(call=call, handle=handle)
         gossip: Any = SimpleNamespace(
             own=SimpleNamespace(peer_id=name),
+            view=SimpleNamespace(get=self.records.get),
             news=News(),
+            awake_s=lambda: asyncio.get_running_loop().time(),
             check_run=check_run,
             add_total=lambda total: self.missed.append(name),
         )
         return Norms(
-            transport, gossip, 0, num_stages, len(SUMS), lambda stage: self.live, lambda: WAIT_S
+            transport,
+            gossip,
+            0,
+            num_stages,
+            len(SUMS),
+            lambda stage: self.live,
+            lambda: WAIT_S,
+            lambda: ROUND,
         )
 
     async def close(self) -> None:
@@ -130,3 +144,44 @@ def test_what_does_not_hold_is_not_told() -> None:
         await net.close()
 
     run(scenario())
+
+
+def test_only_replicas_of_a_stage_say_its_norm() -> None:
+    """Whoever is believed first would be clipped by."""
+
+    async def scenario() -> None:
+        net = Net("a", num_stages=2)
+        for liar in ("stranger", "a"):
+            with pytest.raises(NotReady, match="not known here"):
+                await _say(net, liar, ROUND, 1e30)
+        heard = asyncio.create_task(_say(net, "other", ROUND, 10.0))
+        totals = await asyncio.gather(*(net.norms["a"].add(ROUND, j, SUMS[j]) for j in SUMS))
+        assert totals == [17.0] * 3
+        assert (await heard).body.sum == 7.0
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_nobody_fills_the_books_with_rounds_that_are_far_away() -> None:
+    async def scenario() -> None:
+        net = Net("a", num_stages=2)
+        for r in (ROUND + KEPT_ROUNDS + 1, 2**40):
+            with pytest.raises(NotReady, match="too far ahead"):
+                await _say(net, "other", r, 1.0)
+        heard = asyncio.create_task(_say(net, "other", ROUND, 10.0))
+        totals = await asyncio.gather(*(net.norms["a"].add(ROUND, j, SUMS[j]) for j in SUMS))
+        assert totals == [17.0] * 3
+        await heard
+        await net.close()
+
+    run(scenario())
+
+
+async def _say(net: Net, caller: str, round_index: int, squares: float) -> Message:
+    """What `caller` hears when it tells "a" the norm of stage 1."""
+    body = StageNormRequest(round_index, 1, squares)
+    request: Any = SimpleNamespace(remote=caller, message=Message(body))
+    reply: Message = await net.handlers["a", "stage_norm"](request)
+    return reply
