@@ -777,6 +777,7 @@ class Averaging:
                 return
             if self.ownership.primary(update.round, update.shard) != self.gossip.own.peer_id:
                 return
+            self.ownership.claim(update.round, update.shard)
             if update.own and end is None:
                 end, look_s = now + wait_s, LOOK_AGAIN_S
                 latest = end + 2 * STALL_S

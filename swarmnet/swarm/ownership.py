@@ -49,6 +49,7 @@ REPAIR_EVERY_S = 5.0
 DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold
 them; else it is looked at again in the next round."""
+
 NOTHING = -2
 """Instead of the exchange whose step the state of a shard is after: there is no state here."""
 
@@ -249,6 +250,17 @@ class Ownership:
         if has_input and own in order:
             return own
         return order[0] if order else None
+
+    def claim(self, round_index: int, shard_index: int) -> None:
+        """Says at once that this replica holds a shard where it is the primary although nobody
+        holds it: another that follows it too would be so as well, and each would wait for the
+        other's gradient. As soon as both have said it, their order decides."""
+        own = self.gossip.own
+        if own.holds_shard(shard_index) or not self._has_input(shard_index, round_index):
+            return
+        held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
+        holds = bitmap(sorted({shard_index, *held}), self.replica.num_shards)
+        self.gossip.update(holds=holds, urgent=True)
 
     # ---- what this replica has --------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet.protocol.records import ACTIVE
+from swarmnet.protocol.records import ACTIVE, bitmap
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.messages import ReduceRequest
@@ -34,6 +34,9 @@ MOMENTS = [("round", (k + 0.5) / 4) for k in range(4)] + [
 ]
 """Parts of a round, and of the update at its end, at which peers die."""
 TOLERANCE = 1e-4
+AT_ONCE_S = 8.0
+"""Virtual seconds from a death to the next round: a round takes half a one, and the deadline for
+contributions is at 20."""
 
 State = dict[int, tuple[int, torch.Tensor, torch.Tensor]]
 """By shard: steps, mean, square."""
@@ -260,6 +263,31 @@ def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -
         in_virtual_time(scenario, RunSpec.model_validate(values))
     calm, found = results
     assert_same_state(found, calm)
+
+
+def test_backups_that_nobody_knows_of_do_not_wait_for_each_other(folder: Path) -> None:
+    """The only owner that said so has died, and several others follow the shard: each of them has
+    what its step needs, and might wait for the gradients of the others until the deadline."""
+    calm = undisturbed(folder, NUM_PEERS)
+
+    async def scenario(swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        await start(swarm)
+        victim = calm.owners[0][0]
+        for name in set(swarm.members) - {victim}:
+            peer = swarm.members[name].peer
+            held = [j for j in range(len(calm.owners)) if peer.gossip.own.holds_shard(j)]
+            assert 0 in held
+            told = bitmap([j for j in held if j], len(calm.owners))
+            peer.gossip.update(holds=told, urgent=True)
+        await asyncio.sleep(0.1)
+        swarm.kill(victim)
+        killed_at = loop.time()
+        await swarm.until_round(STRUCK + 1)
+        assert loop.time() - killed_at < AT_ONCE_S
+        assert_same_state((await end_of(swarm))[0], calm.state)
+
+    in_virtual_time(scenario, spec_of(folder, NUM_PEERS))
 
 
 def test_promotions_are_told(folder: Path) -> None:
