@@ -552,6 +552,7 @@ class Averaging:
     ) -> tuple[ShardReply, Array]:
         """One shard of exchange `asked` for one contributor."""
         r, remote = self.current, request.remote
+        self._in_vain.discard(remote)
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
         if closed_there and self.replica.heard_over(r):
             self.gossip.news.tell()
@@ -577,7 +578,6 @@ class Averaging:
             return self._told(asked, j, remote), given
         update = self._update(*key)
         self._redirect_unless_mine(update)
-        self._in_vain.discard(remote)
         if not update.closed and num_tokens:
             update.contributions[remote] = Contribution(num_tokens, gradient)
         elif not update.closed:
@@ -791,7 +791,9 @@ class Averaging:
             may_return = stalled or (missing and self.ownership.has_stalled_feeder(update.round))
             if end is not None and may_return:
                 # They may come back; and then they need some time.
-                end = max(end, min(latest, now + self.limits.reduce_wait_min_s))
+                longer = min(latest, now + self.limits.reduce_wait_min_s)
+                if longer > end:
+                    end, were_looked_into = longer, False
                 self._is_usual = False
             update.awaited = len(update.contributions) + len(missing) + len(stalled)
             if missing and self._may_be_given(update):
@@ -800,7 +802,7 @@ class Averaging:
             if end is not None and now >= end and not were_looked_into:
                 were_looked_into = True
                 # Who does not answer may have stalled a moment ago, and nobody knows yet.
-                await self.gossip.look_into(self._missing(update))
+                await self.gossip.look_into(self._awaited_of(update))
                 end = min(latest, awake_s() + ANSWERED_S)  # who has just come back, gives now
                 continue
             if end is not None and now >= end:
@@ -865,6 +867,12 @@ class Averaging:
             for r in self.ownership.contributors(update.round)
             if r.peer_id not in update.contributions and r.peer_id != self.gossip.own.peer_id
         ]
+
+    def _awaited_of(self, update: ShardUpdate) -> list[str]:
+        """Who has not pushed a gradient, and the feeders for whose word it may be waiting."""
+        missing, own = self._missing(update), self.gossip.own.peer_id
+        feeders = self.ownership.feeders(update.round) if missing else []
+        return list(dict.fromkeys((*missing, *(f for f in feeders if f != own))))
 
     def _is_unheard_of(self, update: ShardUpdate) -> bool:
         """Whoever has the round's samples: some were counted, nobody known here gave any (in the

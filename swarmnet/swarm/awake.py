@@ -50,6 +50,11 @@ class AwakeClock:
             self._on_stall(late_s)
         return now - self._stalled_s
 
+    def stood_still_s(self) -> float:
+        """How long the loop has not run, in all."""
+        self.time()
+        return self._stalled_s
+
     def _tick(self) -> None:
         self.time()
         self.start()

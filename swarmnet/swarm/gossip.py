@@ -342,6 +342,10 @@ class Gossip:
         To be asked for before it is looked who lives: nobody is silent for a stall of one's own."""
         return self._awake.time()
 
+    def stood_still_s(self) -> float:
+        """For how long this process has stood still, in all."""
+        return self._awake.stood_still_s()
+
     def _stood_still(self, seconds: float) -> None:
         log.debug("this process stood still for %.1f s", seconds)
         self.view.stood_still(seconds, asyncio.get_running_loop().time())
@@ -350,7 +354,7 @@ class Gossip:
         """A peer has fallen silent a moment ago, with its channels open. A machine that swaps, or a
         link that is down for seconds, is soon back; who has died closes its channels."""
         now = asyncio.get_running_loop().time()
-        if not 0 < self.view.gone_s(peer_id, now) < STALL_S:
+        if self.view.is_live(peer_id, now) or self.view.gone_s(peer_id, now) >= STALL_S:
             return False
         return machine_of(peer_id) in self.transport.connected()
 
@@ -594,15 +598,24 @@ class Gossip:
                 return
 
     async def _probe(self, peer_id: str) -> None:
-        record = self.view.get(peer_id)
-        stamp = record.stamp if record is not None else (0, 0)
         try:
-            while not await self._answers(peer_id):
-                pass
-        except SwarmnetError:
-            self.suspect(peer_id, stamp)
+            for is_last in (False, True):
+                stamp = self._stamp_of(peer_id)
+                try:
+                    while not await self._answers(peer_id):
+                        pass
+                    return
+                except SwarmnetError:
+                    # News of it that was on its way meanwhile refutes a suspicion from before.
+                    if is_last or self._stamp_of(peer_id) == stamp:
+                        self.suspect(peer_id, stamp)
+                        return
         finally:
             self._probing.pop(peer_id, None)
+
+    def _stamp_of(self, peer_id: str) -> tuple[int, int]:
+        record = self.view.get(peer_id)
+        return record.stamp if record is not None else (0, 0)
 
     async def _answers(self, peer_id: str) -> bool:
         """A ping is answered. False where this process stood still meanwhile, so that nobody

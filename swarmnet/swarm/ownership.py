@@ -126,13 +126,15 @@ class Ownership:
         )
 
     def stalled_contributors(self, round_index: int) -> list[Record]:
-        """The same of those that have fallen silent a moment ago, and may be back soon."""
+        """The same of those that have fallen silent a moment ago, and may be back soon; and who is
+        past the round already: the result is there."""
         view, now = self.gossip.view, asyncio.get_running_loop().time()
-        lost = self._remembered(
-            "lost contributors",
-            round_index,
-            lambda: self._with_gradient(round_index, view.lost(self.replica.index, now)),
-        )
+
+        def asked() -> list[Record]:
+            lost = view.lost(self.replica.index, now)
+            return [*self._with_gradient(round_index, lost), *self._past(round_index, lost)]
+
+        lost = self._remembered("lost contributors", round_index, asked)
         return [r for r in lost if self.gossip.has_stalled(r.peer_id)]
 
     def _with_gradient(self, round_index: int, records: Iterable[Record]) -> list[Record]:
@@ -162,6 +164,11 @@ class Ownership:
         )
         return any(map(self.gossip.has_stalled, lost))
 
+    def feeders(self, round_index: int) -> list[str]:
+        """Live peers that have counted samples of a round."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        return [r.peer_id for r, _ in view.counts(round_index) if view.is_live(r.peer_id, now)]
+
     def past(self, round_index: int) -> list[str]:
         """Live replicas of this stage that have finished a round, by peer id; this one excepted."""
         now = asyncio.get_running_loop().time()
@@ -170,15 +177,20 @@ class Ownership:
             round_index,
             lambda: [
                 m.peer_id
-                for m in self.gossip.view.members(self.replica.index, now)
-                if self.plan.version(m.round) > round_index
-                and m.state in (ACTIVE, LEAVING)
-                and m.peer_id != self.gossip.own.peer_id
+                for m in self._past(round_index, self.gossip.view.members(self.replica.index, now))
+                if m.peer_id != self.gossip.own.peer_id
             ],
         )
 
+    def _past(self, round_index: int, records: Iterable[Record]) -> list[Record]:
+        return [
+            r
+            for r in records
+            if r.state in (ACTIVE, LEAVING) and self.plan.version(r.round) > round_index
+        ]
+
     def gone(self, round_index: int) -> list[Record]:
-        """Replicas of this stage that died in a round."""
+        """Replicas of this stage that died in a round, or when they had just finished it."""
         now = asyncio.get_running_loop().time()
         return self._remembered(
             "gone",
@@ -186,7 +198,7 @@ class Ownership:
             lambda: [
                 m
                 for m in self.gossip.view.lost(self.replica.index, now)
-                if self.plan.version(m.round) == round_index
+                if self.plan.version(m.round) >= round_index
             ],
         )
 
@@ -246,7 +258,7 @@ class Ownership:
             behind = record is None or self.plan.version(record.round) < round_index - 1
             if record is not None and not behind and record.holds_shard(shard_index):
                 return peer_id
-        # Nobody says that it holds it: a backup that follows it already, else the first, afresh.
+        # Nobody says that it holds it: who follows it already (see `claim`), else the first, afresh.
         if has_input and own in order:
             return own
         return order[0] if order else None

@@ -298,10 +298,11 @@ class Rounds:
             return nothing if self.feeder is None else self.feeder.committed(question, own)
         loop, gossip = asyncio.get_running_loop(), self.gossip
         began, wait_s = gossip.awake_s(), self.limits.commit_question_s
-        keep_s = KEEP_ASKING_S
+        keep_s, was_back = KEEP_ASKING_S, False
         while True:
             # So that the others of the stage know why this replica's contribution is late.
             probing = loop.call_later(PROBE_ASKED_S, gossip.probe, feeder)
+            stood_still_s = gossip.stood_still_s()
             try:
                 left_s = max(0.001, began + wait_s - gossip.awake_s())
                 reply = await self.transport.call(
@@ -315,12 +316,18 @@ class Rounds:
                 may_answer = is_live and isinstance(e, TransportError | Busy)
             finally:
                 probing.cancel()
-            if question.is_over and gossip.awake_s() >= began + wait_s:
+            so_far_s = gossip.awake_s() - began
+            if may_answer and gossip.stood_still_s() > stood_still_s:
+                keep_s = max(keep_s, so_far_s + KEEP_ASKING_S)  # it may have answered meanwhile
+            if question.is_over and so_far_s >= wait_s:
                 await gossip.look_into([feeder])
                 is_live = gossip.view.is_live(feeder, loop.time())
+                if is_live and not was_back:  # now it is known that it hears: it need not be late
+                    may_answer = was_back = True
+                    wait_s = keep_s = gossip.awake_s() - began + KEEP_ASKING_S
             if question.is_over and gossip.has_stalled(feeder):
                 may_answer = True
-                wait_s = keep_s = self.limits.commit_question_s + STALL_S
+                wait_s = keep_s = max(wait_s, self.limits.commit_question_s + STALL_S)
             if not may_answer or gossip.awake_s() + ASK_AGAIN_S > began + keep_s:
                 break
             await asyncio.sleep(ASK_AGAIN_S)

@@ -274,6 +274,12 @@ class Machine:
 
         self.until(over)
 
+    def until_all_are_in(self, peers: Sequence[Command], number: int) -> None:
+        """Each of them is a replica and has told that so many rounds are over: who only listens may
+        be joining yet, while the others begin."""
+        for peer in peers:
+            self.until_round(peer, number)
+
     def wait(self, command: Command, limit_s: float = END_LIMIT_S) -> int:
         """The exit code of a command that is about to end."""
         self.until(lambda: command.process.poll() is not None, limit_s)

@@ -47,7 +47,7 @@ def test_a_run_survives_deaths_at_one_instant(
     path = tiny_run(running.folder, rounds=ROUNDS)
     peers = running.start_swarm(path, [("--stage", stage) for stage in stages[1:]])
     witness = next(p for i, p in enumerate(peers) if i not in victims)
-    running.until_round(witness, HARMED_FROM)
+    running.until_all_are_in(peers, HARMED_FROM)
     for index in victims:
         peers[index].process.kill()
     survivors = [p for i, p in enumerate(peers) if i not in victims]
@@ -87,7 +87,7 @@ def test_a_run_survives_the_death_of_a_donor(running: Machine) -> None:
     path = _long_rounds(_many_shards(tiny_run(running.folder, rounds=10)))
     peers = running.start_swarm(path, [("--stage", "1"), ("--stage", "0")], {2: "donate:nth=2"})
     witness, _, victim = peers
-    running.until_round(witness, 2)
+    running.until_all_are_in(peers, 2)
     join = ("--join", witness.address, "--data", str(running.folder / "text.txt"))
     joiners: list[Command] = []
     while victim.process.poll() is None:
@@ -135,7 +135,7 @@ def test_a_stopped_peer_is_gone_round_and_is_used_again(running: Machine) -> Non
     path = tiny_run(running.folder, rounds=ROUNDS)
     peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
     witness, victim = peers[0], peers[3]
-    running.until_round(witness, HARMED_FROM)
+    running.until_all_are_in(peers, HARMED_FROM)
     victim.process.send_signal(signal.SIGSTOP)
     running.until(lambda: any(e["peer_id"] == victim.peer_id for e in witness.events("peer_lost")))
     before = len(witness.events("round"))

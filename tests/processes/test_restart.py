@@ -30,7 +30,7 @@ def test_a_run_goes_on_after_all_of_it_died(running: Machine) -> None:
 
     names = {"peer-1": "1", "peer-2": "0", "peer-3": "1"}
     peers = [first, *join(names, first.address)]
-    running.until_round(first, KILLED_AFTER)
+    running.until_all_are_in(peers, KILLED_AFTER)
     losses = [event["loss"] for event in first.events("round")]
     for peer in peers:
         peer.process.kill()

@@ -27,7 +27,7 @@ def test_who_stalls_for_seconds_loses_no_sample(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
     spec = load_spec(path)
     peers = running.start_swarm(path, [("--stage", stage, "--debug") for stage in "101"])
-    running.until_round(peers[0], 2)
+    running.until_all_are_in(peers, 2)
     for i in STALLED:
         time.sleep(rng.uniform(0.0, 0.5))  # so that it happens anywhere in a round
         _stall(peers[i], peers)

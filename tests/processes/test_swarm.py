@@ -73,7 +73,7 @@ def test_a_run_survives_its_first_peer(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=rounds)
     peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
     victim, witness = peers[0], peers[1]
-    running.until_round(witness, 5)
+    running.until_all_are_in(peers, 5)
     daemons = children_of(victim.pid)
     assert daemons, "the peer has no daemon"
     running.kill(victim)

@@ -19,7 +19,7 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
-from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 NUM_PEERS = 5
 ROUNDS = 7
@@ -174,3 +174,50 @@ def test_what_is_not_finite_is_nobodys_result(tmp_path: Path, dies: bool) -> Non
         assert to_tensor(nonsense).isnan().all()
 
     in_virtual_time(scenario, spec_of(tmp_path, "zero"))
+
+
+@pytest.mark.parametrize("stop_s", [2.5, 4.0, 5.5])
+def test_a_primary_that_stops_when_it_is_past_the_round_is_waited_for(
+    tmp_path: Path, stop_s: float
+) -> None:
+    """It has the result, and has told nobody: a second one would be without its gradient. (Where
+    gradients are clipped, whoever made it would have to wait for the norms anyhow.)"""
+    values = spec_of(tmp_path, "zero").model_dump()
+    values["sync"]["aggregation"] = "mean"
+    values["optimizer"]["grad_clip_norm"] = 0.0
+    spec = RunSpec.model_validate(values)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(STRUCK)
+        first = swarm.members["peer-0"].peer
+        name = first.averaging.ownership.placement(STRUCK).order(0)[0]
+        primary = swarm.members[name].peer
+        answer, goes_on = primary.averaging._on_reduce, asyncio.Event()
+
+        async def answer_late(request: Request) -> Message:
+            reply = await answer(request)
+            if convert(request.message.body, ReduceRequest).round == STRUCK:
+                await goes_on.wait()
+            return reply
+
+        primary.transport.handle("reduce", answer_late)
+        others = [m.peer for n, m in swarm.members.items() if n != name]
+
+        def is_known() -> bool:
+            records = [p.gossip.view.get(name) for p in others]
+            return all(r is not None and r.round > STRUCK for r in records)
+
+        await swarm.until(is_known)
+        assert all(p.replica is not None and p.replica.round == STRUCK for p in others)
+        swarm.hub.freeze(name)
+        await asyncio.sleep(stop_s)
+        swarm.hub.thaw(name)
+        goes_on.set()
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)

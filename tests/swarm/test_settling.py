@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from swarmnet.errors import Busy, NotReady
 from swarmnet.protocol.ledger import COMMITTED, PENDING
+from swarmnet.simulation.clock import VirtualLoop
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.messages import Commit, CommittedReply
 from swarmnet.swarm.rounds import Rounds, ZeroUpdates
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
-from tests.swarm.one_replica import CALLEE, RUN, SIZES, OneReplica
+from tests.swarm.one_replica import CALLEE, RUN, SIZES, WORK_S, OneReplica
 
 
 def rounds_of(pair: OneReplica) -> Rounds:
@@ -132,6 +134,87 @@ def test_in_a_round_that_goes_on_only_what_will_never_count_is_taken_out(is_aliv
         # It may come back by another way: nothing of the first time is in the way.
         await feeder.step(3)
         assert 3 in {e.key[1] for e in replica.ledger.pending(0)}
+        await pair.steps.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("thaw_at_s", [2.8, 4.0, 6.0, 8.0])
+@pytest.mark.parametrize("news_at_s", [None, 1.0])
+def test_what_a_feeder_that_comes_back_has_counted_stays(
+    thaw_at_s: float, news_at_s: float | None
+) -> None:
+    """Also where news of it that was on its way when it stopped keeps it from being suspected."""
+
+    async def main() -> None:
+        pair = OneReplica()
+        feeder = pair.caller("feeder", 1e9)
+        loop = asyncio.get_running_loop()
+
+        async def answer(request: Request) -> Message:
+            return Message(CommittedReply((1,)))
+
+        feeder.transport.handle("committed", answer)
+        await feeder.step(1)
+        rounds = rounds_of(pair)
+        await pair.replica.close_round()
+        pair.hub.freeze("feeder")
+        loop.call_later(thaw_at_s, pair.hub.thaw, "feeder")
+        if news_at_s is not None:
+            newer = replace(feeder.gossip.own, version=2)
+            loop.call_later(news_at_s, pair.gossip.view.merge, newer, loop.time())
+        await rounds.settle(0)
+        assert [e.key[1] for e in pair.replica.ledger.committed(0)] == [1]
+        assert loop.time() < thaw_at_s + WORK_S + 4.0
+        await pair.steps.close()
+
+    run_virtual(main())
+
+
+def test_a_feeder_that_lives_and_does_not_answer_costs_seconds() -> None:
+    async def main() -> None:
+        pair = OneReplica()
+        feeder = pair.caller("feeder", 1e9)
+        loop = asyncio.get_running_loop()
+
+        async def never(request: Request) -> Message:
+            await asyncio.sleep(1e6)
+            raise AssertionError
+
+        feeder.transport.handle("committed", never)
+        await feeder.step(1)
+        rounds = rounds_of(pair)
+        await pair.replica.close_round()
+        began = loop.time()
+        await rounds.settle(0)
+        assert not pair.replica.ledger.committed(0)
+        assert loop.time() - began < pair.limits.commit_question_s + 1.5 + WORK_S
+        await pair.steps.close()
+
+    run_virtual(main())
+
+
+def test_an_answer_that_came_while_this_process_stood_still_is_asked_for_again() -> None:
+    async def main() -> None:
+        pair = OneReplica()
+        feeder = pair.caller("feeder", 1e9)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        async def answer(request: Request) -> Message:
+            await asyncio.sleep(4.0 if loop.time() < stop_at else 0.1)
+            return Message(CommittedReply((1,)))
+
+        feeder.transport.handle("committed", answer)
+        await feeder.step(1)
+        rounds = rounds_of(pair)
+        await pair.replica.close_round()
+        gossip = asyncio.create_task(pair.gossip.run())
+        stop_at = loop.time() + 1.5
+        loop.call_at(stop_at, loop.stand_still, 2.5)
+        await rounds.settle(0)
+        assert [e.key[1] for e in pair.replica.ledger.committed(0)] == [1]
+        gossip.cancel()
         await pair.steps.close()
 
     run_virtual(main())
