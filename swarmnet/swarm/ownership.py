@@ -258,7 +258,7 @@ class Ownership:
             behind = record is None or self.plan.version(record.round) < round_index - 1
             if record is not None and not behind and record.holds_shard(shard_index):
                 return peer_id
-        # Nobody says that it holds it: who follows it already (see `claim`), else the first, afresh.
+        # Nobody says that it holds it: who follows it (see `claim`), else the first, afresh.
         if has_input and own in order:
             return own
         return order[0] if order else None
