@@ -154,6 +154,7 @@ class Gossip:
         self._dirty = False
         self._published_at = 0.0
         self._published = NO_STAMP
+        self._is_foretold = False
         self.state_since = 0.0
         """When the own record's state changed last, by the loop's clock."""
         self._interval_s, self._heartbeat_s = self.settings.interval_s, self.settings.heartbeat_s
@@ -246,15 +247,42 @@ class Gossip:
 
     def _seal_own(self) -> SignedRecord:
         """Signs the own record in its present version."""
-        if self._dirty or self.own.peer_id not in self._envelopes:
+        is_due = self._dirty and not self._is_foretold
+        if is_due or self.own.peer_id not in self._envelopes:
             self._count_traffic()
             self._merge_own()
-            payload = pack(self.own)
-            self._envelopes[self.own.peer_id] = SignedRecord(payload, self.signer.sign(payload))
-            self._dirty = False
-            self._published_at = asyncio.get_running_loop().time()
-            self._published = self.own.stamp
+            self._publish(self.own)
         return self._envelopes[self.own.peer_id]
+
+    def _publish(self, record: Record) -> None:
+        payload = pack(record)
+        self._envelopes[record.peer_id] = SignedRecord(payload, self.signer.sign(payload))
+        self._dirty = False
+        self._published_at = asyncio.get_running_loop().time()
+        self._published = record.stamp
+
+    async def foretell(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
+        """Before the own record changes so: until these peers know of it, and this one knows what
+        they knew then. Who does not answer within `timeout_s`, twice, is not waited for."""
+        if self.quiet:
+            return
+        self._count_traffic()
+        self._merge_own()
+        self._publish(replace(self.own, **changes))
+        self._is_foretold = True  # what is published meanwhile is this
+        try:
+            await asyncio.gather(*(self._foretell(p, timeout_s) for p in peer_ids))
+        finally:
+            self._is_foretold, self._dirty = False, True
+
+    async def _foretell(self, peer_id: str, timeout_s: float) -> None:
+        message = Message(Records(records=(self._seal_own(),)))
+        try:
+            await self.transport.call(peer_id, "records", message, timeout_s=timeout_s)
+        except SwarmnetError as e:
+            log.debug("%s may not know what is to come: %s", peer_id[-8:], e)
+            return
+        await self.exchange(peer_id, timeout_s)
 
     def _publish_every_s(self) -> float:
         """Changes that are not urgent are collected for so long."""

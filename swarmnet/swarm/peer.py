@@ -60,6 +60,9 @@ CLAIM_S = 0.5
 """How long a newcomer's choice of stage is left to be seen before it is made good."""
 MAX_CLAIMS = 5
 JOIN_RETRY_S = 0.2
+FORETELL_S, MAX_FORETOLD = 1.0, 64
+"""A newcomer tells so many replicas of its stage before it begins, and waits so long, twice, for
+each of them."""
 EMPTY_STAGE_S = 2.0
 """How long a stage must have had no replica before a joiner begins it from its initial state."""
 ALONE_S = 20.0
@@ -718,25 +721,34 @@ class Peer:
         fresh = joined and (
             holds_any or averaging.ownership.owns_from_now or self.recovery.restored is not None
         )
-        self.gossip.update(
-            state=ACTIVE if own.state == JOINING else own.state,
-            stage=replica.index,
-            round=replica.round,
-            digests=replica.digests,
-            holds=averaging.ownership.holds(),
-            active_from=(replica.round if fresh else replica.plan.next_owner_round(replica.round))
-            if joined
-            else own.active_from,
-            samples_per_s=rate,
-            queue_length=replica.device.num_waiting,
-            restorable=(),
-            history=history,
-            samples=replica.samples,
-            last_open_s=replica.open_s,
-            last_busy_s=self._busy_since(replica),
-            last_exchange_s=averaging.pace.last_s if replica.open_s else 0.0,
-            urgent=True,
-        )
+        active_from = own.active_from
+        if joined:
+            active_from = replica.round if fresh else replica.plan.next_owner_round(replica.round)
+        changes = {
+            "stage": replica.index,
+            "round": replica.round,
+            "digests": replica.digests,
+            "holds": averaging.ownership.holds(),
+            "active_from": active_from,
+            "samples_per_s": rate,
+            "queue_length": replica.device.num_waiting,
+            "restorable": (),
+            "history": history,
+            "samples": replica.samples,
+            "last_open_s": replica.open_s,
+            "last_busy_s": self._busy_since(replica),
+            "last_exchange_s": averaging.pace.last_s if replica.open_s else 0.0,
+        }
+        if joined:
+            replica.is_foretold = True
+            try:
+                sisters = self._sisters(replica.index)
+                await self.gossip.foretell(sisters, FORETELL_S, state=ACTIVE, **changes)
+            finally:
+                replica.is_foretold = False
+        state = self.gossip.own.state
+        self.gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
+        replica.news.tell()
         averaging.lost.opened(replica.round)
         self.recovery.forget_loaded()
         if averaging.current == replica.round:  # else after the exchange that runs beside it
@@ -745,6 +757,15 @@ class Peer:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:
             log.info("stage %d: serving from round %d", replica.index, replica.round)
+
+    def _sisters(self, stage_index: int) -> list[str]:
+        """The other replicas of a stage; some of them where these are many, and rounds are long."""
+        now = asyncio.get_running_loop().time()
+        members = [r.peer_id for r in self.view.members(stage_index, now)]
+        others = [p for p in members if p != self.gossip.own.peer_id]
+        if len(others) <= MAX_FORETOLD:
+            return others
+        return self.gossip.rng.sample(others, MAX_FORETOLD)
 
     def _rate(self, replica: Replica) -> float:
         """Samples/s that the device could do of this stage, or the uplink carry: as measured, else

@@ -55,6 +55,9 @@ class Replica:
     """The common parameters are those of the round's end already: the run's last exchange."""
     ahead: bool = False
     """Microbatches of the next round come and go already."""
+    is_foretold: bool = False
+    """The others of the stage are being told that it has begun: nothing comes in before they know,
+    or they might end the round without it."""
     launched: int = -1
     """The newest round of which, by what others ask of this replica, all is launched, or about to
     be."""
@@ -130,7 +133,8 @@ class Replica:
         where it does not begin within `wait_s`."""
 
         def open_or_over() -> bool:
-            return self.round > round_index or self.takes(round_index)
+            takes = self.takes(round_index) and not self.is_foretold
+            return self.round > round_index or takes
 
         if not open_or_over() and self.round == round_index and self.closed:
             raise Stale(f"round {round_index} is closed here", round=self.round)
