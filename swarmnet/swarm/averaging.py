@@ -37,6 +37,7 @@ from swarmnet.errors import (
 from swarmnet.protocol import progress
 from swarmnet.protocol.records import JOINING, LEAVING
 from swarmnet.protocol.robust import MEAN, MEDIAN_CLIP
+from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.exchange_pace import ExchangePace
@@ -70,6 +71,8 @@ up to so many seconds."""
 PROBE_AFTER, PROBE_AFTER_S = 0.3, 1.0
 """Who has not contributed is probed after this part of what usual exchanges allow for, and not
 sooner than after so many seconds."""
+MAX_ASKED = 16
+"""So many feeders are asked whether they live before an update goes on without a contribution."""
 ANSWERED_S = 1.0
 """Who answers then, having been late for a contribution, gets so much more time."""
 CLIP_EPSILON = 1e-6
@@ -349,7 +352,9 @@ class Averaging:
             try:
                 if peer_id is None:
                     raise NotReady("no owner is known")
-                if peer_id == self.gossip.own.peer_id:
+                if (r, j) in self._mirrored:  # whoever is primary by now: this is the result
+                    parameters, counted = self._mirrored[(r, j)], True
+                elif peer_id == self.gossip.own.peer_id:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
                     if is_first and tried is None:
@@ -613,6 +618,8 @@ class Averaging:
             given = update.parameters
         elif self._was_given(r, j):
             given = await self._given(r, j)
+        elif (r, j) in self._mirrored:
+            given = self._mirrored[(r, j)]
         else:
             raise NotReady("the result is not here")
         return Message(ReduceReply((self._told(r, j, request.remote),)), (given,))
@@ -869,10 +876,16 @@ class Averaging:
         ]
 
     def _awaited_of(self, update: ShardUpdate) -> list[str]:
-        """Who has not pushed a gradient, and the feeders for whose word it may be waiting."""
+        """Who has not pushed a gradient, and feeders for whose word it may be waiting: of these
+        only peers at hand, who can be told from the dead when they do not answer."""
         missing, own = self._missing(update), self.gossip.own.peer_id
-        feeders = self.ownership.feeders(update.round) if missing else []
-        return list(dict.fromkeys((*missing, *(f for f in feeders if f != own))))
+        connected = set(self.transport.connected()) if missing else set()
+        feeders = [
+            f
+            for f in self.ownership.feeders(update.round)
+            if f not in (own, *missing) and machine_of(f) in connected
+        ]
+        return [*missing, *feeders[:MAX_ASKED]]
 
     def _is_unheard_of(self, update: ShardUpdate) -> bool:
         """Whoever has the round's samples: some were counted, nobody known here gave any (in the

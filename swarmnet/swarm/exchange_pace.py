@@ -15,13 +15,16 @@ from statistics import median_high
 from swarmnet.protocol.pacing import URGENT_SHARE, gradient_share, share_beside
 from swarmnet.protocol.records import Record
 from swarmnet.protocol.sync_modes import SyncPlan
-from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.gossip import STALL_S, Gossip
 from swarmnet.swarm.ownership import Ownership
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.turns import Turns
 from swarmnet.wire import Array
 
+STALLS_S = 2 * STALL_S + 4.0
+"""An update that waits for peers that have stalled may take so much longer, with the last look
+whether they answer."""
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
 EXCHANGE_SMOOTHING = 0.3
@@ -97,6 +100,7 @@ class ExchangePace:
     def norm_s(self) -> float:
         """Longest wait for the norm over all stages: until the last shard has been summed."""
         _, longest_s = self.contributions_s()  # where nothing is known yet, they are waited for
+        longest_s += STALLS_S
         return max(self._limits.norm_wait_s, longest_s, self._upload_s(), self._beside_s())
 
     def call_s(self) -> float:

@@ -72,8 +72,8 @@ class RoundOfFeeder:
     heard: int = 0
     """Samples that others have launched, and since when they have been so many."""
     heard_at: float = 0.0
-    is_told: bool = False
-    """`on_round` has heard of it."""
+    told: set[int] = field(default_factory=set)
+    """Microbatches that `on_round` has heard of."""
     flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
 
     def is_refused(self, the_id: int, path: tuple[str, ...]) -> bool:
@@ -98,8 +98,8 @@ class Feeder:
     limits: Limits
     data: Data
     on_round: OnRound = lambda round_index, ids: None
-    """Hears the ids of the microbatches that a round counted, when it is over, or this peer leaves
-    in the middle of it."""
+    """Hears the ids of the microbatches that a round counted: when it is over, and when this peer
+    leaves, pauses or moves in the middle of it, then of the rest."""
     on_commit: OnCommit = lambda round_index, the_id: None
     """Hears the id of each microbatch as soon as it counts."""
 
@@ -130,6 +130,7 @@ class Feeder:
         finally:
             for mine in self._open:
                 await mine.flights.close()
+                self._tell(mine)
             self._open.clear()
             self.write_off()
 
@@ -157,9 +158,10 @@ class Feeder:
             self._tell(mine)
 
     def _tell(self, mine: RoundOfFeeder) -> None:
-        if mine.committed and not mine.is_told:
-            mine.is_told = True
-            self.on_round(mine.round, sorted(mine.committed))
+        new = sorted(mine.committed.keys() - mine.told)
+        if new:
+            mine.told.update(new)
+            self.on_round(mine.round, new)
 
     def _feed(self, replica: Replica, mine: RoundOfFeeder) -> None:
         feeds = self._is_feeder()

@@ -266,9 +266,13 @@ class Ownership:
     def claim(self, round_index: int, shard_index: int) -> None:
         """Says at once that this replica holds a shard where it is the primary although nobody
         holds it: another that follows it too would be so as well, and each would wait for the
-        other's gradient. As soon as both have said it, their order decides."""
+        other's gradient. As soon as both have said it, their order decides. Not while the one that
+        holds it may be back at any moment, and go on."""
         own = self.gossip.own
         if own.holds_shard(shard_index) or not self._has_input(shard_index, round_index):
+            return
+        lost = self.gossip.view.lost(self.replica.index, asyncio.get_running_loop().time())
+        if any(r.holds_shard(shard_index) and self.gossip.has_stalled(r.peer_id) for r in lost):
             return
         held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
         holds = bitmap(sorted({shard_index, *held}), self.replica.num_shards)
