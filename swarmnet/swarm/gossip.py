@@ -263,7 +263,8 @@ class Gossip:
 
     async def foretell(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
         """Before the own record changes so: until these peers know of it, and this one knows what
-        they knew then. Who does not answer within `timeout_s`, twice, is not waited for."""
+        they knew then (in a large swarm, where that is much and rounds are long, one of them). Who
+        does not answer within `timeout_s`, twice, is not waited for."""
         if self.quiet:
             return
         self._count_traffic()
@@ -271,18 +272,23 @@ class Gossip:
         self._publish(replace(self.own, **changes))
         self._is_foretold = True  # what is published meanwhile is this
         try:
-            await asyncio.gather(*(self._foretell(p, timeout_s) for p in peer_ids))
+            told = list(peer_ids)
+            answered = await asyncio.gather(*(self._foretell(p, timeout_s) for p in told))
+            known = [p for p, is_known in zip(told, answered) if is_known]
+            if known and not self.is_small:
+                known = [self.rng.choice(known)]
+            await asyncio.gather(*(self._hear_from(p, timeout_s) for p in known))
         finally:
             self._is_foretold, self._dirty = False, True
 
-    async def _foretell(self, peer_id: str, timeout_s: float) -> None:
+    async def _foretell(self, peer_id: str, timeout_s: float) -> bool:
         message = Message(Records(records=(self._seal_own(),)))
         try:
             await self.transport.call(peer_id, "records", message, timeout_s=timeout_s)
         except SwarmnetError as e:
             log.debug("%s may not know what is to come: %s", peer_id[-8:], e)
-            return
-        await self.exchange(peer_id, timeout_s)
+            return False
+        return True
 
     def _publish_every_s(self) -> float:
         """Changes that are not urgent are collected for so long."""
@@ -337,10 +343,13 @@ class Gossip:
         told all of that. In a small one everybody is."""
         told = self._first_to_hear(PUSH_FANOUT)
         if told and not self.is_small:
-            try:
-                await self.exchange(self.rng.choice(told), CATCH_UP_S)
-            except SwarmnetError as e:  # it is of another run by now, say
-                log.debug("the newest news was not heard: %s", e)
+            await self._hear_from(self.rng.choice(told), CATCH_UP_S)
+
+    async def _hear_from(self, peer_id: str, timeout_s: float) -> None:
+        try:
+            await self.exchange(peer_id, timeout_s)
+        except SwarmnetError as e:  # it is of another run by now, say
+            log.debug("the newest news was not heard: %s", e)
 
     def _first_to_hear(self, fanout: int) -> list[str]:
         """To whom urgent news goes in any case: the first of the feeders."""
