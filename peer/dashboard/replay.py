@@ -122,7 +122,7 @@ class _Run:
         if name == "round":
             self._round = values["round"] + 1
         elif isinstance(peer_id, str) and name in ("peer_joined", "peer_lost", "migrated"):
-            stage = values.get("to_stage", values.get("stage", -1))
+            stage = getattr(event, "to_stage", getattr(event, "stage", -1))
             left = "left" if values.get("clean") else "lost"
             state = left if name == "peer_lost" else "active"
             row = _row(peer_id, stage, state, values["time_unix_s"])

@@ -130,7 +130,6 @@ class Feeder:
         finally:
             for mine in self._open:
                 await mine.flights.close()
-                self._tell(mine)
             self._open.clear()
             self.write_off()
 
@@ -153,8 +152,9 @@ class Feeder:
                 self._tell(mine)
 
     def leave(self) -> None:
-        """This peer goes while rounds go on: tells what they have counted of its microbatches."""
-        for mine in self._open:
+        """This peer, or its stage, goes while rounds go on: tells what they have counted of its
+        microbatches."""
+        for mine in self._rounds.values():
             self._tell(mine)
 
     def _tell(self, mine: RoundOfFeeder) -> None:

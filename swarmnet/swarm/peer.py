@@ -836,6 +836,7 @@ class Peer:
     async def _put_away(self) -> None:
         """Lets go of the replica and of everything that holds on to it."""
         if self.feeder is not None:
+            self.feeder.leave()
             self.feeder.write_off()
         self.replica = self.steps.replica = None
         del self.averaging, self.updates, self.handover, self.rounds

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from peer.dashboard.replay import MAX_FRAMES, check_file, make_film
@@ -116,6 +116,7 @@ KEYS = (
 
 
 @settings(max_examples=300)
+@example([("peer_joined", {"peer_id": "", "stage": 0, "to_stage": None})])
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(KEYS), VALUES))))
 def test_damaged_lines_do_no_harm(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, dict[str, Any]]]
