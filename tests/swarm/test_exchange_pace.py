@@ -9,6 +9,7 @@ from swarmnet.protocol.records import ACTIVE, Record
 from swarmnet.protocol.sync_modes import DELAYED, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.gossip import STALL_S
 from swarmnet.swarm.settings import Limits, RunSettings
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0
@@ -70,6 +71,13 @@ def test_the_slowest_uplink_is_waited_for_and_not_longer_than_that() -> None:
     assert STAGE_BYTES / 5e5 < contributions_s < 10 * STAGE_BYTES / 5e5
     assert norm_s > STAGE_BYTES / 5e5
     assert waits(ZERO, [fast, claims])[0] <= LONGEST_UPLOAD_S
+
+
+def test_norms_are_waited_for_as_long_as_an_update_may_wait_for_who_has_stalled() -> None:
+    slow = member("slow", upload_bytes_per_s=5e5)
+    for mode, known in [(ZERO, []), (ZERO, [slow]), (DELAYED, [slow])]:
+        contributions_s, norm_s, _ = waits(mode, known)
+        assert norm_s > contributions_s + 2 * STALL_S
 
 
 def test_where_nothing_is_known_who_is_slow_is_not_taken_for_stuck() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.errors import NotReady
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.averaging import Pushed
-from swarmnet.swarm.messages import ReduceReply, ReduceRequest, ShardReply
+from swarmnet.swarm.messages import MirrorRequest, ReduceReply, ReduceRequest, ShardReply
 from swarmnet.swarm.peer import Peer
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
@@ -132,6 +133,51 @@ def test_the_result_that_one_has_is_everybodys(tmp_path: Path, mode: str, favour
         assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
 
     in_virtual_time(scenario, spec_of(tmp_path, mode))
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) -> None:
+    """The primary dies when its second backup has its step, and the first, which comes after it,
+    and the contributors have nothing."""
+    values = spec_of(tmp_path, mode).model_dump()
+    values["sync"] |= {"replication": 3}
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(STRUCK)
+        order = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK).order(0)
+        primary, first, second = (swarm.members[name].peer for name in order[:3])
+        answer_only(primary, {0: "nobody"})
+        take = first.averaging._on_mirror
+
+        async def take_others(request: Request) -> Message:
+            mirror = convert(request.message.body, MirrorRequest)
+            if (mirror.round, mirror.shard) == (STRUCK, 0):
+                raise NotReady("the state is not followed here")
+            return await take(request)
+
+        first.transport.handle("mirror", take_others)
+        step = (STRUCK, 0)
+        await swarm.until(lambda: step in second.averaging._mirrored)
+        expected = bytes(second.averaging._mirrored[step].data)
+        swarm.kill(order[0])
+        begins = STRUCK + (2 if mode == "delayed" else 1)
+        found: dict[str, bytes] = {}
+
+        def all_have_begun() -> bool:
+            for name, member in swarm.members.items():
+                replica = member.peer.replica
+                if replica is not None and replica.round == begins:
+                    found.setdefault(name, bytes(replica.stage.parameter_shard(0).data))
+            return len(found) == len(swarm.members)
+
+        await swarm.until(all_have_begun, AT_ONCE_S)
+        assert set(found.values()) == {expected}
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("diverged") == 0
+
+    in_virtual_time(scenario, RunSpec.model_validate(values))
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -290,6 +290,35 @@ def test_backups_that_nobody_knows_of_do_not_wait_for_each_other(folder: Path) -
     in_virtual_time(scenario, spec_of(folder, NUM_PEERS))
 
 
+@pytest.mark.parametrize("stop_s", [1.0, 2.5, 4.0])
+def test_nobody_claims_a_shard_whose_holder_may_be_back(folder: Path, stop_s: float) -> None:
+    """The only owner that said so falls silent in the exchange, with its channels open, is taken
+    for dead, and goes on."""
+    calm = undisturbed(folder, NUM_PEERS)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        holder = calm.owners[0][0]
+        first = swarm.members[holder].peer
+        others = [m.peer for name, m in swarm.members.items() if name != holder]
+        for peer in others:
+            held = [j for j in range(1, len(calm.owners)) if peer.gossip.own.holds_shard(j)]
+            peer.gossip.update(holds=bitmap(held, len(calm.owners)), urgent=True)
+        await swarm.until(lambda: first.replica is not None and first.replica.closed)
+        swarm.hub.freeze(holder)
+        for peer in others:
+            peer.gossip.suspect(holder, first.gossip.own.stamp)
+        for _ in range(20):
+            await asyncio.sleep(stop_s / 20)
+            assert {p.averaging.current for p in others} == {STRUCK}
+            assert not any(p.gossip.own.holds_shard(0) for p in others)
+        swarm.hub.thaw(holder)
+        assert_same_state((await end_of(swarm))[0], calm.state)
+        assert swarm.total("samples_lost") == swarm.total("diverged") == 0
+
+    in_virtual_time(scenario, spec_of(folder, NUM_PEERS))
+
+
 def test_promotions_are_told(folder: Path) -> None:
     owners = undisturbed(folder, 2).owners
 
