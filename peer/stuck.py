@@ -9,33 +9,48 @@ from typing import Protocol
 
 from swarmnet.errors import UserError
 from swarmnet.swarm.wiring import LONGEST_CALL_S
+from swarmnet.training.device import Piece
 
 STUCK_S = LONGEST_CALL_S
 """A piece of work that takes longer comes too late for everybody."""
+STUCK_AT_LEAST_S = 120.0
+STUCK_FACTOR = 20.0
+"""Nor is a forward or backward pass waited for that takes so many times as long as the longest one
+before, and so many seconds: a pass is always the same work, and a stage waits for who hangs."""
 LOOK_S = 10.0
 
 
 class Working(Protocol):
     """A thread that does one piece of work at a time."""
 
-    def at_work(self) -> int | None:
-        """The number of the piece that runs; None for none."""
+    def at_work(self) -> Piece | None:
+        """The piece that runs; None for none."""
+
+
+def stuck_after_s(longest_s: float | None) -> float:
+    """When a piece of work hangs, by the longest of its kind so far; None where that tells
+    nothing."""
+    if longest_s is None:
+        return STUCK_S
+    return min(max(STUCK_AT_LEAST_S, STUCK_FACTOR * longest_s), STUCK_S)
 
 
 async def until_stuck(threads: Mapping[str, Working]) -> None:
-    """Raises `UserError` when one of the threads, by name, has been at one piece of work for
-    `STUCK_S`. Time in which this process slept does not count: it is told by looks."""
+    """Raises `UserError` when one of the threads, by name, hangs (`stuck_after_s`). Time in which
+    this process slept does not count: it is told by looks."""
     looks = dict.fromkeys(threads, 0)
     last: dict[str, int | None] = dict.fromkeys(threads)
     while True:
         await asyncio.sleep(LOOK_S)
         for name, thread in threads.items():
             piece = thread.at_work()
-            looks[name] = looks[name] + 1 if piece is not None and piece == last[name] else 0
-            last[name] = piece
-            if looks[name] * LOOK_S >= STUCK_S:
+            number = None if piece is None else piece.number
+            looks[name] = looks[name] + 1 if number is not None and number == last[name] else 0
+            last[name] = number
+            at_it_s = looks[name] * LOOK_S
+            if piece is not None and at_it_s >= stuck_after_s(piece.longest_s):
                 raise UserError(
-                    f"the {name} has been at one piece of work for {STUCK_S / 60:.0f} minutes and "
+                    f"the {name} has been at one piece of work for {at_it_s / 60:.0f} minutes and "
                     "does not answer: this peer ends, so that others take its place. Look at the "
                     "device, or the disk of its state folder, and start it again"
                 )

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,12 +20,16 @@ import torch
 
 from swarmnet.errors import Busy, NotReady
 from swarmnet.protocol.guest import rest_s
-from swarmnet.swarm.ports import PRIORITIES, Check
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
 LONGEST_REST_S = 60.0
 """After one piece of work."""
+KNOWN_AFTER = 5
+"""So many passes of a kind tell how long it takes."""
+PASSES = (FORWARD, BACKWARD)
+"""Kinds of which one piece is as much work as another."""
 CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the piece of work that runs."""
 
@@ -37,8 +42,27 @@ def set_num_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The work that a thread is at."""
+
+    number: int
+    """How many it has begun."""
+    longest_s: float | None = None
+    """Of a forward or backward pass: seconds of the longest before; None where there were few."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of pieces of one kind."""
+
+    num_done: int = 0
+    longest_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Item:
+    kind: str
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
@@ -58,21 +82,21 @@ class _WorkThread:
         self._heap: list[tuple[tuple[int, ...], int, _Item]] = []
         self._num_submitted = 0
         self._num_begun = 0
-        self._is_working = False
+        self._at: _Item | None = None
+        self._kinds = defaultdict[str, _Kind](_Kind)
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    async def run(
-        self, priority: tuple[int, ...], work: Callable[[], T], seat: DeviceSeat | None = None
-    ) -> T:
-        return (await self.timed(priority, work, seat))[0]
-
     async def timed(
-        self, priority: tuple[int, ...], work: Callable[[], T], seat: DeviceSeat | None = None
+        self,
+        kind: str,
+        priority: tuple[int, ...],
+        work: Callable[[], T],
+        seat: DeviceSeat | None = None,
     ) -> tuple[T, float]:
         loop = asyncio.get_running_loop()
-        item = _Item(work, loop, loop.create_future(), seat)
+        item = _Item(kind, work, loop, loop.create_future(), seat)
         with self._condition:
             if self._closed:
                 raise NotReady("the device is closed")
@@ -91,12 +115,15 @@ class _WorkThread:
     def waiting_until(self, turn: int) -> int:
         """Work whose priority begins with this number or a lower one, and what runs."""
         with self._condition:
-            return sum(entry[0][0] <= turn for entry in self._heap) + self._is_working
+            return sum(entry[0][0] <= turn for entry in self._heap) + (self._at is not None)
 
-    def at_work(self) -> int | None:
-        """The number of the piece of work that runs; None for none."""
+    def at_work(self) -> Piece | None:
         with self._condition:
-            return self._num_begun if self._is_working else None
+            if self._at is None:
+                return None
+            kind = self._kinds[self._at.kind]
+            is_known = self._at.kind in PASSES and kind.num_done >= KNOWN_AFTER
+            return Piece(self._num_begun, kind.longest_s if is_known else None)
 
     async def close(self) -> None:
         with self._condition:
@@ -133,7 +160,7 @@ class _WorkThread:
             item = heapq.heappop(self._heap)[2]
             item.has_started = True
             self._num_begun += 1
-            self._is_working = True
+            self._at = item
             return item
 
     def _do(self, item: _Item) -> float:
@@ -156,7 +183,11 @@ class _WorkThread:
             item.seat.busy_s += item.worked_s
         with self._condition:
             self.num_waiting -= 1
-            self._is_working = False
+            self._at = None
+            if error is None:  # what nobody wanted any more was not done
+                kind = self._kinds[item.kind]
+                kind.num_done += 1
+                kind.longest_s = max(kind.longest_s, worked_s)
         _deliver(item, result, error)
         return pause_s
 
@@ -196,8 +227,8 @@ class DeviceThread:
     def busy_s(self) -> float:
         return self._thread.busy_s
 
-    def at_work(self) -> int | None:
-        """The number of the piece of work that runs; None for none."""
+    def at_work(self) -> Piece | None:
+        """The piece of work that runs; None for none."""
         return self._thread.at_work()
 
     @property
@@ -221,7 +252,7 @@ class DeviceThread:
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> tuple[T, float]:
         """As the port says; raises as `run`."""
-        return await self._thread.timed((turn, PRIORITIES[kind]), _checked(work, check))
+        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), _checked(work, check))
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -259,7 +290,7 @@ class DeviceSeat:
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> tuple[T, float]:
         """As the port says; raises as `run`."""
-        return await self._thread.timed((turn, PRIORITIES[kind]), _checked(work, check), self)
+        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), _checked(work, check), self)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -278,10 +309,10 @@ class WorkerThread:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Raises `Busy` where `MAX_WAITING` pieces wait, `NotReady` when closed."""
-        return await self._thread.run((), work)
+        return (await self._thread.timed(OTHER, (), work))[0]
 
-    def at_work(self) -> int | None:
-        """The number of the piece of work that runs; None for none."""
+    def at_work(self) -> Piece | None:
+        """The piece of work that runs; None for none."""
         return self._thread.at_work()
 
     async def close(self) -> None:

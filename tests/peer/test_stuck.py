@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from peer.ranks import until_over
-from peer.stuck import LOOK_S, STUCK_S, until_stuck
+from peer.stuck import LOOK_S, STUCK_AT_LEAST_S, STUCK_FACTOR, STUCK_S, stuck_after_s, until_stuck
 from swarmnet.errors import UserError
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.training.device import DeviceThread, WorkerThread
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.training.device import KNOWN_AFTER, DeviceThread, Piece, WorkerThread
 
 
 @dataclass
@@ -21,28 +22,38 @@ class Thread:
     """At a piece of work whose number a function of the time gives."""
 
     piece: Callable[[float], int | None]
+    longest_s: float | None = None
 
-    def at_work(self) -> int | None:
-        return self.piece(asyncio.get_running_loop().time())
+    def at_work(self) -> Piece | None:
+        number = self.piece(asyncio.get_running_loop().time())
+        return None if number is None else Piece(number, self.longest_s)
 
 
-def test_who_hangs_for_long_is_found_and_its_peer_ends() -> None:
+@pytest.mark.parametrize(
+    ("longest_s", "after_s"),
+    [(None, STUCK_S), (0.5, STUCK_AT_LEAST_S), (20.0, STUCK_FACTOR * 20.0), (300.0, STUCK_S)],
+)
+def test_who_hangs_for_long_is_found_and_its_peer_ends(
+    longest_s: float | None, after_s: float
+) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        threads = {"device": Thread(lambda now: 7 if now > 100.0 else int(now / 10))}
+        hangs = Thread(lambda now: 7 if now > 100.0 else int(now / 10), longest_s)
         life = loop.create_task(asyncio.sleep(1e9))
         with pytest.raises(UserError, match=r"the device has been .* start it again"):
-            await until_over(life, None, until_stuck(threads))
-        assert STUCK_S <= loop.time() - 100.0 <= STUCK_S + 2 * LOOK_S
+            await until_over(life, None, until_stuck({"device": hangs}))
+        assert after_s <= loop.time() - 100.0 <= after_s + 2 * LOOK_S
         assert life.cancelled()
 
     run_virtual(main())
 
 
-def test_who_is_slow_or_idle_is_left_alone() -> None:
+@pytest.mark.parametrize("longest_s", [None, 0.5, 20.0, 300.0])
+def test_who_is_slow_or_idle_is_left_alone(longest_s: float | None) -> None:
     async def main() -> None:
+        piece_s = stuck_after_s(longest_s) - 2 * LOOK_S
         threads = {
-            "device": Thread(lambda now: int(now / (STUCK_S - 2 * LOOK_S))),
+            "device": Thread(lambda now: int(now / piece_s), longest_s),
             "averaging": Thread(lambda now: None),
         }
         life = asyncio.get_running_loop().create_task(asyncio.sleep(10 * STUCK_S))
@@ -50,6 +61,43 @@ def test_who_is_slow_or_idle_is_left_alone() -> None:
         assert life.done()
 
     run_virtual(main())
+
+
+def test_a_device_knows_how_long_a_pass_takes() -> None:
+    """Not other work, of which one piece is not as long as the next, nor what was not done."""
+
+    def refuse() -> None:
+        raise ValueError("nobody wants it")
+
+    async def main() -> None:
+        device = DeviceThread()
+        found: list[float | None] = []
+
+        def look() -> None:
+            piece = device.at_work()
+            assert piece is not None
+            found.append(piece.longest_s)
+
+        try:
+            for kind in (FORWARD, OTHER):
+                for _ in range(KNOWN_AFTER):
+                    with pytest.raises(ValueError, match="nobody wants it"):
+                        await device.run(kind, lambda: None, check=refuse)
+                for _ in range(KNOWN_AFTER + 1):
+                    await device.run(kind, look)
+            await device.run(BACKWARD, look)
+        finally:
+            await device.close()
+        of_forward, known, others = (
+            found[:KNOWN_AFTER],
+            found[KNOWN_AFTER],
+            found[KNOWN_AFTER + 1 :],
+        )
+        assert set(of_forward) == set(others) == {None}
+        assert known is not None
+        assert known > 0.0
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", [DeviceThread, WorkerThread])
@@ -71,7 +119,9 @@ def test_threads_say_what_they_are_at(kind: type[DeviceThread] | type[WorkerThre
                 else:
                     piece = asyncio.ensure_future(thread.run(work))
                 await asyncio.to_thread(begun.wait, 30.0)
-                seen.append(thread.at_work())
+                piece_at = thread.at_work()
+                assert piece_at is not None
+                seen.append(piece_at.number)
                 goes_on.set()
                 await piece
             assert seen == [1, 2]
