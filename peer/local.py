@@ -164,21 +164,30 @@ async def _run(
         harming = asyncio.get_running_loop().create_task(chaos.run())
         try:
             await _watch(observer, reporter, processes)
+        except asyncio.CancelledError:
+            if reporter.monitor.summary().rounds:  # what happened until then is worth knowing
+                _show_summary(reporter, chaos)
+            raise
         finally:
             harming.cancel()
             await asyncio.gather(harming, return_exceptions=True)
         sample = await _sample(observer)
     finally:
         await observer.close()
+    _show_summary(reporter, chaos)
+    for line in sample:
+        screen.say(line)
+
+
+def _show_summary(reporter: Reporter, chaos: Chaos) -> None:
+    screen = reporter.screen
     screen.close()
     screen.draw(summary_table(reporter.monitor.summary()))
     screen.draw(peers_table(reporter.monitor.view_model().peers))
-    if rates:
+    if chaos.rates:
         screen.say(
             f"chaos: {chaos.num_killed} peers killed, {chaos.num_stopped} stopped for a while"
         )
-    for line in sample:
-        screen.say(line)
 
 
 async def _start_newcomer(

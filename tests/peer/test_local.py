@@ -133,8 +133,8 @@ def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
     assert "--data" not in local._joiner_arguments(opts, spec, "/fake")
 
 
-def test_cancelling_ends_the_children_and_removes_the_folder(
-    tmp_path: Path, temp_root: Path, spec: RunSpec
+def test_cancelling_ends_the_children_and_says_what_happened_until_then(
+    tmp_path: Path, temp_root: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     observer = FakeObserver(spec, last_round=1)
     pids: list[int] = []
@@ -155,6 +155,9 @@ def test_cancelling_ends_the_children_and_removes_the_folder(
     assert pids
     assert observer.closed
     assert list(temp_root.iterdir()) == []
+    out = capsys.readouterr().out
+    assert "samples lost" in out
+    assert "the model writes" not in out
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

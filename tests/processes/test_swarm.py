@@ -112,6 +112,7 @@ def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
     running.interrupt(local)
     assert running.wait(local) == 1
     assert local.errors() == []
+    assert "samples lost" in local.output()  # the summary of what there is
     _assert_nothing_left(running)
 
 
