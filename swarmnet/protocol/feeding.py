@@ -7,9 +7,15 @@ from statistics import median
 
 IN_FLIGHT_PER_REPLICA = 1.5
 """Microbatches in the air for each replica of a small swarm."""
-IN_FLIGHT_OF_MANY = 9.0
-"""The same in a large one. Many feeders, who do not know of each other's microbatches, send them to
-a replica at random times: more must wait for none to be idle."""
+IN_FLIGHT_OF_MANY = 4.0
+"""The same in a large one, where replicas are asked when they could begin."""
+IN_FLIGHT_UNASKED = 9.0
+"""The same where nobody asks. Many feeders, who do not know of each other's microbatches, send them
+to a replica at random times: more must wait for none to be idle."""
+MOST_OF_A_ROUND = 0.4
+"""In the air in a large swarm, of a round's microbatches. As great a part of the time in which a
+round is fed its last ones are on their way home; then its exchange begins, which must be over when
+the next round is fed, or all wait for it."""
 FASTEST = 10.0
 """A feeder counts as at most so many times as fast as the usual one."""
 
@@ -26,11 +32,17 @@ def part_of_feeder(own_rate: float, rates: Sequence[float]) -> float:
     return min(own_rate, most) / sum(min(rate or usual, most) for rate in rates)
 
 
-def window(num_replicas: int, part: float, *, is_small: bool) -> int:
+def window(
+    num_replicas: int, part: float, num_microbatches: int, *, is_small: bool, asks: bool
+) -> int:
     """Microbatches that a feeder keeps in the air, with this part of a swarm of so many replicas,
-    of all stages; at least one."""
-    each = IN_FLIGHT_PER_REPLICA if is_small else IN_FLIGHT_OF_MANY
-    return int(each * num_replicas * part) + 1
+    of all stages, and of rounds of so many microbatches; at least one. `asks`: callers ask replicas
+    when they could begin."""
+    if is_small:
+        return int(IN_FLIGHT_PER_REPLICA * num_replicas * part) + 1
+    each = IN_FLIGHT_OF_MANY if asks else IN_FLIGHT_UNASKED
+    most = min(each * num_replicas, MOST_OF_A_ROUND * num_microbatches)
+    return int(most * part) + 1
 
 
 def room_at_home(most: int, num_waiting: int, *, queued_bytes: int, sent_bytes: int) -> int:

@@ -16,30 +16,38 @@ BULK_SHARE, LEAST_SHARE = 0.5, 0.1
 """Of the uplink, for what runs beside the microbatches: at most, and at least."""
 URGENT_SHARE = 0.9
 """Of the uplink, when the microbatches to come wait for it."""
-FEEDING_PART = 0.3
-"""Of the time in which a round is fed: in so long a link that is not too slow for it sends its
-gradient, and then its part of the results."""
+LEFT_PART = 0.3
+"""Of the time until all of the present round is launched: in so long a link that is not too slow
+for it sends its gradient, and then its part of the results."""
 
 
-def gradient_share(num_bytes: float, upload_bytes_per_s: float, feeding_s: float | None) -> float:
+def feeding_left_s(launched: int, global_batch: int, age_s: float) -> float | None:
+    """Seconds until all of a round is launched, of which `launched` samples were in its first
+    `age_s`, if that goes on so; None while nobody can know."""
+    if launched <= 0 or age_s <= 0:
+        return None
+    return age_s * max(0, global_batch - launched) / launched
+
+
+def gradient_share(num_bytes: float, upload_bytes_per_s: float, left_s: float | None) -> float:
     """As `share_beside`, for so many bytes of gradients."""
-    if upload_bytes_per_s <= 0 or feeding_s is None:
+    if upload_bytes_per_s <= 0 or left_s is None:
         return BULK_SHARE
-    return max(BULK_SHARE, _needed(num_bytes, upload_bytes_per_s, feeding_s))
+    return max(BULK_SHARE, _needed(num_bytes, upload_bytes_per_s, left_s))
 
 
-def share_beside(num_bytes: float, upload_bytes_per_s: float, feeding_s: float | None) -> float:
-    """The part of an uplink for so many bytes of results, beside a round whose microbatches are
-    launched within `feeding_s` from its beginning (None while unknown); bytes/s and seconds."""
-    if upload_bytes_per_s <= 0 or feeding_s is None:
+def share_beside(num_bytes: float, upload_bytes_per_s: float, left_s: float | None) -> float:
+    """The part of an uplink for so many bytes of results, beside a round whose last microbatch is
+    launched in `left_s` (None while unknown); bytes/s and seconds."""
+    if upload_bytes_per_s <= 0 or left_s is None:
         return BULK_SHARE
-    needed = _needed(num_bytes, upload_bytes_per_s, feeding_s)
-    most = BULK_SHARE if feeding_s > 0 else URGENT_SHARE
+    needed = _needed(num_bytes, upload_bytes_per_s, left_s)
+    most = BULK_SHARE if left_s > 0 else URGENT_SHARE
     return min(max(needed, LEAST_SHARE), most)
 
 
-def _needed(num_bytes: float, upload_bytes_per_s: float, feeding_s: float) -> float:
+def _needed(num_bytes: float, upload_bytes_per_s: float, left_s: float) -> float:
     """To be sent in time, if it can be."""
-    if feeding_s <= 0:
+    if left_s <= 0:
         return URGENT_SHARE
-    return min(URGENT_SHARE, num_bytes / (upload_bytes_per_s * FEEDING_PART * feeding_s))
+    return min(URGENT_SHARE, num_bytes / (upload_bytes_per_s * LEFT_PART * left_s))

@@ -98,6 +98,7 @@ class Router:
         self._replicas: dict[str, _Replica] = {}
         self._virtual_s = 0.0
         self._announced: dict[str, float] = {}
+        self._usual_s: float | None = None
 
     # -- who there is ----------------------------------------------------------------------
 
@@ -119,6 +120,15 @@ class Router:
                 self._replicas[peer_id] = _Replica(self._virtual_s, announced)
             else:
                 known.samples_per_s = announced
+        each_s = (self._announced_s(self._replicas[p]) for p in samples_per_s)
+        known_s = [s for s in each_s if s is not None]
+        self._usual_s = median(known_s) if known_s else None
+
+    @property
+    def usual_s(self) -> float | None:
+        """Device seconds of a call at a usual one of the live replicas, as announced; None while
+        none has announced any."""
+        return self._usual_s
 
     def pick(
         self, now: float, *, exclude: Collection[str] = (), prefer: str | None = None

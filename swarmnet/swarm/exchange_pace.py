@@ -12,7 +12,12 @@ import math
 from collections.abc import Callable
 from statistics import median_high
 
-from swarmnet.protocol.pacing import URGENT_SHARE, gradient_share, share_beside
+from swarmnet.protocol.pacing import (
+    URGENT_SHARE,
+    feeding_left_s,
+    gradient_share,
+    share_beside,
+)
 from swarmnet.protocol.records import Record
 from swarmnet.protocol.sync_modes import SyncPlan
 from swarmnet.swarm.gossip import STALL_S, Gossip
@@ -175,7 +180,15 @@ class ExchangePace:
     def _gradient_share(self) -> float:
         """Of the uplink, for gradients and for what the backups need."""
         rate = self._gossip.own.upload_bytes_per_s
-        return gradient_share(self._stage_bytes, rate, self._replica.feeding_s)
+        return gradient_share(self._stage_bytes, rate, self._feeding_left_s())
+
+    def _feeding_left_s(self) -> float | None:
+        """Until all of the present round is launched, which is when the result of this exchange is
+        needed."""
+        replica, batch = self._replica, self._settings.global_batch
+        age_s = asyncio.get_running_loop().time() - replica.began_at
+        launched = self._gossip.view.launched_at_most(replica.round)
+        return feeding_left_s(launched, batch, age_s)
 
     def _result_share(self) -> float:
         """Of the uplink, for results: nothing of them is lost with a machine, but the next round
@@ -185,7 +198,7 @@ class ExchangePace:
         if replica.is_fed(replica.round, self._gossip.view, now, self._settings.global_batch):
             return URGENT_SHARE
         rate = self._gossip.own.upload_bytes_per_s
-        return share_beside(self._result_bytes(), rate, replica.feeding_s)
+        return share_beside(self._result_bytes(), rate, self._feeding_left_s())
 
     def _result_bytes(self) -> float:
         """That this replica sends in an exchange: of the shards whose primary it is, to all."""

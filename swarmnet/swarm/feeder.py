@@ -207,11 +207,13 @@ class Feeder:
         feeders = max(1, len(assignment.feeders(view, now)))
         is_small = self.gossip.is_small
         part = 1.0 / feeders if is_small else self._part(feeders, now)
-        return feeding.window(replicas, part, is_small=is_small)
+        a_round = -(-self.settings.global_batch // self.settings.samples_per_microbatch)
+        asks = self.wiring.shares(0)
+        return feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
 
     def _part(self, num_feeders: int, now: float) -> float:
         view, own = self.gossip.view, self.gossip.own
-        if own.stage != 0:
+        if own.stage != 0 or self.wiring.shares(0):
             return 1.0 / num_feeders
         rates = view.remembered(
             0,
@@ -222,7 +224,10 @@ class Feeder:
         return feeding.part_of_feeder(own.samples_per_s, rates)
 
     def _serves_itself(self) -> bool:
-        """In a large swarm in which most replicas of stage 0 feed, each works on its own data."""
+        """In a large swarm in which most replicas of stage 0 feed, each works on its own data,
+        unless the work is so long that whoever is free does it."""
+        if self.wiring.shares(0):
+            return False
         now = asyncio.get_running_loop().time()
         view = self.gossip.view
         first = len(view.replicas(0, now))

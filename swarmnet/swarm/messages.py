@@ -137,7 +137,8 @@ class AdmitReply:
     """There is room."""
 
     wait_s: float
-    """Until its work here would be done, seconds, as far as is known now."""
+    """Until its work here would begin, seconds, and more for a replica with much in its hands: the
+    least is the best choice."""
     known: bool = False
     """It is here already: queued, under way, or done."""
 

@@ -68,9 +68,10 @@ class Replica:
     """Committed in the round before, see `protocol.records.Record.samples`."""
     open_s: float = 0.0
     """How long the last round was open here."""
-    feeding_s: float | None = None
-    """How long after its beginning here all microbatches of the last round were launched; None
-    while no round has been seen whole."""
+    began_at: float = 0.0
+    """Of the loop's clock: since when microbatches of the present round come and go here."""
+    ahead_at: float = 0.0
+    """The same of the next one, where that is open ahead."""
     given: int = -1
     """The round whose gradient was given to another replica: nothing more of it is taken in."""
     is_giving: bool = False

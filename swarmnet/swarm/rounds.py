@@ -121,8 +121,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
-        self._fed = -1
-        """The newest round that was seen to be launched whole."""
+        self.replica.began_at = self._opened_at
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
         self._gone: set[str] = set()
@@ -136,10 +135,10 @@ class Rounds:
             r = self.replica.round
             self.updates.attend()
             self._check_parameters(r)
-            self._note_feeding(r)
             if not self.is_drained(r):
                 if self._may_open_ahead(r):
                     await self.replica.open_ahead()
+                    self.replica.ahead_at = asyncio.get_running_loop().time()
                 await self.gossip.news.wait(LOOK_AGAIN_S)
                 continue
             await self.finish(r)
@@ -158,12 +157,6 @@ class Rounds:
         now = asyncio.get_running_loop().time()
         is_done = self.feeder is not None and self.feeder.leaves_to_others(r)
         return is_done or replica.is_fed(r, self.gossip.view, now, settings.global_batch)
-
-    def _note_feeding(self, r: int) -> None:
-        """When all of the round was launched."""
-        replica, now = self.replica, asyncio.get_running_loop().time()
-        if self._fed < r and replica.is_fed(r, self.gossip.view, now, self.settings.global_batch):
-            self._fed, replica.feeding_s = r, now - self._opened_at
 
     def is_drained(self, r: int) -> bool:
         """The round's samples are all home, or others have finished it already."""
@@ -207,7 +200,9 @@ class Rounds:
             self.gossip.view, r, averaged_at, self.settings.global_batch
         )
         replica.samples = state.committed
+        began_at = replica.ahead_at if replica.ahead else loop.time()
         await replica.open_round(r + 1, synced=synced)
+        replica.began_at = began_at
         self.updates.finish_round(r)
         if synced:
             await self.on_open()

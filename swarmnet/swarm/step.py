@@ -43,6 +43,10 @@ log = logging.getLogger("swarmnet.step")
 
 ANNOUNCE_CHANGE = 0.2
 """By what part a service time must change to be announced again in the middle of a round."""
+IN_HAND_PART = 0.2
+"""How much the work for the microbatches that are inside a replica weighs against that which waits
+before its device."""
+LEAST_IN_HAND = 0.1
 UNKNOWN_SERVICE_S = 1.0
 """What a replica that has not worked yet says of itself when it has no room."""
 PASSAGE_SMOOTHING = 0.1
@@ -124,12 +128,16 @@ class StepService:
     def __post_init__(self) -> None:
         self._flights: dict[StepKey, Flight] = {}
         self._inferring = 0
+        self._entering: set[StepKey] = set()
+        """Microbatches that were let in a moment ago, and are not in the device's queue yet."""
         self._tasks = Tasks("step")
         self.transport.handle("step", self.on_step)
         self.transport.handle("admit", self._on_admit)
         self.transport.handle("commit", self._on_commit)
         self.transport.handle("infer", self._on_infer)
-        self.wiring.local.update({"step": self.on_step, "infer": self._on_infer})
+        self.wiring.local.update(
+            {"step": self.on_step, "admit": self._on_admit, "infer": self._on_infer}
+        )
         self.gossip.on_suspected(self._feeder_lost)
         self.gossip.on_record(self._maybe_left)
         # One caller never has all places: others get through whatever it does.
@@ -163,7 +171,9 @@ class StepService:
             replica.ledger.begin(
                 key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
             )
+            self._entering.add(key)
             task = self._tasks.start(self._fly(replica, step, inputs, targets))
+            task.add_done_callback(lambda _: self._entering.discard(key))
             flight = self._flights[key] = Flight(
                 task, step.feeder, asyncio.get_running_loop().time()
             )
@@ -203,16 +213,24 @@ class StepService:
         return Message(AdmitReply(self._wait_s(replica, asked.round)))
 
     def _wait_s(self, replica: Replica, round_index: int) -> float:
-        """Seconds until one more microbatch would be done here: behind what waits for the device,
-        or for the uplink, whichever takes longer."""
+        """Seconds until work on one more microbatch would begin here, behind what waits for the
+        device or for the uplink, whichever takes longer; and a part of the work for all that this
+        replica has in its hands, for that comes back.
+
+        Not until it would be *done*: then slow devices would stand idle beside short queues of fast
+        ones, and twice as many microbatches would have to be in the air to keep all of them at
+        work. Only of a round's last ones, when the next one has work for everybody, nothing counts
+        but when they are home."""
         traffic = self.transport.traffic
-        now = asyncio.get_running_loop().time()
-        waiting = replica.device.waiting_until(round_index) + self._places.count(now)
+        waiting = self._num_waiting(replica, round_index)
         device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
-        each_s = traffic.upload_s(replica.sent_bytes)
-        return max(device_s, traffic.upload_s(traffic.queued_bytes())) + max(
-            replica.service_s, each_s
-        )
+        link_s = traffic.upload_s(traffic.queued_bytes())
+        each_s = max(replica.service_s, traffic.upload_s(replica.sent_bytes))
+        if replica.ahead and round_index == replica.round:
+            return max(device_s, link_s) + each_s
+        # Of two that could begin at once, the faster one.
+        in_hand = max(self.num_flying, LEAST_IN_HAND)
+        return max(device_s, link_s) + IN_HAND_PART * in_hand * each_s
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
         """What another replica asks for tells how far it is: it works on the next round when this
@@ -241,9 +259,7 @@ class StepService:
         """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave."""
         if self.gossip.own.state == LEAVING or round_index <= replica.given:
             raise NotReady("this peer is leaving")
-        now = asyncio.get_running_loop().time()
-        # What is of the next round goes after this one's last microbatches, and keeps none out.
-        waiting = replica.device.waiting_until(round_index) + self._places.count(now)
+        waiting = self._num_waiting(replica, round_index)
         # A place is free when one forward or one backward is done: half a microbatch.
         limits = self.limits
         # Who does not know yet how fast it is must not be trusted with many.
@@ -260,6 +276,13 @@ class StepService:
             raise Busy("the queue is full", backlog_s=over * usual_s / 2)
         if not self.guest.has_room(replica.index, self.num_flying):
             raise Busy("no memory for more", backlog_s=replica.service_s)
+
+    def _num_waiting(self, replica: Replica, round_index: int) -> int:
+        """Pieces of work before the device, or on their way there. What is of the next round goes
+        after this one's last microbatches, and keeps none out."""
+        now = asyncio.get_running_loop().time()
+        queued = replica.device.waiting_until(round_index)
+        return queued + self._places.count(now) + len(self._entering)
 
     @property
     def num_flying(self) -> int:
@@ -278,6 +301,7 @@ class StepService:
     ) -> Message:
         key = (step.round, step.microbatch_id)
         flight = self._flights[key]
+        self._entering.discard(key)  # from here to the device's queue nothing waits
         try:
             if replica.index == replica.stage.num_stages - 1:
                 reply, grad_inputs = await self._last(replica, flight, key, inputs, targets)

@@ -78,7 +78,9 @@ class Wiring:
     """Deadlines of the open calls, by callee."""
 
     def __post_init__(self) -> None:
-        self._asking = Asking(self.transport, self.gossip)
+        self._asking = Asking(
+            self.transport, self.gossip, lambda m: self.call_self("admit", m, lambda _: None)
+        )
         self.gossip.on_suspected(self._give_up)
 
     def router(self, stage_index: int) -> Router:
@@ -110,9 +112,11 @@ class Wiring:
         """Sends a microbatch into `request.stage` and returns when its gradient is back.
 
         `accept` checks a reply's arrays; a `ProtocolViolation` that it raises counts as a failure
-        of the callee. `on_path` hears where the microbatch is. `waits_here`: it may wait in a long
-        queue of the own device. Raises `Stale` when the round is
-        over, `NoRoute` when no replica did it in time, `Refused` when the arrays are to blame.
+        of the callee. `on_path` hears where the microbatch is. `prefer_self`: the own replica does
+        it where it can, unless the work is long and its way to others short, for then whoever is
+        free does. `waits_here`: it may wait in a long queue of the own device. Raises `Stale` when
+        the round is over, `NoRoute` when no replica did it in time, `Refused` when the arrays are
+        to blame.
         """
         loop = asyncio.get_running_loop()
         longest = loop.time() + LONGEST_CALL_S
@@ -120,6 +124,7 @@ class Wiring:
         last_error: SwarmnetError | None = None
         refusers: dict[str, None] = {}
         ahead: dict[str, None] = {}
+        prefer_self = prefer_self and not self.shares(request.stage, arrays)
         for _ in range(self.limits.max_attempts):
             give_up = loop.time() + self.limits.route_wait_s
             asks = self._asks(request.stage, arrays)
@@ -260,7 +265,11 @@ class Wiring:
         return Passed(peer_id, body, grad_inputs)
 
     def _asks(self, stage_index: int, arrays: tuple[Array, ...]) -> bool:
-        return self._asking.pays(stage_index, sum(a.num_bytes for a in arrays))
+        return self._asking.pays(stage_index, _num_bytes(arrays), self.router(stage_index).usual_s)
+
+    def shares(self, stage_index: int, arrays: tuple[Array, ...] = ()) -> bool:
+        """Does whoever is free do the first work for what this peer feeds?"""
+        return self._asking.shares(_num_bytes(arrays), self.router(stage_index).usual_s)
 
     async def _call(
         self,
@@ -276,7 +285,7 @@ class Wiring:
         if peer_id == self.gossip.own.peer_id:
             return await self.call_self("step", message, on_progress)
         traffic = self.transport.traffic
-        num_bytes = traffic.queued_bytes() + sum(a.num_bytes for a in message.arrays)
+        num_bytes = traffic.queued_bytes() + _num_bytes(message.arrays)
         patience = Patience(loop.time() + silence_s + traffic.upload_s(num_bytes))
 
         def heard(progress: Message) -> None:
@@ -334,3 +343,7 @@ class Wiring:
         now = asyncio.get_running_loop().time()
         self.router(stage_index).failed(peer_id, now, 0.0)
         self.gossip.add_total("rerouted")
+
+
+def _num_bytes(arrays: tuple[Array, ...]) -> int:
+    return sum(a.num_bytes for a in arrays)

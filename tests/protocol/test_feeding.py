@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from swarmnet.protocol.feeding import (
     FASTEST,
     IN_FLIGHT_OF_MANY,
+    IN_FLIGHT_UNASKED,
+    MOST_OF_A_ROUND,
     part_of_feeder,
     room_at_home,
     window,
@@ -40,9 +42,21 @@ def test_a_boast_leaves_the_others_their_part(boast: float, others: int) -> None
 
 def test_all_windows_together_fill_the_replicas() -> None:
     all_rates = [0.1, 0.2, 0.4, 0.8]
-    total = sum(window(32, part_of_feeder(r, all_rates), is_small=False) for r in all_rates)
-    assert IN_FLIGHT_OF_MANY * 32 <= total <= IN_FLIGHT_OF_MANY * 32 + len(all_rates)
-    assert window(1, 0.001, is_small=True) == 1
+    parts = [part_of_feeder(r, all_rates) for r in all_rates]
+    for asks, each in ((True, IN_FLIGHT_OF_MANY), (False, IN_FLIGHT_UNASKED)):
+        total = sum(window(32, part, 10_000, is_small=False, asks=asks) for part in parts)
+        assert each * 32 <= total <= each * 32 + len(all_rates)
+    assert window(1, 0.001, 100, is_small=True, asks=False) == 1
+
+
+@given(st.integers(1, 4000), st.integers(1, 10_000), st.integers(1, 200))
+def test_a_short_round_is_never_in_the_air_as_a_whole(
+    num_replicas: int, num_microbatches: int, num_feeders: int
+) -> None:
+    for asks in (True, False):
+        each = window(num_replicas, 1 / num_feeders, num_microbatches, is_small=False, asks=asks)
+        assert each >= 1
+        assert num_feeders * each <= MOST_OF_A_ROUND * num_microbatches + num_feeders
 
 
 def test_a_full_device_or_uplink_gets_no_more() -> None:

@@ -9,6 +9,7 @@ from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.scenario import large_swarm
 from swarmnet.simulation.swarm import Simulation, simulate
+from swarmnet.swarm.asking import ASK_WORK_S
 
 
 def test_uneven_machines_on_home_links_are_kept_at_work() -> None:
@@ -38,9 +39,10 @@ class Watching(Simulation):
 
 def test_fast_feeders_go_on_while_slow_ones_launch_their_last() -> None:
     """Nobody knows at once what thirty others have launched; who has done its part does not wait
-    until it does, and the round counts its batch all the same."""
-    scenario = large_swarm(30, 2, 300.0, ChurnRates(), microbatches_per_replica=20)
-    fast = replace(scenario, home_links=False, check_s=0.5, warmup_s=30.0)
+    until it does, and the round counts its batch all the same. Work so short is begun at home."""
+    work_s = ASK_WORK_S / 2
+    scenario = large_swarm(30, 2, 80.0, ChurnRates(), service_s=work_s, microbatches_per_replica=40)
+    fast = replace(scenario, home_links=False, check_s=0.5, warmup_s=10.0)
     watching = Watching(fast)
     result = run(watching.run(), seed=0)
     assert result.broken is None

@@ -41,6 +41,16 @@ def ignore(event: object, **facts: Any) -> None:
     pass
 
 
+def accept_all(reply: StepReply, arrays: tuple[Array, ...]) -> Array | None:
+    return arrays[0] if arrays else None
+
+
+def learn(replica: Replica, work_s: float) -> None:
+    """It knows how long its device takes."""
+    for _ in range(5):
+        replica.service.add(work_s, 1.0)
+
+
 class Caller:
     """A peer with a wiring, which serves another stage, and knows its uplink."""
 
@@ -58,16 +68,13 @@ class Caller:
         inputs = activation((0, microbatch_id), SIZES)
         _, targets = SyntheticData(4).microbatch(microbatch_id)
         request = StepRequest(0, microbatch_id, 0, feeder or self.transport.peer_id, 4)
-
-        def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array | None:
-            return arrays[0] if arrays else None
-
-        return await self.wiring.step(request, (inputs, targets), accept=accept, on_path=ignore)
+        return await self.wiring.step(request, (inputs, targets), accept=accept_all, on_path=ignore)
 
     def knows(self, record: Record) -> None:
         self.gossip.view.merge(record, asyncio.get_running_loop().time())
 
     async def ask(self, microbatch_id: int, round_index: int = 0) -> None:
+        """Keeps a place."""
         body = AdmitRequest(round_index, microbatch_id, 0, comes=True)
         await self.transport.call(CALLEE, "admit", Message(body), timeout_s=5.0)
 
@@ -87,29 +94,45 @@ class OneReplica:
         self.gossip, self.steps = self._serving(CALLEE)
         assert self.steps.replica is not None
         self.replica = self.steps.replica
-        self._others: list[StepService] = []
+        self.others: list[StepService] = []
 
     async def close(self) -> None:
-        for steps in (self.steps, *self._others):
+        for steps in (self.steps, *self.others):
             await steps.close()
 
-    def _serving(self, name: str) -> tuple[Gossip, StepService]:
+    def _serving(self, name: str, slower: float = 1.0) -> tuple[Gossip, StepService]:
         gossip = self.join(name, FAST_LINK, state=ACTIVE, stage=0)
         wiring = Wiring(gossip.transport, gossip, self.limits, 1, 4, self.rng)
         replica = Replica(
             SyntheticStage(0, 1, SIZES, ignore),
             SyntheticOptimizer(0, SIZES, ignore),
-            SyntheticDevice(lambda kind: self.work_s),
+            SyntheticDevice(lambda kind: slower * self.work_s),
             InlineWorker(),
             round=0,
             synced=True,
         )
         return gossip, StepService(gossip.transport, gossip, wiring, self.limits, replica)
 
-    def second(self, name: str) -> Record:
-        """Another replica; its record."""
-        gossip, steps = self._serving(name)
-        self._others.append(steps)
+    async def feed(self, microbatch_id: int) -> Passed:
+        """A microbatch of the replica's own data."""
+        inputs = activation((0, microbatch_id), SIZES)
+        _, targets = SyntheticData(4).microbatch(microbatch_id)
+        request = StepRequest(0, microbatch_id, 0, CALLEE, 4)
+        return await self.steps.wiring.step(
+            request, (inputs, targets), accept=accept_all, on_path=ignore, prefer_self=True
+        )
+
+    @property
+    def announced(self) -> Record:
+        """The replica's record."""
+        return replace(self.gossip.own, stage=0, state=ACTIVE)
+
+    def second(self, name: str, slower: float = 1.0) -> Record:
+        """Another replica, so many times as slow; its record."""
+        gossip, steps = self._serving(name, slower)
+        self.others.append(steps)
+        assert steps.replica is not None
+        learn(steps.replica, slower * self.work_s)
         return replace(gossip.own, stage=0, state=ACTIVE)
 
     def join(self, name: str, link: Link, **own: Any) -> Gossip:
@@ -125,7 +148,7 @@ class OneReplica:
         """One that the replica knows, and that knows the replica."""
         caller = Caller(self, name, upload_bytes_per_s)
         now = asyncio.get_running_loop().time()
-        caller.gossip.view.merge(replace(self.gossip.own, stage=0, state=ACTIVE), now)
+        caller.gossip.view.merge(self.announced, now)
         self.gossip.view.merge(caller.gossip.own, now)
         return caller
 

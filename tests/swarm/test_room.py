@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.errors import Busy, NoRoute, SwarmnetError
+from swarmnet.errors import Busy, NoRoute, Stale, SwarmnetError
 from swarmnet.protocol.ledger import Ledger
+from swarmnet.protocol.records import ACTIVE
 from swarmnet.protocol.reservations import RESERVED_S
 from swarmnet.protocol.routing import FIRST_DEADLINE_S
 from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.swarm.asking import ASK_WORK_S
 from swarmnet.swarm.ports import FORWARD, OTHER
 from tests.swarm.one_replica import (
     CALLEE,
@@ -21,6 +23,7 @@ from tests.swarm.one_replica import (
     WORK_S,
     Caller,
     OneReplica,
+    learn,
 )
 
 
@@ -68,12 +71,25 @@ def test_a_fast_uplink_does_not_ask() -> None:
     scenario(play)
 
 
+def test_where_the_work_is_long_a_fast_uplink_asks_too() -> None:
+    """Many callers that guess who is free send bursts to some and nothing to others."""
+
+    async def play(pair: OneReplica) -> None:
+        for work_s, asks in ((4 * ASK_WORK_S, True), (ASK_WORK_S / 4, False)):
+            fast = pair.caller(f"fast {work_s}", 1e9)
+            rate = SIZES.tokens_per_microbatch / work_s
+            fast.knows(replace(pair.announced, version=5, samples_per_s=rate))
+            await fast.step(1 + int(asks))
+            assert (fast.sent("admit") > 0) == asks
+
+    scenario(play)
+
+
 def queue_of(pair: OneReplica, work_s: float) -> None:
     """Pieces of work take this long, as everybody knows, and those who ask may stand in a long
     queue."""
     pair.work_s = work_s
-    for _ in range(5):
-        pair.replica.service.add(work_s, 1.0)
+    learn(pair.replica, work_s)
     pair.limits = replace(pair.limits, max_waiting_announced=8, route_wait_s=30.0)
     pair.steps.limits = pair.limits
 
@@ -229,11 +245,124 @@ def test_a_callee_that_knows_nothing_of_it_is_left_at_its_deadline() -> None:
     scenario(play)
 
 
-def test_of_those_asked_the_one_that_would_be_done_first_gets_it() -> None:
+def test_a_slow_device_without_work_gets_it_before_a_fast_one_with_a_queue() -> None:
+    """Though it is done later: what all of them do counts, not when this microbatch is home."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        learn(pair.replica, pair.work_s)
+        near = pair.caller("near", 1e9)
+        slower = pair.second("slower", 3.0)
+        work = [loop.create_task(near.step(i)) for i in range(2)]
+        await asyncio.sleep(0.5)
+        far = pair.caller("far")
+        far.knows(slower)
+        assert (await far.step(100)).peer_id == "slower"
+        await asyncio.gather(*work)
+
+    scenario(play)
+
+
+def test_a_slow_device_is_not_chosen_before_a_fast_one_that_begins_at_once() -> None:
+    async def play(pair: OneReplica) -> None:
+        learn(pair.replica, pair.work_s)
+        slower = pair.second("slower", 3.0)
+        far = pair.caller("far")
+        far.knows(slower)
+        assert (await far.step(100)).peer_id == CALLEE
+
+    scenario(play)
+
+
+@pytest.mark.parametrize("work_s", [WORK_S, ASK_WORK_S / 4])
+def test_what_a_replica_feeds_another_may_begin_where_the_work_is_long(work_s: float) -> None:
+    """It has a queue of its own, and the other is free; short work is done at home."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        pair.work_s = work_s
+        two_free(pair)
+        other = pair.caller("other", 1e9)
+        work = [loop.create_task(other.step(i)) for i in range(2)]
+        await asyncio.sleep(0.1)
+        passed = await pair.feed(100)
+        assert passed.peer_id == ("free" if work_s > ASK_WORK_S else CALLEE)
+        await asyncio.gather(*work)
+        assert (await pair.feed(101)).peer_id in ("free", CALLEE)
+
+    scenario(play)
+
+
+def test_one_of_those_asked_for_whom_the_round_is_over_does_not_end_it() -> None:
+    """It may err, or lie; where all say so the call ends."""
+
+    async def play(pair: OneReplica) -> None:
+        near = two_free(pair)
+        ahead = pair.others[0].replica
+        assert ahead is not None
+        ahead.round = 5
+        for n in range(3):
+            assert (await near.step(n)).peer_id == CALLEE
+        pair.replica.round = 5
+        with pytest.raises(Stale):
+            await near.step(10)
+
+    scenario(play)
+
+
+def two_free(pair: OneReplica) -> Caller:
+    """Two equal replicas without work, which know their speed and have room for many; and
+    somebody who knows both."""
+    pair.limits = replace(pair.limits, max_waiting_announced=32, route_wait_s=60.0)
+    pair.steps.limits = pair.limits
+    learn(pair.replica, pair.work_s)
+    rate = 4 / pair.work_s
+    free = replace(pair.second("free"), samples_per_s=rate)
+    pair.gossip.view.merge(free, asyncio.get_running_loop().time())
+    pair.gossip.update(stage=0, state=ACTIVE, samples_per_s=rate)
+    near = pair.caller("near", 1e9)
+    near.knows(free)
+    return near
+
+
+def test_many_microbatches_at_once_do_not_all_go_to_one_of_two_free_replicas() -> None:
+    """Who asks for all of them at the same time hears the same answer for each."""
+
+    async def play(pair: OneReplica) -> None:
+        near = two_free(pair)
+        work = [asyncio.create_task(near.step(n)) for n in range(16)]
+        await asyncio.sleep(pair.work_s - 0.1)
+        numbers = [s.num_flying for s in (pair.steps, *pair.others)]
+        assert sum(numbers) == 16
+        assert min(numbers) >= 4
+        await asyncio.gather(*work)
+
+    scenario(play)
+
+
+def test_many_that_come_at_once_find_no_more_room_than_there_is() -> None:
+    """They are counted before they stand in the device's queue."""
+
+    async def play(pair: OneReplica) -> None:
+        learn(pair.replica, pair.work_s)
+        rate = 4 / pair.work_s
+        pair.gossip.update(stage=0, state=ACTIVE, samples_per_s=rate)
+        work = [asyncio.create_task(pair.feed(n)) for n in range(8)]
+        await asyncio.sleep(0.5)
+        assert pair.steps.num_flying == pair.limits.max_waiting_announced
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    scenario(play)
+
+
+def test_of_those_asked_the_one_with_the_least_before_it_gets_it() -> None:
     """Two replicas of a stage: one has much to do, the other nothing."""
 
     async def play(pair: OneReplica) -> None:
         loop = asyncio.get_running_loop()
+        learn(pair.replica, pair.work_s)
         near = pair.caller("near", 1e9)
         idle = pair.second("idle")
         for turn in range(3):
