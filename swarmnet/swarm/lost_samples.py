@@ -112,6 +112,8 @@ class LostSamples:
         replicas = list(self.gossip.view.replicas(self.replica.index, now))
         if own.state == LEAVING and now - self.gossip.state_since < JUST_NOW_S:
             replicas.append(own)
+        # Who has not come so far by now has lost touch, and will fetch the stage again.
+        replicas = [m for m in replicas if m.round >= window.stop - 1]
         for latest in (window.start, window.stop):
             there = [m.peer_id for m in replicas if plan.version(m.active_from) <= latest]
             if there:

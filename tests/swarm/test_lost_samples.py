@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.protocol.records import ACTIVE
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.simulation.network import FAST_LINK
+from swarmnet.swarm.lost_samples import Loss, LostSamples
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.one_replica import OneReplica
 
 ROUNDS = 20
 
@@ -38,3 +43,26 @@ def test_what_died_with_a_replica_is_told(
         assert (told > 0) == is_killed
 
     in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("their_round", "tells"), [(11, True), (15, False), (17, False)])
+def test_who_has_lost_touch_does_not_speak_for_the_stage(their_round: int, tells: bool) -> None:
+    """It will fetch the stage again, and close no books of what it missed; else the one with the
+    lowest id speaks."""
+
+    async def main() -> None:
+        pair = OneReplica()
+        now = asyncio.get_running_loop().time()
+        there = {"stage": 0, "state": ACTIVE}
+        pair.gossip.update(**there, round=17, active_from=0)
+        other = pair.join("a lower id", FAST_LINK, **there, round=their_round, active_from=11)
+        pair.gossip.view.merge(other.own, now)
+        books: list[Loss] = []
+        lost = LostSamples(pair.gossip, pair.replica, 16, books.append)
+        lost.averaged(15, 0)
+        lost.opened(15)
+        lost.opened(17)
+        assert [loss.round for loss in books] == ([15] if tells else [])
+        await pair.close()
+
+    run_virtual(main())
