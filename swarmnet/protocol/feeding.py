@@ -7,7 +7,7 @@ from statistics import median
 
 IN_FLIGHT_PER_REPLICA = 1.5
 """Microbatches in the air for each replica of a small swarm."""
-IN_FLIGHT_OF_MANY = 4.0
+IN_FLIGHT_OF_MANY = 3.0
 """The same in a large one, where replicas are asked when they could begin."""
 IN_FLIGHT_UNASKED = 9.0
 """The same where nobody asks. Many feeders, who do not know of each other's microbatches, send them
@@ -43,6 +43,14 @@ def window(
     each = IN_FLIGHT_OF_MANY if asks else IN_FLIGHT_UNASKED
     most = min(each * num_replicas, MOST_OF_A_ROUND * num_microbatches)
     return int(most * part) + 1
+
+
+def slow_start(window: int, num_replicas: int, part: float, num_home: int) -> int:
+    """Of a `window` in a large swarm, as much as a feeder may use of whose microbatches `num_home`
+    have come home by now: at first as in a small swarm, and one more for each of these. Else, as a
+    forward pass is a third of the work, everything that is launched at once would soon stand
+    before the last stage, and the others would have nothing to do until it has come back."""
+    return min(window, int(IN_FLIGHT_PER_REPLICA * num_replicas * part) + 1 + num_home)
 
 
 def room_at_home(most: int, num_waiting: int, *, queued_bytes: int, sent_bytes: int) -> int:

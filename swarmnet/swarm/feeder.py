@@ -110,6 +110,8 @@ class Feeder:
         self._evaluated = -1
         self._evaluating = False
         self._refused = 0
+        self._num_home = 0
+        """Microbatches of its own that have counted."""
         self._rests_until = 0.0
         self.transport.handle("committed", self._on_committed)
 
@@ -209,7 +211,8 @@ class Feeder:
         part = 1.0 / feeders if is_small else self._part(feeders, now)
         a_round = -(-self.settings.global_batch // self.settings.samples_per_microbatch)
         asks = self.wiring.shares(0)
-        return feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
+        most = feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
+        return most if is_small else feeding.slow_start(most, replicas, part, self._num_home)
 
     def _part(self, num_feeders: int, now: float) -> float:
         view, own = self.gossip.view, self.gossip.own
@@ -447,6 +450,7 @@ class Feeder:
     def _committed(self, mine: RoundOfFeeder, the_id: int, reply: StepReply) -> None:
         """The whole gradient is there: the microbatch counts, and its path hears so."""
         mine.committed[the_id] = reply.path
+        self._num_home += 1
         self.on_commit(mine.round, the_id)
         count = self.gossip.own.count(mine.round)
         self.gossip.update_count(

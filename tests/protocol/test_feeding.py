@@ -13,6 +13,7 @@ from swarmnet.protocol.feeding import (
     MOST_OF_A_ROUND,
     part_of_feeder,
     room_at_home,
+    slow_start,
     window,
 )
 
@@ -57,6 +58,15 @@ def test_a_short_round_is_never_in_the_air_as_a_whole(
         each = window(num_replicas, 1 / num_feeders, num_microbatches, is_small=False, asks=asks)
         assert each >= 1
         assert num_feeders * each <= MOST_OF_A_ROUND * num_microbatches + num_feeders
+
+
+def test_a_feeder_begins_with_few_and_has_its_whole_window_when_these_are_home() -> None:
+    part = 1 / 50
+    most = window(400, part, 100_000, is_small=False, asks=True)
+    first = slow_start(most, 400, part, 0)
+    assert 1 <= first < most
+    assert slow_start(most, 400, part, most - first - 1) == most - 1
+    assert slow_start(most, 400, part, most) == slow_start(most, 400, part, 10**6) == most
 
 
 def test_a_full_device_or_uplink_gets_no_more() -> None:
