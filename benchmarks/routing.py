@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 FORWARD_PART = 1 / 3
-ASKED = 4
+ASKED = 8
 IN_HAND_PART = 0.2
 IN_AIR = (1.5, 2.5, 4.0, 9.0)
 RUN_S, WARM_UP_S = 300.0, 100.0
@@ -55,8 +55,8 @@ Rule = Callable[[Device, float], float]
 """The device with the least gets it."""
 RULES: dict[str, Rule | None] = {
     "guess, by speed": None,
-    "of four, done first": lambda d, now: d.begin_s(now) + d.service_s,
-    "of four, begins first": lambda d, now: d.begin_s(now) + 1e-3 * d.service_s,
+    "of eight, done first": lambda d, now: d.begin_s(now) + d.service_s,
+    "of eight, begins first": lambda d, now: d.begin_s(now) + 1e-3 * d.service_s,
     "the same, and little in hand": lambda d, now: (
         d.begin_s(now) + IN_HAND_PART * max(d.in_hand, 0.1) * d.service_s
     ),
