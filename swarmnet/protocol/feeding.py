@@ -7,7 +7,7 @@ from statistics import median
 
 IN_FLIGHT_PER_REPLICA = 1.5
 """Microbatches in the air for each replica of a small swarm."""
-IN_FLIGHT_OF_MANY = 3.0
+IN_FLIGHT_OF_MANY = 4.0
 """The same in a large one, where replicas are asked when they could begin."""
 IN_FLIGHT_UNASKED = 9.0
 """The same where nobody asks. Many feeders, who do not know of each other's microbatches, send them
