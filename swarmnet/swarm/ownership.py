@@ -76,6 +76,8 @@ class Ownership:
         """Why this machine cannot keep optimizer state; ends the peer."""
         self._applied: dict[int, int] = {}
         """By shard, the exchange whose step its state here is after; -1 before the first."""
+        self._has_all = False
+        """The state of every shard that this replica owned at its last look was here."""
         self._following = asyncio.Lock()
         """State of shards is being fetched."""
         self._repair_at = -math.inf
@@ -342,6 +344,7 @@ class Ownership:
         own = self.gossip.own.peer_id
         mine = placement.owned_by(own)
         await self._fetch_all(r, mine)
+        self._tell_whether_all_are_here(r, mine)
         kept = set(mine)
         spare = {j: placement.owners(j) for j in sorted(self._applied) if j not in kept}
         if not spare:
@@ -424,6 +427,11 @@ class Ownership:
             return False
         now = asyncio.get_running_loop().time()
         return not progress.is_launched(self.gossip.view, 0, now, self.settings.global_batch)
+
+    def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
+        had_all, self._has_all = self._has_all, all(self._has_input(j, r) for j in mine)
+        if self._has_all and not had_all:
+            log.info("has the optimizer state of the %d shards that it owns", len(mine))
 
     # ---- state on its way -------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class Command:
 
     def describe(self) -> str:
         code = self.process.poll()
-        tail = "\n  ".join([*self.output().splitlines()[-5:], *self.errors()[-12:]])
+        tail = "\n  ".join([*self.output().splitlines()[-5:], *self.errors()[-30:]])
         return f"{self.name} ({'alive' if code is None else f'exit code {code}'})\n  {tail}"
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -233,13 +233,14 @@ class Machine:
         joiners: Sequence[Sequence[str]],
         kill_at: Mapping[int, str] | None = None,
     ) -> list[Command]:
-        """A first peer and others that join it, with further arguments each. `kill_at`: the
-        moment (`peer.faults`) at which a joiner kills itself, by its number from 1."""
+        """A first peer and others that join it, with further arguments each; all tell what they
+        do on their stderr. `kill_at`: the moment (`peer.faults`) at which a joiner kills itself, by
+        its number from 1."""
         moments = {i: {VARIABLE: moment} for i, moment in (kill_at or {}).items()}
-        first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0")
+        first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", "--debug")
         self.until_ready(first)
         data = str(self.folder / "text.txt")
-        join = ("--join", first.address, "--data", data)
+        join = ("--join", first.address, "--data", data, "--debug")
         others = [
             self.start_peer(f"peer-{i}", *join, *extra, environment=moments.get(i))
             for i, extra in enumerate(joiners, start=1)
@@ -275,10 +276,11 @@ class Machine:
         self.until(over)
 
     def until_all_are_in(self, peers: Sequence[Command], number: int) -> None:
-        """Each of them is a replica and has told that so many rounds are over: who only listens may
-        be joining yet, while the others begin."""
+        """Each of them has told that so many rounds are over, and is a replica that has the
+        optimizer state it owns: who only listens, or is joining, tells the rounds of the others."""
         for peer in peers:
             self.until_round(peer, number)
+        self.until(lambda: all("has the optimizer state" in "".join(p.errors()) for p in peers))
 
     def wait(self, command: Command, limit_s: float = END_LIMIT_S) -> int:
         """The exit code of a command that is about to end."""

@@ -71,4 +71,4 @@ def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(runnin
     lost = [event for peer in peers for event in peer.events("samples_lost")]
     assert relative_difference(model, trainer.state_dict()) < 1e-4, lost or running.describe()
     assert not lost
-    assert not [event for peer in peers for event in peer.events("shard_reset")]
+    assert not [event for peer in peers for event in peer.events("shard_reset")], running.describe()

@@ -17,14 +17,18 @@ def rounds_of(peer: Command) -> list[int]:
 def test_a_run_goes_on_after_all_of_it_died(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=100_000)
     checkpoints = ("--checkpoint-every", str(EVERY))
-    first = running.start_peer("peer-0", "--spec", str(path), "--stage", "0", *checkpoints)
+    first = running.start_peer(
+        "peer-0", "--spec", str(path), "--stage", "0", "--debug", *checkpoints
+    )
     running.until_ready(first)
     data = ("--data", str(running.folder / "text.txt"))
 
     def join(names: dict[str, str], address: str) -> list[Command]:
         """Joiners with the state folders that carry their names."""
         return [
-            running.start_peer(name, "--join", address, *data, "--stage", stage, *checkpoints)
+            running.start_peer(
+                name, "--join", address, *data, "--stage", stage, "--debug", *checkpoints
+            )
             for name, stage in names.items()
         ]
 
@@ -40,7 +44,9 @@ def test_a_run_goes_on_after_all_of_it_died(running: Machine) -> None:
     for peer in peers:
         (running.folder / f"{peer.name}.ready").unlink()
 
-    again = running.start_peer("peer-0", "--spec", str(path), "--stage", "0", *checkpoints)
+    again = running.start_peer(
+        "peer-0", "--spec", str(path), "--stage", "0", "--debug", *checkpoints
+    )
     running.until_ready(again)
     assert again.peer_id == first.peer_id, "the identity is in the state folder"
     peers = [again, *join(names, again.address)]

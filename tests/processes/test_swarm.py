@@ -99,7 +99,7 @@ def test_a_run_survives_its_first_peer(running: Machine) -> None:
     lost = {event["peer_id"]: event["clean"] for event in witness.events("peer_lost")}
     assert lost[victim.peer_id] is False
     assert lost[peers[3].peer_id] is True
-    assert not witness.events("shard_reset")
+    assert not witness.events("shard_reset"), running.describe()
 
 
 def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
