@@ -429,7 +429,8 @@ class Ownership:
         return not progress.is_launched(self.gossip.view, 0, now, self.settings.global_batch)
 
     def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
-        had_all, self._has_all = self._has_all, all(self._has_input(j, r) for j in mine)
+        had_all = self._has_all
+        self._has_all = bool(mine) and all(self._has_input(j, r) for j in mine)
         if self._has_all and not had_all:
             log.info("has the optimizer state of the %d shards that it owns", len(mine))
 
