@@ -232,15 +232,18 @@ class Machine:
         spec: Path,
         joiners: Sequence[Sequence[str]],
         kill_at: Mapping[int, str] | None = None,
+        *,
+        debug: bool = True,
     ) -> list[Command]:
-        """A first peer and others that join it, with further arguments each; all tell what they
-        do on their stderr. `kill_at`: the moment (`peer.faults`) at which a joiner kills itself, by
-        its number from 1."""
+        """A first peer and others that join it, with further arguments each. `kill_at`: the
+        moment (`peer.faults`) at which a joiner kills itself, by its number from 1. `debug`: all
+        say what they do on their stderr."""
+        more = ("--debug",) if debug else ()
         moments = {i: {VARIABLE: moment} for i, moment in (kill_at or {}).items()}
-        first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", "--debug")
+        first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", *more)
         self.until_ready(first)
         data = str(self.folder / "text.txt")
-        join = ("--join", first.address, "--data", data, "--debug")
+        join = ("--join", first.address, "--data", data, *more)
         others = [
             self.start_peer(f"peer-{i}", *join, *extra, environment=moments.get(i))
             for i, extra in enumerate(joiners, start=1)
@@ -277,10 +280,16 @@ class Machine:
 
     def until_all_are_in(self, peers: Sequence[Command], number: int) -> None:
         """Each of them has told that so many rounds are over, and is a replica that has the
-        optimizer state it owns: who only listens, or is joining, tells the rounds of the others."""
+        optimizer state it owns (as it says with --debug): who only listens, or is joining, tells
+        the rounds of the others."""
+
+        def has_state(peer: Command) -> bool:
+            assert peer.process.poll() is None, peer.describe()
+            return any("has the optimizer state" in line for line in peer.errors())
+
         for peer in peers:
             self.until_round(peer, number)
-        self.until(lambda: all("has the optimizer state" in "".join(p.errors()) for p in peers))
+            self.until(lambda p=peer: has_state(p))
 
     def wait(self, command: Command, limit_s: float = END_LIMIT_S) -> int:
         """The exit code of a command that is about to end."""

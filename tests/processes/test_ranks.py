@@ -37,7 +37,7 @@ def test_a_peer_ends_with_a_rank_and_the_swarm_goes_on(
 ) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
     peers = running.start_swarm(
-        path, [("--stage", "1"), ("--stage", "0"), ("--stage", "1", "--tp", "2")]
+        path, [("--stage", "1"), ("--stage", "0"), ("--stage", "1", "--tp", "2")], debug=False
     )
     witness, victim = peers[0], peers[3]
     running.until(
