@@ -427,8 +427,7 @@ class Averaging:
         reply = await self.call_while_live(peer_id, "reduce", message, heard)
         found = self._parameters_of(reply, tuple(pushed))
         for j, (told, _) in found.items():
-            if told.num_tokens >= 0:
-                self._tokens[(r, j)] = told.num_tokens
+            self._heard(r, j, told)
         return found
 
     def _calls_for(self, r: int, shards: Sequence[int]) -> list[tuple[str | None, list[int]]]:
@@ -603,7 +602,20 @@ class Averaging:
         """What a contributor is told of its result."""
         counted = remote in self._summed.get((r, j), ())
         num_tokens = self._tokens.get((r, j), -1)
-        return ShardReply(r + 1 if coming is None else coming, counted, num_tokens)
+        norm = self._norm(r)
+        return ShardReply(r + 1 if coming is None else coming, counted, num_tokens, norm)
+
+    def _norm(self, r: int) -> float:
+        """For those that are told a result: what was taken here for the round's gradient norm."""
+        known = self.norms.known(r)
+        return -1.0 if known is None else known
+
+    def _heard(self, r: int, j: int, told: ShardReply) -> None:
+        """What came with a result."""
+        if told.num_tokens >= 0:
+            self._tokens[(r, j)] = told.num_tokens
+        if told.norm >= 0:
+            self.norms.heard(r, told.norm)
 
     async def _on_reduced(self, request: Request) -> Message:
         """To one that has become primary: the result of the one before, where it is here."""
@@ -864,7 +876,8 @@ class Averaging:
             return
         optimizer, worker = self.replica.optimizer, self.replica.worker
         if math.isfinite(await worker.run(lambda: optimizer.sum_of_squares(parameters))):
-            self._tokens.setdefault((r, j), told.num_tokens)
+            if (r, j) not in self._tokens:
+                self._heard(r, j, told)
             self._end_with(r, j, parameters)
 
     def _missing(self, update: ShardUpdate) -> list[str]:
@@ -937,7 +950,8 @@ class Averaging:
         ):
             self.gossip.add_total("shard_promoted")
         steps = optimizer.steps(j)
-        request = MirrorRequest(r, self.replica.index, j, scale, steps, update.num_tokens)
+        stage, num_tokens = self.replica.index, update.num_tokens
+        request = MirrorRequest(r, stage, j, scale, steps, num_tokens, self._norm(r))
         mirrors = [
             self._tasks.start(self._mirror(peer_id, request, total))
             for peer_id in self.ownership.placement(r).owners(j)
@@ -1001,6 +1015,8 @@ class Averaging:
         try:
             parameters = await self._step(r, j, total, mirror.scale)
             self._tokens[(r, j)] = mirror.num_tokens
+            if mirror.norm >= 0:
+                self.norms.heard(r, mirror.norm)
             self._mirrored[(r, j)] = parameters
             self._primaries[j] = request.remote
         finally:

@@ -37,6 +37,11 @@ def _index(*numbers: int) -> None:
         raise ValueError("a number is out of range")
 
 
+def _norm(total: float) -> None:
+    if not (total == -1.0 or (math.isfinite(total) and total >= 0)):
+        raise ValueError("a sum of squares is out of range")
+
+
 @dataclass(frozen=True, slots=True)
 class SignedRecord:
     """A record as its peer signed it: msgpack of `protocol.records.Record` and an Ed25519
@@ -286,10 +291,13 @@ class ShardReply:
     """The contribution is in them; False where it came too late."""
     num_tokens: int = -1
     """Behind the step that they come from; -1 where that is not known."""
+    norm: float = -1.0
+    """What the reply to `norm` says of the round; -1 where that is not known."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.num_tokens < 2**62:
             raise ValueError("a number of tokens is out of range")
+        _norm(self.norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +348,12 @@ class MirrorRequest:
     """Steps that the optimizer state had seen before this one."""
     num_tokens: int = 0
     """Behind the sum."""
+    norm: float = -1.0
+    """What the reply to `norm` says of the round; -1 where that is not known."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, self.shard, self.steps, self.num_tokens)
+        _norm(self.norm)
         if not math.isfinite(self.scale):
             raise ValueError("the scale is not finite")
 

@@ -4,7 +4,8 @@ Each primary sends the sums of squares of its shards to the root of its stage (t
 0); the roots swap the sums of their stages; everyone gets the same total, summed in the same
 order. Two hops, and O(owners + stages^2) small messages a round. A root that fails is replaced
 by the next owner of shard 0. That one may never hear the sums of primaries that have the total
-already: whoever has it tells those of its stage that ask. Nothing blocks on it for ever: at the
+already: whoever has it tells all that ask, of whatever stage. It goes with every result, and to
+every backup, so that it outlives those who summed it up. Nothing blocks on it for ever: at the
 deadline the last round's norm stands in, and that is counted.
 """
 
@@ -30,6 +31,8 @@ TOGETHER_S = 0.002
 """Sums that are ready within this time travel in one message."""
 MAX_ASKED = 8
 """Peers at a time that are asked whether they know the total."""
+ROOTS_ASKED = 2
+"""Of each stage: its root, and the one that would be root after it."""
 KEPT_ROUNDS = 3
 
 
@@ -104,7 +107,7 @@ class Norms:
         awake_s = self.gossip.awake_s
         end, turn = awake_s() + self.wait_s(), 0
         while (left := end - awake_s()) > 0:
-            for peer_id in self.roots(self.stage_index)[:2]:
+            for peer_id in self.roots(self.stage_index)[:ROOTS_ASKED]:
                 try:
                     if round_index in self._totals:
                         return self._totals[round_index]
@@ -133,11 +136,24 @@ class Norms:
         self.last_total = self._totals.setdefault(round_index, total)
         return self.last_total
 
+    def known(self, round_index: int) -> float | None:
+        """The total of a round, where it was taken here."""
+        return self._totals.get(round_index)
+
+    def heard(self, round_index: int, total: float) -> None:
+        """Somebody who took the total told it with a result."""
+        if self._oldest <= round_index <= self.current() + KEPT_ROUNDS:
+            self._take(round_index, total)
+            self._news.tell()
+
     async def _from_others(self, round_index: int, turn: int) -> float | None:
-        """The total from peers of the stage that took it from a root which is gone; some are asked
-        in each `turn`. None where none of these knows it."""
+        """The total from peers that took it from a root which is gone: of this stage, and the roots
+        of the others. Some are asked in each `turn`. None where none of these knows it."""
         own = self.gossip.own.peer_id
         others = [p for p in self.roots(self.stage_index) if p != own]
+        for stage in range(self.num_stages):
+            if stage != self.stage_index:
+                others[:0] = self.roots(stage)[:ROOTS_ASKED]
         first = turn * MAX_ASKED % max(1, len(others))
         asked = (*others[first:], *others[:first])[:MAX_ASKED]
         request = NormRequest(round_index, self.stage_index, (), ())
@@ -155,12 +171,12 @@ class Norms:
     async def _on_norm(self, request: Request) -> Message:
         self.gossip.check_run(request)
         norm = convert(request.message.body, NormRequest)
-        if norm.stage != self.stage_index:
-            raise NotReady(f"stage {norm.stage} is not served here")
         if norm.round in self._totals:
             return Message(NormReply(self._totals[norm.round]))
         if not norm.shards:
             raise NotReady("the total is not known here")
+        if norm.stage != self.stage_index:
+            raise NotReady(f"stage {norm.stage} is not served here")
         return Message(NormReply(await self._collect(norm, ATTEMPT_S)))
 
     async def _on_stage_norm(self, request: Request) -> Message:
@@ -197,9 +213,13 @@ class Norms:
         self._news.tell()
         if self.stage_index in norms.stages and norms.asking is None:
             norms.asking = self._tasks.start(self._ask_all(norm.round, norms))
-        if not await self._news.until(lambda: len(norms.stages) == self.num_stages, wait_s):
+        r, n = norm.round, self.num_stages
+        await self._news.until(lambda: len(norms.stages) == n or r in self._totals, wait_s)
+        if r in self._totals:
+            return self._totals[r]
+        if len(norms.stages) < n:
             raise NotReady("not every stage's norm is known yet")
-        return sum(norms.stages[s] for s in range(self.num_stages))
+        return sum(norms.stages[s] for s in range(n))
 
     async def _ask_all(self, round_index: int, norms: RoundNorms) -> None:
         """Swaps sums with the roots of the stages before this one; the later ones ask us."""
@@ -210,8 +230,8 @@ class Norms:
         request = StageNormRequest(round_index, self.stage_index, norms.stages[self.stage_index])
         loop = asyncio.get_running_loop()
         end = loop.time() + self.wait_s()
-        while stage not in norms.stages and loop.time() < end:
-            for peer_id in self.roots(stage)[:2]:
+        while stage not in norms.stages and round_index not in self._totals and loop.time() < end:
+            for peer_id in self.roots(stage)[:ROOTS_ASKED]:
                 try:
                     reply = await self.transport.call(
                         peer_id, "stage_norm", Message(request), timeout_s=ATTEMPT_S

@@ -26,14 +26,15 @@ class Net:
 
     def __init__(self, names: str, num_stages: int = 1) -> None:
         self.live = list(names)
+        self.live_of_others: list[str] = []
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
         self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
         self.norms = {name: self._norms(name, num_stages) for name in names}
 
-    def _norms(self, name: str, num_stages: int) -> Norms:
+    def _norms(self, name: str, num_stages: int, stage: int = 0) -> Norms:
         async def call(peer_id: str, method: str, message: Message, timeout_s: float) -> Message:
-            if peer_id not in self.live:
+            if peer_id not in (*self.live, *self.live_of_others):
                 raise Unreachable("dead")
             request: Any = SimpleNamespace(remote=name, message=message)
             try:
@@ -60,10 +61,10 @@ class Net:
         return Norms(
             transport,
             gossip,
-            0,
+            stage,
             num_stages,
             len(SUMS),
-            lambda stage: self.live,
+            lambda of: self.live if of == 0 else self.live_of_others,
             lambda: WAIT_S,
             lambda: ROUND,
         )
@@ -101,6 +102,45 @@ def test_the_total_outlives_the_root_that_told_it_to_some() -> None:
         assert again == totals[1], "every shard is clipped by one norm"
         assert loop.time() - began < WAIT_S / 4
         assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_the_total_outlives_all_of_its_stage_that_had_it() -> None:
+    """The root of another stage has it too: by the word of its own, who are asked as well."""
+
+    async def scenario() -> None:
+        net = Net("ab", num_stages=2)
+        net.norms["o"] = net._norms("o", 2, stage=1)
+        net.live_of_others.append("o")
+        net.records["o"] = SimpleNamespace(stage=1)
+        net.norms["o"].heard(ROUND, 17.0)
+        net.live.remove("a")  # it had stage 0's sum, and all the shards' but one
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await net.norms["b"].add(ROUND, 0, 0.5) == 17.0
+        assert loop.time() - began < WAIT_S / 4
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_who_is_told_the_total_with_a_result_waits_no_longer() -> None:
+    async def scenario() -> None:
+        net = Net("ab")
+        adding = [asyncio.create_task(net.norms[n].add(ROUND, 0, 1.0)) for n in "ab"]
+        await asyncio.sleep(1.0)
+        net.norms["a"].heard(ROUND, 7.0)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await asyncio.gather(*adding) == [7.0, 7.0]
+        assert loop.time() - began < 0.5
+        net.norms["a"].heard(ROUND, 9.0)
+        assert net.norms["a"].known(ROUND) == 7.0, "the first word holds"
+        net.norms["a"].heard(ROUND + KEPT_ROUNDS + 1, 9.0)
+        assert net.norms["a"].known(ROUND + KEPT_ROUNDS + 1) is None, "no such round is near"
         await net.close()
 
     run(scenario())
