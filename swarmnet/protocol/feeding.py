@@ -7,12 +7,13 @@ from statistics import median
 
 IN_FLIGHT_PER_REPLICA = 1.5
 """Microbatches in the air for each replica of a small swarm."""
-IN_FLIGHT_OF_MANY = 4.0
-"""The same in a large one, where replicas are asked when they could begin."""
+IN_FLIGHT_OF_MANY = 6.0
+"""The same in a large one, where replicas are asked when they could begin. What is on its way to a
+replica that said that it is free takes seconds on a home link: something must wait there then."""
 IN_FLIGHT_UNASKED = 9.0
 """The same where nobody asks. Many feeders, who do not know of each other's microbatches, send them
 to a replica at random times: more must wait for none to be idle."""
-MOST_OF_A_ROUND = 0.4
+MOST_OF_A_ROUND = 0.55
 """In the air in a large swarm, of a round's microbatches. As great a part of the time in which a
 round is fed its last ones are on their way home; then its exchange begins, which must be over when
 the next round is fed, or all wait for it."""

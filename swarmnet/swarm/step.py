@@ -47,6 +47,7 @@ IN_HAND_PART = 0.2
 """How much the work for the microbatches that are inside a replica weighs against that which waits
 before its device."""
 LEAST_IN_HAND = 0.1
+"""Counted for a replica that has none, so that of two idle ones the faster one is chosen."""
 UNKNOWN_SERVICE_S = 1.0
 """What a replica that has not worked yet says of itself when it has no room."""
 PASSAGE_SMOOTHING = 0.1
