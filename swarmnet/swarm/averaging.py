@@ -876,8 +876,7 @@ class Averaging:
             return
         optimizer, worker = self.replica.optimizer, self.replica.worker
         if math.isfinite(await worker.run(lambda: optimizer.sum_of_squares(parameters))):
-            if (r, j) not in self._tokens:
-                self._heard(r, j, told)
+            self._heard(r, j, told)
             self._end_with(r, j, parameters)
 
     def _missing(self, update: ShardUpdate) -> list[str]:

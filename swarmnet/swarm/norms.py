@@ -5,8 +5,9 @@ Each primary sends the sums of squares of its shards to the root of its stage (t
 order. Two hops, and O(owners + stages^2) small messages a round. A root that fails is replaced
 by the next owner of shard 0. That one may never hear the sums of primaries that have the total
 already: whoever has it tells all that ask, of whatever stage. It goes with every result, and to
-every backup, so that it outlives those who summed it up. Nothing blocks on it for ever: at the
-deadline the last round's norm stands in, and that is counted.
+every backup, so that it outlives those who summed it up; that word is taken only when no root has
+answered. Nothing blocks on a norm for ever: at the deadline the last round's stands in, and that is
+counted.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class Norms:
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundNorms] = {}
         self._totals: dict[int, float] = {}
-        """By round, the total that was taken here."""
+        """By round, the sum of squares that was taken here."""
+        self._told: dict[int, float] = {}
+        """The same, told with results: for when no root answers."""
         self._news = News()
         self._oldest = 0
         self._batch: Batch | None = None
@@ -118,6 +121,8 @@ class Norms:
                     return await self._ask_total(peer_id, request, min(left, ATTEMPT_S))
                 except SwarmnetError as e:
                     log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
+            if round_index in self._told:
+                return self._take(round_index, self._told[round_index])
             told = await self._from_others(round_index, turn)
             if told is not None:
                 return told
@@ -137,23 +142,23 @@ class Norms:
         return self.last_total
 
     def known(self, round_index: int) -> float | None:
-        """The total of a round, where it was taken here."""
-        return self._totals.get(round_index)
+        """The sum of squares of a round, where it was taken or told here."""
+        return self._totals.get(round_index, self._told.get(round_index))
 
     def heard(self, round_index: int, total: float) -> None:
-        """Somebody who took the total told it with a result."""
+        """Somebody told the sum of squares of a round with a result. The first word counts."""
         if self._oldest <= round_index <= self.current() + KEPT_ROUNDS:
-            self._take(round_index, total)
-            self._news.tell()
+            self._told.setdefault(round_index, total)
 
     async def _from_others(self, round_index: int, turn: int) -> float | None:
         """The total from peers that took it from a root which is gone: of this stage, and the roots
         of the others. Some are asked in each `turn`. None where none of these knows it."""
         own = self.gossip.own.peer_id
-        others = [p for p in self.roots(self.stage_index) if p != own]
+        others = []
         for stage in range(self.num_stages):
             if stage != self.stage_index:
-                others[:0] = self.roots(stage)[:ROOTS_ASKED]
+                others += self.roots(stage)[:ROOTS_ASKED]
+        others += [p for p in self.roots(self.stage_index) if p != own]
         first = turn * MAX_ASKED % max(1, len(others))
         asked = (*others[first:], *others[:first])[:MAX_ASKED]
         request = NormRequest(round_index, self.stage_index, (), ())
@@ -171,8 +176,9 @@ class Norms:
     async def _on_norm(self, request: Request) -> Message:
         self.gossip.check_run(request)
         norm = convert(request.message.body, NormRequest)
-        if norm.round in self._totals:
-            return Message(NormReply(self._totals[norm.round]))
+        known = self._totals.get(norm.round) if norm.shards else self.known(norm.round)
+        if known is not None:
+            return Message(NormReply(known))
         if not norm.shards:
             raise NotReady("the total is not known here")
         if norm.stage != self.stage_index:
@@ -246,11 +252,14 @@ class Norms:
     def forget(self) -> None:
         """What was taken here is of an update that does not hold."""
         self._totals.clear()
+        self._told.clear()
 
     def finish_round(self, round_index: int) -> None:
         """Forgets rounds that nobody can ask about any more."""
         self._oldest = max(self._oldest, round_index - KEPT_ROUNDS)
-        self._totals = {r: total for r, total in self._totals.items() if r >= self._oldest}
+        for known in (self._totals, self._told):
+            for r in [r for r in known if r < self._oldest]:
+                del known[r]
         for r in [r for r in self._rounds if r < self._oldest]:
             asking = self._rounds.pop(r).asking
             if asking is not None:

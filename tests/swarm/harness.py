@@ -57,7 +57,10 @@ def tiny_spec(
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
     extra, more = (
         "\n".join(f"{key} = {value!r}" for key, value in values.items()).replace("'", '"')
-        for values in (pipeline, {"warmup_rounds": 0} | (sync or {}))
+        for values in (
+            pipeline,
+            {"shard_parameters": 4096, "warmup_rounds": 0} | (sync or {}),
+        )
     )
     return parse_spec(f"""
 seed = 1
@@ -85,7 +88,6 @@ global_batch = {global_batch}
 microbatch = 4
 {extra}
 [sync]
-shard_parameters = 4096
 {more}
 """)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ from swarmnet.simulation.clock import run
 from swarmnet.swarm.messages import StageNormRequest
 from swarmnet.swarm.news import News
 from swarmnet.swarm.norms import KEPT_ROUNDS, Norms
+from swarmnet.swarm.peer import Peer
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 WAIT_S = 60.0
 ROUND = 3
@@ -127,23 +130,75 @@ def test_the_total_outlives_all_of_its_stage_that_had_it() -> None:
     run(scenario())
 
 
-def test_who_is_told_the_total_with_a_result_waits_no_longer() -> None:
+def test_who_is_told_the_total_with_a_result_takes_it_when_no_root_answers() -> None:
     async def scenario() -> None:
         net = Net("ab")
         adding = [asyncio.create_task(net.norms[n].add(ROUND, 0, 1.0)) for n in "ab"]
         await asyncio.sleep(1.0)
         net.norms["a"].heard(ROUND, 7.0)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        assert await asyncio.gather(*adding) == [7.0, 7.0]
-        assert loop.time() - began < 0.5
         net.norms["a"].heard(ROUND, 9.0)
         assert net.norms["a"].known(ROUND) == 7.0, "the first word holds"
         net.norms["a"].heard(ROUND + KEPT_ROUNDS + 1, 9.0)
         assert net.norms["a"].known(ROUND + KEPT_ROUNDS + 1) is None, "no such round is near"
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await asyncio.gather(*adding) == [7.0, 7.0]
+        assert loop.time() - began < WAIT_S / 4
+        assert not net.missed
         await net.close()
 
     run(scenario())
+
+
+def test_what_is_told_with_a_result_does_not_outdo_the_root() -> None:
+    """One primary that lies would else scale down every shard that it does not own."""
+
+    async def scenario() -> None:
+        net = Net("abc")
+        net.norms["a"].heard(ROUND, 1e30)
+        net.norms["b"].heard(ROUND, 1e30)
+        totals = await asyncio.gather(
+            *(net.norms[name].add(ROUND, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        assert totals == [7.0, 7.0, 7.0]
+        assert net.norms["a"].known(ROUND) == 7.0
+        await net.close()
+
+    run(scenario())
+
+
+def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
+    """Of three replicas one is primary of the only shard; the others never ask for its norm."""
+    spec = tiny_spec(tmp_path, num_stages=1, sync={"shard_parameters": 2**20, "replication": 2})
+
+    after_backup: list[float | None] = []
+
+    def note(peer: Peer) -> None:
+        async def back_up(request: Request) -> Message:
+            reply = await peer.averaging._on_mirror(request)
+            after_backup.append(peer.averaging.norms.known(request.message.body["round"]))
+            return reply
+
+        peer.transport.handle("mirror", back_up)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(1)
+        peers = [member.peer for member in swarm.members.values()]
+        for peer in peers:
+            note(peer)
+        await swarm.until_round(4)
+        replica = peers[0].replica
+        assert replica is not None
+        assert replica.num_shards == 1
+        norms = {peer.averaging.norms.known(3) for peer in peers}
+        assert len(norms) == 1, "all know the same"
+        assert norms != {None}
+        assert sum(bool(peer.averaging.norms._totals) for peer in peers) == 1, "one was primary"
+        assert after_backup
+        assert None not in after_backup
+
+    in_virtual_time(scenario, spec)
 
 
 def test_where_nobody_has_it_yet_the_new_root_sums_up() -> None:
