@@ -225,10 +225,12 @@ class Simulation:
     def _check_lives(self) -> None:
         """A peer whose life ended by an error is a broken invariant too."""
         for name, host in self.hosts.items():
-            life = host.life
-            if life is None or not life.done() or name not in self.monitor.members:
+            life, member = host.life, self.monitor.members.get(name)
+            if life is None or not life.done():
                 continue
-            member = self.monitor.members[name]
+            host.life = None  # how it ended holds on to all that the peer was
+            if member is None:
+                continue
             error = None if life.cancelled() else life.exception()
             if error is not None and not isinstance(error, SwarmnetError):
                 self.monitor.fail(f"{name} died of {type(error).__name__}: {error}")

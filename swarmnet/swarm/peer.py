@@ -266,24 +266,25 @@ class Peer:
             self._expected_s = await self.machine.worker.run(self.machine.measure)
         target: int | None = await self._claim_stage()
         while target is not None:
-            stage_index = target
-            stage, optimizer = await self.machine.worker.run(
-                lambda k=stage_index: self.machine.build(k)  # type: ignore[misc]
-            )
-            replica = Replica(
-                stage,
-                optimizer,
-                self.machine.device,
-                self.machine.worker,
-                progress.newest_round(self.view, asyncio.get_running_loop().time()),
-                self.settings.plan,
-                await self.machine.worker.run(
-                    lambda s=stage, o=optimizer: self.machine.build_local(s, o)  # type: ignore[misc]
-                ),
-            )
-            self.replica = self.steps.replica = replica
-            self._has_served = True
-            target = await self._serve_until_moved(replica)
+            target = await self._serve_stage(target)
+            await self._let_go()  # the next stage may need all of the memory that this one had
+
+    async def _serve_stage(self, stage_index: int) -> int | None:
+        """Builds a stage and serves it; as `_serve_until_moved`."""
+        machine = self.machine
+        stage, optimizer = await machine.worker.run(lambda: machine.build(stage_index))
+        replica = Replica(
+            stage,
+            optimizer,
+            machine.device,
+            machine.worker,
+            progress.newest_round(self.view, asyncio.get_running_loop().time()),
+            self.settings.plan,
+            await machine.worker.run(lambda: machine.build_local(stage, optimizer)),
+        )
+        self.replica = self.steps.replica = replica
+        self._has_served = True
+        return await self._serve_until_moved(replica)
 
     async def _meet(self, neighbours: list[str]) -> None:
         """Hears of the run from at least one neighbour, where there are any: who is cut off from
@@ -387,9 +388,10 @@ class Peer:
         finally:
             balancing.cancel()
             await serving.close()
+        if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task
+            await asyncio.get_running_loop().create_future()
         self.machine.services.pop(replica.index, None)
-        if target is not None:
-            self.steps.replica = None  # what comes late is for a stage that it serves no more
+        self.steps.replica = None  # what comes late is for a stage that it serves no more
         self.steps.drop_round(replica.round + 1)
         if target is None:
             return None
@@ -833,19 +835,22 @@ class Peer:
         if self.checkpointing is not None:
             await self.checkpointing.leaving(replica, self.averaging)
 
-    async def _put_away(self) -> None:
-        """Lets go of the replica and of everything that holds on to it."""
-        if self.feeder is not None:
-            self.feeder.leave()
-            self.feeder.write_off()
+    async def _let_go(self) -> None:
+        """Of the replica and of everything that holds on to it."""
         self.replica = self.steps.replica = None
         del self.averaging, self.updates, self.handover, self.rounds
         for method in STAGE_METHODS:
             self.transport.handle(method, _on_none)
+        await self.machine.worker.run(self.machine.free)
+
+    async def _put_away(self) -> None:
+        """What a paused peer does not need: its microbatches, and what it knows of its disk."""
+        if self.feeder is not None:
+            self.feeder.leave()
+            self.feeder.write_off()
         disk = self.machine.disk
         if disk is not None:
             self.recovery.found(await disk.worker.run(disk.checkpoints.available))
-        await self.machine.worker.run(self.machine.free)
 
     def _stages_that_fit(self) -> list[int]:
         """Into the memory that this peer may take. Raises `UserError` where none does, or not the

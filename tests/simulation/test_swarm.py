@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.simulation import swarm as simulation
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.invariants import Bounds
-from swarmnet.simulation.scenario import Scenario, small_swarm, small_swarm_in
+from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_swarm_in
 from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.lost_samples import LostSamples
+from swarmnet.swarm.peer import Peer
 
 NUM_SEEDS = 300
 CHUNK = 25
@@ -142,6 +147,29 @@ def test_a_swarm_too_large_to_push_news_to_everybody(mode: str) -> None:
     assert result.broken is None
     assert result.rounds >= 1
     assert result.fraction_of_bound > 0.2
+
+
+def test_the_dead_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long history has thousands of them."""
+    born: list[weakref.ref[Peer]] = []
+    still_there: list[int] = []
+
+    def count(sample: Sample) -> None:
+        gc.collect()
+        still_there.append(sum(ref() is not None for ref in born) - sample.peers)
+
+    class Noted(Peer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            born.append(weakref.ref(self))
+
+    monkeypatch.setattr(simulation, "Peer", Noted)
+    crashes = ChurnRates(join=900.0, crash=900.0, rejoin=300.0, leave=300.0)
+    scenario = Scenario(seed=5, peers=6, stages=2, until_s=120.0, churn=crashes, churn_until_s=90.0)
+    result = simulate(scenario, on_sample=count)
+    assert result.broken is None
+    assert len(born) > 20
+    assert still_there[-1] == 0
 
 
 def test_nothing_is_lost_where_nothing_breaks() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnet.protocol import progress
-from swarmnet.protocol.assignment import propose_move
-from swarmnet.protocol.records import ACTIVE, LEAVING
+from swarmnet.protocol.assignment import Move, propose_move
+from swarmnet.protocol.records import ACTIVE, LEAVING, LEFT
 from swarmnet.swarm.averaging import Averaging
-from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S
+from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S, Peer
+from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.reference_modes import DelayedReference
 from swarmnet.wire import Array
@@ -138,6 +143,72 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> 
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
         trainer = replay(spec, swarm.counted, 60)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-3
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    before: dict[str, weakref.ref[object]] = {}
+    kept: list[bool] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        def noted(name: str) -> Callable[[int], tuple[Any, Any]]:
+            def build(stage_index: int) -> tuple[Any, Any]:
+                if name in before:
+                    gc.collect()  # as `Machine.free` of a real machine does
+                    kept.append(before[name]() is not None)
+                built = swarm.build(stage_index)
+                before[name] = weakref.ref(built[0])
+                return built
+
+            return build
+
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, build=noted(f"peer-{i}"))
+        await swarm.until_round(2)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        await swarm.until(lambda: swarm.total("moved") == 1)
+        await swarm.until_round(50)
+        assert kept == [False]
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> None:
+    """At the worst moment: it has handed over its stage, and not let go of it yet."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
+    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    stopped: list[Peer] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        def stop_when_ready(peer: Peer) -> None:
+            prepare = peer._prepare_move
+
+            async def prepare_and_stop(replica: Replica, move: Move) -> bool:
+                is_ready = await prepare(replica, move)
+                if is_ready and not stopped:
+                    stopped.append(peer)
+                    peer.stop()
+                return is_ready
+
+            peer._prepare_move = prepare_and_stop  # type: ignore[method-assign]
+
+        for i in range(4):
+            stop_when_ready(swarm.start(f"peer-{i}", stage=1 if i < 3 else 0))
+        await swarm.until_round(2)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        await swarm.until(lambda: bool(stopped))
+        mover = swarm.members.pop(stopped[0].transport.peer_id)
+        await mover.life
+        assert mover.peer.gossip.own.state == LEFT
+        assert mover.peer.gossip.own.totals.get("moved", 0) == 0
+        await swarm.until_round(30)
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+        assert "before others had taken over" not in caplog.text
 
     in_virtual_time(scenario, spec, limits=limits)
 
