@@ -402,6 +402,9 @@ class Feeder:
                     return
         except (Refused, DataError, OSError) as e:
             self._given_up(mine, e)
+        except Exception as e:
+            log.exception("round %d: a microbatch failed", mine.round)
+            self._given_up(mine, e)
         finally:
             mine.in_flight.discard(the_id)
             self.gossip.news.tell()

@@ -337,6 +337,11 @@ class Wiring:
             return await self.local[method](request)
         except ProtocolViolation as e:  # as the transport tells it to another peer
             raise Refused(str(e)) from None
+        except SwarmnetError:
+            raise
+        except Exception as e:
+            log.exception("%s failed", method)
+            raise RemoteError(f"{type(e).__name__}: {e}") from None
 
     def blame(self, stage_index: int, peer_id: str) -> None:
         """A reply of this peer turned out to be unusable after all."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -240,10 +241,10 @@ class TorchStage:
         inputs = kept.inputs.detach()
         if kept.targets is not None:
             loss = self._loss(key, inputs, kept.targets)
-            loss.backward(torch.full_like(loss, -kept.scale))
+            self._add_gradient(loss, torch.full_like(loss, -kept.scale))
         elif kept.grad_outputs is not None:
             outputs = self._run(key, inputs)
-            outputs.backward((kept.grad_outputs * -kept.scale).to(outputs.dtype))
+            self._add_gradient(outputs, (kept.grad_outputs * -kept.scale).to(outputs.dtype))
         self._low.add(1.0 / kept.scale)
         self._used.is_collected = False
 
@@ -559,13 +560,13 @@ class TorchStage:
         scaling = self._scaling
         if scaling is None:
             root = again() if root is None else root
-            root.backward(grad)
+            self._add_gradient(root, grad)
             return
         largest = float(grad.abs().max())
         while True:
             scale = scaling.scale(largest)
             root = again() if root is None else root
-            root.backward((grad * scale).to(root.dtype))
+            self._add_gradient(root, (grad * scale).to(root.dtype))
             root = None
             if self._agree(self._low.is_finite() and _is_gradient_finite(kept.inputs)):
                 break
@@ -576,6 +577,28 @@ class TorchStage:
         scaling.worked()
         self._low.add(1.0 / scale)
         kept.scale = scale
+
+    def _add_gradient(self, root: Tensor, grad: Tensor) -> None:
+        """A pass that fails half way, for want of memory say, has added a part of its gradient."""
+        try:
+            root.backward(grad)
+        except BaseException:
+            self._spoil()
+            raise
+
+    def _spoil(self) -> None:
+        """Nobody knows what a failed pass has added. In fp16 that is apart from the sum still; else
+        the sum of the round must not count: primaries leave out what is not finite."""
+        if self._scaling is not None:
+            self._low.drop()
+            return
+        vectors = self._used
+        adding = vectors.gradients if vectors.sums is None else vectors.sums
+        adding.fill_(math.nan)
+        vectors.is_collected = False
+        log.warning(
+            "a backward pass failed half way: what this peer has added up in the round is lost"
+        )
 
     def _too_large_for_fp16(self, what: str) -> RemoteError:
         """What the caller is told; the person at this machine too, more and more seldom."""

@@ -101,6 +101,44 @@ def test_retract_takes_exactly_one_microbatch_out(text: str, activations: str) -
         assert stage.num_kept == 2
 
 
+def fails_half_way(stage: TorchStage) -> Any:
+    """The next backward pass reaches some layers and not the first; returns the hook's handle."""
+
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory left")
+
+    return next(stage._modules[0].parameters()).register_hook(fail)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_backward_pass_that_fails_half_way_leaves_no_part_of_itself(
+    text: str, precision: Any
+) -> None:
+    """But in fp16, passes add into the sum itself, which does not count then."""
+    spec = small_spec(text)
+    data = open_data(spec)
+    stages, without = (
+        [build_stage(spec, k, computing=Computing(precision)) for k in range(2)] for _ in range(2)
+    )
+    for i in range(2):
+        fly(stages, (0, i), *data.microbatch(i))
+        fly(without, (0, i), *data.microbatch(i))
+    hook = fails_half_way(stages[0])
+    with pytest.raises(torch.OutOfMemoryError):
+        fly(stages, (0, 2), *data.microbatch(2))
+    hook.remove()
+    stages[0].forget((0, 2))
+    if precision != "fp16":
+        assert not any(
+            math.isfinite(to_tensor(stages[0].gradient_shard(j)).sum())
+            for j in range(len(stages[0].shard_sizes))
+        ), "no primary takes any of it"
+        stages[0].finish_round()
+        assert not gradient(stages[0]).any(), "it is forgotten with its round"
+    else:
+        assert torch.equal(gradient(stages[0]), gradient(without[0]))
+
+
 def test_retract_of_work_without_backward_adds_nothing(text: str) -> None:
     spec = small_spec(text)
     first = build_stage(spec, 0)

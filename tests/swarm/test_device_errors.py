@@ -1,0 +1,67 @@
+"""A device that fails in a backward pass, as one does that has no memory left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 6
+FAILS_AT = 6
+"""The backward pass that fails."""
+
+
+def failing_once(swarm: Swarm, rounds: list[int]) -> Callable[[int], tuple[Any, Any]]:
+    """A stage whose gradient reaches some layers once, and not its first one. `rounds`: takes the
+    round in which that was."""
+
+    def build(stage_index: int) -> tuple[Any, Any]:
+        stage, optimizer = swarm.build(stage_index)
+        passes = 0
+
+        def fail(gradient: torch.Tensor) -> torch.Tensor:
+            nonlocal passes
+            passes += 1
+            if passes == FAILS_AT:
+                replica = swarm.members["bad"].peer.replica
+                assert replica is not None
+                rounds.append(replica.round)
+                raise torch.OutOfMemoryError("no memory left")
+            return gradient
+
+        next(stage._modules[0].parameters()).register_hook(fail)
+        return stage, optimizer
+
+    return build
+
+
+@pytest.mark.parametrize(("stage", "feeds"), [(0, True), (1, False)])
+def test_a_failed_pass_costs_what_its_peer_had_added_up(
+    tmp_path: Path, stage: int, feeds: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where it is the feeder's own: the round ends. A part of a gradient counts nowhere."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    failed_in: list[int] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0", stage=0)
+        swarm.start("peer-1", stage=1)
+        swarm.start("bad", stage=stage, feeds=feeds, build=failing_once(swarm, failed_in))
+        await swarm.until_round(ROUNDS, 120.0)
+        paths = swarm.paths[failed_in[0]].values()
+        num_lost = sum("bad" in path for path in paths)
+        assert num_lost > 0
+        assert swarm.total("samples_lost") == num_lost * spec.pipeline.microbatch
+        assert swarm.total("rerouted") == 1
+        assert swarm.total("shard_reset") == 0
+        assert "failed half way" in caplog.text
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 0.2
+
+    in_virtual_time(scenario, spec)
