@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from swarmnet.protocol.records import Record
+from swarmnet.protocol.records import ACTIVE, LEAVING, Record
 
 
 def best(records: Iterable[Record]) -> Record | None:
-    """The record whose parameters hold, of active replicas of one stage in one round."""
-    known = [r for r in records if r.is_replica and r.digests]
+    """The record whose parameters hold, of replicas of one stage in one round; those that leave
+    count too."""
+    known = [r for r in records if r.stage >= 0 and r.state in (ACTIVE, LEAVING) and r.digests]
     return min(known, key=lambda r: (-r.samples, r.peer_id), default=None)
 
 
 def holding(records: Iterable[Record]) -> list[Record]:
-    """Of active replicas of one stage, those whose parameters hold in their round; the order
+    """Of replicas of one stage, those whose parameters hold in their round; the order
     stays."""
     by_round: dict[int, list[Record]] = {}
     for r in records:

@@ -539,6 +539,10 @@ class Peer:
         give_at, ask_at = loop.time(), loop.time() + ASK_ORPHANS_S
         self.gossip.update(state=LEAVING, urgent=True)
         while not self._handed_over(replica, alone):
+            if not self._heirs(replica, ACTIVE):
+                if not alone:  # the last of the others is gone, and this one is needed here
+                    return False
+                on_giving()  # to a newcomer
             if loop.time() >= ask_at:
                 await self._settle_orphans(replica)
                 ask_at = loop.time() + ASK_ORPHANS_S
@@ -644,7 +648,7 @@ class Peer:
                     await rounds.updates.follow(sync, rounds)
                 else:
                     await self._follow(max(d.round for d in donors), replica, sync, rounds)
-            elif self.view.replicas(replica.index, loop.time()):
+            elif self._heirs(replica, ACTIVE) or self._heirs(replica, LEAVING):
                 alone_since = loop.time()
                 await self.gossip.news.wait(JOIN_RETRY_S)
             elif await self.recovery.attend(replica, averaging):
@@ -889,15 +893,10 @@ class Peer:
 
     def _handed_over(self, replica: Replica, alone: bool) -> bool:
         """No microbatch and no gradient is inside, and every shard held here is held elsewhere too
-        (or nobody else is left in the stage)."""
-        now = asyncio.get_running_loop().time()
-        others = [
-            m
-            for m in self.view.members(replica.index, now)
-            if m.peer_id != self.gossip.own.peer_id and m.state == ACTIVE
-        ]
-        if not others:  # nobody is left to hand over to
-            return alone
+        (or nobody else is left in the stage, nor on the way to it)."""
+        others = self._heirs(replica, ACTIVE)
+        if not others:
+            return alone and not self._heirs(replica, JOINING)
         if self.steps.num_flying or replica.closed or self.rounds.is_settling:
             return False
         if any(replica.ledger.num_samples(replica.round + i) for i in (0, 1)):
@@ -912,6 +911,12 @@ class Peer:
             any(o.holds_shard(j) and o.round >= replica.round for o in others)
             for j in replica.optimizer.owned()
         )
+
+    def _heirs(self, replica: Replica, state: str) -> list[Record]:
+        """The others of its stage that are in a state."""
+        now, own = asyncio.get_running_loop().time(), self.gossip.own.peer_id
+        members = self.view.members(replica.index, now)
+        return [m for m in members if m.peer_id != own and m.state == state]
 
     # ---- others -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import xxhash
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol import divergence
-from swarmnet.protocol.records import Record
+from swarmnet.protocol.records import ACTIVE, JOINING, Record
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.replica import Replica
@@ -83,16 +83,19 @@ class StateSync:
 
     def donors(self, round_index: int | None = None) -> list[Record]:
         """Live replicas of the stage that have published digests, of one round or of any; where
-        they differ in a round, those whose parameters hold."""
+        they differ in a round, those whose parameters hold. Those that leave only where no other
+        is there."""
         now = asyncio.get_running_loop().time()
         known = [
             r
-            for r in self.gossip.view.replicas(self.replica.index, now)
+            for r in self.gossip.view.members(self.replica.index, now)
             if r.peer_id != self.gossip.own.peer_id
+            and r.state != JOINING
             and len(r.digests) == len(self.replica.stage.shard_sizes) * 8
             and (round_index is None or r.round == round_index)
         ]
-        return divergence.holding(known)
+        staying = [r for r in known if r.state == ACTIVE]
+        return divergence.holding(staying or known)
 
     async def fetch(self, round_index: int) -> bool:
         """Puts the shards of `round_index` that differ from the own ones aside, ready for

@@ -13,11 +13,12 @@ import pytest
 
 from swarmnet.protocol import progress
 from swarmnet.protocol.assignment import Move, propose_move
-from swarmnet.protocol.records import ACTIVE, LEAVING, LEFT
+from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, Record
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S, Peer
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.state_sync import StateSync
 from swarmnet.training.reference_modes import DelayedReference
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -175,6 +176,63 @@ def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None
         assert kept == [False]
 
     in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("slow", stage=0, speed=0.5)
+        swarm.start("other", stage=1, speed=4.0)
+        mover = swarm.start("mover", stage=1)
+        await swarm.until_round(10)
+        mover.wanted_stage = None
+        await swarm.until(lambda: mover.gossip.own.state == LEAVING)
+        swarm.kill("other")
+        await swarm.until(lambda: mover.gossip.own.state == ACTIVE, 10.0)
+        await swarm.until_round(60, 120.0)
+        assert mover.gossip.own.stage == 1
+        assert swarm.total("moved") == swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_last_of_a_stage_leaves_it_to_a_newcomer(
+    tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is downloading the stage when Ctrl-C is pressed."""
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=8, global_batch=400)
+    ask = StateSync.ask
+
+    async def slowly(self: StateSync, donor: Record, round_index: int, j: int) -> Array:
+        await asyncio.sleep(2.0)
+        return await ask(self, donor, round_index, j)
+
+    monkeypatch.setattr(StateSync, "ask", slowly)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(num_stages):
+            swarm.start(f"peer-{i}", stage=i)
+        await swarm.until_round(2)
+        last = num_stages - 1
+        newcomer = swarm.start("newcomer", stage=last)
+        await swarm.until(lambda: newcomer.gossip.own.state == JOINING and bool(newcomer.replica))
+        await asyncio.sleep(0.5)
+        leaver = swarm.members.pop(f"peer-{last}")
+        assert newcomer.replica is not None
+        assert not newcomer.replica.synced
+        leaver.peer.stop()
+        await leaver.life
+        swarm.hub.kill(f"peer-{last}")
+        await swarm.until_round(8)
+        assert swarm.total("stage_restarted") == swarm.total("shard_reset") == 0
+        assert swarm.total("samples_lost") == 0
+        reference = replay(spec, swarm.counted, 8).state_dict()
+        assert relative_difference(swarm.parameters(), reference) < 1e-4
+
+    in_virtual_time(scenario, spec)
 
 
 def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> None:
