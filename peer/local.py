@@ -309,6 +309,9 @@ def summary_table(summary: Summary) -> Table:
         ("retracted", number(summary.retracted)),
         ("samples lost", number(summary.samples_lost)),
         ("results given up after a partition", number(summary.diverged)),
+        ("optimizer shards reset", number(summary.shards_reset)),
+        ("stages begun afresh", number(summary.stages_restarted)),
+        ("moves to another stage", number(summary.moved)),
         ("bytes sent per token", size(summary.bytes_per_token)),
     ):
         table.add_row(Text(name), Text(value))

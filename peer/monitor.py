@@ -439,6 +439,9 @@ class Monitor:
             retracted=self._totals.get("retracted", 0),
             samples_lost=self._totals.get("samples_lost", 0),
             diverged=self._totals.get("diverged", 0),
+            shards_reset=self._totals.get("shard_reset", 0),
+            stages_restarted=self._totals.get("stage_restarted", 0),
+            moved=self._totals.get("moved", 0),
             bytes_per_token=sent / self._tokens_watched if self._tokens_watched else 0.0,
         )
 

@@ -137,5 +137,9 @@ class Summary:
     samples_lost: int
     diverged: int
     """Times that a replica gave up its result for that of others, after a partition."""
+    shards_reset: int
+    """Optimizer shards begun afresh, all their owners having been lost."""
+    stages_restarted: int
+    moved: int
     bytes_per_token: float
     """Sent, all peers together, over a token trained."""

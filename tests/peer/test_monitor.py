@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from peer.events import (
     ContributionDropped,
@@ -20,6 +22,7 @@ from peer.events import (
     RoundFinished,
     ShardReset,
 )
+from peer.local import summary_table
 from peer.monitor import Monitor
 from swarmnet.protocol.records import (
     ACTIVE,
@@ -277,6 +280,22 @@ def test_the_view_model_shows_coverage_progress_and_peers() -> None:
     assert model.uncovered == (1, 2)
     assert [row.peer_id for row in model.peers] == ["a", "c", "b"]
     assert json.loads(json.dumps(model.to_json()))["num_live"] == 3
+
+
+def test_the_summary_tells_what_faults_have_cost() -> None:
+    onlooker = Onlooker(num_stages=1)
+    onlooker.look(record("a", round=1))
+    totals = {"shard_reset": 14, "stage_restarted": 1, "moved": 2, "samples_lost": 8}
+    onlooker.look(record("a", round=2, totals=totals))
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(summary_table(onlooker.monitor.summary()))
+    assert isinstance(shown.file, io.StringIO)
+    rows = dict(line.rsplit(maxsplit=1) for line in shown.file.getvalue().splitlines())
+    told = {name.strip(): value for name, value in rows.items()}
+    assert told["optimizer shards reset"] == "14"
+    assert told["stages begun afresh"] == "1"
+    assert told["moves to another stage"] == "2"
+    assert told["samples lost"] == "8"
 
 
 def test_bytes_per_token_count_what_was_watched_only() -> None:
