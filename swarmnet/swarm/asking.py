@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import (
     Busy,
+    DeadlineExceeded,
     NotReady,
     ProtocolViolation,
     RemoteError,
@@ -39,6 +40,8 @@ ASKED = 8
 ADMIT_TIMEOUT_S = 5.0
 """...and have so long to answer."""
 MIN_ADMIT_TIMEOUT_S = 0.3
+ANSWER_PART = 0.8
+"""Of the silence, that an answer to whether a callee is at work may take."""
 ASKING_AT_A_TIME = 4
 """Microbatches for which one caller asks at a time. Many that ask at once all hear of the same free
 replica; the next ones hear of what the first ones took."""
@@ -145,12 +148,15 @@ class Asking:
                 self.gossip.probe(peer_id)
         return None
 
-    async def is_at_work(self, peer_id: str, request: StepRequest, silence_s: float) -> bool:
-        """Does a callee that has been silent for long say that it has the microbatch?"""
+    async def is_at_work(self, peer_id: str, request: StepRequest, silent_s: float) -> bool | None:
+        """Does a callee that has been silent say that it has the microbatch? None where it says
+        nothing."""
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
-        timeout_s = min(max(MIN_ADMIT_TIMEOUT_S, silence_s / 4), ADMIT_TIMEOUT_S)
+        timeout_s = min(max(MIN_ADMIT_TIMEOUT_S, silent_s * ANSWER_PART), ADMIT_TIMEOUT_S)
         try:
             reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
             return convert(reply.body, AdmitReply).known
+        except (TransportError, DeadlineExceeded):
+            return None
         except (SwarmnetError, ProtocolViolation):
             return False

@@ -39,6 +39,9 @@ FIRST_DEADLINE_A_STAGE_S = 15.0
 """For each stage that a call goes through whose duration nobody has measured yet."""
 MAX_EXTENSIONS = 20
 """Times that a callee which says that it is at work is waited for again."""
+LOOKS = 5
+"""Times that a callee is asked whether it is there at all, until the deadline."""
+FIRST_LOOK_S = 1.0
 LONGEST_CALL_S = 1200.0
 MAX_AHEAD = 2
 """So many replicas of a stage must say that a round is over where no record does."""
@@ -241,8 +244,10 @@ class Wiring:
         router.sent(peer_id, start)
         try:
             depth = self.num_stages - 1 - message.body.stage
-            silence_s = router.deadline_s(peer_id) + DEPTH_GRACE_S * depth
-            reply = await self._call(peer_id, message, silence_s, on_progress)
+            deadline_s = router.deadline_s(peer_id)
+            silence_s = deadline_s + DEPTH_GRACE_S * depth
+            look_s = min(silence_s, max(FIRST_LOOK_S, deadline_s / LOOKS))
+            reply = await self._call(peer_id, message, silence_s, look_s, on_progress)
             body = convert(reply.body, StepReply)
             grad_inputs = accept(body, reply.arrays)
         except Busy as e:
@@ -276,20 +281,25 @@ class Wiring:
         peer_id: str,
         message: Message,
         silence_s: float,
+        look_s: float,
         on_progress: Callable[[Message], None],
     ) -> Message:
         """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s` and the
         callee, asked, does not say that it has the microbatch: one that re-routes, or is slower
-        than it used to be, gets the time for it."""
+        than it used to be, gets the time for it. After each `look_s` it is asked too: who then says
+        nothing at all is not waited for."""
         loop = asyncio.get_running_loop()
         if peer_id == self.gossip.own.peer_id:
             return await self.call_self("step", message, on_progress)
         traffic = self.transport.traffic
         num_bytes = traffic.queued_bytes() + _num_bytes(message.arrays)
-        patience = Patience(loop.time() + silence_s + traffic.upload_s(num_bytes))
+        silent_since = loop.time() + traffic.upload_s(num_bytes)
+        patience = Patience(silent_since + look_s)
 
         def heard(progress: Message) -> None:
-            patience.until(loop.time() + silence_s)
+            nonlocal silent_since
+            silent_since = loop.time()
+            patience.until(silent_since + look_s)
             on_progress(progress)
 
         waiting = self._waiting.setdefault(peer_id, [])
@@ -300,17 +310,21 @@ class Wiring:
             )
         )
         try:
-            for _ in range(MAX_EXTENSIONS):
+            for _ in range(MAX_EXTENSIONS * LOOKS):
                 if await patience.wait(call):
                     return call.result()
                 if patience.is_over:
                     break
-                is_sent = not traffic.queued_bytes()
-                if is_sent and not await self._asking.is_at_work(peer_id, message.body, silence_s):
-                    break
+                if not traffic.queued_bytes():  # all of it is sent
+                    has_it = await self._asking.is_at_work(peer_id, message.body, look_s)
+                    is_late = loop.time() >= silent_since + silence_s
+                    if has_it is None or (is_late and not has_it):
+                        break
+                    if is_late:
+                        silent_since = loop.time()
                 if patience.is_over:  # found dead while it was asked
                     break
-                patience.until(loop.time() + silence_s)
+                patience.until(loop.time() + look_s)
             raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
         finally:
             waiting.remove(patience)

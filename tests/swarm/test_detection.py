@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 NOTICED_WITHIN_S = 2.0
@@ -25,6 +27,30 @@ def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> No
         swarm.hub.freeze(name)
         del swarm.members[name]
         await swarm.until_round(max(swarm.rounds()) + 3, limit_s=WAITED_FOR_S)
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("num_stages", "stage"), [(4, 1), (8, 1), (8, 4), (8, 7)])
+def test_in_a_deep_pipeline_it_is_noticed_as_soon(
+    tmp_path: Path, num_stages: int, stage: int
+) -> None:
+    """Whoever calls it asks it, and does not wait out the time for all stages behind it."""
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=60)
+
+    async def scenario(swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        swarm.start_grid(num_stages, 2)
+        await swarm.until_round(10)
+        name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == stage)
+        silent = swarm.members[name]
+        await swarm.until(lambda: silent.peer.steps.num_flying > 0)
+        assert swarm.total("rerouted") == 0
+        swarm.hub.freeze(name)
+        del swarm.members[name]
+        frozen_at = loop.time()
+        await swarm.until(lambda: swarm.total("rerouted") > 0, limit_s=10)
+        assert loop.time() - frozen_at <= NOTICED_WITHIN_S
 
     in_virtual_time(scenario, spec)
 
