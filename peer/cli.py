@@ -247,7 +247,10 @@ def peer(
         int, typer.Option(min=0, help="Rounds between checkpoints of the stage; 0 = none.")
     ] = 10,
     keep_checkpoints: Annotated[
-        int, typer.Option(min=2, help="Keep the newest so many checkpoints.")
+        int,
+        typer.Option(
+            min=2, help="Keep the newest so many checkpoints, and up to 3 for slower disks."
+        ),
     ] = 2,
     invite: InviteOption = "",
     max_upload: MaxUploadOption = None,

@@ -243,7 +243,13 @@ def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None
 
     if not options.checkpoint_every:
         return None
-    store = CheckpointStore(options.state_dir, run, keep=options.keep_checkpoints, model=model)
+    store = CheckpointStore(
+        options.state_dir,
+        run,
+        keep=options.keep_checkpoints,
+        every=options.checkpoint_every,
+        model=model,
+    )
     return Disk(store, WorkerThread("disk"), options.checkpoint_every, store.available())
 
 

@@ -36,6 +36,9 @@ SETTLE_S = 3.0
 """What is offered must not have changed for this long."""
 RESTORE_PATIENCE_S = 60.0
 """How long to wait for peers that would make a round whole."""
+STRIDES = (1, 2, 4, 8)
+"""Of the interval between checkpoints: at powers of two, the rounds that slower disks save are
+rounds of faster ones too."""
 MAX_LISTED = 8
 """Missing things named in a line for people."""
 

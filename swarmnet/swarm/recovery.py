@@ -70,15 +70,34 @@ class Checkpointing:
         self._turn = asyncio.Lock()
         self._last: tuple[int, int] | None = None
         """(stage, round) of the newest state that is on the disk."""
+        self._stride = 1
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has opened: saves its beginning when it is due. A checkpoint that is due
-        while the one before is still being written is left out, but never the run's last."""
+        while the one before is still being written is left out, but never the run's last. A disk
+        that is too slow for the interval gets every second, fourth or eighth, which the others
+        keep for longer: some round must be on the disks of all."""
         r = replica.round
         is_last = r >= self.rounds
-        if not is_last and (r == 0 or r % self.disk.every or self._turn.locked()):
+        due = self.disk.every * self._stride
+        if not is_last and (r == 0 or r % due or self._turn.locked()):
             return
         await self._save(replica, averaging)
+        self._choose_stride(replica.round - r)
+
+    def _choose_stride(self, took: int) -> None:
+        """After writing took so many rounds. Comes down a step at a time, for round times vary."""
+        fitting = [s for s in recovery.STRIDES if took < self.disk.every * s]
+        if not fitting:
+            log.warning(
+                "writing a checkpoint took %d rounds; where all peers end at once the run may have "
+                "to go on from much earlier, or begin anew: use a larger --checkpoint-every",
+                took,
+            )
+        wanted = fitting[0] if fitting else recovery.STRIDES[-1]
+        if wanted > self._stride:
+            log.info("the disk is slow: a checkpoint every %d rounds", self.disk.every * wanted)
+        self._stride = max(wanted, self._stride // 2) if wanted < self._stride else wanted
 
     async def leaving(self, replica: Replica, averaging: Averaging) -> None:
         """The peer is about to leave: saves what it has now."""

@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
 from swarmnet.training.arrays import from_tensor, to_tensor
@@ -138,15 +139,19 @@ class CheckpointStore:
         spec: RunSpec,
         *,
         keep: int = MIN_KEPT,
+        every: int | None = None,
         model: RunSpec | None = None,
     ) -> None:
-        """`keep`: newest checkpoints that stay, at least `MIN_KEPT`. `model`: the spec as this
-        machine builds it, where a custom model's code is elsewhere than the run's spec says."""
+        """`keep`: newest checkpoints that stay, at least `MIN_KEPT`. `every`: rounds between two,
+        for the ones that stay beside the newest, since others' disks are slower (`_prune`); None
+        for none. `model`: the spec as this machine builds it, where a custom model's code is
+        elsewhere than the run's spec says."""
         if keep < MIN_KEPT:
             raise CheckpointError(f"at least {MIN_KEPT} checkpoints must be kept")
         self.folder = state_dir / FOLDER / spec.run_id[:RUN_CHARACTERS]
         self._spec = spec
         self._keep = keep
+        self._every = every
         self._model = model or spec
 
     def available(self) -> list[Saved]:
@@ -242,16 +247,25 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
     def _prune(self) -> None:
-        """Keeps the newest of the newest history. Where an older history had come further, its last
-        checkpoint stays too: a run that was begun anew by mistake destroys nothing."""
+        """Keeps the newest of the newest history, and the two newest of every second, fourth and
+        eighth round that is saved: peers with slower disks save those alone. Where an older history
+        had come further, its last checkpoint stays too: a run that was begun anew by mistake
+        destroys nothing."""
         metas = [m for m in read_metas(self.folder) if m.run_id == self._spec.run_id]
         history = max(m.history for m in metas)
-        present = [m.round for m in metas if m.history == history][-self._keep :]
+        saved = [m.round for m in metas if m.history == history]
+        present = saved[-self._keep :]
+        shared = {
+            r
+            for stride in STRIDES[1:]
+            if self._every
+            for r in [r for r in saved if r % (stride * self._every) == 0][-2:]
+        }
         older = [m.round for m in metas if m.history < history]
         before = [r for r in older if r < present[-1]]
         further = [r for r in older if r > present[-1]]
         num_missing = self._keep - len(present)
-        kept = {*present, *before[max(0, len(before) - num_missing) :], *further[-1:]}
+        kept = {*present, *shared, *before[max(0, len(before) - num_missing) :], *further[-1:]}
         for path in sorted(self.folder.iterdir()):
             matched = NAME.fullmatch(path.name)
             if matched and int(matched[1]) not in kept:

@@ -12,7 +12,7 @@ import pytest
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.protocol.records import ACTIVE
-from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S
+from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import Snapshot
@@ -110,6 +110,39 @@ def test_a_run_goes_on_from_its_newest_whole_round(tmp_path: Path, seed: int) ->
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
 
     in_virtual_time(scenario, spec, seed=seed)
+
+
+@pytest.mark.parametrize("slow_s", [2.0, 4.0, 9.0])
+def test_disks_of_different_speed_have_a_round_in_common(tmp_path: Path, slow_s: float) -> None:
+    """A round takes half a second, writing one of its beginnings up to eighteen rounds."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=400, global_batch=16)
+    delays = {"peer-0": slow_s, "peer-1": 0.0, "peer-2": slow_s / 3}
+
+    async def scenario(swarm: Swarm) -> None:
+        def begin(name: str, stage: int | None = None) -> None:
+            store = CheckpointStore(tmp_path / name, spec, every=EVERY)
+            disk = Disk(store, InlineWorker(delays[name]), EVERY, store.available())
+            swarm.start(name, stage=stage, disk=disk)
+
+        for i, name in enumerate(delays):
+            begin(name, i % 2)
+        first = 2 * STRIDES[-1] * EVERY
+        behind = []
+        for r in range(first, first + 50):
+            await swarm.until_round(r)
+            behind.append(max(swarm.rounds()) - newest_whole_round(tmp_path, 2))
+        assert max(behind) <= 2 * STRIDES[-1] * EVERY + 2
+        kept = [len(CheckpointStore(tmp_path / name, spec).available()) for name in delays]
+        assert max(kept) <= 2 + len(STRIDES)
+        kill_all(swarm)
+        whole = newest_whole_round(tmp_path, 2)
+        await asyncio.sleep(1.0)
+        for name in delays:
+            begin(name)
+        assert (await first_rounds(swarm, len(delays)))[0] == whole
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec)
 
 
 def test_a_run_dies_twice_and_histories_are_not_mixed(tmp_path: Path) -> None:

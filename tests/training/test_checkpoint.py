@@ -137,6 +137,13 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert rounds(tmp_path) == [20, 30, 40]
 
 
+def test_the_rounds_that_slower_disks_save_stay_for_longer(tmp_path: Path) -> None:
+    first = snapshot(10)
+    for r in range(10, 320, 10):
+        CheckpointStore(tmp_path, SPEC, every=10).save(replace(first, round=r))
+    assert rounds(tmp_path) == [160, 240, 280, 300, 310]
+
+
 def test_a_new_history_does_not_destroy_the_older_one_too_early(tmp_path: Path) -> None:
     """The run went on from round 20: its checkpoint stays until the new history has two of its own,
     and what the old one had beyond stays until the new one has come as far."""
