@@ -685,6 +685,29 @@ def invite(
 
 
 @app.command()
+def counted(
+    state_dirs: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="State folders of the run's feeders.")
+    ],
+    run_id: Annotated[
+        str, typer.Option("--run-id", help="Of the run, where the folders have seen several.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a round, with the microbatches' ids.")
+    ] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say which microbatches each round counted: a plain loop over them makes the same updates."""
+
+    def work() -> None:
+        from peer.counted import show_counted
+
+        show_counted(state_dirs, run_id or None, as_json=as_json)
+
+    _guarded(work, debug)
+
+
+@app.command()
 def plan(
     spec: Annotated[Path, typer.Option(metavar="FILE", help="The run.")],
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 1,

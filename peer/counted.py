@@ -80,6 +80,26 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
     return {r: sorted(ids) for r, ids in sorted(counted.items())}
 
 
+def show_counted(
+    state_dirs: Sequence[Path],
+    run_id: str | None,
+    *,
+    as_json: bool,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Prints `read_counted` of the state folders of feeders, a line a round. Raises `UserError`
+    where a folder has no such file."""
+    for folder in state_dirs:
+        if not (folder / COUNTED_FILE).is_file():
+            raise UserError(f"{folder}: no {COUNTED_FILE} there; name a feeder's state folder")
+    counted = read_counted([folder / COUNTED_FILE for folder in state_dirs], run_id)
+    for round_index, ids in counted.items():
+        if as_json:
+            say(json.dumps({"round": round_index, "microbatches": ids}))
+        else:
+            say(f"round {round_index}: {len(ids)} microbatches")
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """A last line that was cut off is left out."""
     try:

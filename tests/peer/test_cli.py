@@ -97,6 +97,7 @@ COMMANDS = {
         "--plain",
         "--debug",
     },
+    "counted": {"state_dirs", "--run-id", "--json", "--debug"},
     "plan": {
         "--spec",
         "--replicas",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from peer.counted import CountedMicrobatches, read_counted
+from peer.cli import app
+from peer.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.errors import UserError
 
 
@@ -21,6 +24,23 @@ def test_the_files_of_all_feeders_are_one_record(tmp_path: Path) -> None:
     feed(tmp_path / "a", 1, {0: [5, 3], 1: [7]})
     feed(tmp_path / "b", 1, {0: [4], 2: [9]})
     assert read_counted([tmp_path / "a", tmp_path / "b"]) == {0: [3, 4, 5], 1: [7], 2: [9]}
+
+
+def test_the_command_prints_what_each_round_counted(tmp_path: Path) -> None:
+    for name, rounds in (("a", {0: [5, 3], 1: [7]}), ("b", {0: [4]})):
+        (tmp_path / name).mkdir()
+        feed(tmp_path / name / COUNTED_FILE, 1, rounds)
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    shown = CliRunner().invoke(app, ["counted", *folders])
+    assert shown.stdout.splitlines() == ["round 0: 3 microbatches", "round 1: 1 microbatches"]
+    shown = CliRunner().invoke(app, ["counted", *folders, "--json"])
+    assert [json.loads(line) for line in shown.stdout.splitlines()] == [
+        {"round": 0, "microbatches": [3, 4, 5]},
+        {"round": 1, "microbatches": [7]},
+    ]
+    shown = CliRunner().invoke(app, ["counted", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "name a feeder's state folder" in shown.stderr
 
 
 def test_a_run_that_went_on_from_an_older_round_voids_what_it_makes_again(tmp_path: Path) -> None:
