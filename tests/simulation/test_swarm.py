@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import random
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +25,7 @@ from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.gossip_averaging import GossipAveraging
 from swarmnet.swarm.lost_samples import LostSamples
 from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.settings import Limits
 
 NUM_SEEDS = 300
 CHUNK = 25
@@ -170,6 +174,36 @@ def test_the_dead_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.broken is None
     assert len(born) > 20
     assert still_there[-1] == 0
+
+
+@pytest.mark.parametrize("has_hysteresis", [True, False])
+def test_noise_moves_nobody(has_hysteresis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines whose work takes now half and now twice the time; without margin and rest they go
+    to and fro."""
+    costs = simulation.Simulation._costs
+
+    def noisy(self: simulation.Simulation, host: simulation.Host) -> Callable[[str], float]:
+        cost, rng = costs(self, host), random.Random(f"noise {host.name}")
+        return lambda kind: cost(kind) * math.exp(rng.gauss(0.0, 0.5))
+
+    monkeypatch.setattr(simulation.Simulation, "_costs", noisy)
+    none = Limits(move_margin=0.0, move_proposals=1, move_cooldown_s=1.0)
+    scenario = Scenario(
+        seed=0,
+        peers=12,
+        stages=3,
+        until_s=900.0,
+        global_batch=240,
+        service_s=2.0,
+        speed_ratio=3.0,
+        check_s=2.0,
+        keep_log=False,
+        limits=Limits() if has_hysteresis else none,
+        bounds=Bounds(converge_s=300.0, progress_s=900.0),
+    )
+    result = simulate(scenario)
+    assert result.broken is None
+    assert (result.moved == 0) == has_hysteresis
 
 
 def test_nothing_is_lost_where_nothing_breaks() -> None:
