@@ -187,7 +187,16 @@ def small_swarm(seed: int) -> Scenario:
         churn=churn,
         clip=rng.random() < 0.7,
         gossip=GossipSettings(interval_s=0.5),
+        limits=_small_limits(seed),
     )
+
+
+def _small_limits(seed: int) -> Limits:
+    """In a third of the swarms peers move within seconds, for such a history is too short for the
+    usual rests."""
+    if random.Random(f"moves {seed}").random() < 1 / 3:
+        return Limits(balance_every_s=1.0, move_cooldown_s=2.0)
+    return Limits()
 
 
 def small_swarm_in(mode: str, seed: int) -> Scenario:

@@ -221,6 +221,15 @@ def test_the_whole_sweep_meets_every_kind_of_fault() -> None:
         assert sum(getattr(r, action) > 0 for r in rates) > NUM_SEEDS / 4, action
 
 
+def test_in_the_sweep_peers_move() -> None:
+    """No stage is uncovered by that, and nothing is lost: the invariants of every seed."""
+    quick = [seed for seed in range(NUM_SEEDS) if small_swarm(seed).limits.move_cooldown_s < 10.0]
+    assert len(quick) > NUM_SEEDS / 4
+    results = [simulate(replace(small_swarm(seed), keep_log=False)) for seed in quick[:8]]
+    assert [r.broken for r in results] == [None] * 8
+    assert sum(r.moved for r in results) > 0
+
+
 def test_a_broken_invariant_is_found() -> None:
     """The checkers see what is wrong: here, a bound that cannot be met."""
     scenario = Scenario(seed=1, peers=2, stages=2, churn=ChurnRates(), until_s=60.0)
