@@ -588,6 +588,7 @@ class Observer:
 
 
 TEMPERATURE = 0.7
+NUM_BYTE_TOKENS = 256
 
 
 def _int32(tokens: list[int]) -> bytes:
@@ -595,15 +596,16 @@ def _int32(tokens: list[int]) -> bytes:
 
 
 def _sample(logits: Array, rng: random.Random) -> int:
-    """A token from the last position's logits (float32 [1, S, V])."""
+    """A byte from the last position's logits (float32 [1, S, V]); V may be larger than 256."""
     import math
     import struct
 
     vocab = logits.shape[-1]
-    row = struct.unpack(f"<{vocab}f", bytes(memoryview(logits.data).cast("B"))[-4 * vocab :])
+    last = bytes(memoryview(logits.data).cast("B"))[-4 * vocab :]
+    row = struct.unpack(f"<{vocab}f", last)[:NUM_BYTE_TOKENS]
     top = max(row)
     weights = [math.exp((x - top) / TEMPERATURE) for x in row]
-    return rng.choices(range(vocab), weights)[0]
+    return rng.choices(range(len(row)), weights)[0]
 
 
 __all__ = ["Observer", "RunningPeer", "run_peer"]

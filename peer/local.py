@@ -275,10 +275,10 @@ def _report_death(child: ChildPeer, reporter: Reporter) -> None:
 
 
 async def _sample(observer: RunObserver) -> list[str]:
-    """A short text that the model writes, as lines; nothing for what is not a language model.
-    A run that cannot say a word has still done its rounds, so a failure is a line too."""
+    """A short text that the model writes, as lines; nothing for what is not a language model of
+    bytes. A run that cannot say a word has still done its rounds, so a failure is a line too."""
     spec = observer.spec
-    if spec.model.kind != "llama":
+    if spec.model.kind != "llama" or spec.data.tokenizer != "bytes":
         return []
     prompt = "def " if PYTHON_STDLIB in spec.data.paths else "The "
     try:

@@ -62,8 +62,9 @@ async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T 
             signal.alarm(ORPHAN_GRACE_S)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, stop)
     try:
         return await task
     except asyncio.CancelledError:

@@ -152,7 +152,7 @@ class Monitor:
             if live and not was_live:
                 events.append(PeerJoined(unix_s, record.peer_id, record.stage))
             elif was_live and not live:
-                events.append(_lost(record, unix_s))
+                events.append(_lost(record, seen.served, unix_s))
             if record.is_replica:
                 if seen.served not in (OBSERVER_STAGE, record.stage):
                     events.append(Migrated(unix_s, record.peer_id, seen.served, record.stage))
@@ -184,7 +184,8 @@ class Monitor:
         gone = [seen for peer_id, seen in sorted(self._seen.items()) if peer_id not in known]
         for seen in gone:
             del self._seen[seen.record.peer_id]
-        return [_lost(s.record, unix_s) for s in gone if s.live and s.record.state != OBSERVING]
+        lost = [s for s in gone if s.live and s.record.state != OBSERVING]
+        return [_lost(s.record, s.served, unix_s) for s in lost]
 
     def _observe_held_out(self, records: Sequence[Record], unix_s: float) -> list[Event]:
         measured = [r.held_out for r in records if r.held_out is not None]
@@ -500,6 +501,8 @@ def _strikes(record: Record, known: dict[str, int], unix_s: float) -> list[Event
     ]
 
 
-def _lost(record: Record, unix_s: float) -> PeerLost:
+def _lost(record: Record, served: int, unix_s: float) -> PeerLost:
+    """`served`: the stage that it served last; a record of one that left names none."""
     clean = record.state in (LEFT, LEAVING)
-    return PeerLost(unix_s, record.peer_id, record.stage, clean)
+    stage = served if record.stage == OBSERVER_STAGE else record.stage
+    return PeerLost(unix_s, record.peer_id, stage, clean)

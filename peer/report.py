@@ -170,6 +170,9 @@ async def report_peer(
             say(f"dashboard: {shown_at}")
         if running.limits() and not reporter.screen.is_quiet:
             say(f"limits: {running.limits()}")
-        while True:
+        try:
+            while True:
+                reporter.look(running.view, loop.time(), time.time(), running.limits())
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:  # the last measurement may have come since
             reporter.look(running.view, loop.time(), time.time(), running.limits())
-            await asyncio.sleep(LOOK_EVERY_S)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from peer import local
+from peer.daemon import _sample as _sample_byte
 from peer.local import LocalOptions, run_local
 from peer.options import UsageError, default_spec_path
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.spec import RunSpec, load_spec
+from swarmnet.training.arrays import from_numpy
 
 from .fakes import FakeObserver, fake_command
 
@@ -161,3 +165,9 @@ def test_cancelling_ends_the_children_and_says_what_happened_until_then(
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_sample_is_of_bytes_though_the_model_knows_more() -> None:
+    logits = np.zeros((1, 2, 300), dtype=np.float32)
+    logits[0, -1, 299], logits[0, -1, 65] = 1e4, 1e3
+    assert _sample_byte(from_numpy(logits), random.Random(0)) == 65

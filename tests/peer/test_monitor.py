@@ -172,6 +172,13 @@ def test_a_restarted_feeder_adds_to_what_it_committed_before() -> None:
     assert onlooker.rounds(again, replace(b, round=1)) == [0]
 
 
+def test_who_left_is_told_with_the_stage_that_it_served() -> None:
+    onlooker = Onlooker()
+    onlooker.look(record("a", 1))
+    gone = record("a", -1, state=LEFT)
+    assert onlooker.look(gone) == [PeerLost(1e9 + 2, "a", 1, clean=True)]
+
+
 def test_peers_come_go_and_come_back() -> None:
     onlooker = Onlooker()
     a, b = record("a", 0), record("b", 1, state=JOINING)

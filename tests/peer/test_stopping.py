@@ -1,0 +1,40 @@
+"""A signal ends what runs, in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from peer.loop import Stopped, _supervise
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_work_tidy_up(number: signal.Signals) -> None:
+    tidied: list[bool] = []
+
+    async def work() -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            tidied.append(True)
+
+    assert isinstance(asyncio.run(_supervise(work(), None)), Stopped)
+    assert tidied
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+        return "done"
+
+    try:
+        assert asyncio.run(_supervise(work(), None)) == "done"
+    finally:
+        signal.signal(signal.SIGHUP, before)
