@@ -252,6 +252,14 @@ def peer(
             min=2, help="Keep the newest so many checkpoints, and up to 3 for slower disks."
         ),
     ] = 2,
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Where nobody is at work in the run: begin from initial parameters, not from the "
+            "checkpoints that peers have. They stay on the disks.",
+        ),
+    ] = False,
     invite: InviteOption = "",
     max_upload: MaxUploadOption = None,
     max_memory: MaxMemoryOption = None,
@@ -347,6 +355,7 @@ def peer(
                 compile=compile_layers,
                 checkpoint_every=checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
+                begin_anew=begin_anew,
                 invite=invite,
                 limits=LimitOptions(
                     max_upload, max_memory, max_device_share, tuple(hours or ()), pause_when_busy
@@ -825,6 +834,16 @@ def export(
             "every stage is there.",
         ),
     ] = None,
+    round_index: Annotated[
+        int | None,
+        typer.Option("--round", min=0, help="Of the checkpoints, this round. Default: the newest."),
+    ] = None,
+    run_id: Annotated[
+        str,
+        typer.Option(
+            "--run-id", help="Of the run (its beginning will do), where the folders hold several."
+        ),
+    ] = "",
     invite: InviteOption = "",
     transport: TransportOption = "p2pd",
     debug: DebugOption = False,
@@ -834,10 +853,12 @@ def export(
     def work() -> None:
         if bool(join) == bool(state_dir):
             raise UsageError("give --join ADDR for a live run, or --state-dir DIR for checkpoints")
-        from peer.export import export_checkpoints, export_live
+        if join and (round_index is not None or run_id):
+            raise UsageError("--round and --run-id go with --state-dir; a live run has one round")
+        from peer.export import Wanted, export_checkpoints, export_live
 
         if state_dir:
-            typer.echo(export_checkpoints(state_dir, out))
+            typer.echo(export_checkpoints(state_dir, out, Wanted(round_index, run_id)))
             return
 
         async def export_joined() -> None:

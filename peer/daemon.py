@@ -250,7 +250,11 @@ def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None
         every=options.checkpoint_every,
         model=model,
     )
-    return Disk(store, WorkerThread("disk"), options.checkpoint_every, store.available())
+    found = store.available()
+    for line in store.unreadable:
+        log.warning("a checkpoint cannot be used: %s", line)
+    disk = WorkerThread("disk")
+    return Disk(store, disk, options.checkpoint_every, found, tuple(store.unreadable))
 
 
 @dataclass
@@ -446,6 +450,7 @@ def compose(
         limits=Limits(),
         wanted_stage=options.stage,
         feeds=options.feed,
+        begin_anew=options.begin_anew,
         guest=guest or Guest(),
     )
     if peer.feeder is not None:

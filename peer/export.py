@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,19 @@ from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.model_fetch import fetch_model
 from swarmnet.swarm.settings import Limits
-from swarmnet.training.checkpoint import Meta, find_checkpoints, load_parameters
+from swarmnet.training.checkpoint import (
+    CheckpointError,
+    Meta,
+    find_checkpoints,
+    load_parameters,
+)
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.transport.base import Transport
 
+log = logging.getLogger("swarmnet.export")
+
+SHOWN_CHARACTERS = 12
+"""Of a run's id."""
 MODEL_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
 NOTE = """# {name}
 
@@ -69,23 +80,48 @@ async def fetch_named(
     return round_index, named
 
 
-def export_checkpoints(state_dirs: Sequence[Path], out: Path) -> str:
-    """Writes the newest round of which the folders hold every stage; returns what was done, in a
-    line. Raises `UserError`."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which checkpoints are meant, where a person says so."""
+
+    round: int | None = None
+    """None: the newest."""
+    run_id: str = ""
+    """The beginning of the run's id; empty where the folders hold one run only."""
+
+
+def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = Wanted()) -> str:
+    """Writes the newest round of which the folders hold every stage undamaged, or the wanted one;
+    returns what was done, in a line. Raises `UserError`."""
     _check_out(out)
     folders = [folder for path in state_dirs for folder in (path, *further_seats(path))]
-    found = [checkpoint for path in folders for checkpoint in find_checkpoints(path)]
+    unreadable: list[str] = []
+    found: Found = [one for path in folders for one in find_checkpoints(path, unreadable)]
+    for line in unreadable:
+        log.warning("a checkpoint cannot be used: %s", line)
     if not found:
         raise UserError(f"no checkpoint in {', '.join(str(path) for path in state_dirs)}")
-    runs = sorted({meta.run_id for _, meta in found})
-    if len(runs) > 1:
-        raise UserError(f"checkpoints of {len(runs)} runs; name the folders of one run only")
-    chosen = _newest_with_all_stages([meta for _, meta in found])
-    spec = _spec(chosen)
-    named: dict[str, Tensor] = {}
-    for stage in range(chosen.num_stages):
-        named |= _load_stage(found, chosen, stage)
-    return write_folder(out, spec, chosen.round, named)
+    found = _of_one_run(found, wanted.run_id)
+    whole = _whole_rounds([meta for _, meta in found])
+    keys = [key for key in whole if wanted.round in (None, key[1])]
+    if not keys:
+        others = ", ".join(str(r) for r in sorted({r for _, r in whole}))
+        raise UserError(f"round {wanted.round} is not there with all stages; there are: {others}")
+    for key in keys:
+        try:
+            named, chosen = _load_round(found, key)
+        except CheckpointError as e:
+            log.warning("round %d cannot be used: %s", key[1], e)
+            continue
+        further = max((r for history, r in whole if history < key[0]), default=0)
+        if wanted.round is None and further > chosen.round:
+            log.warning(
+                "an earlier history of this run had come to round %d: --round %d writes that",
+                further,
+                further,
+            )
+        return write_folder(out, _spec(chosen), chosen.round, named)
+    raise UserError("no undamaged round; name the --state-dir of more peers")
 
 
 def write_folder(out: Path, spec: RunSpec, round_index: int, named: dict[str, Tensor]) -> str:
@@ -155,31 +191,57 @@ def _check_out(out: Path) -> None:
         raise UserError(f"cannot use {out}: {e.strerror or e}") from None
 
 
-def _newest_with_all_stages(metas: Sequence[Meta]) -> Meta:
-    """Of the newest history and round; the stages of a round must be of one history."""
+Found = Sequence[tuple[Path, Meta]]
+
+
+def _of_one_run(found: Found, run: str) -> Found:
+    """Those of the run whose id begins so; of the only one where nothing is said."""
+    runs = sorted({meta.run_id for _, meta in found if meta.run_id.startswith(run)})
+    if len(runs) == 1:
+        return [(path, meta) for path, meta in found if meta.run_id == runs[0]]
+    if not runs:
+        runs = sorted({meta.run_id for _, meta in found})
+        wrong = f"no checkpoint of a run {run}"
+    else:
+        wrong = f"checkpoints of {len(runs)} runs"
+    names = {meta.run_id: meta.spec.get("name", "?") for _, meta in found}
+    listed = ", ".join(f"{run_id[:SHOWN_CHARACTERS]} ({names[run_id]})" for run_id in runs)
+    raise UserError(f"{wrong}; choose one with --run-id: {listed}")
+
+
+def _whole_rounds(metas: Sequence[Meta]) -> list[tuple[int, int]]:
+    """(history, round) of which every stage is there, the newest first: the stages of a round must
+    be of one history. Raises `UserError` where there is none."""
     stages: dict[tuple[int, int], set[int]] = {}
     for meta in metas:
         stages.setdefault((meta.history, meta.round), set()).add(meta.stage)
     num_stages = metas[0].num_stages
     whole = [key for key, have in stages.items() if have >= set(range(num_stages))]
     if not whole:
-        have = {meta.stage for meta in metas}
-        missing = [f"stage {k}" for k in range(num_stages) if k not in have]
+        present = {meta.stage for meta in metas}
+        missing = [f"stage {k}" for k in range(num_stages) if k not in present]
         what = f"{', '.join(missing)} missing" if missing else "no round has all stages"
         raise UserError(f"{what}; name the --state-dir of more peers")
-    return next(m for m in metas if (m.history, m.round) == max(whole))
+    return sorted(whole, reverse=True)
 
 
-def _load_stage(found: Sequence[tuple[Path, Meta]], chosen: Meta, stage: int) -> dict[str, Tensor]:
-    """From the first undamaged checkpoint of the stage."""
-    error: UserError | None = None
+def _load_round(found: Found, key: tuple[int, int]) -> tuple[dict[str, Tensor], Meta]:
+    """All parameters of a whole round. Raises `CheckpointError`."""
+    of_round = [(path, meta) for path, meta in found if (meta.history, meta.round) == key]
+    named: dict[str, Tensor] = {}
+    for stage in range(of_round[0][1].num_stages):
+        named |= _load_stage([(path, meta) for path, meta in of_round if meta.stage == stage])
+    return named, of_round[0][1]
+
+
+def _load_stage(found: Found) -> dict[str, Tensor]:
+    """From the first undamaged one of these checkpoints of a stage. Raises `CheckpointError`."""
+    error = CheckpointError("nothing there")
     for folder, meta in found:
-        if (meta.history, meta.round, meta.stage) == (chosen.history, chosen.round, stage):
-            try:
-                return load_parameters(folder, meta)
-            except UserError as e:
-                error = e
-    assert error is not None
+        try:
+            return load_parameters(folder, meta)
+        except CheckpointError as e:
+            error = e
     raise error
 
 

@@ -86,6 +86,8 @@ class PeerOptions:
     """`torch.compile` the layers."""
     checkpoint_every: int = 10
     """Rounds between two checkpoints of this peer's stage; 0 = none."""
+    begin_anew: bool = False
+    """Where nobody is at work in the run: from its initial parameters, whatever anybody has."""
     keep_checkpoints: int = 2
     """The newest so many stay."""
     invite: str = ""

@@ -9,7 +9,9 @@ they join it. Where none is, each peer decides alone, by the same rule on what i
    `SETTLE_S`: whoever comes back within that time of the others is still counted in.
 2. Where no round is whole after `RESTORE_PATIENCE_S`: the newest of which all parameters exist.
    Optimizer state that nobody has begins again from zero.
-3. Else from the initial parameters.
+3. Where of no round all parameters exist, it waits for whoever has them, without end: to begin
+   from the initial parameters would throw away what was learned, and only a person can say so
+   (`begin_anew`). From them at once where nobody has anything.
 
 Those who have the chosen round load it, say so while still JOINING (`is_loaded`), and become active
 only when all that was chosen is loaded by somebody (`is_covered`): so no round begins without
@@ -72,6 +74,8 @@ class Wait:
 
     reason: str = ""
     """For people; empty while it is only a matter of seconds."""
+    is_endless: bool = False
+    """Until whoever has what is missing comes, or a person says that the run begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,8 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The run begins from its initial parameters."""
-
-    reason: str = ""
-    """For people; empty where nobody has anything to go on from."""
+    """The run begins from its initial parameters: nobody has anything to go on from, or a person
+    has said so."""
 
 
 Decision = Wait | Restore | Begin
@@ -144,8 +146,14 @@ class Settling:
     """One peer's decision over time. `decide` is to be asked again and again."""
 
     def __init__(
-        self, *, settle_s: float = SETTLE_S, patience_s: float = RESTORE_PATIENCE_S
+        self,
+        *,
+        settle_s: float = SETTLE_S,
+        patience_s: float = RESTORE_PATIENCE_S,
+        begin_anew: bool = False,
     ) -> None:
+        """`begin_anew`: whatever anybody has."""
+        self.begin_anew = begin_anew
         self._settle_s = settle_s
         self._patience_s = patience_s
         self._began_at: float | None = None
@@ -155,7 +163,7 @@ class Settling:
     def decide(self, records: Sequence[Record], num_stages: int, now: float) -> Decision:
         """`records`: of the live peers, the own one included, none of them active."""
         found = candidates(records, num_stages)
-        if not found:
+        if not found or self.begin_anew:
             self._began_at = None
             return Begin()
         seen = tuple((r.peer_id, r.incarnation, offers(r)) for r in records if offers(r))
@@ -172,7 +180,7 @@ class Settling:
         if now - self._began_at < self._patience_s:
             return Wait(found[0].describe())
         partial = next((c for c in found if not c.missing_stages), None)
-        return Restore(partial) if partial is not None else Begin(found[0].describe())
+        return Restore(partial) if partial is not None else Wait(found[0].describe(), True)
 
 
 def for_running(own: Iterable[Restorable], round_index: int) -> Restorable | None:

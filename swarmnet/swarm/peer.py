@@ -154,6 +154,8 @@ class Peer:
     gossip_settings: GossipSettings = field(default_factory=GossipSettings)
     wanted_stage: int | None = None
     feeds: bool = True
+    begin_anew: bool = False
+    """As `Recovery.begin_anew`."""
     admission: Admission = OPEN
     assigner: assignment.Assigner = field(default_factory=assignment.Adaptive)
     on_round: OnRound = lambda round_index, ids: None
@@ -186,7 +188,9 @@ class Peer:
             admission=self.admission,
             last_round=self.settings.rounds,
         )
-        self.recovery = Recovery(self.gossip, self.settings.num_stages, disk)
+        self.recovery = Recovery(
+            self.gossip, self.settings.num_stages, disk, begin_anew=self.begin_anew
+        )
         # Before anybody asks: who sees this record must not begin the run anew.
         self.gossip.own = replace(own, restorable=self.recovery.offers())
         self.checkpointing = (
@@ -756,6 +760,8 @@ class Peer:
         self.gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
         replica.news.tell()
         averaging.lost.opened(replica.round)
+        if joined:
+            self.recovery.opened(replica.round, history)
         self.recovery.forget_loaded()
         if averaging.current == replica.round:  # else after the exchange that runs beside it
             self._tasks.start(self._own_shards(replica, averaging))

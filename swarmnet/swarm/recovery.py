@@ -33,6 +33,11 @@ log = logging.getLogger("swarmnet.recovery")
 LOOK_AGAIN_S = 0.2
 SAY_EVERY_S = 10.0
 """Between two lines that say what is being waited for."""
+SAY_ENDLESS_EVERY_S = 60.0
+"""Likewise where only a person, or a peer that is not there, can help."""
+HOW_TO_BEGIN_ANEW = (
+    "start the peer that has it, or one peer with --begin-anew to begin from initial parameters"
+)
 OLDER_AFTER_S = 12.0
 """How long a running swarm must have had no replica of a stage before the stage goes on from an
 older round; longer than a dead peer is taken for live."""
@@ -55,6 +60,8 @@ class Disk:
     """Rounds between checkpoints."""
     found: Sequence[Saved] = ()
     """What was there at the start."""
+    unreadable: Sequence[str] = ()
+    """What was there and cannot be read: a line for each."""
 
 
 @dataclass
@@ -203,19 +210,25 @@ class Recovery:
     gossip: Gossip
     num_stages: int
     disk: Disk | None = None
+    begin_anew: bool = False
+    """Where no replica is active, the run begins from its initial parameters, whatever anybody has.
+    Once only: not when this peer joins again."""
 
     def __post_init__(self) -> None:
         self.restored: tuple[int, int] | None = None
         """(history, round) of the checkpoint that this peer has loaded."""
-        self._settling = recovery.Settling()
+        self._settling = recovery.Settling(begin_anew=self.begin_anew)
+        self._damaged = bool(self.disk and self.disk.unreadable)
+        """Something was saved here, and cannot be used."""
         self._offers = [_offer(s) for s in (self.disk.found if self.disk else ())][-MAX_RESTORABLE:]
         self._chosen: recovery.Candidate | None = None
         self._chosen_at = 0.0
         self._given_up: dict[str, None] = {}
         self._empty_since: float | None = None
+        self._told_ahead = False
         self._may_resume = True
         """Nothing has come from elsewhere yet."""
-        self._said_at = float("-inf")
+        self._said_at = self._said_endless_at = float("-inf")
 
     # ---- what this peer has -----------------------------------------------------------------
 
@@ -242,9 +255,24 @@ class Recovery:
         self._may_resume = True
 
     def forget_loaded(self) -> None:
-        """What was loaded is no longer what the replica has."""
+        """What was loaded is no longer what the replica has: it is in a round of the run."""
         self.restored = None
-        self._may_resume = False
+        self._may_resume = self._damaged = self._settling.begin_anew = False
+
+    def opened(self, round_index: int, history: int) -> None:
+        """The replica has become active in this round. What this machine has of later ones is not
+        part of the run any more, and its owner hears of it."""
+        lost = [o.round for o in self._offers if o.history < history and o.round > round_index]
+        if lost and not self._told_ahead:
+            log.warning(
+                "the run is in round %d, and this machine has a checkpoint of round %d that is not "
+                "part of it any more; it stays on the disk until the run is as far: "
+                "swarmnet export --round %d writes that model",
+                round_index,
+                max(lost),
+                max(lost),
+            )
+        self._told_ahead = True
 
     # ---- histories --------------------------------------------------------------------------
 
@@ -272,15 +300,17 @@ class Recovery:
         if recovery.is_running(live):
             return await self._attend_running(replica, averaging, now)
         decision = self._settling.decide(live, self.num_stages, now)
+        if isinstance(decision, recovery.Begin) and self._damaged and not self._settling.begin_anew:
+            decision = recovery.Wait("the checkpoints of this machine cannot be read", True)
         if isinstance(decision, recovery.Begin):
-            if decision.reason:
-                log.warning("nothing to go on from (%s): the run begins anew", decision.reason)
+            if self._settling.begin_anew:
+                log.warning("the run begins from its initial parameters, as this peer was told to")
             if self.restored is not None:  # what was loaded did not suffice
                 self.restored = None
                 self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
             return False
         if isinstance(decision, recovery.Wait):
-            self._say(decision.reason, now)
+            self._say(decision.reason, now, decision.is_endless)
             await self.gossip.news.wait(LOOK_AGAIN_S)
             return True
         await self._restore(decision.candidate, replica, averaging, now)
@@ -309,7 +339,7 @@ class Recovery:
         waits = replica.local is not None and recovery.is_loading(others, candidate)
         is_covered = recovery.is_covered(live, candidate, self.num_stages)
         if mine is not None and is_covered and not waits:
-            log.info("stage %d: the run goes on from round %d", replica.index, candidate.round)
+            log.warning("stage %d: the run goes on from round %d", replica.index, candidate.round)
             self.gossip.update(history=self.new_history())
             await replica.open_round(candidate.round, synced=True)
             return
@@ -407,6 +437,7 @@ class Recovery:
         except (SwarmnetError, OSError) as e:
             log.warning("a checkpoint cannot be used: %s", e)
             self._offers = [o for o in self._offers if o != offer]
+            self._damaged = True
             self.gossip.update(restorable=self.offers(replica.index), urgent=True)
             return False
         await replica.open_round(round_index, synced=False)
@@ -415,8 +446,11 @@ class Recovery:
         self.restored = (snapshot.history, snapshot.round)
         return True
 
-    def _say(self, reason: str, now: float) -> None:
-        if reason and now - self._said_at >= SAY_EVERY_S:
+    def _say(self, reason: str, now: float, is_endless: bool = False) -> None:
+        if is_endless and now - self._said_endless_at >= SAY_ENDLESS_EVERY_S:
+            self._said_endless_at = now
+            log.warning("waiting: %s; %s", reason, HOW_TO_BEGIN_ANEW)
+        elif reason and not is_endless and now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             log.warning("waiting: %s", reason)
 

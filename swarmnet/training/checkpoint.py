@@ -153,11 +153,15 @@ class CheckpointStore:
         self._keep = keep
         self._every = every
         self._model = model or spec
+        self.unreadable: list[str] = []
+        """What `available` found and could not use, a line for each."""
 
     def available(self) -> list[Saved]:
         """Those of this run that are complete, the oldest first. Quick: what the disk spoiled
         without changing a file's size is found by `load`. Raises `CheckpointError`."""
-        return [m.saved for m in read_metas(self.folder) if m.run_id == self._spec.run_id]
+        self.unreadable = []
+        metas = read_metas(self.folder, self.unreadable)
+        return [m.saved for m in metas if m.run_id == self._spec.run_id]
 
     def path(self, round_index: int) -> Path:
         """The folder of a checkpoint."""
@@ -272,9 +276,12 @@ class CheckpointStore:
                 _remove(path)
 
 
-def read_metas(folder: Path) -> list[Meta]:
-    """The meta.json of every complete checkpoint in a run's folder, the oldest round first. Raises
-    `CheckpointError` where the folder cannot be read."""
+def read_metas(folder: Path, unreadable: list[str] | None = None) -> list[Meta]:
+    """The meta.json of every complete checkpoint in a run's folder, the oldest round first.
+    `unreadable` gets a line for each of the others. Raises `CheckpointError` where the folder
+    cannot be read."""
+    if unreadable is None:
+        unreadable = []
     metas: list[Meta] = []
     try:
         paths = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -286,9 +293,14 @@ def read_metas(folder: Path) -> list[Meta]:
             continue
         try:
             meta = Meta.read(path)
-        except CheckpointError:
+        except CheckpointError as e:
+            unreadable.append(str(e))
             continue
-        if meta.round == int(matched[1]) and _is_complete(path, meta):
+        if meta.round != int(matched[1]):
+            unreadable.append(f"{path}: it says that it is of round {meta.round}")
+        elif not _is_complete(path, meta):
+            unreadable.append(f"{path}: a file is missing or cut off")
+        else:
             metas.append(meta)
     return sorted(metas, key=lambda m: m.round)
 
@@ -306,12 +318,14 @@ def load_parameters(folder: Path, meta: Meta) -> dict[str, Tensor]:
     return _load_tensors(folder / STAGE_FILE, meta)
 
 
-def find_checkpoints(state_dir: Path) -> list[tuple[Path, Meta]]:
-    """Every complete checkpoint in a peer's state folder, of whatever run, and its folder. Raises
-    `CheckpointError`."""
+def find_checkpoints(
+    state_dir: Path, unreadable: list[str] | None = None
+) -> list[tuple[Path, Meta]]:
+    """Every complete checkpoint in a peer's state folder, of whatever run, and its folder.
+    `unreadable` as in `read_metas`. Raises `CheckpointError`."""
     found: list[tuple[Path, Meta]] = []
     for folder in sorted((state_dir / FOLDER).glob("*/")):
-        found += [(folder / f"round-{m.round:08d}", m) for m in read_metas(folder)]
+        found += [(folder / f"round-{m.round:08d}", m) for m in read_metas(folder, unreadable)]
     return found
 
 

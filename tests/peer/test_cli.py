@@ -19,6 +19,7 @@ COMMANDS = {
     "peer": {
         "--spec",
         "--join",
+        "--begin-anew",
         "--stage",
         "--port",
         "--host",
@@ -134,7 +135,16 @@ COMMANDS = {
     },
     "status": {"address", "--json", "--watch", "--transport", "--debug"},
     "dashboard": {"--join", "--replay", "--port", "--host", "--transport", "--debug"},
-    "export": {"--out", "--join", "--state-dir", "--invite", "--transport", "--debug"},
+    "export": {
+        "--out",
+        "--join",
+        "--state-dir",
+        "--round",
+        "--run-id",
+        "--invite",
+        "--transport",
+        "--debug",
+    },
     "doctor": {
         "--join",
         "--spec",

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from peer.cli import run_command
-from peer.export import export_checkpoints, fetch_named, write_folder
+from peer.export import Wanted, export_checkpoints, fetch_named, write_folder
 from swarmnet.errors import UserError
 from swarmnet.protocol.records import OBSERVING, Record
 from swarmnet.protocol.view import View
@@ -133,6 +133,52 @@ def test_from_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert "no checkpoint in" in capfd.readouterr().err
     assert run_command(["export", f"--out={tmp_path / 'b'}"]) == 2
     assert sorted(p.name for p in tmp_path.iterdir() if "again" in p.name) == ["again"]
+
+
+def test_a_damaged_round_is_passed_over_and_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    dirs = [tmp_path / f"peer-{i}" for i in range(3)]
+
+    async def scenario(swarm: Swarm) -> None:
+        await trained(swarm, tmp_path)
+
+    in_virtual_time(scenario, spec)
+    arguments = [f"--state-dir={path}" for path in dirs]
+    older = sorted({path.name for path in tmp_path.glob("peer-*/checkpoints/*/round-*")})[-2]
+    before = int(older.removeprefix("round-"))
+    named = [f"--round={before}", f"--out={tmp_path / 'named'}"]
+    assert run_command(["export", *named, *arguments]) == 0
+    assert f"round {before}," in capfd.readouterr().out
+    assert run_command(["export", "--round=1", f"--out={tmp_path / 'none'}", *arguments]) == 1
+    assert f"there are: {before}, {ROUNDS}" in capfd.readouterr().err
+    for path in tmp_path.glob(f"peer-*/checkpoints/*/round-{ROUNDS:08d}/stage.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    assert run_command(["export", f"--out={tmp_path / 'model'}", *arguments]) == 0
+    said = capfd.readouterr()
+    assert f"round {before}," in said.out
+    assert f"round {ROUNDS} cannot be used" in said.err
+
+
+def test_of_several_runs_one_is_named(tmp_path: Path) -> None:
+    one = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    other = one.with_seed(one.seed + 1)
+    dirs = [tmp_path / f"peer-{i}" for i in range(3)]
+
+    async def scenario(swarm: Swarm) -> None:
+        await trained(swarm, tmp_path)
+
+    for spec in (one, other):
+        in_virtual_time(scenario, spec)
+    with pytest.raises(UserError, match=f"--run-id: .*{other.run_id[:12]} "):
+        export_checkpoints(dirs, tmp_path / "model")
+    with pytest.raises(UserError, match="no checkpoint of a run nothing"):
+        export_checkpoints(dirs, tmp_path / "model", Wanted(run_id="nothing"))
+    export_checkpoints(dirs, tmp_path / "model", Wanted(run_id=other.run_id[:12]))
+    assert other.run_id in (tmp_path / "model" / "README.md").read_text()
 
 
 def test_checkpoints_that_lack_a_stage_are_one_line(tmp_path: Path) -> None:

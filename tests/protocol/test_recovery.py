@@ -91,9 +91,20 @@ def test_without_a_whole_round_patience_then_the_newest_with_all_parameters() ->
     assert decision.candidate.missing_shards == ((0, 2),)
 
 
-def test_without_all_parameters_the_run_begins_anew_and_says_why() -> None:
-    decision = settled([joiner("a", 0, offer(30, 0))], 2, RESTORE_PATIENCE_S)
-    assert decision == Begin("round 30 lacks stage 1")
+def test_without_all_parameters_whoever_has_them_is_waited_for_without_end() -> None:
+    a, b = joiner("a", 0, offer(30, 0)), joiner("b", 1, offer(30, 1))
+    settling = Settling()
+    settling.decide([a], 2, 0.0)
+    for now in (RESTORE_PATIENCE_S, 100 * RESTORE_PATIENCE_S):
+        assert settling.decide([a], 2, now) == Wait("round 30 lacks stage 1", True)
+    decision = settling.decide([a, b], 2, 100 * RESTORE_PATIENCE_S + 1)
+    assert isinstance(decision, Restore)
+    assert decision.candidate.round == 30
+
+
+def test_a_person_may_say_that_the_run_begins_anew() -> None:
+    records = [joiner("a", 0, offer(30, 0)), joiner("b", 1, offer(30, 1))]
+    assert Settling(begin_anew=True).decide(records, 2, 0.0) == Begin()
 
 
 def test_checkpoints_of_two_histories_do_not_fit_together() -> None:

@@ -136,6 +136,7 @@ class Swarm:
         disk: Disk | None = None,
         beside: Peer | None = None,
         is_measured: bool = False,
+        begin_anew: bool = False,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
         machine, whose device it shares. `is_measured`: it knows its speed before it serves."""
@@ -171,6 +172,7 @@ class Swarm:
             limits=self.limits,
             wanted_stage=stage,
             feeds=feeds,
+            begin_anew=begin_anew,
             on_round=lambda r, ids: on_round(r, ids),
         )
 

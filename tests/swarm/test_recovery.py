@@ -6,14 +6,16 @@ import asyncio
 import logging
 import random
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from peer.counted import COUNTED_FILE, CountedMicrobatches, read_counted
-from swarmnet.protocol.records import ACTIVE
+from swarmnet.protocol.records import ACTIVE, JOINING
 from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
 from swarmnet.simulation.device import InlineWorker
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import Snapshot
 from swarmnet.swarm.recovery import Disk
@@ -25,12 +27,21 @@ EVERY = 3
 TOLERANCE = 1e-5
 
 
-def start(swarm: Swarm, folder: Path, name: str, store: CheckpointStore | None = None) -> Peer:
+def start(
+    swarm: Swarm,
+    folder: Path,
+    name: str,
+    store: CheckpointStore | None = None,
+    *,
+    begin_anew: bool = False,
+) -> Peer:
     """A peer with a state folder, as a process that was started again would find it."""
     state = folder / name
     state.mkdir(exist_ok=True)
     store = store or CheckpointStore(state, swarm.spec)
-    peer = swarm.start(name, disk=Disk(store, InlineWorker(), EVERY, store.available()))
+    found = store.available()
+    disk = Disk(store, InlineWorker(), EVERY, found, store.unreadable)
+    peer = swarm.start(name, disk=disk, begin_anew=begin_anew)
     assert peer.feeder is not None
     on_record = CountedMicrobatches(
         state / COUNTED_FILE, swarm.spec.run_id, lambda: peer.gossip.own.history
@@ -228,14 +239,24 @@ def test_a_stage_that_died_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
-def test_without_all_parameters_the_run_begins_anew_after_patience(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def saved_aside(folder: Path) -> list[Path]:
+    return sorted(folder.glob("aside-*"))
+
+
+def spoil(folder: Path) -> None:
+    """No meta.json in it can be read any more."""
+    for path in folder.glob("peer-*/checkpoints/*/round-*/meta.json"):
+        path.write_text("{")
+
+
+@pytest.fixture
+def half_gone(tmp_path: Path) -> tuple[RunSpec, Path, Callable[[Swarm], Awaitable[None]]]:
+    """A run of four peers that was killed, and has no checkpoint of stage 1 left but aside."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
     folder = tmp_path / "state"
     folder.mkdir()
 
-    async def scenario(swarm: Swarm) -> None:
+    async def run(swarm: Swarm) -> None:
         for i in range(4):
             start(swarm, folder, f"peer-{i}")
         await swarm.until_round(EVERY + 1)
@@ -243,18 +264,85 @@ def test_without_all_parameters_the_run_begins_anew_after_patience(
         kill_all(swarm)
         for path in folder.glob("*/checkpoints/*"):
             if any(meta.stage == 1 for meta in read_metas(path)):
-                shutil.rmtree(path)
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
+                path.rename(tmp_path / f"aside-{path.parent.parent.name}-{path.name}")
+
+    return spec, folder, run
+
+
+HalfGone = tuple[RunSpec, Path, Callable[[Swarm], Awaitable[None]]]
+
+
+def test_who_alone_has_a_stage_is_waited_for_as_long_as_it_takes(
+    half_gone: HalfGone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, folder, run = half_gone
+
+    async def scenario(swarm: Swarm) -> None:
+        await run(swarm)
+        aside = saved_aside(tmp_path)
+        _, holder, run_folder = aside[0].name.rsplit("-", 2)
+        holder = f"peer-{holder}"
         with caplog.at_level(logging.WARNING, logger="swarmnet"):
             for i in range(4):
+                if f"peer-{i}" != holder:
+                    start(swarm, folder, f"peer-{i}")
+            await asyncio.sleep(20 * RESTORE_PATIENCE_S)
+        assert all(m.peer.gossip.own.state == JOINING for m in swarm.members.values())
+        said = [r.message for r in caplog.records if "lacks stage 1" in r.message]
+        assert any("--begin-anew" in line for line in said), said
+        assert len(said) < 3 * 40, "it is said again and again"
+        (folder / holder / "checkpoints").mkdir(exist_ok=True)
+        aside[0].rename(folder / holder / "checkpoints" / run_folder)
+        start(swarm, folder, holder)
+        assert (await first_rounds(swarm, 4))[0] == EVERY
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_one_peer_is_told_to_begin_anew_and_the_others_follow(
+    half_gone: HalfGone, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, folder, run = half_gone
+
+    async def scenario(swarm: Swarm) -> None:
+        await run(swarm)
+        with caplog.at_level(logging.WARNING, logger="swarmnet"):
+            for i in range(3):
                 start(swarm, folder, f"peer-{i}")
+            await asyncio.sleep(2 * RESTORE_PATIENCE_S)
+            start(swarm, folder, "peer-3", begin_anew=True)
             assert (await first_rounds(swarm, 4))[0] == 0
-        assert RESTORE_PATIENCE_S <= loop.time() - began_at < RESTORE_PATIENCE_S + 30
-        assert any("lacks stage 1" in r.message for r in caplog.records)
-        await swarm.until_round(EVERY)
-        trainer = replay(spec, counted(folder), EVERY)
-        assert trainer is not None
+        lines = [r.message for r in caplog.records]
+        assert any(f"has a checkpoint of round {EVERY} that is not part" in line for line in lines)
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_who_cannot_read_what_it_saved_does_not_begin_anew_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path, "peer-0")
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        kill_all(swarm)
+        spoil(tmp_path)
+        with caplog.at_level(logging.WARNING, logger="swarmnet"):
+            start(swarm, tmp_path, "peer-0")
+            await asyncio.sleep(2 * RESTORE_PATIENCE_S)
+        assert swarm.members["peer-0"].peer.gossip.own.state == JOINING
+        assert any("cannot be read" in r.message for r in caplog.records)
+        swarm.kill("peer-0")
+        start(swarm, tmp_path, "peer-0", begin_anew=True)
+        assert (await first_rounds(swarm, 1))[0] == 0
 
     in_virtual_time(scenario, spec)
 
