@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -224,6 +225,13 @@ def peer(
             "reads no files that you have not named.",
         ),
     ] = None,
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Where this machine has the run's tokenizer.json, where the run has one.",
+        ),
+    ] = "",
     builder: Annotated[
         str,
         typer.Option(
@@ -343,6 +351,7 @@ def peer(
                 relay=not no_relay,
                 direct_port=direct_port,
                 data=tuple(data or ()),
+                tokenizer=tokenizer,
                 builder=builder,
                 feed=not no_feed,
                 threads=threads,
@@ -466,7 +475,10 @@ def status(
         if watch and as_json:
             raise UsageError("--watch is for people; repeat --json where a program wants to look")
         if watch:
-            _run(watch_status(address, transport=transport, console=Console()))
+            from peer.loop import Stopped, run
+
+            with suppress(Stopped):  # how it ends
+                run(watch_status(address, transport=transport, console=Console()))
         else:
             _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
 
@@ -883,7 +895,9 @@ def _serve(options: PeerOptions, parent_pid: int | None) -> None:
     with open_metrics(options.metrics, append=True) as metrics:
 
         def show(running: Running) -> Coroutine[Any, Any, None]:
-            return report_peer(running, options.screen, metrics, page)
+            return report_peer(
+                running, options.screen, metrics, page, stays=not options.exit_when_done
+            )
 
         from peer.daemon import run_peer
 

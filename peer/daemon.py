@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from peer.computing import choose_computing, free_bytes_of
@@ -28,7 +29,9 @@ from peer.joining import (
     find_run,
     learn_others,
     look_for_others,
+    peers_beside,
     read_addresses,
+    tell_run,
 )
 from peer.limits import LIMITS_FILE, change_limits
 from peer.loop import spare_old_objects
@@ -191,10 +194,13 @@ def build_machine(
         return build_local_steps(spec, stage, optimizer, store)
 
     data = None
-    paths = options.data_paths(spec)
-    if options.feed and beside is None and (paths or spec.model.kind == "custom"):
+    paths, tokenizer = options.data_paths(spec), options.data_tokenizer(spec)
+    if options.feed and beside is None and paths and not tokenizer:
+        name = PurePath(spec.data.tokenizer).name
+        log.warning("this machine's %s was not named (--tokenizer): it does not feed", name)
+    elif options.feed and beside is None and (paths or spec.model.kind == "custom"):
         try:
-            data = open_data(spec, override_paths=list(paths) or None)
+            data = open_data(spec, list(paths) or None, tokenizer)
         except DataError as e:
             if options.starts_run or options.data:
                 raise
@@ -302,10 +308,15 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             join = await read_addresses(options.join, _say)
             neighbours += learn_others(net.transport, join, neighbours[0])
         else:  # it may be there already: this peer started it once, and starts again
-            neighbours = await find_living(net.transport, known, spec.run_id)
-            join = known.addresses() if neighbours else join
+            beside = peers_beside(options.state_dir, spec.run_id)
+            neighbours = await find_living(net.transport, known, spec.run_id, beside)
+            join = [*known.addresses(), *beside] if neighbours else join
+            if neighbours and known.run_id != spec.run_id:
+                _say("this run is alive on this machine already: joining it")
             if not neighbours and known.run_id == spec.run_id and known.peers:
                 _say(f"none of the {len(known.peers)} peers met before answers; it goes on looking")
+        own_address = best_address(net.transport.addresses())
+        stack.callback(tell_run(options.state_dir, spec.run_id, own_address))
         admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
@@ -387,6 +398,8 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             threads: dict[str, Any] = {"device": machine.device, "averaging": machine.worker}
             await until_over(life, group, until_stuck(threads))
         except asyncio.CancelledError:
+            if options.screen != "quiet":
+                _say("handing over and leaving, as soon as others have what only this peer has")
             seats.stop()
             try:
                 await life

@@ -227,7 +227,11 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
         )
     except SwarmnetError as e:
         mend = "stop what uses it (your own peer?), or choose another --port"
-        return [Finding("port", BAD, str(e), mend)], None
+        found = [Finding("port", BAD, str(e), mend)]
+        if options.join:
+            text = "not looked into, for want of a port"
+            found.append(Finding("the run", SKIPPED, text, "without --port it takes any free one"))
+        return found, None
     try:
         addresses = listening.transport.addresses()
         which = f"{options.port}" if options.port else "any free one"

@@ -139,6 +139,7 @@ def write_folder(out: Path, spec: RunSpec, round_index: int, named: dict[str, Te
             if spec.model.kind == "llama":
                 (beside / CONFIG_FILE).write_text(json.dumps(llama_config(spec), indent=2) + "\n")
             (beside / README_FILE).write_text(_readme(spec, round_index))
+            shutil.copymode(beside / README_FILE, beside / MODEL_FILE)  # it is to be shared
             if out.is_dir():
                 out.rmdir()
             beside.rename(out)

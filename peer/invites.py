@@ -119,6 +119,8 @@ async def issue_invite(options: InviteOptions) -> str:
     valid_s = parse_duration_s(options.valid)
     if options.peer_id and not is_peer_id(options.peer_id):
         raise UserError(f"--peer {options.peer_id[:64]!r} is no peer id (12D3Koo...)")
+    if (options.spec is not None or options.join) and not options.key.exists():
+        raise UserError(f"there is no key {options.key}; name the one that closed the run")
     owner = Identity.load_or_create(options.key)
     if options.spec is None and not options.join:
         return f'[security]\nadmission = "invite"\nowner = "{owner.peer_id}"'

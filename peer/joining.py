@@ -33,6 +33,8 @@ DIAL_TIMEOUT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0
 """Between two rounds of attempts; it doubles."""
 KNOWN_FILE = "peers.json"
+RUNNING_FILE = "running.json"
+"""Of a peer that is at work: its run, and its address."""
 MAX_KNOWN = 64
 """Peers that are remembered."""
 MAX_KNOWN_BYTES = 1 << 20
@@ -230,11 +232,41 @@ async def find_run(
             await backoff.wait(text[:MAX_REASON_CHARS])
 
 
-async def find_living(transport: Transport, known: KnownPeers, run_id: str) -> list[str]:
-    """Who of a run that is to be started is there already, from another time: peer ids."""
-    if known.run_id != run_id:
-        return []
-    for address in known.addresses():
+def tell_run(state_dir: Path, run_id: str, address: str) -> Callable[[], None]:
+    """Says in a peer's state folder what it is part of, for who starts the same run beside it
+    (`peers_beside`); returns what takes it back."""
+    path = state_dir / RUNNING_FILE
+    try:
+        path.write_text(json.dumps({"run_id": run_id, "address": address}))
+    except OSError as e:
+        log.warning("cannot write %s: %s", path, e.strerror)
+
+    def take_back() -> None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+    return take_back
+
+
+def peers_beside(state_dir: Path, run_id: str) -> list[str]:
+    """Addresses of this machine's other peers in a run, whose state folders lie beside this one.
+    Who was killed may be among them."""
+    found: list[str] = []
+    for path in sorted(state_dir.absolute().parent.glob(f"*/{RUNNING_FILE}"))[:MAX_KNOWN]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with path.open("rb") as file:
+                said = json.loads(file.read(MAX_KNOWN_BYTES))
+            if said["run_id"] == run_id and path.parent != state_dir.absolute():
+                found.append(str(said["address"]))
+    return found
+
+
+async def find_living(
+    transport: Transport, known: KnownPeers, run_id: str, beside: Sequence[str] = ()
+) -> list[str]:
+    """Who of a run that is to be started is there already, from another time or `beside` this peer
+    (addresses): peer ids."""
+    for address in [*(known.addresses() if known.run_id == run_id else ()), *beside]:
         try:
             peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
             reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)

@@ -39,7 +39,7 @@ from peer.screen import peers_table
 from peer.text import number, size
 from peer.view_model import Summary
 from swarmnet.errors import SwarmnetError
-from swarmnet.spec import PYTHON_STDLIB, RunSpec, describe, load_spec
+from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec, describe, load_spec
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""
@@ -239,6 +239,8 @@ def _joiner_arguments(options: LocalOptions, spec: RunSpec, *addresses: str) -> 
     if any(path != PYTHON_STDLIB for path in spec.data.paths):
         for path in spec.data.paths:
             arguments += ["--data", path]
+    if spec.data.tokenizer != BYTES_TOKENIZER:
+        arguments += ["--tokenizer", spec.data.tokenizer]
     if spec.model.kind == "custom":
         arguments += ["--builder", spec.model.builder]
     return arguments + _shared_arguments(options)
@@ -278,7 +280,7 @@ async def _sample(observer: RunObserver) -> list[str]:
     """A short text that the model writes, as lines; nothing for what is not a language model of
     bytes. A run that cannot say a word has still done its rounds, so a failure is a line too."""
     spec = observer.spec
-    if spec.model.kind != "llama" or spec.data.tokenizer != "bytes":
+    if spec.model.kind != "llama" or spec.data.tokenizer != BYTES_TOKENIZER:
         return []
     prompt = "def " if PYTHON_STDLIB in spec.data.paths else "The "
     try:

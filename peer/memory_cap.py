@@ -71,8 +71,9 @@ class MemoryCap:
         others = f" beside {len(beside)} more" if beside else ""
         return (
             f"stage {stage_index}{others} takes {total / MIB:,.0f} MiB with one microbatch in "
-            f"flight, and --max-memory allows {self.cap_bytes / MIB:,.0f} MiB "
-            f"({size_text(self.cap_bytes)}); allow more, or join a smaller run"
+            f"flight, and this peer's --max-memory, which is kept in its state folder, allows "
+            f"{self.cap_bytes / MIB:,.0f} MiB ({size_text(self.cap_bytes)}); allow more "
+            "(--max-memory none for no limit), or join a smaller run"
         )
 
     def max_open_steps(self, stage_index: int, beside: Sequence[int] = ()) -> int | None:

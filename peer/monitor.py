@@ -103,6 +103,7 @@ class Monitor:
         self._switched = -1
         self._next: int | None = None
         self._looked = False
+        self._began_unix_s = 0.0
         self._round_began_at: float | None = None
         self._recent: deque[RoundFinished] = deque(maxlen=RECENT_ROUNDS)
         self._last: RoundFinished | None = None
@@ -122,10 +123,16 @@ class Monitor:
 
         `now`: seconds of a clock that never goes back. `unix_s`: the time to put on the events."""
         first_look, self._looked = not self._looked, True
+        if first_look:
+            self._began_unix_s = unix_s
         records = sorted(records, key=lambda r: r.peer_id)
         events: list[Event] = []
         for record in records:
-            events += self._observe_peer(record, record.peer_id in live, first_look, unix_s)
+            # What it had done before anybody looked is no news, also where it is heard of later.
+            is_old = record.peer_id not in self._seen and (
+                first_look or 0 < record.started_unix_s < self._began_unix_s
+            )
+            events += self._observe_peer(record, record.peer_id in live, first_look, is_old, unix_s)
         events += self._observe_gone(records, unix_s)
         events += self._observe_held_out(records, unix_s)
         events += self._observe_switches(unix_s)
@@ -134,8 +141,9 @@ class Monitor:
         return events
 
     def _observe_peer(
-        self, record: Record, live: bool, first_look: bool, unix_s: float
+        self, record: Record, live: bool, first_look: bool, is_old: bool, unix_s: float
     ) -> list[Event]:
+        """`is_old`: the first that is seen of a peer that had been there before."""
         events: list[Event] = []
         live = live and record.state != LEFT
         old = self._seen.get(record.peer_id)
@@ -143,7 +151,7 @@ class Monitor:
         seen = _Seen(record, live, old.served if old and same_process else OBSERVER_STAGE)
         self._seen[record.peer_id] = seen
         paused_before = old.record.paused if old and same_process else ""
-        if record.paused and not paused_before and not first_look:
+        if record.paused and not paused_before and not is_old:
             events.append(PeerPaused(unix_s, record.peer_id, record.paused))
         elif paused_before and not record.paused:
             events.append(PeerResumed(unix_s, record.peer_id))
@@ -158,13 +166,13 @@ class Monitor:
                     events.append(Migrated(unix_s, record.peer_id, seen.served, record.stage))
                 seen.served = record.stage
         before = old.record.totals if old and same_process else {}
-        if not first_look:
+        if not is_old:
             known = old.record.strikes if old and same_process else {}
             events += _strikes(record, known, unix_s)
-        return events + self._observe_totals(record, before, first_look, unix_s)
+        return events + self._observe_totals(record, before, first_look, is_old, unix_s)
 
     def _observe_totals(
-        self, record: Record, before: dict[str, int], first_look: bool, unix_s: float
+        self, record: Record, before: dict[str, int], first_look: bool, is_old: bool, unix_s: float
     ) -> list[Event]:
         events: list[Event] = []
         for key in sorted(record.totals):
@@ -174,7 +182,7 @@ class Monitor:
             self._totals[key] = self._totals.get(key, 0) + grown
             if first_look and key == "sent_bytes":
                 self._sent_before += grown
-            if key in COUNTED and not first_look:
+            if key in COUNTED and not is_old:
                 events.append(COUNTED[key](unix_s, record.peer_id, grown))
         return events
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from peer.limits import LimitOptions
 from swarmnet.errors import UserError
-from swarmnet.spec import PYTHON_STDLIB, RunSpec
+from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
 
 TransportName = Literal["p2pd", "py-libp2p"]
 LocalName = Literal["tensor", "fsdp"]
@@ -63,6 +63,8 @@ class PeerOptions:
     """Where to listen for them; 0 = any that is free."""
     data: tuple[str, ...] = ()
     """Where this machine has the data, in place of the spec's `paths`."""
+    tokenizer: str = ""
+    """Where this machine has the run's tokenizer.json, in place of the spec's `tokenizer`."""
     builder: str = ""
     """Where this machine has a custom model's code, in place of the spec's `builder`."""
     feed: bool = True
@@ -125,6 +127,13 @@ class PeerOptions:
         if self.starts_run or all(path == PYTHON_STDLIB for path in spec.data.paths):
             return spec.data.paths
         return ()
+
+    def data_tokenizer(self, spec: RunSpec) -> str:
+        """`bytes`, or the tokenizer.json that this peer may read; empty = it does not feed text.
+        As with the data, a file is never chosen by the network."""
+        if self.starts_run or spec.data.tokenizer == BYTES_TOKENIZER:
+            return self.tokenizer or spec.data.tokenizer
+        return self.tokenizer
 
     def model_builder(self, spec: RunSpec) -> str:
         """`path/file.py:function` of a custom model. Raises `UserError` where the code would be

@@ -164,6 +164,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         "4 for the gradient under way + 4 x R / N for how far parameters are ahead "
         "(auto: where it chooses delayed)"
     )
+    first = spec.sync_warmup_rounds
+    warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
     return [
         f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
         f"+ {parts.get(sync.mode, delayed)} = {a_parameter:.2f}, with R = "
@@ -171,8 +173,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"stage; {p.total + exchange_bytes(sync.mode, 1.0, p):g} without ZeRO (Rajbhandari et al., "
         "2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed 4 (2 (N - 1) + R - 1) / N a round; local the "
-        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner; "
-        f"both in each of the first {spec.sync_warmup_rounds} rounds, the warm-up of this run. "
+        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner"
+        f"{warm_up}. "
         "Activations and their gradients come on top.",
         f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swarmnet.errors import UserError
+
 MAX_READY_BYTES = 1 << 16
 
 
@@ -21,10 +23,14 @@ class Ready:
 
 
 def write_ready_file(path: Path, address: str, peer_id: str) -> None:
-    """Says that this process listens. A reader sees the whole file or none."""
+    """Says that this process listens. A reader sees the whole file or none. Raises `UserError`
+    where it cannot be written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(asdict(Ready(address, peer_id, os.getpid()))) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(asdict(Ready(address, peer_id, os.getpid()))) + "\n")
+        beside.replace(path)
+    except OSError as e:
+        raise UserError(f"cannot write the ready file {path}: {e.strerror}") from None
 
 
 def read_ready_file(path: Path) -> Ready | None:

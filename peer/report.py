@@ -18,7 +18,8 @@ from peer.events import Event
 from peer.metrics import MetricsFile
 from peer.monitor import Monitor
 from peer.options import ScreenName
-from peer.screen import Screen
+from peer.screen import PeerConsole, Screen
+from peer.text import short_id
 from peer.view_model import ViewModel
 from swarmnet.errors import UserError
 from swarmnet.protocol.view import View
@@ -31,6 +32,8 @@ LOOK_EVERY_S = 0.1
 only, and those of a small model are short."""
 
 
+LAST_WORDS_S = 10.0
+"""How long the last round and measurement are waited for before the run is said to be done."""
 STATE_EVERY_S, STATE_EVERY_S_PER_PEER = 10.0, 0.2
 """Between two `state` lines of a metrics file."""
 PLAIN_WIDTH = 120
@@ -69,8 +72,8 @@ def monitor_of(spec: RunSpec) -> Monitor:
 
 def make_console() -> Console:
     """Wide enough for the tables where there is no terminal to ask."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+    console = PeerConsole(highlight=False)
+    return console if console.is_terminal else PeerConsole(highlight=False, width=PLAIN_WIDTH)
 
 
 class Reporter:
@@ -152,9 +155,12 @@ async def report_peer(
     mode: ScreenName,
     metrics: MetricsFile | None,
     page: tuple[str, socket.socket] | None = None,
+    *,
+    stays: bool = True,
 ) -> None:
     """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and socket
-    of the dashboard, where one is wanted."""
+    of the dashboard, where one is wanted. `stays`: after the end of the run too."""
+    and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         hub = None
@@ -164,15 +170,25 @@ async def report_peer(
         say = reporter.screen.say
         if not reporter.screen.is_quiet:
             say(describe(running.spec))
-            say("to join this run:")
+            own = short_id(running.address.rpartition("/p2p/")[2])
+            say(f"to join this run (this peer is {own}):")
         say(f"swarmnet peer --join {running.address}")
         if page is not None and not reporter.screen.is_quiet:
             say(f"dashboard: {shown_at}")
         if running.limits() and not reporter.screen.is_quiet:
             say(f"limits: {running.limits()}")
+        done_at = float("inf")
+        is_told = reporter.screen.is_quiet
         try:
             while True:
                 reporter.look(running.view, loop.time(), time.time(), running.limits())
+                if reporter.monitor.done:
+                    done_at = min(done_at, loop.time())
+                    is_all = reporter.monitor.all_told or loop.time() - done_at > LAST_WORDS_S
+                    if is_all and not is_told:
+                        is_told = True
+                        rounds = running.spec.optimizer.rounds
+                        say(f"the run has done its {rounds} rounds; {and_now}")
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:  # the last measurement may have come since
             reporter.look(running.view, loop.time(), time.time(), running.limits())

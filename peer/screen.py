@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +20,8 @@ from peer.text import coverage, number, sentence, short_id, size
 from peer.view_model import PeerRow, StageRow, ViewModel
 from swarmnet.spec import RunSpec
 
+log = logging.getLogger("swarmnet.peer")
+
 REFRESH_PER_S = 4
 MAX_STAGES_SHOWN = 32
 MAX_PEERS_SHOWN = 40
@@ -28,6 +33,14 @@ STATE_STYLES = {
     "paused": "yellow",
     "lost": "red",
 }
+
+
+class PeerConsole(Console):
+    """One that leaves it to its user what a broken pipe means."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises `BrokenPipeError`."""
+        raise BrokenPipeError("nobody reads it")
 
 
 class Screen:
@@ -43,6 +56,9 @@ class Screen:
         self.is_live = mode == "auto" and console.is_terminal
         self.is_quiet = mode == "quiet"
         self._live: Live | None = None
+        self._drawn_at = float("-inf")
+        self._is_mute = False
+        """Nothing can be printed any more."""
         self._coverage = ""
         # Checkpoints are for the metrics; a live screen shows the rounds itself.
         self._untold: tuple[type[Event], ...] = (CheckpointSaved,)
@@ -52,10 +68,8 @@ class Screen:
     def __enter__(self) -> Screen:
         if self.is_live:
             # transient: what stays on the terminal is the lines and the summary
-            self._live = Live(
-                console=self.console, refresh_per_second=REFRESH_PER_S, transient=True
-            )
-            self._live.start()
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._speak(self._live.start)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,16 +78,31 @@ class Screen:
     def close(self) -> None:
         """Gives the terminal back. Idempotent."""
         if self._live is not None:
-            self._live.stop()
+            self._speak(self._live.stop)
             self._live = None
+
+    def _speak(self, speak: Callable[[], None]) -> None:
+        """A terminal that is gone, a pipe that nobody reads or a full disk behind it ends what is
+        said, and not the peer."""
+        if self._is_mute:
+            return
+        try:
+            speak()
+        except (OSError, ValueError) as e:
+            self._is_mute = True
+            log.warning("nothing more is printed (%s); all else goes on", e)
+            with contextlib.suppress(OSError, ValueError):  # what is left there fails at the end
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.console.file.fileno())
+                os.close(nowhere)
 
     def say(self, line: str) -> None:
         """A line of text, as it is (no markup), never wrapped: it may be there to be copied."""
-        self.console.print(Text(line), soft_wrap=True)
+        self._speak(lambda: self.console.print(Text(line), soft_wrap=True))
 
     def draw(self, renderable: RenderableType) -> None:
         """Something that stays, such as the summary."""
-        self.console.print(renderable)
+        self._speak(lambda: self.console.print(renderable))
 
     def show(
         self, spec: RunSpec, model: ViewModel, events: Sequence[Event], limits: str = ""
@@ -84,8 +113,11 @@ class Screen:
         for event in events:
             if not isinstance(event, self._untold):
                 self.say(sentence(event, model.rounds))
-        if self._live is not None:
-            self._live.update(dashboard(spec, model, limits))
+        live, now = self._live, self.console.get_time()
+        if live is not None:
+            if now - self._drawn_at >= 1 / REFRESH_PER_S:
+                self._drawn_at = now
+                self._speak(lambda: live.update(dashboard(spec, model, limits), refresh=True))
         elif coverage(model) != self._coverage and not model.done:
             self._coverage = coverage(model)
             self.say(self._coverage)
@@ -133,7 +165,8 @@ def _stages(stages: Sequence[StageRow]) -> RenderableType:
         if row.num_replicas == 0:
             blocks.append(" nobody serves it", "red")
         rate = f"{number(row.samples_per_s, 1)} samples/s" if row.samples_per_s else ""
-        table.add_row(Text(f"stage {row.stage}", "dim"), blocks, rate)
+        risk = Text(row.risk if row.num_replicas else "", "yellow")
+        table.add_row(Text(f"stage {row.stage}", "dim"), blocks, rate, risk)
     if len(stages) > MAX_STAGES_SHOWN:
         table.add_row("", f"and {len(stages) - MAX_STAGES_SHOWN} more", "")
     return table

@@ -16,6 +16,7 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from peer.options import UsageError
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.sync_modes import DELAYED, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
@@ -32,6 +33,10 @@ from swarmnet.simulation.scenario import (
 from swarmnet.simulation.swarm import simulate
 
 Say = Callable[[str], None]
+NO_ROUND = (
+    "no round ended in this time: give it more --hours, or less work in a round (--microbatches, "
+    "--service)"
+)
 PROGRESS_S = 20.0
 """Between two lines of a long simulation."""
 
@@ -84,6 +89,8 @@ def run_simulation(options: SimulateOptions, say: Say = print) -> None:
     """Runs and prints; raises `InvariantFailed` where an invariant broke, `UserError` where
     the plot cannot be drawn or the trace not read."""
     logging.getLogger("swarmnet").setLevel(logging.CRITICAL)
+    if options.peers < options.stages and not options.sweep and options.replay is None:
+        raise UsageError(f"{options.stages} stages need as many peers: --peers {options.stages}")
     if options.plot is not None:
         _import_pyplot()  # a missing library is to be known before the hours, not after
     if options.sweep:
@@ -129,6 +136,8 @@ def _large(options: SimulateOptions, say: Say) -> None:
     with _until_interrupted(say if not options.as_json else lambda _: None) as stop:
         result = simulate(scenario, stop, _Progress(scenario.until_s))
     took_s = time.perf_counter() - began
+    if not result.rounds and result.broken is None:
+        print(NO_ROUND, file=sys.stderr)
     if options.as_json:
         say(dumps(summary(result, took_s)))
     else:

@@ -23,6 +23,7 @@ from peer.events import (
     SyncMode,
 )
 from peer.view_model import ViewModel
+from swarmnet.protocol.seats import SEPARATOR
 
 ID_CHARACTERS = 8
 """The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""
@@ -30,7 +31,8 @@ ID_CHARACTERS = 8
 
 def short_id(peer_id: str) -> str:
     """The part of a peer id that people compare."""
-    return peer_id[-ID_CHARACTERS:]
+    machine, separator, seat = peer_id.partition(SEPARATOR)
+    return f"{machine[-ID_CHARACTERS:]}{separator}{seat}"
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -111,4 +113,5 @@ def sentence(event: Event, rounds: int) -> str:
 def coverage(model: ViewModel) -> str:
     """How many replicas each stage has, in one line."""
     rows = [f"{r.num_replicas}" + (f"+{r.num_joining}" * (r.num_joining > 0)) for r in model.stages]
-    return "replicas by stage: " + " ".join(rows)
+    joining = " (+ joining)" if any(r.num_joining for r in model.stages) else ""
+    return f"replicas by stage{joining}: " + " ".join(rows)

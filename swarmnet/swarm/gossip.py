@@ -42,6 +42,8 @@ from swarmnet.wire import Message, convert, pack, unpack
 
 log = logging.getLogger("swarmnet.gossip")
 
+EXCHANGE_S = 10.0
+"""Longest wait for another's news."""
 CATCH_UP_S = 2.0
 """Longest wait for what was urgent in the last moments."""
 PUSH_FANOUT = 16
@@ -366,7 +368,7 @@ class Gossip:
                 self._tend()
                 peer_id = self._partner()
                 if peer_id is not None:
-                    self._tasks.start(self.exchange(peer_id))
+                    self._tasks.start(self._hear_from(peer_id, EXCHANGE_S))
         finally:
             self._awake.stop()
             for timer in (self._push_timer, self._telling):
@@ -432,8 +434,8 @@ class Gossip:
         pool = pool or [p for p in self.transport.connected() if p != own]
         return self.rng.choice(pool) if pool else None
 
-    async def exchange(self, peer_id: str, timeout_s: float = 10.0) -> bool:
-        """Swaps what is new with one peer; False where it cannot be reached."""
+    async def exchange(self, peer_id: str, timeout_s: float = EXCHANGE_S) -> bool:
+        """Swaps what is new with one peer; False where it cannot be reached. Raises `WrongRun`."""
         if not self.quiet:
             self._seal_if_due()
         request = GossipRequest(stamps=self._stamps(), suspicions=self._suspicions())

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from swarmnet.admission import OPEN, Admission
-from swarmnet.errors import NotReady, SwarmnetError, Unreachable, UserError
+from swarmnet.errors import NotReady, SwarmnetError, Unreachable, UserError, WrongRun
 from swarmnet.protocol import assignment, progress
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.records import (
@@ -297,8 +297,14 @@ class Peer:
         end = loop.time() + MEET_S
         met = not neighbours
         while not met:
-            for peer_id in neighbours:
-                met = await self.gossip.exchange(peer_id) or met
+            for peer_id in list(neighbours):
+                try:
+                    met = await self.gossip.exchange(peer_id) or met
+                except WrongRun as e:
+                    if len(neighbours) == 1:
+                        raise
+                    log.warning("%s is not asked any more: %s", peer_id[-8:], e)
+                    neighbours = [p for p in neighbours if p != peer_id]
             if not met and loop.time() >= end:
                 raise Unreachable("none of the known peers of the run answers")
             if not met:

@@ -116,8 +116,11 @@ class TextData:
         return from_numpy(windows[:, :-1]), from_numpy(windows[:, 1:])
 
 
-def open_data(spec: RunSpec, override_paths: Sequence[str] | None = None) -> Data:
-    """The microbatches of a run. `override_paths`: where this machine keeps the text.
+def open_data(
+    spec: RunSpec, override_paths: Sequence[str] | None = None, override_tokenizer: str = ""
+) -> Data:
+    """The microbatches of a run. `override_paths`: where this machine keeps the text;
+    `override_tokenizer`: likewise the tokenizer.json.
 
     Raises:
         DataError: the text cannot be read, is too short, or does not fit the vocabulary.
@@ -128,8 +131,9 @@ def open_data(spec: RunSpec, override_paths: Sequence[str] | None = None) -> Dat
         return plan.data(spec)
     if plan.inputs.dtype != "int32" or len(plan.inputs.shape) != 1:
         raise DataError("[model] builder: the model does not take text, so its plan must give data")
+    tokenizer = override_tokenizer or spec.data.tokenizer
     return open_text(
-        spec.data,
+        spec.data.model_copy(update={"tokenizer": tokenizer}),
         override_paths,
         seed=spec.seed,
         samples_per_microbatch=spec.pipeline.microbatch,

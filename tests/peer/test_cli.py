@@ -20,6 +20,7 @@ COMMANDS = {
         "--spec",
         "--join",
         "--begin-anew",
+        "--tokenizer",
         "--stage",
         "--port",
         "--host",

@@ -66,6 +66,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, key: Path, closed: Path
     invite = ask(InviteOptions(key, closed))
     run_id = spec.run_id
     owner = Identity.load_or_create(key)
+    Identity.load_or_create(tmp_path / "other.key")
     for given, said in (
         ("nonsense", "neither an invite"),
         (str(tmp_path), "neither an invite"),
@@ -116,3 +117,9 @@ def test_durations(text: str, seconds: int) -> None:
 def test_other_durations_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--valid"):
         parse_duration_s(text)
+
+
+def test_a_mistyped_key_is_not_made(tmp_path: Path, key: Path, closed: Path) -> None:
+    with pytest.raises(UserError, match="there is no key"):
+        ask(InviteOptions(tmp_path / "owner.kye", closed))
+    assert not (tmp_path / "owner.kye").exists()

@@ -18,7 +18,9 @@ from peer.joining import (
     find_living,
     find_run,
     look_for_others,
+    peers_beside,
     read_addresses,
+    tell_run,
 )
 from peer.options import default_spec_path
 from swarmnet.errors import AddressError, UserError
@@ -149,6 +151,29 @@ def test_a_first_peer_that_comes_back_finds_its_run_alive(tmp_path: Path) -> Non
         assert await find_living(first, known, "another run") == []
 
     run_virtual(main())
+
+
+def test_the_same_run_is_found_on_the_same_machine(tmp_path: Path) -> None:
+    """The command that starts a run was typed twice."""
+    own, other = tmp_path / "peer-2", tmp_path / "peer-1"
+    for folder in (own, other, tmp_path / "peer-3", tmp_path / "peer-4"):
+        folder.mkdir()
+    (tmp_path / "peer-3" / "running.json").write_text("{")
+    tell_run(tmp_path / "peer-4", "another run", address(IDS[1]))
+    tell_run(own, SPEC.run_id, address(IDS[2]))
+    take_back = tell_run(other, SPEC.run_id, address(IDS[0]))
+    assert peers_beside(own, SPEC.run_id) == [address(IDS[0])]
+
+    async def main() -> None:
+        hub = MemoryHub()
+        serve(hub, IDS[0])
+        known = KnownPeers(own / "peers.json")
+        beside = peers_beside(own, SPEC.run_id)
+        assert await find_living(hub.transport("own"), known, SPEC.run_id, beside) == [IDS[0]]
+
+    run_virtual(main())
+    take_back()
+    assert peers_beside(own, SPEC.run_id) == []
 
 
 def test_who_is_alone_goes_on_looking_for_those_it_has_met(tmp_path: Path) -> None:

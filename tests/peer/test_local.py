@@ -135,6 +135,9 @@ def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
     assert first[:4] == ["--spec", str(path), "--rounds", str(ROUNDS)]
     assert joiner[:6] == ["--join", "/fake", "--data", "/corpus", "--data", "b.txt"]
     assert "--data" not in local._joiner_arguments(opts, spec, "/fake")
+    path.write_text(text.replace('tokenizer = "bytes"', 'tokenizer = "/t.json"'))
+    joiner = local._joiner_arguments(opts, load_spec(path), "/fake")
+    assert joiner[joiner.index("--tokenizer") + 1] == "/t.json"
 
 
 def test_cancelling_ends_the_children_and_says_what_happened_until_then(

@@ -84,6 +84,21 @@ def test_a_round_is_told_once_when_committed_and_left_behind() -> None:
     assert onlooker.rounds(a, b) == []
 
 
+def test_what_others_did_before_this_onlooker_came_is_no_news() -> None:
+    """A newcomer sees itself first, and hears of the others later."""
+    onlooker = Onlooker()
+    own = record("a", 0, started_unix_s=1e9)
+    onlooker.look(own)
+    old = record("b", 1, started_unix_s=1e9 - 600, totals={"rerouted": 7}, strikes={"x": 1})
+    young = record("c", 1, started_unix_s=1e9 + 2, totals={"rerouted": 2})
+    assert onlooker.look(own, old) == [PeerJoined(1e9 + 2, "b", 1)]
+    assert Rerouted(1e9 + 3, "c", 2) in onlooker.look(own, old, young)
+    old = replace(old, totals={"rerouted": 9}, strikes={"x": 2})
+    assert [e for e in onlooker.look(own, old, young) if isinstance(e, Rerouted)] == [
+        Rerouted(1e9 + 4, "b", 2)
+    ]
+
+
 def test_a_round_waits_for_the_counts_that_are_still_on_their_way() -> None:
     onlooker = Onlooker()
     a, b = record("a", 0, counts=(count(0, 4),)), record("b", 1)

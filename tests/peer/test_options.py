@@ -51,6 +51,15 @@ def test_a_spec_from_the_network_chooses_no_files_of_this_machine(
     assert options.data_paths(spec) == paths
 
 
+def test_a_spec_from_the_network_chooses_no_tokenizer_of_this_machine() -> None:
+    data = FILES.data.model_copy(update={"tokenizer": "/etc/tokenizer.json"})
+    own = FILES.model_copy(update={"data": data})
+    assert STARTER.data_tokenizer(own) == "/etc/tokenizer.json"
+    assert JOINER.data_tokenizer(own) == ""
+    assert replace(JOINER, tokenizer="mine.json").data_tokenizer(own) == "mine.json"
+    assert JOINER.data_tokenizer(FILES) == "bytes"
+
+
 def test_a_spec_from_the_network_runs_no_code_unasked() -> None:
     assert STARTER.model_builder(CUSTOM) == "model.py:build"
     assert replace(JOINER, builder="mine.py:f").model_builder(CUSTOM) == "mine.py:f"

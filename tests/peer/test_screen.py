@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from peer.metrics import MetricsFile
 from peer.monitor import Monitor
 from peer.options import default_spec_path
 from peer.report import Reporter
-from peer.screen import Screen
+from peer.screen import PeerConsole, Screen
 from peer.status import show_status, watch_status
 from peer.text import sentence, size
 from peer.view_model import ViewModel
@@ -63,6 +64,35 @@ def test_a_terminal_shows_coverage_progress_and_peers() -> None:
     assert "loss 3.250" not in drawn.split("nobody")[0], "rounds are not also said as lines"
 
 
+class Broken(io.StringIO):
+    """Like a pipe that nobody reads, or a full disk."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError(28, "No space left on device"), OSError(5, "I/O error")]
+)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_who_cannot_print_says_so_once_and_goes_on(
+    error: OSError, is_terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="swarmnet.peer"),
+        Screen(PeerConsole(file=Broken(error), force_terminal=is_terminal)) as screen,
+    ):
+        for _ in range(3):
+            screen.say("a line")
+            screen.show(SPEC, model_of(SPEC, record("a", 0)), [ROUND])
+            screen.draw("a table")
+    assert len([r for r in caplog.records if "nothing more is printed" in r.message]) == 1
+
+
 def test_a_quiet_screen_says_only_what_it_is_told_to() -> None:
     out = io.StringIO()
     with Screen(Console(file=out, force_terminal=True), "quiet") as screen:
@@ -72,6 +102,9 @@ def test_a_quiet_screen_says_only_what_it_is_told_to() -> None:
 
 
 def test_sentences_and_sizes() -> None:
+    assert sentence(PeerJoined(0.0, "12D3KooWabcdefgh/2", 1), 10) == (
+        "peer abcdefgh/2 joined (stage 1)"
+    )
     assert sentence(PeerJoined(0.0, "12D3KooWabcdefgh", -1), 10) == (
         "peer abcdefgh joined (no stage yet)"
     )

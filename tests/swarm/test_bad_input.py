@@ -469,6 +469,25 @@ def test_a_peer_of_another_run_is_turned_away(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
+def test_an_address_of_another_run_beside_a_good_one_is_left_out(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    (tmp_path / "other").mkdir()
+    other_spec = tiny_spec(tmp_path / "other", num_stages=2, rounds=99)
+
+    async def scenario(swarm: Swarm) -> None:
+        others = Swarm(other_spec, hub=swarm.hub)
+        others.start("stranger")
+        swarm.start_grid(2, 1)
+        await swarm.until_round(2)
+        newcomer = swarm.start("newcomer", neighbours=["stranger", "peer-0"])
+        await swarm.until(lambda: newcomer.gossip.own.state == ACTIVE)
+        await swarm.until_round(ROUNDS)
+        assert_numbers_agree(swarm, spec)
+        await others.close()
+
+    in_virtual_time(scenario, spec)
+
+
 @pytest.mark.parametrize(
     ("reply", "text"),
     [

@@ -167,6 +167,13 @@ def test_bad_data_is_one_clear_line(
     assert "\n" not in str(raised.value)
 
 
+def test_a_tokenizer_that_this_machine_has_elsewhere(tmp_path: Path) -> None:
+    path, name = write_text(tmp_path), tokenizer_file(tmp_path)
+    theirs = small_spec(path, data={"tokenizer": "/not/here.json"})
+    own = small_spec(path, data={"tokenizer": name})
+    assert open_data(theirs, [path], name).microbatch(3) == open_data(own).microbatch(3)
+
+
 def test_bad_tokenizers_are_one_clear_line(tmp_path: Path) -> None:
     path = write_text(tmp_path)
     with pytest.raises(DataError, match="no such file"):
