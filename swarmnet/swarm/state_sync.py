@@ -2,7 +2,8 @@
 
 Shards come from several donors at once, each serving at most `Limits.max_serving` at a time and
 never on its device thread; each shard is checked against the digest in the donor's signed
-record; what has arrived stays when a donor vanishes or the round moves on under the same digest.
+record; what has arrived stays when a donor vanishes, when the download is begun again, or when the
+round moves on under the same digest.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ class StateSync:
             return False
         self.replica.samples = donors[0].samples
         digests = self.replica.digests or await self.replica.measure_digests()
-        wanted = [
-            j
-            for j in range(self.replica.num_shards)
-            if digests[8 * j : 8 * j + 8] != donors[0].digest(j)
-        ]
+        wanted = []
+        for j in range(self.replica.num_shards):
+            coming = await self.replica.worker.run(lambda j=j: self._coming_digest(j))  # type: ignore[misc]
+            if (coming or digests[8 * j : 8 * j + 8]) != donors[0].digest(j):
+                wanted.append(j)
         at_once = asyncio.Semaphore(self.limits.max_fetching)
         log.info("stage %d: %d shards to fetch", self.replica.index, len(wanted))
         results = await asyncio.gather(
@@ -119,6 +120,11 @@ class StateSync:
             if isinstance(result, BaseException) and not isinstance(result, SwarmnetError):
                 raise result
         return all(result is True for result in results)
+
+    def _coming_digest(self, j: int) -> bytes:
+        """On the worker: of what an earlier try has put aside; empty where it has nothing."""
+        coming = self.replica.stage.coming_shard(j)
+        return b"" if coming is None else xxhash.xxh3_64_digest(coming.data)
 
     async def _fetch(self, round_index: int, j: int, at_once: asyncio.Semaphore) -> bool:
         async with at_once:
