@@ -43,7 +43,18 @@ COLLECT_AT = (100_000, 50, 100)
 SAMPLES_KEPT = 200
 """Points of the curves over time."""
 CONTROL_METHODS = frozenset(
-    ("gossip", "records", "ping", "admit", "commit", "committed", "norm", "stage_norm", "spec")
+    (
+        "gossip",
+        "records",
+        "ping",
+        "unreached",
+        "admit",
+        "commit",
+        "committed",
+        "norm",
+        "stage_norm",
+        "spec",
+    )
 )
 RUN_ID = "simulated"
 

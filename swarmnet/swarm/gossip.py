@@ -15,6 +15,7 @@ import asyncio
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,7 +36,14 @@ from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
 from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import MAX_STAMP_LEAD, NO_STAMP, View
 from swarmnet.swarm.awake import AwakeClock
-from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records, SignedRecord, Suspicion
+from swarmnet.swarm.messages import (
+    MAX_RECORDS,
+    GossipRequest,
+    Records,
+    SignedRecord,
+    Suspicion,
+    Unreached,
+)
 from swarmnet.swarm.news import News
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert, pack, unpack
@@ -46,6 +54,9 @@ EXCHANGE_S = 10.0
 """Longest wait for another's news."""
 CATCH_UP_S = 2.0
 """Longest wait for what was urgent in the last moments."""
+UNREACHED_EVERY_S = 3.0
+"""A peer is told no more often that it cannot be reached."""
+KEPT_DOUBTS = 64
 PUSH_FANOUT = 16
 SUSPICION_FANOUT = 4
 """Likewise of suspicions, in a large swarm: all that had a channel to the dead notice it."""
@@ -164,9 +175,13 @@ class Gossip:
         self._probing: dict[str, asyncio.Task[Any]] = {}
         self._listeners: list[Callable[[Record], None]] = []
         self._suspected: list[Callable[[str], None]] = []
+        self._unreached: dict[str, float] = {}
+        self.doubts: deque[float] = deque(maxlen=KEPT_DOUBTS)
+        """When this peer heard, lately, that somebody cannot reach it."""
         self.transport.handle("gossip", self._on_gossip)
         self.transport.handle("records", self._on_records)
         self.transport.handle("ping", self._on_ping)
+        self.transport.handle("unreached", self._on_unreached)
         self.transport.on_disconnected(self._on_disconnected)
         if not self.admission.is_open:
             self.transport.on_connected(self._introduce)
@@ -448,6 +463,8 @@ class Gossip:
             raise
         except SwarmnetError as e:
             log.debug("gossip with %s: %s", peer_id[-8:], e)
+            if not isinstance(e, RemoteError):  # which is an answer
+                self._tell_unreached(peer_id)
             return False
         self._take(news)
         wanted = tuple(
@@ -539,6 +556,38 @@ class Gossip:
 
     async def _on_ping(self, request: Request) -> Message:
         self.check_stranger(request)
+        return Message()
+
+    # ---- who cannot be reached, and lives ---------------------------------------------------
+
+    def _tell_unreached(self, peer_id: str) -> None:
+        """Lets a peer that does not answer here know of it, through another, in case it lives and
+        only the way there is cut (see `relaying`)."""
+        now = asyncio.get_running_loop().time()
+        others = [
+            r.peer_id for r in self.view.live(now) if r.peer_id not in (peer_id, self.own.peer_id)
+        ]
+        if others and self._may_tell_unreached(peer_id, now):
+            message = Message(Unreached(peer_id))
+            self.transport.notify(self.rng.choice(others), "unreached", message)
+
+    def _may_tell_unreached(self, peer_id: str, now: float) -> bool:
+        told = self._unreached
+        if now - told.get(peer_id, float("-inf")) < UNREACHED_EVERY_S:
+            return False
+        self._unreached = {p: at for p, at in told.items() if now - at < UNREACHED_EVERY_S}
+        self._unreached[peer_id] = now
+        return True
+
+    async def _on_unreached(self, request: Request) -> Message:
+        """Of this peer, or of one to which it passes that on."""
+        self.check_run(request)
+        peer_id = convert(request.message.body, Unreached).peer_id
+        now = asyncio.get_running_loop().time()
+        if peer_id == self.own.peer_id:
+            self.doubts.append(now)
+        elif self.view.is_live(peer_id, now) and self._may_tell_unreached(peer_id, now):
+            self.transport.notify(peer_id, "unreached", Message(Unreached(peer_id)))
         return Message()
 
     # ---- taking in --------------------------------------------------------------------------
@@ -685,6 +734,7 @@ class Gossip:
         now = asyncio.get_running_loop().time()
         if not self.view.suspect(peer_id, stamp, now):
             return
+        self._tell_unreached(peer_id)
         self._tell_suspected(peer_id)
         log.debug("%s does not answer", peer_id[-8:])
         self.news.tell()

@@ -56,6 +56,16 @@ class SignedRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreached:
+    """Somebody cannot reach `peer_id`, of which it hears through others."""
+
+    peer_id: str
+
+    def __post_init__(self) -> None:
+        _ids((self.peer_id,), 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Suspicion:
     """Somebody could not reach `peer_id`; holds while its record is not newer than the stamp."""
 

@@ -1,6 +1,9 @@
 """A peer that nobody can dial is reached through others: it finds out, keeps a place at two relays,
 and tells their addresses in its record. One that can be dialled offers such places.
 
+Most may reach a peer, and one of them not (a firewall, two networks that do not talk). Who cannot
+reach it takes it for dead, time and again, and it refutes that; so it keeps places at relays too.
+
 `transport.relay` moves the bytes.
 """
 
@@ -42,6 +45,12 @@ WANTING_S = 3.0
 RENEW_EVERY_S = 20.0
 GRANT_S = 90.0
 """A place at a relay ends so long after it was asked for last."""
+DOUBTED_S, DOUBTS_IN_S = 10.0, 60.0
+"""Somebody has taken this peer for dead, though it lives, for so long within so long, rather than
+in one bad moment: then it keeps places although it can be dialled."""
+DOUBTS_LOOK_S = 5.0
+DOUBTED_FOR_S = 6 * 3600.0
+"""How long it keeps them then."""
 MAX_GRANTS = 64
 """Places that a peer offers."""
 REFUSED_FOR_S = 120.0
@@ -127,6 +136,7 @@ class Relaying:
         self._also = also
         self._askers = RateLimiter(LOOKS_PER_S, LOOK_BURST)
         self._looking = 0
+        self._doubted_at: float | None = None
         self._refused: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._tasks = Tasks("relaying")
@@ -143,13 +153,13 @@ class Relaying:
             if loop.time() - looked_at >= every_s:
                 looked_at = loop.time()
                 await self._look()
-            if self.reachable is False:
+            if self._needs_relays():
                 await self._keep_places()
             elif self.relays:
                 self.relays = {}
             self._tell()
             self._wake.clear()
-            wait_s = RENEW_EVERY_S
+            wait_s = RENEW_EVERY_S if self.relays else DOUBTS_LOOK_S
             if self.reachable is None:
                 wait_s = FIRST_LOOKS_S
             elif self._is_wanting():
@@ -160,8 +170,23 @@ class Relaying:
             except TimeoutError:
                 pass
 
+    def _needs_relays(self) -> bool:
+        return self.reachable is False or self._is_doubted()
+
+    def _is_doubted(self) -> bool:
+        """Somebody does not reach this peer, though others do."""
+        now = asyncio.get_running_loop().time()
+        recent = [at for at in self._gossip.doubts if at > now - DOUBTS_IN_S]
+        if recent and recent[-1] - recent[0] >= DOUBTED_S:
+            if self._doubted_at is None:
+                log.warning("somebody cannot reach this peer: it can be reached through relays too")
+            self._doubted_at = now
+        elif self._doubted_at is not None and now - self._doubted_at > DOUBTED_FOR_S:
+            self._doubted_at = None
+        return self._doubted_at is not None
+
     def _is_wanting(self) -> bool:
-        return self.reachable is False and len(self.relays) < NUM_RELAYS and bool(self._others())
+        return self._needs_relays() and len(self.relays) < NUM_RELAYS and bool(self._others())
 
     # ---- can this peer be dialled? ----------------------------------------------------------
 

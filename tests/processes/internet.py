@@ -108,6 +108,13 @@ class Internet:
     def _inside(space: str, *command: str) -> None:
         run("ip", "netns", "exec", space, *command)
 
+    def cut(self, first: int, second: int) -> None:
+        """No packet goes between two public machines, by number from 1, any more."""
+        spaces = [s for s in self.spaces if not s.endswith(("-wire", "-nat"))]
+        for here, there in ((first, second), (second, first)):
+            run("ip", "-n", spaces[here - 1], "route", "add", "blackhole",
+                f"{self.address_of(there)}/32")  # fmt: skip
+
     def reaches(self, space: str, address: str) -> bool:
         """Does a ping get there?"""
         try:

@@ -36,6 +36,44 @@ def test_peers_behind_nat_train_through_a_relay_and_survive_its_death() -> None:
         pytest.fail(f"this machine offers no network namespaces: {e}")
 
 
+def test_two_replicas_that_cannot_reach_each_other_do_so_through_a_third() -> None:
+    """All others reach both. Without relays their stage would wait for one of them, or go on
+    without it, in every round."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.fail("network namespaces need Linux and root: run this test in a container as root")
+    try:
+        with internet() as net, machine() as running:
+            spaces = [net.public(name) for name in ("one", "two", "three", "four")]
+            net.cut(2, 3)
+            assert not net.reaches(spaces[1], net.address_of(3))
+            assert net.reaches(spaces[1], net.address_of(1))
+            spec = tiny_run(running.folder, rounds=50_000)
+            first = start(running, spaces[0], "one", "--spec", str(spec), "--stage", "0")
+            running.until_ready(first)
+            address = f"/ip4/{net.address_of(1)}/tcp/{first.address.split('/tcp/')[1]}"
+            join = ("--join", address, "--data", str(running.folder / "text.txt"), "--debug")
+            two = start(running, spaces[1], "two", *join, "--stage", "1")
+            three = start(running, spaces[2], "three", *join, "--stage", "1")
+            four = start(running, spaces[3], "four", *join, "--stage", "0")
+            running.until_ready(two, three, four)
+            # One of them suffices: a channel that is open serves both.
+            words = "others reach this peer through it"
+            running.until(lambda: said(two, words) or said(three, words))
+            # Both are in the same rounds from now on.
+            newest = max(round_of(peer) for peer in (two, three))
+            for peer in (two, three):
+                running.until(lambda p=peer: round_of(p) > newest + 50)
+            assert abs(round_of(two) - round_of(three)) < 10
+    except NoNamespaces as e:
+        pytest.fail(f"this machine offers no network namespaces: {e}")
+
+
+def round_of(peer: Command) -> int:
+    """The newest that it has done itself, by its log."""
+    done = [line.split("round ")[1].split(":")[0] for line in peer.errors() if "open for" in line]
+    return int(done[-1]) if done else -1
+
+
 def check(net: Internet, running: Machine) -> None:
     one, two = net.public("one"), net.public("two")
     left, right = net.behind_nat("left"), net.behind_nat("right")

@@ -17,9 +17,16 @@ from swarmnet.errors import Refused
 from swarmnet.protocol.records import ACTIVE, Record
 from swarmnet.protocol.view import View
 from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.swarm import relaying
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import LookBackRequest, RelayGrant
-from swarmnet.swarm.relaying import GRANT_S, MAX_GRANTS, NUM_RELAYS, RENEW_EVERY_S, Relaying
+from swarmnet.swarm.relaying import (
+    GRANT_S,
+    MAX_GRANTS,
+    NUM_RELAYS,
+    RENEW_EVERY_S,
+    Relaying,
+)
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, convert
 from tests.swarm.harness import OpenSigner
@@ -177,6 +184,48 @@ def test_a_relay_that_dies_is_replaced_and_places_are_renewed() -> None:
         for relay_id in now:
             left_s = swarm.members[relay_id].wire.granted["hidden"] - loop.time()
             assert left_s > GRANT_S - 2 * RENEW_EVERY_S
+
+    play(scenario)
+
+
+def test_two_that_do_not_reach_each_other_keep_places_though_others_reach_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relaying, "DOUBTED_FOR_S", 600.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(5):
+            swarm.start(f"open-{i}")
+        await asyncio.sleep(120.0)
+        assert not any(m.relaying.relays for m in swarm.members.values()), "nobody needs one"
+        swarm.net.hub.partition("open-3", "open-4")
+        await asyncio.sleep(60.0)
+        cut = {"open-3", "open-4"}
+        for name, member in swarm.members.items():
+            assert member.relaying.reachable is True
+            assert len(member.relaying.relays) == (NUM_RELAYS if name in cut else 0), name
+            assert not cut & set(member.relaying.relays)
+        swarm.net.hub.heal("open-3", "open-4")
+        await asyncio.sleep(500.0)
+        assert len(swarm.members["open-3"].relaying.relays) == NUM_RELAYS
+        await asyncio.sleep(200.0)
+        assert not any(m.relaying.relays for m in swarm.members.values())
+
+    play(scenario)
+
+
+def test_one_bad_moment_is_no_reason_to_keep_places() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(5):
+            swarm.start(f"open-{i}")
+        await asyncio.sleep(20.0)
+        for i in range(4):
+            swarm.net.hub.partition(f"open-{i}", "open-4")
+        await asyncio.sleep(8.0)
+        for i in range(4):
+            swarm.net.hub.heal(f"open-{i}", "open-4")
+        await asyncio.sleep(120.0)
+        assert not any(m.relaying.relays for m in swarm.members.values())
 
     play(scenario)
 
