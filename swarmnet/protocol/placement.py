@@ -13,15 +13,17 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from statistics import median_low
 
 from swarmnet.protocol.records import Record
 
 HASH_BITS = 52
 """Of the hash that are used: (x + 1/2) / 2^52 is exact in a double and never 0 or 1."""
-MAX_RATIO_LOG2 = 4
-MAX_RATIO = 2.0**MAX_RATIO_LOG2
-"""Between the weight of a peer and what is usual, either way."""
+MAX_RATIO = 16.0
+"""Of the weight of a peer over the mean of all but the largest."""
+SLOW_BYTES_PER_S = 10e3
+"""What is slower counts as this."""
+USUAL_BYTES_PER_S = 1e6
+"""Of a home, until it is measured."""
 FAST_BYTES_PER_S = 125e6
 """1 Gbit/s. A faster link is not what limits an update: what is measured beyond says how busy the
 machine was. All such links count alike."""
@@ -122,18 +124,24 @@ def comes_after_a_holder(
 
 
 def weights_from(records: Iterable[Record]) -> dict[str, float]:
-    """Weights of replicas: their upload bandwidth (bytes/s), up to `FAST_BYTES_PER_S`, rounded to a
-    power of two so that the noise of measuring does not move shards.
+    """Weights of replicas: their upload bandwidth (bytes/s), between `SLOW_BYTES_PER_S` and
+    `FAST_BYTES_PER_S`, rounded to a power of two so that the noise of measuring does not move
+    shards. Until it is known it counts as `USUAL_BYTES_PER_S`.
 
-    None is more than `MAX_RATIO` times above or below what is usual: a huge link does not make its
-    owner hold everything, nor a false claim of one. Usual is the median, itself rounded down to a
-    power of four, so that it does not move with every peer that comes. A peer whose bandwidth is
-    unknown gets the median, or 1 where none is known."""
-    rates = {r.peer_id: r.upload_bytes_per_s for r in records}
-    exponents = {p: round(math.log2(min(x, FAST_BYTES_PER_S))) for p, x in rates.items() if x > 0}
-    if not exponents:
-        return dict.fromkeys(rates, 1.0)
-    median = median_low(exponents.values())
-    usual = 2 * (median // 2)
-    low, high = usual - MAX_RATIO_LOG2, usual + MAX_RATIO_LOG2
-    return {p: 2.0 ** min(max(exponents.get(p, median), low), high) for p in rates}
+    So a peer's weight is its own affair, and nobody's changes when another comes or goes; but for
+    that of one far above the rest, for none is above `MAX_RATIO` times the mean of all but the
+    largest: a huge link does not make its owner hold everything, nor a false claim of one. That
+    bound moves smoothly with the swarm, and so do the shards of who is at it."""
+    weights = {r.peer_id: _weight(r.upload_bytes_per_s) for r in records}
+    if len(weights) < 2:
+        return weights
+    others = sorted(weights.values())[:-1]
+    bound = MAX_RATIO * sum(others) / len(others)
+    return {p: min(w, bound) for p, w in weights.items()}
+
+
+def _weight(bytes_per_s: float) -> float:
+    if bytes_per_s <= 0:
+        bytes_per_s = USUAL_BYTES_PER_S
+    within = min(max(bytes_per_s, SLOW_BYTES_PER_S), FAST_BYTES_PER_S)
+    return 2.0 ** round(math.log2(within))

@@ -117,8 +117,8 @@ def test_weights_ignore_noise_and_guess_the_unknown() -> None:
     weights = weights_from(found)
     assert weights == {"a": 2.0**20, "b": 2.0**20, "c": 2.0**23, "d": 2.0**20}
     assert weights_from([replace(r, upload_bytes_per_s=0.0) for r in found[:2]]) == {
-        "a": 1.0,
-        "b": 1.0,
+        "a": 2.0**20,
+        "b": 2.0**20,
     }
     assert weights_from([]) == {}
 
@@ -165,23 +165,36 @@ def test_a_faster_peer_never_weighs_less(rates: list[float]) -> None:
     assert ordered == sorted(ordered)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.floats(1e6, 8e6), min_size=3, max_size=12), st.integers(1, 3))
-def test_a_leave_of_one_in_n_moves_its_own_shards_and_little_more(
+any_rate = st.one_of(
+    st.just(0.0),
+    st.floats(4.0, 9.0).map(lambda exponent: 10.0**exponent),
+)
+"""Unknown, or from 10 kB/s to 1 GB/s."""
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(any_rate, min_size=3, max_size=12), st.integers(1, 3))
+def test_who_comes_or_goes_moves_its_own_shards_and_little_more(
     rates: list[float], replication: int
 ) -> None:
-    """Owners of a shard, before and after: who is gone is replaced, the others stay. On average
-    over who leaves, that is 1/N of all."""
-    before = Placement(0, 400, weights_of(rates), replication)
-    moved = 0
-    for gone in sorted(before.weights):
-        weights = {p: w for p, w in before.weights.items() if p != gone}
-        after = Placement(0, 400, weights, replication)
-        for j in range(400):
-            new = set(after.owners(j)) - set(before.owners(j))
-            assert len(new) <= (gone in before.owners(j))
-            moved += len(new)
-    assert moved / len(rates) <= 400 * min(replication, len(rates)) / len(rates)
+    """Owners of a shard, before and after: who comes takes a place, and who goes is replaced. On
+    average over who it is, that is 1/N of all. Others change places only for the bound of the
+    fastest."""
+    num_shards = 200
+    every = Placement(0, num_shards, weights_of(rates), replication)
+    own_moves = other_moves = 0
+    for i, who in enumerate(every.weights):
+        without = weights_from(
+            record(f"p{k}", upload_bytes_per_s=r) for k, r in enumerate(rates) if k != i
+        )
+        fewer = Placement(0, num_shards, without, replication)
+        for j in range(num_shards):
+            own_moves += who in every.owners(j)
+            changed = set(fewer.owners(j)) - set(every.owners(j))
+            other_moves += max(0, len(changed) - (who in every.owners(j)))
+    wanted = num_shards * min(replication, len(rates))
+    assert own_moves <= wanted
+    assert other_moves <= 0.75 * wanted
 
 
 @given(rates_of, st.floats(0.98, 1.02), st.randoms(use_true_random=False))
@@ -201,9 +214,9 @@ def test_small_changes_of_a_measurement_mostly_move_nothing(
 @given(rates_of)
 def test_no_link_takes_all(rates: list[float]) -> None:
     weights = weights_of([*rates, 1e15])
-    assert max(weights.values()) <= MAX_RATIO**2 * min(weights.values())
     ordered = sorted(weights.values())
-    assert ordered[-1] <= 2 * MAX_RATIO * ordered[(len(ordered) - 1) // 2]
+    assert ordered[-1] <= MAX_RATIO * sum(ordered[:-1]) / len(ordered[:-1])
+    assert ordered[0] > 0
 
 
 @settings(max_examples=50, deadline=None)
