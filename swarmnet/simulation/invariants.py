@@ -79,6 +79,10 @@ class Books:
     """By stage: who made an own step with which microbatch."""
     losses: dict[int, list[Loss]] = field(default_factory=dict)
     """By stage, what its replicas said of the round's books."""
+    tellers: dict[int, list[str]] = field(default_factory=dict)
+    """By stage, who said it."""
+    retold: dict[int, None] = field(default_factory=dict)
+    """Stages where who said it died at once, and another said it again."""
 
 
 @dataclass
@@ -225,7 +229,12 @@ class Monitor:
         self.num_checks += 1
         self.log("books", peer=peer_id, round=loss.round, stage=loss.stage, lost=loss.lost_samples)
         if loss.round >= self.closed_rounds:
-            self._book(loss.round).losses.setdefault(loss.stage, []).append(loss)
+            book = self._book(loss.round)
+            tellers = book.tellers.setdefault(loss.stage, [])
+            if any(teller not in self.members for teller in tellers):
+                book.retold[loss.stage] = None
+            tellers.append(peer_id)
+            book.losses.setdefault(loss.stage, []).append(loss)
 
     # ---- looking ----------------------------------------------------------------------------
 
@@ -433,7 +442,7 @@ class Monitor:
         # An exchange of several rounds, or beside one, outlasts a stall, after which two may speak
         # for a stage: who slept, and who spoke for it meanwhile.
         outlasts = self.plan.is_local or self.plan.mode in (DELAYED, AUTO)
-        twice = outlasts and self.last_fault_at >= began_at
+        twice = (outlasts and self.last_fault_at >= began_at) or s in books[-1].retold
         if sum(told := [x.lost_samples for x in losses]) != lost and not (
             twice and all(samples == lost for samples in told)
         ):

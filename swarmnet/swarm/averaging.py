@@ -943,6 +943,9 @@ class Averaging:
             if r > 0:
                 self.gossip.add_total("shard_reset")
                 log.warning("shard %d: every owner of its optimizer state was lost", j)
+        elif self.ownership.is_late(j, r):  # who had made the steps between died with them
+            self.gossip.add_total("shard_stale")
+            log.warning("shard %d: its last owner missed steps; moments go on without them", j)
         before = self._primaries.pop(j, None)
         if before is not None and not self.gossip.view.is_live(
             before, asyncio.get_running_loop().time()
@@ -953,7 +956,7 @@ class Averaging:
         request = MirrorRequest(r, stage, j, scale, steps, num_tokens, self._norm(r))
         mirrors = [
             self._tasks.start(self._mirror(peer_id, request, total))
-            for peer_id in self.ownership.placement(r).owners(j)
+            for peer_id in self.ownership.followers(r, j)
             if peer_id != self.gossip.own.peer_id
         ]
         parameters = await self._step(r, j, total, scale)

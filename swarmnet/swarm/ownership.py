@@ -290,6 +290,26 @@ class Ownership:
         """The state of the shard here is that before the step of the round: not a later one."""
         return self._applied.get(shard_index) == round_index - 1
 
+    def is_late(self, shard_index: int, round_index: int) -> bool:
+        """The state of the shard here lacks steps before that of the round."""
+        return self._applied.get(shard_index, round_index) < round_index - 1
+
+    def followers(self, round_index: int, shard_index: int) -> list[str]:
+        """Who makes the step of a shard with its primary: its owners; and as long as some of them
+        have not said that they hold it, the next in order that do, so that there are always
+        `replication` that hold it."""
+        own = self.gossip.own
+
+        def holds(peer_id: str) -> bool:
+            record = own if peer_id == own.peer_id else self.gossip.view.get(peer_id)
+            return record is not None and record.holds_shard(shard_index)
+
+        owners = self.placement(round_index).owners(shard_index)
+        if all(map(holds, owners)):
+            return list(owners)
+        holders = [p for p in self._order(round_index, shard_index) if holds(p)]
+        return list(dict.fromkeys([*owners, *holders[: self.settings.replication]]))
+
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round (no exchange, but a round of
         the run). On the worker."""

@@ -294,6 +294,28 @@ def test_a_gradient_that_is_not_finite_does_not_count(tmp_path: Path, said: Said
     in_virtual_time(scenario, spec)
 
 
+@pytest.mark.parametrize("rule", ["mean", "median_clip", "trimmed_mean", "centered_clip"])
+def test_a_gradient_that_is_not_finite_does_not_count_among_many(tmp_path: Path, rule: str) -> None:
+    """With four and more contributors the robust rules apply, to what is finite."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=4, global_batch=64, sync={"aggregation": rule})
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            broken = Tampered(stage, gradient_shard=lambda g: floats(NAN, shape=g.shape))
+            return broken, optimizer
+
+        for i in range(5):
+            swarm.start(f"good-{i}")
+        swarm.start("bad", build=build)
+        await swarm.until_round(4, limit_s=120.0)
+        strikes = [m.peer.gossip.own.strikes for m in swarm.members.values()]
+        assert {p for s in strikes for p in s} == {"bad"}
+        assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
+
+    in_virtual_time(scenario, spec)
+
+
 class Misread:
     """Data of another tokenizer: its tokens are none of the model's."""
 

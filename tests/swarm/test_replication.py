@@ -150,7 +150,9 @@ def test_all_owners_but_one_may_die_at_any_moment(
     folder: Path, replication: int, moment: int
 ) -> None:
     calm = undisturbed(folder, replication)
-    victims = calm.owners[moment % len(calm.owners)][: replication - 1]  # the primary among them
+    owners = calm.owners[moment % len(calm.owners)]
+    survivor = owners[-1 - moment // len(calm.owners) % replication]  # the last backup, most often
+    victims = [name for name in owners if name != survivor]
     window, part = MOMENTS[moment]
     start_s, end_s = calm.windows[window]
 
@@ -166,6 +168,94 @@ def test_all_owners_but_one_may_die_at_any_moment(
             assert (found[name] - values).norm() <= 1e-3 * values.norm(), name
 
     in_virtual_time(scenario, spec_of(folder, replication))
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 3.0, 30.0])
+def test_while_a_newcomer_fetches_its_shards_there_are_as_many_holders_as_ever(
+    folder: Path, slow_s: float
+) -> None:
+    """A newcomer counts as an owner from the next round on, and may take many rounds to fetch the
+    state: until then whom it has displaced follows on. Any one of the holders may die."""
+    calm = undisturbed(folder, 2)
+    rounds: list[int] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        data = OneMicrobatch(open_data(swarm.spec))
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}", data=data)
+        await swarm.until_round(1)
+        for member in swarm.members.values():
+            transport = swarm.hub.transports[member.peer_id]
+            honest = transport._handlers["fetch_optimizer"]
+
+            async def late(request: Request, honest: Any = honest) -> Message:
+                reply = await honest(request)
+                await asyncio.sleep(slow_s)
+                return reply
+
+            transport.handle("fetch_optimizer", late)
+        newcomer = swarm.start("newcomer", data=data)
+        await swarm.until(lambda: newcomer.gossip.own.state == ACTIVE)
+        rounds.append(newcomer.gossip.own.round)
+        ownership = swarm.members["peer-0"].peer.averaging.ownership
+        gained = newcomer.gossip.own.peer_id
+        joined = newcomer.gossip.own.round
+
+        def is_owner() -> bool:
+            r = swarm.members["peer-0"].peer.replica.round  # type: ignore[union-attr]
+            return r > joined and bool(ownership.placement(r).owned_by(gained))
+
+        await swarm.until(is_owner)
+        await swarm.until_round(newcomer.gossip.own.round + 1)
+        shard = ownership.placement(newcomer.gossip.own.round).owned_by(gained)[0]
+        holders = [
+            name
+            for name, member in swarm.members.items()
+            if name != gained and member.peer.gossip.own.holds_shard(shard)
+        ]
+        swarm.kill(holders[0])
+        state, _ = await end_of(swarm)
+        assert swarm.total("shard_reset") == swarm.total("shard_stale") == 0
+        assert_same_state(state, calm.state)
+
+    in_virtual_time(scenario, spec_of(folder, 2))
+    assert rounds[0] < ROUNDS - 2, "the newcomer came too late to show anything"
+
+
+@pytest.mark.parametrize("shard", range(3))
+def test_a_result_is_given_out_when_the_backups_have_made_the_step(
+    folder: Path, shard: int
+) -> None:
+    """The way to the backup is slow, and the primary dies as soon as anybody has its result."""
+    calm = undisturbed(folder, 2)
+    first, second = calm.owners[shard]
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        transport = swarm.hub.transports[second]
+        honest = transport._handlers["mirror"]
+
+        async def late(request: Request) -> Message:
+            await asyncio.sleep(1.0)
+            if first not in swarm.members:
+                raise ConnectionError("its sender died when half of it was here")
+            return await honest(request)
+
+        transport.handle("mirror", late)
+        others = [m.peer for name, m in swarm.members.items() if name not in (first, second)]
+
+        def has_result(peer: Any) -> bool:
+            return (STRUCK, shard) in peer.averaging._results or peer.replica.round > STRUCK
+
+        while not any(map(has_result, others)):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(1e-4)
+        swarm.kill(first)
+        transport.handle("mirror", honest)
+        state, _ = await end_of(swarm)
+        assert swarm.total("shard_reset") == swarm.total("shard_stale") == 0
+        assert_same_state(state, calm.state)
+
+    in_virtual_time(scenario, spec_of(folder, 2))
 
 
 SLOW = 0.01
