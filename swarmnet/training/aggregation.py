@@ -12,7 +12,7 @@ beside the contributions.
 
 - Trimmed mean by coordinate: Yin et al., 2018 (arXiv 1803.01498).
 - CenteredClip: Karimireddy et al., 2021 (arXiv 2012.10333), from the median by coordinate, its
-  radius the median of the distances. On a shard for itself, as in Gorbunov et al., 2021
+  radius half the median of the distances. On a shard for itself, as in Gorbunov et al., 2021
   (arXiv 2106.11257).
 """
 
@@ -27,6 +27,9 @@ from torch import Tensor
 TRIM_FRACTION = 0.25
 """Of the contributions, that are dropped at each end of a coordinate (at least one)."""
 CLIP_ITERATIONS = 3
+RADIUS = 0.5
+"""Of CenteredClip, over the median distance: what is far away moves the center by so much at most,
+and beginning at the median the center needs no more."""
 """Of CenteredClip."""
 PIECE = 1 << 16
 """Elements that are worked on at a time."""
@@ -70,7 +73,7 @@ def centered_clip(
     """CenteredClip: v becomes v + mean of (g - v) * min(1, radius / |g - v|), a few times.
 
     v begins as the median by coordinate. Noise in a gradient per token falls as 1/sqrt(tokens), so
-    each contributor's radius is the median of |g - v| sqrt(tokens), over the root of its own
+    each contributor's radius is half the median of |g - v| sqrt(tokens), over the root of its own
     tokens. The mean is weighted by tokens.
     """
     center = _median(contributions, tokens)
@@ -80,7 +83,7 @@ def centered_clip(
             _distance(g, n, center) * math.sqrt(n)
             for g, n in zip(contributions, tokens, strict=True)
         ]
-        radius = sorted(distances)[(len(distances) - 1) // 2]
+        radius = RADIUS * sorted(distances)[(len(distances) - 1) // 2]
         scales = [
             n / total * (1.0 if d <= radius else radius / d)
             for n, d in zip(tokens, distances, strict=True)

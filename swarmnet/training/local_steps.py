@@ -181,6 +181,7 @@ def build_optimizer(
         momentum,
         spec.sync_warmup_rounds,
         spec.optimizer.rounds - 1,
+        store,
     )
 
 

@@ -23,6 +23,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol import robust
 from swarmnet.training import aggregation
 from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
+from swarmnet.training.store import MemoryStore, Store
 from swarmnet.wire import Array
 
 MAX_STEPS = 1 << 40
@@ -47,7 +48,10 @@ class OuterNesterov:
         momentum: float,
         warmup_rounds: int = 0,
         last_round: int = -1,
+        store: Store | None = None,
     ) -> None:
+        """`store`: where the momentum lies; in memory where it is left out."""
+        self._store = store or MemoryStore()
         self._warmup_rounds = warmup_rounds
         self._last_round = last_round
         self._sizes = tuple(shard_sizes)
@@ -63,7 +67,7 @@ class OuterNesterov:
         return -1 if state is None else state.steps
 
     def create(self, shard_index: int) -> None:
-        self._states[shard_index] = OuterState(torch.zeros(self._sizes[shard_index]), 0)
+        self._states[shard_index] = OuterState(self._store.zeros(self._sizes[shard_index]), 0)
 
     def drop(self, shard_index: int) -> None:
         self._states.pop(shard_index, None)
@@ -161,10 +165,11 @@ class OuterNesterov:
             raise ProtocolViolation("outer momentum with an impossible step count")
         if len(arrays) != 1:
             raise ProtocolViolation("outer momentum is one array")
-        momentum = self._values(shard_index, arrays[0]).clone()
+        momentum = self._values(shard_index, arrays[0])
         if not torch.isfinite(momentum).all():
             raise ProtocolViolation("outer momentum with values that are not finite")
-        self._states[shard_index] = OuterState(momentum, steps)
+        kept = self._store.zeros(momentum.numel()).copy_(momentum)
+        self._states[shard_index] = OuterState(kept, steps)
 
     def _values(self, shard_index: int, array: Array) -> Tensor:
         size = self._sizes[shard_index]

@@ -149,3 +149,16 @@ def test_a_cut_that_does_not_fit_is_one_clear_line(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(arguments: list[str], code: int) -> None:
     assert CliRunner().invoke(app, ["plan", *arguments]).exit_code == code
+
+
+def test_more_microbatches_in_flight_take_more_memory() -> None:
+    def activations(in_flight: int) -> list[float]:
+        command = ["plan", "--spec", str(SPEC), "--in-flight", str(in_flight), "--json"]
+        stages = json.loads(CliRunner().invoke(app, command).stdout)["stages"]
+        return [stage["activations"] for stage in stages]
+
+    one, two, four = activations(1), activations(2), activations(4)
+    for a, b, d in list(zip(one, two, four, strict=True))[:-1]:
+        assert b > a > 0
+        assert d - a == pytest.approx(3 * (b - a))
+    assert one[-1] == four[-1], "the last stage goes forward and backward in one"

@@ -10,6 +10,7 @@ from peer.daemon import build_machine
 from peer.options import PeerOptions
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.registry import model_plan, stage_costs
+from tests.swarm.harness import tiny_spec
 from tests.training.specs import small_spec
 
 
@@ -94,3 +95,23 @@ def test_who_lends_a_quarter_of_the_device_says_a_quarter_of_its_speed(
     costs = machine.stage_costs
     assert costs is not None
     assert len(costs) == small_spec().pipeline.num_stages
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("mode", ["zero", "local"])
+def test_the_optimizer_is_where_the_spec_wants_it(tmp_path: Path, kind: str, mode: str) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, sync={"optimizer_store": kind, "mode": mode})
+    machine = build_machine(spec, PeerOptions(state_dir=tmp_path, feed=False))
+    stage, optimizer = machine.build(0)
+
+    def num_mapped() -> int:
+        folder = str(tmp_path / "optimizer")
+        return sum(folder in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = num_mapped()
+    optimizer.create(0)
+    own_steps = machine.build_local(stage, optimizer)
+    assert (own_steps is not None) == (mode == "local")
+    # Mean and square of the one shard; or the outer momentum of that, and both of all own shards.
+    expected = 2 if own_steps is None else 1 + 2 * len(stage.shard_sizes)
+    assert num_mapped() - before == (expected if kind == "disk" else 0)

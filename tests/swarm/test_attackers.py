@@ -146,7 +146,7 @@ def test_the_mean_breaks_and_the_default_does_not(folder: Path, attack: str) -> 
 
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "centered_clip"])
-@pytest.mark.parametrize("attack", ["noisy"])
+@pytest.mark.parametrize("attack", [*ATTACKS, "stale"])
 def test_the_other_rules_hold_too(folder: Path, rule: str, attack: str) -> None:
     honest = honest_loss(folder)
     defended, _ = final_loss(folder, rule, attack)
