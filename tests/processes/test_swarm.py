@@ -11,6 +11,7 @@ import pytest
 
 from swarmnet.spec import load_spec
 from tests.processes.running import (
+    RUN_LIMIT_S,
     Command,
     Machine,
     children_of,
@@ -116,6 +117,24 @@ def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
     _assert_nothing_left(running)
 
 
+def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
+    path = tiny_run(running.folder, rounds=400)
+    local = running.start(
+        "local", "local", "--peers", "4", "--spec", str(path), "--plain",
+        "--chaos", "kill=40/min,stop=20/min", "--metrics", str(running.folder / "local.jsonl"),
+    )  # fmt: skip
+    assert running.wait(local, RUN_LIMIT_S) == 0
+    said = local.output()
+    killed = said.count("is killed (SIGKILL)")
+    stopped = said.count("is stopped for")
+    assert killed > 0
+    assert f"chaos: {killed} peers killed, {stopped} stopped for a while" in said
+    assert "samples lost" in said
+    losses = [event["loss"] for event in local.events("round")]
+    assert losses[-1] < 0.9 * losses[0]
+    _assert_nothing_left(running)
+
+
 def test_local_that_is_killed_leaves_no_process(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=100_000)
     local = running.start("local", "local", "--peers", "2", "--spec", str(path), "--plain")
@@ -135,8 +154,9 @@ def test_ctrl_c_on_status_and_on_a_peer_that_is_alone(running: Machine) -> None:
     assert status.errors() == []
     running.interrupt(peer)
     assert running.wait(peer) == 0
-    told = "activations"  # what it has chosen for its stage, in one line
-    assert [line for line in peer.errors() if told not in line] == []
+    chosen, leaving = peer.errors()
+    assert "activations" in chosen  # what it has chosen for its stage, in one line
+    assert "handing over and leaving" in leaving
     _assert_nothing_left(running)
 
 

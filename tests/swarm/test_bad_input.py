@@ -33,6 +33,7 @@ from swarmnet.swarm.messages import (
     SpecReply,
     StepRequest,
     Suspicion,
+    Unreached,
 )
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import LossResult
@@ -475,6 +476,7 @@ def test_a_peer_of_another_run_is_turned_away(tmp_path: Path) -> None:
         calls: dict[str, Any] = {
             "gossip": GossipRequest({}),
             "records": Records(),
+            "unreached": Unreached("peer-1"),
             "step": StepRequest(2, 1, 0, "lost", 4),
             "commit": {"round": 0, "microbatch_ids": []},
             "reduce": ReduceRequest(2, 0, (0,), (0,)),
