@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from statistics import fmean
 
 from swarmnet.protocol.records import Record
 
@@ -22,8 +23,6 @@ MAX_RATIO = 16.0
 """Of the weight of a peer over the mean of all but the largest."""
 SLOW_BYTES_PER_S = 10e3
 """What is slower counts as this."""
-USUAL_BYTES_PER_S = 1e6
-"""Of a home, until it is measured."""
 FAST_BYTES_PER_S = 125e6
 """1 Gbit/s. A faster link is not what limits an update: what is measured beyond says how busy the
 machine was. All such links count alike."""
@@ -126,13 +125,16 @@ def comes_after_a_holder(
 def weights_from(records: Iterable[Record]) -> dict[str, float]:
     """Weights of replicas: their upload bandwidth (bytes/s), between `SLOW_BYTES_PER_S` and
     `FAST_BYTES_PER_S`, rounded to a power of two so that the noise of measuring does not move
-    shards. Until it is known it counts as `USUAL_BYTES_PER_S`.
+    shards. One that is not known yet counts as the geometric mean of the others.
 
-    So a peer's weight is its own affair, and nobody's changes when another comes or goes; but for
-    that of one far above the rest, for none is above `MAX_RATIO` times the mean of all but the
-    largest: a huge link does not make its owner hold everything, nor a false claim of one. That
-    bound moves smoothly with the swarm, and so do the shards of who is at it."""
-    weights = {r.peer_id: _weight(r.upload_bytes_per_s) for r in records}
+    So the weight of a measured peer is its own affair, and does not change when another comes or
+    goes; but for that of one far above the rest, for none is above `MAX_RATIO` times the mean of
+    all but the largest: a huge link does not make its owner hold everything, nor a false claim of
+    one. That bound moves smoothly with the swarm, and so do the shards of who is at it."""
+    rates = {r.peer_id: r.upload_bytes_per_s for r in records}
+    exponents = {p: _exponent(rate) for p, rate in rates.items() if rate > 0}
+    usual = fmean(exponents.values()) if exponents else 0.0
+    weights = {p: 2.0 ** exponents.get(p, usual) for p in rates}
     if len(weights) < 2:
         return weights
     others = sorted(weights.values())[:-1]
@@ -140,8 +142,6 @@ def weights_from(records: Iterable[Record]) -> dict[str, float]:
     return {p: min(w, bound) for p, w in weights.items()}
 
 
-def _weight(bytes_per_s: float) -> float:
-    if bytes_per_s <= 0:
-        bytes_per_s = USUAL_BYTES_PER_S
+def _exponent(bytes_per_s: float) -> int:
     within = min(max(bytes_per_s, SLOW_BYTES_PER_S), FAST_BYTES_PER_S)
-    return 2.0 ** round(math.log2(within))
+    return round(math.log2(within))

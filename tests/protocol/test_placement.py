@@ -115,10 +115,10 @@ def test_weights_ignore_noise_and_guess_the_unknown() -> None:
         record("d"),
     ]
     weights = weights_from(found)
-    assert weights == {"a": 2.0**20, "b": 2.0**20, "c": 2.0**23, "d": 2.0**20}
+    assert weights == {"a": 2.0**20, "b": 2.0**20, "c": 2.0**23, "d": 2.0**21}
     assert weights_from([replace(r, upload_bytes_per_s=0.0) for r in found[:2]]) == {
-        "a": 2.0**20,
-        "b": 2.0**20,
+        "a": 1.0,
+        "b": 1.0,
     }
     assert weights_from([]) == {}
 
