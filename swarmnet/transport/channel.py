@@ -515,6 +515,10 @@ class ChannelTransport:
         """`links.Home`"""
         return not self._closed and not self._is_banned(peer_id)
 
+    def num_direct(self, peer_id: str) -> int:
+        """`links.Home`"""
+        return sum(c.is_direct and c.remote == peer_id for c in self._all())
+
     def attach_direct(self, stream: ByteStream) -> Channel:
         """`links.Home`"""
         return self._attach(stream, is_direct=True)

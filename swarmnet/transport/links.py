@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
+from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.upgrade import TICKET_S, Attempts
 from swarmnet.transport.base import ByteStream, Handler, Request, Traffic
 from swarmnet.transport.calls import Channel
@@ -34,7 +35,7 @@ BULK_BYTES = 64 << 10
 TICKET_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 10.0
 MAX_DIRECT = 4
-"""Direct channels of one peer."""
+"""Direct channels of one peer, those on which it has not said hello yet too."""
 MAX_OPENING = 16
 """Attempts at a time; more wait for their next bulk call."""
 
@@ -46,6 +47,9 @@ class Home(Protocol):
     traffic: Traffic
 
     def addresses(self) -> list[str]: ...
+
+    def num_direct(self, peer_id: str) -> int:
+        """Direct channels of a peer, those that are not ready too."""
 
     def handle(self, method: str, handler: Handler) -> None: ...
 
@@ -165,7 +169,7 @@ class DirectLinks:
             )
 
     def _accept(self, stream: ByteStream) -> None:
-        num_open = len(self.channels.get(stream.remote, ()))
+        num_open = self._home.num_direct(stream.remote)
         if self._closed or num_open >= MAX_DIRECT or not self._home.may_attach(stream.remote):
             stream.transport.abort()
         else:
@@ -196,7 +200,7 @@ class DirectLinks:
     async def _on_ticket(self, request: Request) -> Message:
         """For a peer that wants to connect directly. Where it does not come, it may be that it
         cannot reach us: then we try to reach it."""
-        remote = request.remote
+        remote = machine_of(request.remote)  # its seats share its channels, and its faults
         if remote not in self._timers and remote not in self.channels and not self._closed:
             loop = asyncio.get_running_loop()
             self._timers[remote] = loop.call_later(TICKET_S, self._unused, remote)

@@ -20,8 +20,9 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener, Ticket, client_context, dial_direct
 from swarmnet.transport.frames import NOTIFY, head_frame
+from swarmnet.transport.links import MAX_DIRECT, TICKET_METHOD
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
-from swarmnet.wire import Array, Message
+from swarmnet.wire import Array, Message, convert
 from tests.transport.streams import PATIENCE_S, identity
 
 HOST = "127.0.0.1"
@@ -540,5 +541,35 @@ def test_the_clock_of_tickets_is_the_loops() -> None:
     async def scenario(w: World) -> None:
         assert abs(asyncio.get_running_loop().time() - time.time()) > 1
         await w.upgraded()
+
+    play(scenario)
+
+
+def test_a_ticket_is_its_machines_whatever_seat_asks_for_it() -> None:
+    """Else a peer that is banned would come back as one of its 63 other seats."""
+
+    async def scenario(w: World) -> None:
+        for seat in (0, 5, 6):
+            reply = await w.a.call_libp2p(w.b.peer_id, TICKET_METHOD, Message(), None, (seat, 0))
+            ticket = convert(reply.body, Ticket)
+            w.a.attach_direct(await dial_direct(w.b.peer_id, ticket, client_context()))
+        assert w.b.links is not None
+        await until(lambda: len(channels(w.b, w.a)) == 3)
+        assert list(w.b.links.channels) == [w.a.peer_id]
+
+    play(scenario)
+
+
+def test_channels_without_a_hello_are_bounded_too() -> None:
+    async def scenario(w: World) -> None:
+        streams = []
+        for _ in range(3 * MAX_DIRECT):
+            reply = await w.a.call_libp2p(w.b.peer_id, TICKET_METHOD, Message(), None, (0, 0))
+            ticket = convert(reply.body, Ticket)
+            streams.append(await dial_direct(w.b.peer_id, ticket, client_context()))
+        await asyncio.sleep(0.3)
+        assert w.b.num_direct(w.a.peer_id) == MAX_DIRECT
+        for stream in streams:
+            stream.transport.abort()
 
     play(scenario)
