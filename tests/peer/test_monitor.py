@@ -21,9 +21,11 @@ from peer.events import (
     Rerouted,
     RoundFinished,
     ShardReset,
+    SyncMode,
 )
 from peer.local import summary_table
 from peer.monitor import Monitor
+from peer.text import sentence
 from swarmnet.protocol.records import (
     ACTIVE,
     JOINING,
@@ -34,6 +36,7 @@ from swarmnet.protocol.records import (
     Record,
     RoundCount,
 )
+from swarmnet.protocol.sync_modes import Switch
 
 GLOBAL_BATCH = 8
 TOKENS_PER_SAMPLE = 10
@@ -345,3 +348,16 @@ def test_every_round_is_told_once_and_in_order_however_views_arrive(
             record("feeder", 0, state=JOINING, counts=counts), record("replica", 0, round=made)
         )
     assert told == list(range(made))
+
+
+def test_what_mode_auto_has_decided_is_told_once() -> None:
+    onlooker = Onlooker()
+    switch = Switch(4, "delayed", 2.0, 0.5)
+    own, other = record("a", 0, switches=(switch,)), record("b", 1, switches=(switch,))
+    events = onlooker.look(own, other)
+    (told,) = [e for e in events if isinstance(e, SyncMode)]
+    assert (told.round, told.mode, told.round_s, told.exchange_s) == (4, "delayed", 2.0, 0.5)
+    assert not [e for e in onlooker.look(own, other) if isinstance(e, SyncMode)]
+    assert sentence(told, 100) == (
+        "sync: delayed from round 5 on (an exchange takes 0.50 s, a round 2.00 s)"
+    )

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,15 @@ def test_who_cannot_print_says_so_once_and_goes_on(
             screen.show(SPEC, model_of(SPEC, record("a", 0)), [ROUND])
             screen.draw("a table")
     assert len([r for r in caplog.records if "nothing more is printed" in r.message]) == 1
+
+
+def test_how_far_replicas_are_apart_is_shown() -> None:
+    out = io.StringIO()
+    apart = [replace(record(name, 0), spread=spread) for name, spread in (("a", 0.01), ("b", 0.02))]
+    with Screen(Console(file=out, force_terminal=True, width=100)) as screen:
+        screen.show(SPEC, model_of(SPEC, *apart), [])
+    assert "2.00% between replicas that met last" in out.getvalue()
+    assert sentence(replace(ROUND, spread=0.02), 10).endswith("spread 2.00%")
 
 
 def test_a_quiet_screen_says_only_what_it_is_told_to() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import simulate
+from swarmnet.training.arrays import to_tensor
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 24
@@ -137,3 +142,46 @@ def _num_replicas(swarm: Swarm, stage: int) -> int:
         m.peer.gossip.own.stage == stage and m.peer.gossip.own.is_replica
         for m in swarm.members.values()
     )
+
+
+@pytest.mark.parametrize("kind", ["not finite", "wrong shape", "three arrays", "nothing"])
+def test_an_offer_that_does_not_fit_is_as_none(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A partner in mode `gossip` that lies: the others go on without it, and stay finite."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=14, sync=GOSSIP)
+
+    def spoiled(array: Array) -> Array:
+        if kind == "wrong shape":
+            return Array(array.dtype, (1,), bytes(array.data)[:4])
+        data = bytearray(array.data)
+        data[:4] = struct.pack("<f", float("nan"))
+        return Array(array.dtype, array.shape, bytes(data))
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"good-{i}")
+        swarm.start("bad")
+        await swarm.until_round(1)
+        transport = swarm.hub.transports["bad"]
+        honest = transport._handlers["offer"]
+
+        async def on_offer(request: Request) -> Message:
+            reply = await honest(request)
+            arrays = tuple(map(spoiled, reply.arrays))
+            if kind in ("three arrays", "nothing"):
+                arrays = reply.arrays[:3] if kind == "three arrays" else ()
+            return replace(reply, arrays=arrays)
+
+        transport.handle("offer", on_offer)
+        await swarm.until_round(14)
+        for name in ("good-0", "good-1"):
+            replica = swarm.members[name].peer.replica
+            assert replica is not None
+            for j in range(replica.num_shards):
+                values = to_tensor(replica.stage.parameter_shard(j))
+                assert bool(values.isfinite().all()), name
+
+    with caplog.at_level(logging.WARNING, logger="swarmnet"):
+        in_virtual_time(scenario, spec)
+    assert any("offer is refused" in r.message for r in caplog.records)
