@@ -90,6 +90,10 @@ class Screen:
             speak()
         except (OSError, ValueError) as e:
             self._is_mute = True
+            live, self._live = self._live, None
+            if live is not None:  # else what goes to stderr would go the same way
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()
             log.warning("nothing more is printed (%s); all else goes on", e)
             with contextlib.suppress(OSError, ValueError):  # what is left there fails at the end
                 nowhere = os.open(os.devnull, os.O_WRONLY)

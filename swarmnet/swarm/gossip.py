@@ -564,10 +564,12 @@ class Gossip:
         """Lets a peer that does not answer here know of it, through another, in case it lives and
         only the way there is cut (see `relaying`)."""
         now = asyncio.get_running_loop().time()
+        if not self._may_tell_unreached(peer_id, now):
+            return
         others = [
             r.peer_id for r in self.view.live(now) if r.peer_id not in (peer_id, self.own.peer_id)
         ]
-        if others and self._may_tell_unreached(peer_id, now):
+        if others:
             message = Message(Unreached(peer_id))
             self.transport.notify(self.rng.choice(others), "unreached", message)
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,10 +71,13 @@ class Broken(io.StringIO):
 
     def __init__(self, error: OSError) -> None:
         super().__init__()
-        self.error = error
+        self.error: OSError | None = None
+        self.later = error
 
     def write(self, text: str) -> int:
-        raise self.error
+        if self.error is not None:
+            raise self.error
+        return len(text)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +87,17 @@ class Broken(io.StringIO):
 def test_who_cannot_print_says_so_once_and_goes_on(
     error: OSError, is_terminal: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    own_stderr, out = sys.stderr, Broken(error)
     with (
         caplog.at_level(logging.WARNING, logger="swarmnet.peer"),
-        Screen(PeerConsole(file=Broken(error), force_terminal=is_terminal)) as screen,
+        Screen(PeerConsole(file=out, force_terminal=is_terminal)) as screen,
     ):
+        out.error = out.later
         for _ in range(3):
             screen.say("a line")
             screen.show(SPEC, model_of(SPEC, record("a", 0)), [ROUND])
             screen.draw("a table")
+        assert sys.stderr is own_stderr, "what is logged goes to a screen that is gone"
     assert len([r for r in caplog.records if "nothing more is printed" in r.message]) == 1
 
 
