@@ -917,9 +917,18 @@ class Averaging:
             if r.peer_id not in update.contributions and r.peer_id not in self._in_vain
         ]
 
+    def _is_back(self, r: int, j: int) -> bool:
+        """A sum made here is of no use: one that gave nothing to it is the shard's primary after
+        all. It waits for the gradients, as this replica waits for its norm."""
+        primary = self.ownership.primary(r, j)
+        if primary is None or primary == self.gossip.own.peer_id:
+            return False
+        return primary not in self._summed[(r, j)]
+
     async def _clip(self, r: int, j: int, squares: float) -> float:
         """The factor by which the mean gradient is to be scaled. Raises `NotReady` as soon as the
-        round turns out to be over elsewhere: its norm may never come."""
+        round turns out to be over elsewhere, its norm may never come, and where another peer is the
+        primary after all."""
         limit = self.settings.grad_clip_norm
         if limit <= 0 or self.plan.is_local:  # replicas clip their own steps
             return 1.0
@@ -928,6 +937,8 @@ class Averaging:
             while not adding.done():
                 if self.ownership.past(r):
                     raise NotReady("the round was finished without this replica", round=r)
+                if self._is_back(r, j):
+                    raise NotReady("its primary was taken for dead wrongly", round=r)
                 await asyncio.wait((adding,), timeout=LOOK_AGAIN_S)
         finally:
             adding.cancel()

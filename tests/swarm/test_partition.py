@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.transport import memory
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 HEALED_WITHIN_S = 30.0
@@ -97,3 +98,24 @@ def _moments_agree(swarm: Swarm) -> bool:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("seed", [3, 4, 7, 8])
+def test_two_that_took_each_other_for_dead_wrongly_wait_for_neither(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first round no deadline is known. Each has summed the other's shards by itself, and
+    waits with its own for the other's gradient."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4000)
+    monkeypatch.setattr(memory, "UNREACHABLE_AFTER_S", 0.0)  # as a router that says so
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.hub.partition("peer-1", "peer-3")
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await asyncio.sleep(20.0)
+        began_at = max(swarm.rounds())
+        swarm.hub.heal("peer-1", "peer-3")
+        await swarm.until(lambda: min(swarm.rounds()) > began_at + 3, HEALED_WITHIN_S)
+
+    in_virtual_time(scenario, spec, seed=seed)
