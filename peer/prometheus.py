@@ -86,6 +86,16 @@ class PeerCollector(Collector):
         for method, amount in sorted(traffic.received_bytes.items()):
             bytes_.add_metric(["received", method], amount)
         yield bytes_
+        yield CounterMetricFamily(
+            "swarmnet_direct_bytes",
+            "Of the bytes sent, those over direct connections.",
+            value=traffic.direct_sent_bytes,
+        )
+        yield GaugeMetricFamily(
+            "swarmnet_direct_links",
+            "Peers with a direct connection.",
+            value=traffic.direct_links,
+        )
         calls = HistogramMetricFamily(
             "swarmnet_call_seconds", "Calls to other peers that were answered.", labels=["method"]
         )
@@ -147,6 +157,11 @@ class PeerCollector(Collector):
         samples.add_metric(["committed"], made.committed)
         samples.add_metric(["due"], self._spec.pipeline.global_batch)
         yield samples
+        yield GaugeMetricFamily(
+            "swarmnet_spread_ratio",
+            "Largest distance of two replicas that met, over the norm of their parameters.",
+            value=max((r.spread for r in live if r.is_replica), default=0.0),
+        )
         yield from self._losses(newest, live)
 
     def _losses(self, newest: int, live: Sequence[Any]) -> Iterator[Any]:

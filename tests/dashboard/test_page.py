@@ -148,6 +148,17 @@ def test_hostile_peers_are_shown_as_text(served: Served) -> None:
         assert opened.locator("h1").inner_text() == "a <b>bold</b> run"
 
 
+def test_the_spread_is_shown_where_replicas_differ(served: Served) -> None:
+    played = Played()
+    served.look(played, replica("a", 0), replica("b", 1))
+    with page() as opened:
+        opened.goto(served.open(live_app(played.hub, LOOPBACK)))
+        opened.locator('tr[data-peer="b"]').wait_for(timeout=WAIT_MS)
+        assert not opened.locator("#spread").is_visible()
+        served.look(played, replica("a", 0, spread=0.02), replica("b", 1, spread=0.0123))
+        opened.locator("#n-spread").get_by_text("2.00 %").wait_for(timeout=WAIT_MS)
+
+
 def crowd(num_peers: int, num_stages: int, moment: int, changed: int) -> list[Record]:
     """So many peers, of which `changed` have other numbers at each moment."""
     first = feeder("feeder", moment, 3.0 - moment / 100, held_out=held_out(moment, 2.9))

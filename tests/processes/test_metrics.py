@@ -39,6 +39,12 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
 def test_prometheus_reads_a_peer(running: Machine) -> None:
     port = free_port()
     path = tiny_run(running.folder, rounds=100_000)
+    # Activations that are worth a direct connection.
+    wider = {"hidden_size = 32": "hidden_size = 128", "embeddings = 16": "embeddings = 64"}
+    text = path.read_text()
+    for old, new in wider.items():
+        text = text.replace(old, new)
+    path.write_text(text)
     first = running.start_peer(
         "first", "--spec", str(path), "--stage", "0", "--metrics-port", str(port)
     )
@@ -52,6 +58,10 @@ def test_prometheus_reads_a_peer(running: Machine) -> None:
     assert 0 < seen["swarmnet_loss_nats"][()] < 10
     assert seen["swarmnet_shard_owners_min"] == {("0",): 1, ("1",): 1}
     assert seen["swarmnet_transport_bytes_total"]["sent", "step"] > 0
+    sent = sum(v for k, v in seen["swarmnet_transport_bytes_total"].items() if k[0] == "sent")
+    assert 0 < seen["swarmnet_direct_bytes_total"][()] < sent
+    assert seen["swarmnet_direct_links"][()] == 1
+    assert seen["swarmnet_spread_ratio"][()] == 0
     for name in ("call", "round", "exchange", "microbatch_device"):
         found = seen[f"swarmnet_{name}_seconds_count"]
         assert sum(found.values()) > 0, name

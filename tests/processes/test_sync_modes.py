@@ -38,3 +38,21 @@ def test_processes_make_the_updates_of_one_process_that_is_one_update_late(
     for peer in peers:
         running.interrupt(peer)
     assert [running.wait(peer) for peer in peers] == [0, 0, 0, 0], running.describe()
+
+
+def test_gossip_between_processes_keeps_replicas_close_and_says_how_close(
+    running: Machine,
+) -> None:
+    """No group: replicas of a stage are never equal, and the distance is told and shown."""
+    path = tiny_run(running.folder, rounds=4 * ROUNDS, sync_mode="gossip")
+    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    running.until(lambda: any(e.get("spread", 0.0) > 0 for e in peers[0].events("round")))
+    running.until_round(peers[0], 4 * ROUNDS)
+    rounds = peers[0].events("round")
+    spreads = [e["spread"] for e in rounds if e.get("spread")]
+    assert 0 < max(spreads) < 0.2, spreads
+    first, last = rounds[0]["loss"], rounds[-1]["loss"]
+    assert last < first - 0.2, (first, last)
+    for peer in peers:
+        running.interrupt(peer)
+    assert [running.wait(peer) for peer in peers] == [0, 0, 0, 0], running.describe()

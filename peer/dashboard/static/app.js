@@ -105,6 +105,8 @@ function drawNumbers() {
   setText($("n-loss"), nats(m.loss));
   setText($("n-held"), nats(m.held_out_loss));
   setText($("n-bits"), m.held_out_bits_per_byte ? `${m.held_out_bits_per_byte.toFixed(3)} bits per byte` : "");
+  $("spread").hidden = !m.spread;
+  setText($("n-spread"), m.spread ? `${(100 * m.spread).toFixed(2)} %` : "");
   setText($("n-speed"), rate(m.tokens_per_s));
   setText($("n-peers"), int(m.num_live));
   const gone = Math.max(0, run.peers.size - (m.num_live ?? 0));
