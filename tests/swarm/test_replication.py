@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.errors import NotReady
 from swarmnet.protocol.records import ACTIVE, bitmap
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.averaging import Averaging
@@ -38,8 +39,8 @@ AT_ONCE_S = 8.0
 """Virtual seconds from a death to the next round: a round takes half a one, and the deadline for
 contributions is at 20."""
 
-State = dict[int, tuple[int, torch.Tensor, torch.Tensor]]
-"""By shard: steps, mean, square."""
+State = dict[int, tuple[Any, ...]]
+"""By shard: steps, mean and square; in `local` steps and the outer momentum."""
 
 
 @dataclass
@@ -55,11 +56,12 @@ class OneMicrobatch:
         return self.inner.microbatch(0)
 
 
-def spec_of(folder: Path, replication: int) -> RunSpec:
+def spec_of(folder: Path, replication: int, mode: str = "zero") -> RunSpec:
     spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
     values = spec.model_dump()
     values["model"]["num_hidden_layers"] = 1
-    values["sync"] |= {"replication": replication}
+    values["sync"] |= {"replication": replication, "mode": mode}
+    values["sync"] |= {"local_steps": STRUCK + 1}  # there is an exchange in that round
     values["optimizer"]["warmup_rounds"] = 0
     return RunSpec.model_validate(values)
 
@@ -81,11 +83,11 @@ def state_of(swarm: Swarm) -> State:
             if not member.peer.averaging.ownership.follows(j, replica.round):
                 continue
             values, arrays = replica.optimizer.export(j)
-            mean, square = (to_tensor(a) for a in arrays)
-            steps, others_mean, others_square = found.setdefault(j, (values["steps"], mean, square))
+            moments = [to_tensor(a) for a in arrays]
+            steps, *others = found.setdefault(j, (values["steps"], *moments))
             assert steps == values["steps"], f"shard {j}"
-            assert torch.equal(mean, others_mean), f"shard {j}"
-            assert torch.equal(square, others_square), f"shard {j}"
+            assert len(moments) == len(others)
+            assert all(map(torch.equal, moments, others)), f"shard {j}"
     return found
 
 
@@ -107,7 +109,7 @@ class Undisturbed:
 
 
 @functools.cache
-def undisturbed(folder: Path, replication: int) -> Undisturbed:
+def undisturbed(folder: Path, replication: int, mode: str = "zero") -> Undisturbed:
     results: list[Undisturbed] = []
 
     async def scenario(swarm: Swarm) -> None:
@@ -118,16 +120,26 @@ def undisturbed(folder: Path, replication: int) -> Undisturbed:
         assert replica is not None
         placement = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK)
         owners = [placement.owners(j) for j in range(replica.num_shards)]
-        while not replica.closed:  # noqa: ASYNC110 - nobody tells, and time costs nothing here
+        averaging = swarm.members["peer-0"].peer.averaging
+        is_beside = mode == "delayed"  # the update of the round before, in this one
+        while not replica.closed and not is_beside:  # noqa: ASYNC110
+            await asyncio.sleep(1e-4)  # nobody tells, and time costs nothing here
+        update_s = loop.time() - began
+        while is_beside and not all(  # noqa: ASYNC110
+            (STRUCK - 1, j) in averaging._results for j in range(replica.num_shards)
+        ):
             await asyncio.sleep(1e-4)
-        closed_s = loop.time() - began
+        updated_s = loop.time() - began
         await replica.news.until(lambda: replica.round > STRUCK, 60.0)
         round_s = loop.time() - began
         state, parameters = await end_of(swarm)
-        windows = {"round": (0.0, round_s), "update": (closed_s, round_s)}
+        windows = {
+            "round": (0.0, round_s),
+            "update": (update_s, updated_s if is_beside else round_s),
+        }
         results.append(Undisturbed(state, parameters, owners, windows))
 
-    in_virtual_time(scenario, spec_of(folder, replication))
+    in_virtual_time(scenario, spec_of(folder, replication, mode))
     return results[0]
 
 
@@ -145,11 +157,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("moment", range(len(MOMENTS)))
-@pytest.mark.parametrize("replication", [2, 3])
+@pytest.mark.parametrize(
+    ("mode", "replication"), [("zero", 2), ("zero", 3), ("delayed", 2), ("local", 2)]
+)
 def test_all_owners_but_one_may_die_at_any_moment(
-    folder: Path, replication: int, moment: int
+    folder: Path, mode: str, replication: int, moment: int
 ) -> None:
-    calm = undisturbed(folder, replication)
+    calm = undisturbed(folder, replication, mode)
     owners = calm.owners[moment % len(calm.owners)]
     survivor = owners[-1 - moment // len(calm.owners) % replication]  # the last backup, most often
     victims = [name for name in owners if name != survivor]
@@ -167,7 +181,7 @@ def test_all_owners_but_one_may_die_at_any_moment(
         for name, values in calm.parameters.items():
             assert (found[name] - values).norm() <= 1e-3 * values.norm(), name
 
-    in_virtual_time(scenario, spec_of(folder, replication))
+    in_virtual_time(scenario, spec_of(folder, replication, mode))
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 3.0, 30.0])
@@ -442,5 +456,38 @@ def test_a_shard_that_lost_all_its_owners_begins_again_and_says_so(folder: Path)
         assert all(bool(values.isfinite().all()) for values in found.values())
         states = [m.peer.gossip.own.state for m in swarm.members.values()]
         assert states == [ACTIVE] * (NUM_PEERS - len(victims))
+
+    in_virtual_time(scenario, spec_of(folder, 2))
+
+
+def test_a_backup_that_had_missed_steps_goes_on_with_what_it_has_and_says_so(
+    folder: Path,
+) -> None:
+    """Older moments are better than none."""
+    first, second = undisturbed(folder, 2).owners[0]
+
+    async def scenario(swarm: Swarm) -> None:
+        data = OneMicrobatch(open_data(swarm.spec))
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}", data=data)
+        await swarm.until_round(1)
+
+        async def refused(request: Request) -> Message:
+            raise NotReady("not now")
+
+        swarm.hub.transports[second].handle("mirror", refused)
+        for member in swarm.members.values():
+            swarm.hub.transports[member.peer_id].handle("fetch_optimizer", refused)
+        await swarm.until_round(STRUCK)
+        behind = swarm.members[second].peer
+        assert not behind.gossip.own.holds_shard(0)
+        for name in [n for n, m in swarm.members.items() if m.peer.gossip.own.holds_shard(0)]:
+            swarm.kill(name)
+        assert first not in swarm.members
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("shard_stale") >= 1
+        assert behind.gossip.own.totals.get("shard_reset", 0) == 0
+        assert behind.replica is not None
+        assert 0 < behind.replica.optimizer.steps(0) < ROUNDS
 
     in_virtual_time(scenario, spec_of(folder, 2))
