@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import uvloop
 
@@ -148,6 +149,25 @@ def test_what_was_written_is_what_arrives_whatever_becomes_of_the_array() -> Non
         came = (await w.call(Array("uint8", (len(data),), data))).arrays[0].data
         assert written == len(data)  # none of it was copied before
         assert came == wanted
+
+    play(scenario)
+
+
+def test_what_arrives_is_put_where_what_nobody_looks_at_any_more_lay() -> None:
+    """Fresh memory is most of what receiving costs."""
+
+    async def scenario(w: World) -> None:
+        def is_of_pool(array: Array) -> bool:
+            places = [p for of_size in w.a.pool._arrays.values() for p in of_size]
+            return any(np.shares_memory(p, np.frombuffer(array.data, np.uint8)) for p in places)
+
+        await w.upgraded()
+        for _ in range(8):
+            reply = (await w.call(BULK)).arrays[0]
+            assert reply.data == BULK.data
+            assert is_of_pool(reply)
+            del reply
+        assert w.a.pool.num_bytes <= 3 * BULK.num_bytes  # and its own requests are sent from there
 
     play(scenario)
 
@@ -355,6 +375,30 @@ def test_older_tls_is_refused() -> None:
                 ssl=context,
                 server_hostname="",  # type: ignore[union-attr]
             )
+
+    play(scenario)
+
+
+def test_a_listener_with_older_tls_gets_no_token() -> None:
+    async def scenario(w: World) -> None:
+        said = bytearray()
+        old = direct.Certificate()
+        old.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        old.context.maximum_version = ssl.TLSVersion.TLSv1_2
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                said.extend(await reader.read())
+            writer.close()
+
+        server = await asyncio.start_server(listen, HOST, 0, ssl=old.context)
+        port = server.sockets[0].getsockname()[1]
+        ticket = replace(await w.ticket(), addresses=((HOST, port),), fingerprint=old.fingerprint)
+        with pytest.raises(Unreachable):
+            await dial_direct(w.b.peer_id, ticket, client_context())
+        server.close()
+        await server.wait_closed()
+        assert said == b""
 
     play(scenario)
 
