@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-IN_FLIGHT_PER_REPLICA = 1.5
-"""Microbatches in the air for each replica of a small swarm."""
-IN_FLIGHT_OF_MANY = 6.0
+IN_FLIGHT_PER_REPLICA = 2.5
+"""Microbatches in the air for each replica of a small swarm: one that it works on, one on its way,
+and what evens out that they come at random times."""
+FIRST_IN_FLIGHT = 1.5
+"""The same in any swarm, in the beginning."""
+IN_FLIGHT_OF_MANY = 4.5
 """The same in a large one, where replicas are asked when they could begin. What is on its way to a
 replica that said that it is free takes seconds on a home link: something must wait there then."""
 IN_FLIGHT_UNASKED = 9.0
@@ -47,11 +50,12 @@ def window(
 
 
 def slow_start(window: int, num_replicas: int, part: float, num_home: int) -> int:
-    """Of a `window` in a large swarm, as much as a feeder may use of whose microbatches `num_home`
-    have come home by now: at first as in a small swarm, and one more for each of these. Else, as a
-    forward pass is a third of the work, everything that is launched at once would soon stand
-    before the last stage, and the others would have nothing to do until it has come back."""
-    return min(window, int(IN_FLIGHT_PER_REPLICA * num_replicas * part) + 1 + num_home)
+    """Of a `window`, as much as a feeder may use of whose microbatches `num_home` have come home by
+    now: few at first, and one more for each of these. Else, as a forward pass is a third of the
+    work, everything that is launched at once would soon stand before the last stage, and the others
+    would have nothing to do until it has come back; and who does not yet know of the other feeders
+    would launch their parts of the first round as well."""
+    return min(window, int(FIRST_IN_FLIGHT * num_replicas * part) + 1 + num_home)
 
 
 def room_at_home(most: int, num_waiting: int, *, queued_bytes: int, sent_bytes: int) -> int:

@@ -358,7 +358,7 @@ class Averaging:
                     parameters, counted = await self._own_shard(r, j, num_tokens, gradient)
                 else:
                     if is_first and tried is None:
-                        await self.pace.turn(gradient)
+                        await self.pace.turn(gradient, r)
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
                 await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
                 self._results.add((r, j))
@@ -578,7 +578,7 @@ class Averaging:
             return self._told(asked, j, remote), self._mirrored[key]
         if self._was_given(*key):
             given = await self._given(*key)
-            await self.pace.turn(given, is_result=True)
+            await self.pace.turn(given, asked, is_result=True)
             return self._told(asked, j, remote), given
         update = self._update(*key)
         self._redirect_unless_mine(update)
@@ -591,7 +591,7 @@ class Averaging:
         parameters = await self._result(update)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
-        await self.pace.turn(parameters, is_result=True)
+        await self.pace.turn(parameters, asked, is_result=True)
         return self._told(asked, j, remote), parameters
 
     def _is_leaving(self, peer_id: str) -> bool:
@@ -994,7 +994,7 @@ class Averaging:
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
-            await self.pace.turn(total)
+            await self.pace.turn(total, request.round)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.
             wait_s, _ = self.pace.contributions_s()
             message = Message(request, (total,))

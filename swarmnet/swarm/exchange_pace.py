@@ -164,7 +164,7 @@ class ExchangePace:
 
     # ---- the uplink -------------------------------------------------------------------------
 
-    async def turn(self, array: Array | None, *, is_result: bool = False) -> None:
+    async def turn(self, array: Array | None, exchange: int, *, is_result: bool = False) -> None:
         """Beside a round, waits until the uplink has room beside the microbatches. A gradient that
         has to be sent again, for its primary has died, goes at once: behind all others it would
         come too late."""
@@ -172,7 +172,7 @@ class ExchangePace:
             return
 
         def rate() -> float:
-            share = self._result_share() if is_result else self._gradient_share()
+            share = self._result_share(exchange) if is_result else self._gradient_share()
             return share * self._gossip.own.upload_bytes_per_s
 
         await self._turns.take(array.num_bytes, rate)
@@ -190,12 +190,16 @@ class ExchangePace:
         launched = self._gossip.view.launched_at_most(replica.round)
         return feeding_left_s(launched, batch, age_s)
 
-    def _result_share(self) -> float:
-        """Of the uplink, for results: nothing of them is lost with a machine, but the next round
-        cannot be fed before they are there."""
+    def _result_share(self, exchange: int) -> float:
+        """Of the uplink, for results: nothing of them is lost with a machine, but the round after
+        the one that the exchange runs beside cannot be fed before they are there. Who has all of
+        its own results is in that round already, and others wait for these."""
         replica = self._replica
         now = asyncio.get_running_loop().time()
-        if replica.is_fed(replica.round, self._gossip.view, now, self._settings.global_batch):
+        is_late = exchange + 1 < replica.round
+        if is_late or replica.is_fed(
+            replica.round, self._gossip.view, now, self._settings.global_batch
+        ):
             return URGENT_SHARE
         rate = self._gossip.own.upload_bytes_per_s
         return share_beside(self._result_bytes(), rate, self._feeding_left_s())

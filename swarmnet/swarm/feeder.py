@@ -212,7 +212,7 @@ class Feeder:
         a_round = -(-self.settings.global_batch // self.settings.samples_per_microbatch)
         asks = self.wiring.shares(0)
         most = feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
-        return most if is_small else feeding.slow_start(most, replicas, part, self._num_home)
+        return feeding.slow_start(most, replicas, part, self._num_home)
 
     def _part(self, num_feeders: int, now: float) -> float:
         view, own = self.gossip.view, self.gossip.own

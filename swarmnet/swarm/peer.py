@@ -770,7 +770,7 @@ class Peer:
             self.recovery.opened(replica.round, history)
         self.recovery.forget_loaded()
         if averaging.current == replica.round:  # else after the exchange that runs beside it
-            self._tasks.start(self._own_shards(replica, averaging))
+            averaging.ownership.tasks.start(self._own_shards(replica, averaging))
         if self.checkpointing is not None:
             self._tasks.start(self.checkpointing.opened(replica, averaging))
         if joined:

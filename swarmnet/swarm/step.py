@@ -43,7 +43,7 @@ log = logging.getLogger("swarmnet.step")
 
 ANNOUNCE_CHANGE = 0.2
 """By what part a service time must change to be announced again in the middle of a round."""
-IN_HAND_PART = 0.2
+IN_HAND_PART = 0.03
 """How much the work for the microbatches that are inside a replica weighs against that which waits
 before its device."""
 LEAST_IN_HAND = 0.1

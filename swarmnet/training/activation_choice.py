@@ -21,8 +21,9 @@ log = logging.getLogger("swarmnet.training")
 FREE_PART = 0.8
 """Of the free memory that a peer plans with."""
 IN_FLIGHT_A_STAGE = 2.5
-"""Microbatches in flight at a replica of the first stage, for each stage of the run, where every
-peer feeds: a feeder starts one and a half for each replica that it has to itself, and one more."""
+"""Microbatches in flight at a replica of the first stage, for each stage of the run, that keep all
+of them at work in a small swarm (`protocol.feeding.IN_FLIGHT_PER_REPLICA`). Those of large swarms
+have more where there is room for them; a slower policy would cost more than fewer do."""
 MIN_IN_FLIGHT = 2
 """Fewer would leave the device waiting for the stages behind."""
 MAX_IN_FLIGHT = 1 << 16

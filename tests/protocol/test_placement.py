@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarmnet.protocol.placement import (
@@ -174,12 +174,14 @@ any_rate = st.one_of(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(any_rate, min_size=3, max_size=12), st.integers(1, 3))
+@example([0.0] * 5 + [1e8, 0.0, 1e4, 1e8], 1)
 def test_who_comes_or_goes_moves_its_own_shards_and_little_more(
     rates: list[float], replication: int
 ) -> None:
     """Owners of a shard, before and after: who comes takes a place, and who goes is replaced. On
     average over who it is, that is 1/N of all. Others change places only for the bound of the
-    fastest."""
+    fastest, and where some are not measured yet: these count as the mean of the others, which far
+    apart links move far."""
     num_shards = 200
     every = Placement(0, num_shards, weights_of(rates), replication)
     own_moves = other_moves = 0
@@ -194,7 +196,7 @@ def test_who_comes_or_goes_moves_its_own_shards_and_little_more(
             other_moves += max(0, len(changed) - (who in every.owners(j)))
     wanted = num_shards * min(replication, len(rates))
     assert own_moves <= wanted
-    assert other_moves <= 0.75 * wanted
+    assert other_moves <= (0.5 if all(rates) else 1.0) * wanted
 
 
 @given(rates_of, st.floats(0.98, 1.02), st.randoms(use_true_random=False))

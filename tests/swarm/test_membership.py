@@ -274,7 +274,7 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
 def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(tmp_path: Path) -> None:
     """A round takes minutes, and so does the way of a microbatch: who moves serves it as long as it
     is fed, says meanwhile where it goes, so that nobody follows it there, and loses nothing."""
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=5)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=5, global_batch=96)
     limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -440,10 +440,10 @@ def slow(averaging: Averaging, *, results: bool) -> None:
     pace = averaging.pace
     turn = pace.turn
 
-    async def late(array: Array | None, *, is_result: bool = False) -> None:
+    async def late(array: Array | None, exchange: int, *, is_result: bool = False) -> None:
         if is_result == results and averaging.plan.is_delayed(averaging.current):
             await asyncio.sleep(SLOW_S)
-        await turn(array, is_result=is_result)
+        await turn(array, exchange, is_result=is_result)
 
     pace.turn = late  # type: ignore[method-assign]
 
