@@ -41,6 +41,7 @@ COUNTED = {
     "shard_promoted": "Optimizer shards taken over from an owner that was lost.",
     "shard_reset": "Optimizer shards begun afresh because every owner was lost.",
     "shard_stale": "Optimizer shards that went on from a state that lacks steps.",
+    "shard_unlike": "Backups of optimizer shards that had seen other gradients than the primary.",
     "moved": "Moves of this peer to another stage.",
     "contributions_dropped": "Contributions refused because they were not finite.",
     "contributions_clipped": "Contributions made smaller by robust aggregation.",

@@ -53,7 +53,7 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.news import News
 from swarmnet.swarm.norms import Norms
-from swarmnet.swarm.ownership import BEHIND_ROUNDS, Ownership
+from swarmnet.swarm.ownership import BEHIND_ROUNDS, Ownership, descended
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.transport.base import Request, Transport
@@ -962,20 +962,21 @@ class Averaging:
             before, asyncio.get_running_loop().time()
         ):
             self.gossip.add_total("shard_promoted")
-        steps = optimizer.steps(j)
+        steps, lineage = optimizer.steps(j), self.ownership.lineage(j)
         stage, num_tokens = self.replica.index, update.num_tokens
-        request = MirrorRequest(r, stage, j, scale, steps, num_tokens, self._norm(r))
+        request = MirrorRequest(r, stage, j, scale, steps, num_tokens, self._norm(r), lineage)
         mirrors = [
             self._tasks.start(self._mirror(peer_id, request, total))
             for peer_id in self.ownership.followers(r, j)
             if peer_id != self.gossip.own.peer_id
         ]
-        parameters = await self._step(r, j, total, scale)
+        parameters = await self._step(r, j, total, scale, lineage)
         await asyncio.gather(*mirrors)
         self._tokens[(r, j)] = update.num_tokens
         update.parameters = parameters
 
-    async def _step(self, r: int, j: int, total: Array, scale: float) -> Array:
+    async def _step(self, r: int, j: int, total: Array, scale: float, lineage: bytes) -> Array:
+        """`lineage`: of the state before, at the primary."""
         replica = self.replica
         await self.until_exported()
 
@@ -983,7 +984,7 @@ class Averaging:
             before = replica.common_shard(j)
             is_delayed = self.plan.is_delayed(r)
             after = replica.optimizer.step(j, before, total, scale, r, is_delayed)
-            self.ownership.stepped(j, r)
+            self.ownership.stepped(j, r, descended(lineage, r, total))
             return after
 
         return await replica.worker.run(work)
@@ -1024,9 +1025,12 @@ class Averaging:
             raise NotReady("this step was made here already")
         if replica.optimizer.steps(j) != mirror.steps or not self.ownership.is_before(j, r):
             raise NotReady("the state is not followed here")
+        if not self.ownership.is_copy(j, mirror.lineage):  # fetched from the primary next time
+            self.gossip.add_total("shard_unlike")
+            raise NotReady("the state here has seen other gradients")
         self._mirroring.add(j)
         try:
-            parameters = await self._step(r, j, total, mirror.scale)
+            parameters = await self._step(r, j, total, mirror.scale, mirror.lineage)
             self._tokens[(r, j)] = mirror.num_tokens
             if mirror.norm >= 0:
                 self.norms.heard(r, mirror.norm)

@@ -20,6 +20,7 @@ MAX_DIAL_BACK = 4
 MAX_ADDRESS_CHARS = 512
 MAX_PROBE_BYTES = 4 << 20
 """Of an answer about bandwidth."""
+MAX_LINEAGE_BYTES = 16
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
 """Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
 them stay far below what other messages carry."""
@@ -40,6 +41,11 @@ def _index(*numbers: int) -> None:
 def _norm(total: float) -> None:
     if not (total == -1.0 or (math.isfinite(total) and total >= 0)):
         raise ValueError("a sum of squares is out of range")
+
+
+def _lineage(lineage: bytes) -> None:
+    if len(lineage) > MAX_LINEAGE_BYTES:
+        raise ValueError("a lineage is too long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +366,13 @@ class MirrorRequest:
     """Behind the sum."""
     norm: float = -1.0
     """What the reply to `norm` says of the round; -1 where that is not known."""
+    lineage: bytes = b""
+    """Of the state before this step; empty where that is not known."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, self.shard, self.steps, self.num_tokens)
         _norm(self.norm)
+        _lineage(self.lineage)
         if not math.isfinite(self.scale):
             raise ValueError("the scale is not finite")
 
@@ -462,6 +471,11 @@ class FetchReply:
 
     round: int
     values: dict[str, Any]
+    lineage: bytes = b""
+    """As of `MirrorRequest`."""
+
+    def __post_init__(self) -> None:
+        _lineage(self.lineage)
 
 
 @dataclass(frozen=True, slots=True)

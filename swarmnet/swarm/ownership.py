@@ -21,6 +21,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import xxhash
+
 from swarmnet.errors import NotReady, SwarmnetError, UserError
 from swarmnet.protocol import progress
 from swarmnet.protocol.placement import (
@@ -76,6 +78,8 @@ class Ownership:
         """Why this machine cannot keep optimizer state; ends the peer."""
         self._applied: dict[int, int] = {}
         """By shard, the exchange whose step its state here is after; -1 before the first."""
+        self._lineages: dict[int, bytes] = {}
+        """By shard, what its state here has come from, see `lineage`."""
         self._has_all = False
         """The state of every shard that this replica owned at its last look was here."""
         self._following = asyncio.Lock()
@@ -320,9 +324,24 @@ class Ownership:
         held = [j for j in self._applied if self._has_input(j, self.current)]
         return bitmap(sorted(held), self.replica.num_shards)
 
-    def stepped(self, shard_index: int, round_index: int) -> None:
-        """The step of the round has been made on the shard's state, or there was none to make."""
+    def lineage(self, shard_index: int) -> bytes:
+        """A digest of the gradients that the state of the shard here has seen, one after the other.
+        Two copies of as many steps need not be one: each side of a partition makes its own. Empty
+        where it is not known: before the first step, and in a checkpoint."""
+        return self._lineages.get(shard_index, b"")
+
+    def is_copy(self, shard_index: int, lineage: bytes) -> bool:
+        """The state of the shard here has seen the same gradients as one of this lineage, as far as
+        is known."""
+        own = self.lineage(shard_index)
+        return not own or not lineage or own == lineage
+
+    def stepped(self, shard_index: int, round_index: int, lineage: bytes | None = None) -> None:
+        """The step of the round has been made on the shard's state, which is of this lineage now;
+        or there was none to make."""
         self._applied[shard_index] = round_index
+        if lineage is not None:
+            self._lineages[shard_index] = lineage
 
     def skip(self, shards: Sequence[int]) -> None:
         """These are not exchanged in this round: their state is that of the next one too."""
@@ -340,6 +359,7 @@ class Ownership:
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
         self._applied = dict.fromkeys(shards, self.current - 1)
+        self._lineages.clear()
 
     async def forget_state(self) -> None:
         """Drops the state of all shards."""
@@ -349,6 +369,7 @@ class Ownership:
             for j in optimizer.owned():
                 optimizer.drop(j)
             self._applied.clear()
+            self._lineages.clear()
 
         await self.replica.worker.run(drop)
 
@@ -374,6 +395,7 @@ class Ownership:
         dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
         for j in dropped:
             self._applied.pop(j, None)
+            self._lineages.pop(j, None)
         if dropped:  # said at once: who would be pushed to because of it could only send them away
             left = [j for j in range(self.replica.num_shards) if self.gossip.own.holds_shard(j)]
             left = [j for j in left if j not in dropped]
@@ -514,6 +536,7 @@ class Ownership:
                 last = self.plan.last_exchange(j, self.current)
                 same = self.plan.last_exchange(j, body.round) == last
                 self._applied[j] = max(body.round, self.current if same else 0) - 1
+                self._lineages[j] = body.lineage
 
         await self.replica.worker.run(work)
 
@@ -526,7 +549,13 @@ class Ownership:
         async with self._serving:
             if not self._has_input(j, fetch.round) or optimizer.steps(j) < 0:
                 raise NotReady("the state of that shard is not held here")
-            (values, arrays), applied = await self.replica.worker.run(
-                lambda: (optimizer.export(j), self._applied[j])
+            (values, arrays), applied, lineage = await self.replica.worker.run(
+                lambda: (optimizer.export(j), self._applied[j], self.lineage(j))
             )
-            return Message(FetchReply(applied + 1, values), arrays)
+            return Message(FetchReply(applied + 1, values, lineage), arrays)
+
+
+def descended(lineage: bytes, round_index: int, gradient: Array) -> bytes:
+    """The lineage of a shard's optimizer state after one more step."""
+    digest = xxhash.xxh3_64_digest(gradient.data)
+    return xxhash.xxh3_64_digest(lineage + round_index.to_bytes(8, "big") + digest)

@@ -32,7 +32,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 SMALLEST_DOT = 1e-24
 """Below it squares of fp32 numbers may have become zero."""
-DOT_PIECE = 1 << 16
+DOT_PIECE = 1 << 13
 """Elements: in a longer sum in fp32 small squares get lost beside what has added up."""
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

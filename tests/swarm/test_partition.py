@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.swarm.averaging import Averaging
+from swarmnet.swarm.messages import MirrorRequest
+from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport import memory
+from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 HEALED_WITHIN_S = 30.0
@@ -43,6 +47,45 @@ def test_two_sides_that_went_on_alone_agree_again(tmp_path: Path, seed: int) -> 
         assert _moments_agree(swarm), f"seed {seed}: owners have different moments"
 
     in_virtual_time(scenario, spec, seed=seed)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_a_backup_that_has_seen_another_gradient_fetches_the_moments(
+    tmp_path: Path, mode: str
+) -> None:
+    """As after a partition in which both sides made as many steps: one sum that reaches the backups
+    is another than that which the primary used. With `delayed` nothing else would mend it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=60, sync={"mode": mode})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(5)
+        for member in swarm.members.values():
+            averaging = member.peer.averaging
+            assert averaging is not None
+            _send_other_sums(averaging)
+        await swarm.until(lambda: swarm.total("shard_unlike") > 0)
+        now = max(swarm.rounds())
+        await swarm.until_round(now + 5)
+        assert _moments_agree(swarm)
+        assert torch.equal(swarm.flat("peer-0"), swarm.flat("peer-1"))
+        assert swarm.total("shard_reset") == swarm.total("shard_stale") == 0
+
+    in_virtual_time(scenario, spec, seed=0)
+
+
+def _send_other_sums(averaging: Averaging) -> None:
+    """With the next sum to each backup, once."""
+    mirror, told = averaging._mirror, set()
+
+    async def other(peer_id: str, request: MirrorRequest, total: Array) -> None:
+        if peer_id not in told:
+            told.add(peer_id)
+            total = from_tensor(-to_tensor(total))
+        await mirror(peer_id, request, total)
+
+    averaging._mirror = other  # type: ignore[method-assign]
 
 
 async def _meet(swarm: Swarm) -> None:
