@@ -4,6 +4,7 @@ small swarms with every kind of fault."""
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -92,7 +93,7 @@ def run_simulation(options: SimulateOptions, say: Say = print) -> None:
     if options.peers < options.stages and not options.sweep and options.replay is None:
         raise UsageError(f"{options.stages} stages need as many peers: --peers {options.stages}")
     if options.plot is not None:
-        _import_pyplot()  # a missing library is to be known before the hours, not after
+        check_plot(options.plot)  # what is amiss is to be known before the hours, not after
     if options.sweep:
         _sweep(options, say)
     elif options.replay is not None:
@@ -285,8 +286,26 @@ def draw(result: Result, path: Path) -> None:
     right.barh([fill(name, 34) for name, _ in spent], [part for _, part in spent])
     right.set(xlabel="% of the machines' capacity")
     right.tick_params(axis="y", labelsize="small")
-    figure.savefig(path, dpi=80)
+    try:
+        figure.savefig(path, dpi=80)
+    except OSError as e:
+        raise UserError(f"--plot {path}: {e.strerror or e}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def check_plot(path: Path) -> None:
+    """Raises `UserError` where a picture cannot be drawn, or not there."""
+    pyplot = _import_pyplot()
+    figure = pyplot.figure()
+    kinds = figure.canvas.get_supported_filetypes()
     pyplot.close(figure)
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise UserError(f"--plot {path}: end its name with .png or .svg")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: no such folder; make {path.parent} first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--plot {path}: it cannot be written; choose another name")
 
 
 def _import_pyplot() -> Any:

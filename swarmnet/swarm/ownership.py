@@ -355,6 +355,7 @@ class Ownership:
         for j in range(self.replica.num_shards):
             self.replica.optimizer.create(j)
             self._applied[j] = self.current - 1
+        self._lineages.clear()
 
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
@@ -524,6 +525,7 @@ class Ownership:
             if j not in self._applied and not self.current:
                 self.replica.optimizer.create(j)
                 self._applied[j] = self.current - 1
+                self._lineages.pop(j, None)
 
         await self.replica.worker.run(work)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from peer.cli import run_command
 
@@ -48,6 +50,44 @@ def test_a_plot_without_matplotlib_is_one_clear_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "pip install" in error
+
+
+def test_a_plot_shows_what_was_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Texts in an SVG of matplotlib are paths with a comment each, that says what they spell."""
+    path = tmp_path / "swarm.svg"
+    assert run_command([*SHORT, "--plot", str(path)]) == 0
+    printed = re.search(r"of that bound +([\d.]+) %", capsys.readouterr().out)
+    assert printed is not None
+    texts = re.findall(r"<!-- (.+?) -->", path.read_text())
+    assert f"{printed[1]} % of the bound as they served" in texts
+    for word in ("throughput", "max-flow bound, as they served", "bound of the best assignment"):
+        assert word in texts
+    assert "peers alive" in texts
+    assert "recovery after a crash, s" in texts
+
+
+def test_a_plot_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "swarm.png"
+    assert run_command([*SHORT, "--plot", str(path)]) == 0
+    pixels = imread(path)[..., :3]
+    assert pixels.shape[0] > 300
+    colored = pixels.max(axis=-1) - pixels.min(axis=-1) > 0.2
+    assert 0.01 < colored.mean() < 0.5  # curves and bars
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("out.xyz", ".png"), ("out", ".png"), ("no/such/out.png", "folder"), ("is.png", "name")],
+)
+def test_where_no_plot_can_be_drawn_nothing_is_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, word: str
+) -> None:
+    (tmp_path / "is.png").mkdir()
+    assert run_command([*SHORT, "--plot", str(tmp_path / name)]) == 1
+    out, error = capsys.readouterr()
+    assert not out
+    assert error.count("\n") == 1
+    assert word in error
 
 
 def test_a_bad_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

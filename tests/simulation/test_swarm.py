@@ -181,8 +181,8 @@ def test_noise_sends_nobody_to_and_fro(
     has_hysteresis: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines whose work takes now half and now twice the time; without margin and rest they go
-    to and fro. One move is due where newcomers, who did not know their speed, made unequal stages:
-    with this seed the poorest has 0.86 of what it could have."""
+    to and fro. (In two of the six seeds from 0 on one move is made, and is due: newcomers who did
+    not know their speed had made unequal stages.)"""
     costs = simulation.Simulation._costs
 
     def noisy(self: simulation.Simulation, host: simulation.Host) -> Callable[[str], float]:
@@ -192,7 +192,7 @@ def test_noise_sends_nobody_to_and_fro(
     monkeypatch.setattr(simulation.Simulation, "_costs", noisy)
     none = Limits(move_margin=0.0, move_proposals=1, move_cooldown_s=1.0)
     scenario = Scenario(
-        seed=0,
+        seed=1,
         peers=12,
         stages=3,
         until_s=900.0,
@@ -206,7 +206,7 @@ def test_noise_sends_nobody_to_and_fro(
     )
     result = simulate(scenario)
     assert result.broken is None
-    assert result.moved <= 1 if has_hysteresis else result.moved > 3
+    assert result.moved == 0 if has_hysteresis else result.moved > 3
 
 
 def test_nothing_is_lost_where_nothing_breaks() -> None:
