@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from swarmnet.protocol.feeding import IN_FLIGHT_PER_REPLICA
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import ActivationsName
 from swarmnet.training.memory_plan import Activations, Precision, stage_activations
@@ -20,10 +21,6 @@ log = logging.getLogger("swarmnet.training")
 
 FREE_PART = 0.8
 """Of the free memory that a peer plans with."""
-IN_FLIGHT_A_STAGE = 2.5
-"""Microbatches in flight at a replica of the first stage, for each stage of the run, that keep all
-of them at work in a small swarm (`protocol.feeding.IN_FLIGHT_PER_REPLICA`). Those of large swarms
-have more where there is room for them; a slower policy would cost more than fewer do."""
 MIN_IN_FLIGHT = 2
 """Fewer would leave the device waiting for the stages behind."""
 MAX_IN_FLIGHT = 1 << 16
@@ -45,10 +42,12 @@ class Choice:
 
 
 def expected_in_flight(spec: RunSpec) -> int:
-    """Microbatches between their passes at a replica of the first stage, which has the most."""
+    """Microbatches between their passes at a replica of the first stage, which has the most: as
+    many as keep all stages of a small swarm at work. Those of large swarms have more where there is
+    room for them; a slower policy would cost more than fewer do."""
     pipeline = spec.pipeline
     most = -(-pipeline.global_batch // pipeline.microbatch)
-    wanted = IN_FLIGHT_A_STAGE * pipeline.num_stages
+    wanted = IN_FLIGHT_PER_REPLICA * pipeline.num_stages
     if pipeline.max_in_flight:
         wanted = pipeline.max_in_flight * pipeline.num_stages
     return max(MIN_IN_FLIGHT, min(most, int(-(-wanted // 1))))

@@ -69,6 +69,20 @@ def test_a_feeder_begins_with_few_and_has_its_whole_window_when_these_are_home()
     assert slow_start(most, 400, part, most) == slow_start(most, 400, part, 10**6) == most
 
 
+@given(st.integers(2, 16), st.integers(1, 16))
+def test_in_a_small_swarm_too_few_come_first_and_then_more_than_two_for_each_replica(
+    num_replicas: int, num_feeders: int
+) -> None:
+    """One that it works on, one on its way, and some more; but not before the first are home."""
+    part = 1 / num_feeders
+    most = window(num_replicas, part, 10_000, is_small=True, asks=True)
+    first = slow_start(most, num_replicas, part, 0)
+    assert num_feeders * most > 2 * num_replicas
+    assert num_feeders * (first - 1) <= 2 * num_replicas
+    assert first < most or num_feeders > num_replicas / 2
+    assert slow_start(most, num_replicas, part, most) == most
+
+
 def test_a_full_device_or_uplink_gets_no_more() -> None:
     assert room_at_home(6, 2, queued_bytes=0, sent_bytes=100) == 4
     assert room_at_home(6, 9, queued_bytes=0, sent_bytes=100) == 0

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from swarmnet.protocol.pacing import BULK_SHARE, URGENT_SHARE
 from swarmnet.protocol.records import ACTIVE, Record
-from swarmnet.protocol.sync_modes import DELAYED, ZERO, SyncPlan
+from swarmnet.protocol.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.gossip import STALL_S
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.turns import LOOK_S
+from swarmnet.wire import Array
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0
 STAGE_BYTES = 40_000_000
+UPLOAD = 1e6
+SHARD = Array("uint8", (9_000_000,), bytes(9_000_000))
+"""Nine seconds of such an uplink."""
 
 
 def member(name: str, **said: Any) -> Record:
@@ -105,6 +114,63 @@ def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
         assert pace.contributions_s()[1] == Limits().reduce_wait_s
         pace.took(0.001)
         assert pace.contributions_s()[1] < 10.0
+        pace.close()
+
+    run(asked())
+
+
+def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
+    """Of a replica in an open round, of which nobody knows yet when it will be fed."""
+    pace, replica = pace_of(mode, [])
+    replica.round, replica.began_at, replica.num_shards = round_index, 0.0, 1
+    replica.is_fed = lambda r, *known: r < replica.round
+    gossip: Any = pace._gossip
+    gossip.own.upload_bytes_per_s = UPLOAD
+    gossip.view.launched_at_most = lambda r: 0
+    pace._ownership = SimpleNamespace(  # type: ignore[assignment]
+        placement=lambda exchange: SimpleNamespace(owned_by=lambda peer_id: [0])
+    )
+    return pace, replica
+
+
+def turn_s(mode: str, round_index: int, exchange: int, *, is_result: bool = True) -> float:
+    """How long one message has the uplink."""
+
+    async def asked() -> float:
+        pace, _ = beside(mode, round_index)
+        for _ in range(2):
+            await pace.turn(SHARD, exchange, is_result=is_result)
+        took_s = asyncio.get_running_loop().time()
+        pace.close()
+        return took_s
+
+    return run(asked())
+
+
+def test_results_that_others_wait_for_in_a_round_that_has_begun_are_urgent() -> None:
+    """The results of exchange 7 are what round 9 begins with: who has them is in it already."""
+    alone_s = SHARD.num_bytes / UPLOAD
+    at_leisure, urgent = (pytest.approx(alone_s / x) for x in (BULK_SHARE, URGENT_SHARE))
+    assert turn_s(DELAYED, 8, 7) == at_leisure
+    assert turn_s(DELAYED, 9, 7) == urgent
+    assert turn_s(DELAYED, 9, 8) == at_leisure
+    assert turn_s(DELAYED, 9, 7, is_result=False) == at_leisure
+    for mode in (ZERO, LOCAL):
+        assert turn_s(mode, 7, 7) == turn_s(mode, 9, 7) == 0.0
+
+
+def test_results_that_have_their_turn_when_the_next_round_begins_are_urgent_from_then_on() -> None:
+    async def asked() -> None:
+        pace, replica = beside(DELAYED, 8)
+        loop = asyncio.get_running_loop()
+        await pace.turn(SHARD, 7, is_result=True)
+        waiting = loop.create_task(pace.turn(SHARD, 7, is_result=True))
+        await asyncio.sleep(2 * LOOK_S)
+        replica.round = 9
+        await waiting
+        sent = 2 * LOOK_S * BULK_SHARE * UPLOAD
+        rest_s = (SHARD.num_bytes - sent) / (URGENT_SHARE * UPLOAD)
+        assert loop.time() == pytest.approx(2 * LOOK_S + rest_s, abs=LOOK_S)
         pace.close()
 
     run(asked())

@@ -15,6 +15,7 @@ from swarmnet.protocol import progress
 from swarmnet.protocol.assignment import Move, propose_move
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, Record
 from swarmnet.swarm.averaging import Averaging
+from swarmnet.swarm.ownership import Ownership
 from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S, Peer
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.settings import Limits
@@ -174,6 +175,44 @@ def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None
         await swarm.until(lambda: swarm.total("moved") == 1)
         await swarm.until_round(50)
         assert kept == [False]
+
+    in_virtual_time(scenario, spec, limits=limits)
+
+
+def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where owners of what it holds are slow to say so it waits for them, but no more when it
+    serves another stage: it would say that it holds shards of the wrong one."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    follow_owners = Ownership.follow_owners
+    looking: dict[str, list[int]] = {}
+    """The stages whose shards a peer looks after now."""
+
+    async def slowly(self: Ownership, exchange: int | None = None) -> None:
+        mine = looking.setdefault(self.gossip.own.peer_id, [])
+        mine.append(self.replica.index)
+        try:
+            await follow_owners(self, exchange)
+            await asyncio.sleep(SLOW_S)
+        finally:
+            mine.remove(self.replica.index)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0)
+        await swarm.until_round(2)
+        monkeypatch.setattr(Ownership, "follow_owners", slowly)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        await swarm.until(lambda: swarm.total("moved") == 1)
+        (mover,) = (m.peer for m in swarm.members.values() if m.peer.gossip.own.totals.get("moved"))
+        await swarm.until(lambda: mover.gossip.own.state == ACTIVE)
+        assert set(looking[mover.gossip.own.peer_id]) <= {mover.gossip.own.stage}
+        assert all(
+            1 in looking[f"peer-{i}"] for i in range(3) if f"peer-{i}" != mover.gossip.own.peer_id
+        )
 
     in_virtual_time(scenario, spec, limits=limits)
 

@@ -274,6 +274,31 @@ def test_a_slow_device_is_not_chosen_before_a_fast_one_that_begins_at_once() -> 
     scenario(play)
 
 
+def test_what_a_replica_has_passed_on_weighs_less_than_what_waits_before_a_device() -> None:
+    """It comes back, but not now: of two idle devices the one with less of it is chosen, and before
+    one that has work, one that has none."""
+
+    async def play(pair: OneReplica) -> None:
+        loop = asyncio.get_running_loop()
+        near = two_free(pair)
+        (other,) = pair.others
+        for first, steps, num_passed_on, chosen in (
+            (10, pair.steps, 8, "free"),
+            (20, other, 16, CALLEE),
+        ):
+            for _ in range(num_passed_on):
+                steps._tasks.start(asyncio.sleep(600.0))  # with the stages behind it
+            for n in range(first, first + 3):
+                assert (await near.step(n)).peer_id == chosen
+        device = pair.replica.device
+        work = [loop.create_task(device.run(FORWARD, lambda: None, 0)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert (await near.step(30)).peer_id == "free"
+        await asyncio.gather(*work)
+
+    scenario(play)
+
+
 @pytest.mark.parametrize("work_s", [WORK_S, ASK_WORK_S / 4])
 def test_what_a_replica_feeds_another_may_begin_where_the_work_is_long(work_s: float) -> None:
     """It has a queue of its own, and the other is free; short work is done at home."""

@@ -16,6 +16,8 @@ from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import simulate
+from swarmnet.swarm.exchange_pace import ExchangePace
+from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
@@ -119,6 +121,48 @@ def test_auto_says_when_the_network_is_too_slow_for_it(
     lines = [r.message for r in caplog.records if r.name == "swarmnet.auto_sync"]
     assert len(lines) == is_told, "by one peer, once"
     assert all("the run waits for its network" in line for line in lines)
+
+
+def test_what_waits_for_room_on_the_link_is_of_the_exchange_beside_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, what backups need, and results; so only what still waits when the next round
+    begins is late."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync={"mode": "delayed", "replication": 2})
+    turn = ExchangePace.turn
+    behind: dict[bool, set[int]] = {True: set(), False: set()}
+    """By whether it is a result: rounds from the exchange to the one that is open here."""
+
+    async def watched(
+        self: ExchangePace, array: Array | None, exchange: int, *, is_result: bool = False
+    ) -> None:
+        if array is not None and self._plan.is_delayed(self._current):
+            behind[is_result].add(self._replica.round - exchange)
+        await turn(self, array, exchange, is_result=is_result)
+
+    monkeypatch.setattr(ExchangePace, "turn", watched)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(3)
+        asker, giver = (swarm.members[f"peer-{i}"].peer for i in range(2))
+        here = giver.averaging
+
+        def given() -> list[int]:
+            """Shards whose results are here, and were made elsewhere."""
+            r, owned = here.current, here.ownership.placement(here.current).owned_by("peer-1")
+            return [j for of, j in sorted(here._results) if of == r and j not in owned]
+
+        await swarm.until(lambda: bool(given()))
+        for results in behind.values():
+            results.clear()
+        request = ReduceRequest(here.current, 0, (given()[0],), num_tokens=(0,))
+        await asker.transport.call("peer-1", "reduce", Message(request), timeout_s=10.0)
+        assert behind[True] == {1}, "of a result that is passed on"
+        await swarm.until_round(8)
+
+    in_virtual_time(scenario, spec)
+    assert behind == {True: {1}, False: {1}}
 
 
 async def replace_some(swarm: Swarm, rng: random.Random) -> None:
