@@ -57,22 +57,28 @@ def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dic
     contributor is the larger of the two medians, so that one with few tokens is not taken for an
     attacker. The lower median makes sure that half of the contributors cannot raise it.
 
-    Up to `CLIP_TOLERANCE` times its fair norm a contribution is left alone. Beyond, it is cut to
-    the fair norm, and once more by as much as it was too large: k times the fair norm becomes 1/k
-    of it. So the grossest count least. (Cut to the fair norm alone, noise still hides the smallest
-    gradients, and AdamW makes as large steps on those as on others.) Fewer than
-    `MIN_CONTRIBUTORS`: all factors are 1.
+    Up to `CLIP_TOLERANCE` times its fair norm a contribution is left alone. Beyond, at k times the
+    fair norm, it is cut to the fair norm, and its tokens count 1/k. So the grossest count least.
+    (Cut to the fair norm alone, noise still hides the smallest gradients, and AdamW makes as large
+    steps on those as on others.) The weighted sum is divided by all tokens, those that do not count
+    in full too: that would shorten the step, which an outer step in mode `local` feels; so all
+    factors are larger by as much. Nobody cut, or fewer than `MIN_CONTRIBUTORS`: all factors are 1.
     """
     if len(squares) < MIN_CONTRIBUTORS:
         return dict.fromkeys(squares, 1.0)
     norms = {p: math.sqrt(s) / tokens[p] for p, s in squares.items()}
     signal = median_low(norms.values())
     noise = median_low(n * math.sqrt(tokens[p]) for p, n in norms.items())
-    factors = {}
+    weights = {}
     for p, norm in norms.items():
         fair = max(signal, noise / math.sqrt(tokens[p]))
-        factors[p] = 1.0 if norm <= CLIP_TOLERANCE * fair else (fair / norm) ** 2
-    return factors
+        weights[p] = 1.0 if norm <= CLIP_TOLERANCE * fair else fair / norm
+    if min(weights.values()) == 1.0:
+        return weights
+    fullness = sum(weights[p] * tokens[p] for p in weights) / sum(tokens[p] for p in weights)
+    return {
+        p: weight**2 / fullness if weight < 1.0 else 1 / fullness for p, weight in weights.items()
+    }
 
 
 def is_alike(own_squares: float, own_tokens: int, squares: float, tokens: int) -> bool:

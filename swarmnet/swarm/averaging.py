@@ -157,6 +157,8 @@ class Averaging:
         self.lost = LostSamples(self.gossip, self.replica, self.settings.global_batch, self.on_loss)
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard, what is behind its result, as far as is known."""
+        self._counted: dict[int, int] = {}
+        """In mode `local`, tokens that rounds counted, by the word of the feeders."""
         self._summed: dict[tuple[int, int], frozenset[str]] = {}
         """By exchange and shard, whose contributions are in a sum that was made here."""
         self._tasks = Tasks("averaging")
@@ -769,7 +771,7 @@ class Averaging:
             if c.gradient is not None and c.num_tokens
         ]
         result = await self.aggregator(
-            update.round, update.shard, parts, self._counted_tokens(update.round)
+            update.round, update.shard, parts, self._counted_behind(update.round, update.shard)
         )
         return result.total, result.squares, result.num_tokens
 
@@ -779,6 +781,22 @@ class Averaging:
             return 0
         now = asyncio.get_running_loop().time()
         return progress.round_progress(self.gossip.view, r, now, self.settings.global_batch).tokens
+
+    def note_counted(self, r: int) -> None:
+        """Of a round that is over here, in mode `local`: its exchange may come rounds later."""
+        now = asyncio.get_running_loop().time()
+        state = progress.round_progress(self.gossip.view, r, now, self.settings.global_batch)
+        self._counted[r] = state.tokens
+        for old in [q for q in self._counted if q < r - 2 * self.plan.local_steps]:
+            del self._counted[old]
+
+    def _counted_behind(self, r: int, j: int) -> int:
+        """Of all rounds whose work is in the exchange of a shard; 0 where this peer was not in all
+        of them."""
+        if not self.plan.is_local:
+            return self._counted_tokens(r)
+        known = [self._counted.get(q, 0) for q in self.plan.window(j, r)]
+        return sum(known) if all(known) else 0
 
     async def _gather(self, update: ShardUpdate) -> None:
         """Waits until every live contributor has pushed, the deadline passed, or the shard is

@@ -27,7 +27,7 @@ from swarmnet.protocol.pairing import partner
 from swarmnet.protocol.records import ACTIVE, LEAVING, Record
 from swarmnet.swarm.averaging import Averaging, Behind
 from swarmnet.swarm.gossip import Gossip
-from swarmnet.swarm.local_updates import Moments, common_of
+from swarmnet.swarm.local_updates import Moments, common_of, own_step
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.news import News
 from swarmnet.swarm.ownership import BEHIND_ROUNDS
@@ -94,7 +94,7 @@ class GossipAveraging:
         replica = self.replica
         await self.averaging.until_exported()
         self._check_in_touch(round_index)
-        await replica.worker.run(lambda: self.local.step(num_tokens, round_index))
+        await own_step(replica, self.gossip, num_tokens, round_index)
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
             self._forget_tokens()

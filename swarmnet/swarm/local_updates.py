@@ -17,8 +17,9 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from swarmnet.errors import NotReady, SwarmnetError
+from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.protocol.records import Record
+from swarmnet.swarm.aggregation import strike
 from swarmnet.swarm.averaging import Averaging, Behind, Pushed
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
@@ -83,6 +84,19 @@ class Moments:
             return Message(FetchReply(replica.round, values), arrays)
 
 
+async def own_step(replica: Replica, gossip: Gossip, num_tokens: int, round_index: int) -> None:
+    """A replica's own step at the end of a round. None on a gradient that is not finite, such as a
+    backward pass leaves that failed half way: it is reported as primaries report one in the other
+    modes, and the microbatches behind it are lost."""
+    local = replica.local
+    assert local is not None
+    try:
+        await replica.worker.run(lambda: local.step(num_tokens, round_index))
+    except ProtocolViolation as e:
+        strike(gossip, gossip.own.peer_id)
+        log.warning("round %d: no step of its own here: %s", round_index, e)
+
+
 async def common_of(sync: StateSync, donor: Record, j: int) -> Array:
     """A shard of a donor's common parameters: the own ones where they are the same, as at the
     beginning of a run. Raises as `StateSync.ask`."""
@@ -129,8 +143,9 @@ class LocalUpdates:
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica, plan = self.replica, self.replica.plan
         await self.averaging.until_exported()
+        self.averaging.note_counted(round_index)
         if replica.synced:
-            await replica.worker.run(lambda: self.local.step(num_tokens, round_index))
+            await own_step(replica, self.gossip, num_tokens, round_index)
         due = plan.due(round_index, replica.num_shards)
         if due:
 

@@ -230,7 +230,8 @@ class LocalSteps(Protocol):
 
     def step(self, num_tokens: int, round_index: int) -> None:
         """One optimizer step on the stage's gradient, a sum over `num_tokens` (0: no step); the
-        result is put aside as the coming round's parameters."""
+        result is put aside as the coming round's parameters. Raises `ProtocolViolation` where the
+        gradient is not finite; then nothing has changed."""
 
     def change(self, shard_index: int, weight: float) -> Array:
         """(common - coming fast parameters) x `weight`: where the own steps lead, as a gradient."""

@@ -65,11 +65,11 @@ class TorchLocalSteps:
         self._stepped.clear()
         if num_tokens <= 0:
             return
-        self.changes += 1
         gradients = [self._stage.gradient_shard(j) for j in self._shards]
         norm = math.sqrt(sum(self._optimizer.sum_of_squares(g) for g in gradients)) / num_tokens
         if not math.isfinite(norm):
             raise ProtocolViolation("the gradient of this replica is not finite")
+        self.changes += 1
         clip = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0 else 1.0
         for j, gradient in enumerate(gradients):
             before = self._stage.parameter_shard(j)

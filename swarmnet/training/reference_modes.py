@@ -244,6 +244,8 @@ class GossipReference:
         self.replicas = Replicas(spec, replicas)
         self._slow = {n: _copies(r) for n, r in self.replicas.by_name.items()}
         self._momentum = {n: [torch.zeros_like(p) for p in slow] for n, slow in self._slow.items()}
+        self.spread: dict[str, float] = {}
+        """How far each replica was from its partner when they met last, over its own norm."""
 
     def step(
         self,
@@ -263,6 +265,10 @@ class GossipReference:
         fast = {n: _copies(r) for n, r in replicas.items()}
         moments = {n: _unbiased(r) for n, r in replicas.items()}
         slow = {n: [p.clone() for p in values] for n, values in self._slow.items()}
+        for name, other in partners.items():
+            if other is not None:
+                flat, their_flat = _flat(replicas[name]), _flat(replicas[other])
+                self.spread[name] = float((flat - their_flat).norm() / flat.norm())
         for name, replica in replicas.items():
             pair = [name] if partners[name] is None else [name, str(partners[name])]
             with torch.no_grad():

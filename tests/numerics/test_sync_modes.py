@@ -127,8 +127,9 @@ def test_gossip_makes_the_steps_of_as_many_pairs_in_one_process(
         for name in stages:
             mine = swarm.named(name)
             assert relative_difference(mine, oracle.state_dict(name)) < 1e-4
-        spreads = [m.peer.gossip.own.spread for m in swarm.members.values()]
-        assert 0 < max(spreads) < 0.2
+            spread = swarm.members[name].peer.gossip.own.spread
+            assert spread == pytest.approx(oracle.spread[name], rel=1e-3)
+        assert min(oracle.spread.values()) > 0
 
     in_virtual_time(scenario, spec)
 

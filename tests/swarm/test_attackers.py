@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.averaging import Averaging
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
@@ -44,6 +45,23 @@ def noisy(_: int, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 ATTACKS: dict[str, Attack] = {"flipped": flipped, "scaled": scaled, "noisy": noisy}
+
+
+Push = Callable[[int, np.ndarray], tuple[int, np.ndarray]]
+"""(tokens, what is true) -> what is pushed instead."""
+
+
+def greedy(num_tokens: int, x: np.ndarray) -> tuple[int, np.ndarray]:
+    """Claims a thousand times the tokens, for as much of the opposite."""
+    return 1000 * num_tokens, -1000 * x
+
+
+PUSHES: dict[str, Push] = {
+    "greedy": greedy,
+    "opposite": lambda n, x: (n, -8 * x),
+    "huge": lambda n, x: (n, 1e5 * x),
+    "turned": lambda n, x: (n, -x),
+}
 
 
 class Attacker:
@@ -84,20 +102,21 @@ def chain(num_bytes: int) -> bytes:
     return bytes(ord("a") + x for x in letters)
 
 
-def small(folder: Path, rule: str) -> RunSpec:
+def small(folder: Path, rule: str, mode: str = "zero") -> RunSpec:
     spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
     (folder / "text.txt").write_bytes(chain(20_000))
     values = spec.model_dump()
-    values["sync"] |= {"aggregation": rule, "shard_parameters": 8192}
+    values["sync"] |= {"aggregation": rule, "shard_parameters": 8192, "mode": mode}
+    values["sync"] |= {"local_steps": 4}
     values["model"]["num_hidden_layers"] = 1
     values["pipeline"]["global_batch"] = 64
     values["optimizer"] |= {"grad_clip_norm": 0.0, "learning_rate": 5e-3}
     return RunSpec.model_validate(values)
 
 
-def final_loss(folder: Path, rule: str, attack: str) -> tuple[float, int]:
+def final_loss(folder: Path, rule: str, attack: str, mode: str = "zero") -> tuple[float, int]:
     """On held-out data; and how many contributions were clipped."""
-    spec = small(folder, rule)
+    spec = small(folder, rule, mode)
     found: list[float] = []
     clipped: list[int] = []
 
@@ -108,8 +127,9 @@ def final_loss(folder: Path, rule: str, attack: str) -> tuple[float, int]:
 
         for i in range(NUM_HONEST):
             swarm.start(f"honest-{i}")
+        is_gradient = attack in ATTACKS or attack == "stale"
         for i in range(NUM_FALSE):
-            swarm.start(f"false-{i}", build=build if attack else None)
+            swarm.start(f"false-{i}", build=build if is_gradient else None)
         await swarm.until_round(ROUNDS)
 
         def measured() -> list[float]:
@@ -120,13 +140,35 @@ def final_loss(folder: Path, rule: str, attack: str) -> tuple[float, int]:
         found.append(measured()[0])
         clipped.append(swarm.total("contributions_clipped"))
 
-    in_virtual_time(scenario, spec)
+    with pytest.MonkeyPatch.context() as patch:
+        if attack in PUSHES:
+            patch.setattr(Averaging, "update", pushing(PUSHES[attack]))
+        in_virtual_time(scenario, spec)
     return found[0], clipped[0]
 
 
+def pushing(push: Push) -> Callable[..., Any]:
+    """`Averaging.update`, where false peers push something else."""
+    update = Averaging.update
+
+    async def false_update(self: Averaging, part: Any, *arguments: Any) -> None:
+        async def other(j: int) -> Any:
+            num_tokens, array = await part(j)
+            if array is None:
+                return num_tokens, array
+            x = np.frombuffer(bytes(array.data), dtype=np.float32)
+            num_tokens, sent = push(num_tokens, x)
+            return num_tokens, Array("float32", array.shape, sent.astype(np.float32).tobytes())
+
+        is_false = self.gossip.own.peer_id.startswith("false")
+        await update(self, other if is_false else part, *arguments)
+
+    return false_update
+
+
 @functools.cache
-def honest_loss(folder: Path) -> float:
-    return final_loss(folder, "mean", "")[0]
+def honest_loss(folder: Path, mode: str = "zero") -> float:
+    return final_loss(folder, "mean", "", mode)[0]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +194,35 @@ def test_the_other_rules_hold_too(folder: Path, rule: str, attack: str) -> None:
     defended, _ = final_loss(folder, rule, attack)
     print(f"{attack}: honest {honest:.3f}, {rule} {defended:.3f}")
     assert defended < honest * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "attack"),
+    [("zero", "greedy"), *(("local", attack) for attack in PUSHES if attack != "turned")],
+)
+def test_false_pushes_break_the_mean_and_not_the_default(
+    folder: Path, mode: str, attack: str
+) -> None:
+    """In mode `local` what is pushed is how far a replica came in four steps of its own."""
+    honest = honest_loss(folder, mode)
+    defended, clipped = final_loss(folder, "median_clip", attack, mode)
+    broken, _ = final_loss(folder, "mean", attack, mode)
+    print(f"{mode}, {attack}: honest {honest:.3f}, mean {broken:.3f}, median_clip {defended:.3f}")
+    assert clipped > 0
+    assert defended < honest * (1 + TOLERANCE)
+    assert broken > honest * (1 + BROKEN)
+
+
+def test_the_trimmed_mean_bears_changes_that_are_only_turned(folder: Path) -> None:
+    """Which no norm tells: in mode `local` changes are as long whatever the gradients were."""
+    honest = honest_loss(folder, "local")
+    losses = {
+        rule: final_loss(folder, rule, "turned", "local")[0]
+        for rule in ("mean", "median_clip", "trimmed_mean", "centered_clip")
+    }
+    print(f"turned: honest {honest:.3f}", *(f"{rule} {x:.3f}" for rule, x in losses.items()))
+    assert losses["trimmed_mean"] < honest * (1 + TOLERANCE)
+    assert losses["mean"] > honest * (1 + BROKEN)
 
 
 def test_among_honest_replicas_the_default_changes_nothing(tmp_path: Path) -> None:

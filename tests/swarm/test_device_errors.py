@@ -40,6 +40,29 @@ def failing_once(swarm: Swarm, rounds: list[int]) -> Callable[[int], tuple[Any, 
     return build
 
 
+@pytest.mark.parametrize("mode", ["delayed", "local", "gossip"])
+def test_a_failed_pass_ends_no_peer(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where replicas make steps of their own, the one makes none in that round."""
+    sync = {"mode": mode, "local_steps": 2, "warmup_rounds": 1}
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync)
+    failed_in: list[int] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0", stage=0)
+        swarm.start("peer-1", stage=1)
+        swarm.start("bad", stage=1, feeds=False, build=failing_once(swarm, failed_in))
+        await swarm.until_round(ROUNDS, 120.0)
+        assert failed_in
+        assert "failed half way" in caplog.text
+        assert swarm.total("contributions_dropped") > 0
+        for name in swarm.members:
+            assert all(bool(p.isfinite().all()) for p in swarm.named(name).values())
+
+    in_virtual_time(scenario, spec)
+
+
 @pytest.mark.parametrize(("stage", "feeds"), [(0, True), (1, False)])
 def test_a_failed_pass_costs_what_its_peer_had_added_up(
     tmp_path: Path, stage: int, feeds: bool, caplog: pytest.LogCaptureFixture

@@ -71,6 +71,29 @@ def test_a_backup_that_has_seen_another_gradient_fetches_the_moments(
         assert _moments_agree(swarm)
         assert torch.equal(swarm.flat("peer-0"), swarm.flat("peer-1"))
         assert swarm.total("shard_reset") == swarm.total("shard_stale") == 0
+        unlike = swarm.total("shard_unlike")
+        await swarm.until_round(now + 12)
+        assert swarm.total("shard_unlike") == unlike, "what was fetched is a copy"
+        assert _lineages_agree(swarm)
+
+    in_virtual_time(scenario, spec, seed=0)
+
+
+def test_whoever_does_not_know_its_lineage_is_taken_for_a_copy(tmp_path: Path) -> None:
+    """As after a checkpoint, which does not have it. With the next step all owners know it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=20)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(5)
+        ownership = swarm.members["peer-0"].peer.averaging.ownership
+        num_owned = len(ownership._lineages)
+        ownership._lineages.clear()
+        await swarm.until_round(10)
+        assert len(ownership._lineages) == num_owned > 0
+        assert swarm.total("shard_unlike") == 0
+        assert _lineages_agree(swarm)
 
     in_virtual_time(scenario, spec, seed=0)
 
@@ -134,6 +157,23 @@ def _moments_agree(swarm: Swarm) -> bool:
             key = (replica.index, j, replica.optimizer.steps(j))
             compared += key in seen
             if seen.setdefault(key, bits) != bits:
+                return False
+    assert compared, "no shard has two owners"
+    return True
+
+
+def _lineages_agree(swarm: Swarm) -> bool:
+    """Of owners of a shard that are equally far, and they are known."""
+    seen: dict[tuple[int, int], bytes] = {}
+    compared = 0
+    for member in swarm.members.values():
+        replica, ownership = member.peer.replica, member.peer.averaging.ownership
+        assert replica is not None
+        for j in replica.optimizer.owned():
+            lineage = ownership.lineage(j)
+            key = (j, replica.optimizer.steps(j))
+            compared += key in seen
+            if not lineage or seen.setdefault(key, lineage) != lineage:
                 return False
     assert compared, "no shard has two owners"
     return True
