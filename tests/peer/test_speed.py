@@ -98,7 +98,7 @@ def test_who_lends_a_quarter_of_the_device_says_a_quarter_of_its_speed(
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-@pytest.mark.parametrize("mode", ["zero", "local"])
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local", "gossip"])
 def test_the_optimizer_is_where_the_spec_wants_it(tmp_path: Path, kind: str, mode: str) -> None:
     spec = tiny_spec(tmp_path, num_stages=1, sync={"optimizer_store": kind, "mode": mode})
     machine = build_machine(spec, PeerOptions(state_dir=tmp_path, feed=False))
@@ -111,7 +111,7 @@ def test_the_optimizer_is_where_the_spec_wants_it(tmp_path: Path, kind: str, mod
     before = num_mapped()
     optimizer.create(0)
     own_steps = machine.build_local(stage, optimizer)
-    assert (own_steps is not None) == (mode == "local")
+    assert (own_steps is not None) == (mode in ("local", "gossip"))
     # Mean and square of the one shard; or the outer momentum of that, and both of all own shards.
     expected = 2 if own_steps is None else 1 + 2 * len(stage.shard_sizes)
     assert num_mapped() - before == (expected if kind == "disk" else 0)
