@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer.options import AUTO_STAGES, PeerOptions
-from swarmnet.errors import UserError
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.seats import MAX_SEATS, Room, machine_of, room_for
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
@@ -97,7 +97,13 @@ class Seats:
         while not self._stopping.is_set():
             wanted = await self.num_seats()
             while 1 + len(self.further) < wanted and not self._stopping.is_set():
-                await self._add()
+                try:
+                    await self._add()
+                except (SwarmnetError, OSError, RuntimeError) as e:
+                    if not self.changes:
+                        raise
+                    log.warning("no further stage here for now: %s", e)
+                    break
             if not self.changes:
                 return
             self._too_many = self._too_many + 1 if 1 + len(self.further) > wanted else 0

@@ -91,10 +91,16 @@ class Chooser:
         return Switch(first, wanted, round_s, exchange_s)
 
 
+LEAST_S = 1e-6
+"""What is said to be shorter counts as this: peers may say anything."""
+MOST_STEPS = 1e6
+
+
 def local_steps_for(round_s: float, exchange_s: float) -> int:
     """How many steps of their own replicas would have to make between two exchanges for these to
     take `EXCHANGE_PART` of the time: from H rounds + exchange = exchange / part."""
-    return max(1, math.ceil(exchange_s * (1 - EXCHANGE_PART) / (EXCHANGE_PART * round_s)))
+    steps = exchange_s * (1 - EXCHANGE_PART) / max(EXCHANGE_PART * round_s, LEAST_S)
+    return max(1, math.ceil(min(steps, MOST_STEPS)))
 
 
 @dataclass

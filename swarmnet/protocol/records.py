@@ -33,6 +33,12 @@ LEAVING = "leaving"
 LEFT = "left"
 OBSERVING = "observing"
 STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
+MAX_COUNT = 1 << 48
+"""Of samples or tokens of one feeder in a round: what a whole swarm may say adds up below 2^62."""
+MAX_LOSS_SUM = 1e20
+"""Likewise of its loss, nats: sums stay finite."""
+MAX_RATE = 1e15
+"""Of what is said by the second, and of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +55,11 @@ class RoundCount:
     """Sum over the committed tokens of the loss, in nats."""
 
     def __post_init__(self) -> None:
-        counts = (self.round, self.launched, self.committed, self.tokens)
-        if any(not 0 <= n < 2**62 for n in counts) or not math.isfinite(self.loss_sum):
+        counts = (self.launched, self.committed, self.tokens)
+        if any(not 0 <= n < MAX_COUNT for n in counts) or not 0 <= self.round < 2**62:
             raise ValueError("a round's counter is out of range")
+        if not abs(self.loss_sum) <= MAX_LOSS_SUM:
+            raise ValueError("the loss of a round is out of range")
         if self.committed > self.launched:
             raise ValueError("more samples committed than launched")
 
@@ -189,7 +197,7 @@ class Record:
             self.last_busy_s,
             self.last_exchange_s,
         )
-        if any(not (math.isfinite(x) and x >= 0) for x in rates):
+        if any(not 0 <= x <= MAX_RATE for x in rates):
             raise ValueError("a rate of a record is out of range")
         if len(self.addresses) > MAX_ADDRESSES or any(
             len(a) > MAX_TEXT * 2 for a in self.addresses

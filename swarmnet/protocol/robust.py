@@ -27,6 +27,16 @@ TOKEN_SLACK = 1.25
 what a feeder counted just before it died may be missing from its last record."""
 
 
+LARGEST_PER_TOKEN = 1e15
+"""Norm of a contribution to a shard, per token. Parameters are never larger either."""
+
+
+def is_sound(squares: float, num_tokens: int) -> bool:
+    """May a contribution with this sum of squares count at all? Not where it is not finite, nor
+    where it is so large that no stage would take the result."""
+    return math.isfinite(squares) and math.sqrt(squares) <= LARGEST_PER_TOKEN * num_tokens
+
+
 def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
     """The token counts to believe.
 

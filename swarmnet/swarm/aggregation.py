@@ -1,7 +1,7 @@
 """A primary's aggregate of the contributions to one shard, by the rule of the run.
 
-What is not finite does not count, under any rule, and its sender is reported: a strike in the own
-record (`Record.strikes`), which every peer sees by gossip.
+What is not finite, or beyond all bounds, does not count, under any rule, and its sender is
+reported: a strike in the own record (`Record.strikes`), which every peer sees by gossip.
 
 `median_clip` clips by the norm of a contribution over *all* shards of its stage, which no single
 primary sees: a shard of rare words is all zero at most contributors, and one that knows such a word
@@ -80,7 +80,7 @@ class Aggregator:
                 self.norms.tell(round_index, shard_index, await self._squares(parts))
             return await self._sum(round_index, shard_index, parts)
         squares = await self._squares(parts)
-        parts = self._only_finite(round_index, shard_index, parts, squares)
+        parts = self._only_sound(round_index, shard_index, parts, squares)
         tokens = robust.fair_tokens({p.peer_id: p.num_tokens for p in parts}, counted)
         factors = dict.fromkeys(tokens, 1.0)
         if self.rule == robust.MEDIAN_CLIP:
@@ -113,9 +113,12 @@ class Aggregator:
 
         while parts:
             total, squares = await self.worker.run(work)
-            if math.isfinite(squares):
-                return Aggregate(total, squares, sum(p.num_tokens for p in parts))
-            sound = self._only_finite(round_index, shard_index, parts, await self._squares(parts))
+            num_tokens = sum(p.num_tokens for p in parts)
+            if robust.is_sound(squares, num_tokens):
+                return Aggregate(total, squares, num_tokens)
+            sound = self._only_sound(round_index, shard_index, parts, await self._squares(parts))
+            if len(sound) == len(parts) and math.isfinite(squares):
+                return Aggregate(total, squares, num_tokens)
             if len(sound) == len(parts):
                 raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
             parts = sound
@@ -129,19 +132,21 @@ class Aggregator:
 
         return await self.worker.run(work)
 
-    def _only_finite(
+    def _only_sound(
         self, round_index: int, shard_index: int, parts: list[Part], squares: Mapping[str, float]
     ) -> list[Part]:
         for p in parts:
-            if not math.isfinite(squares[p.peer_id]):
+            if not robust.is_sound(squares[p.peer_id], p.num_tokens):
+                is_finite = math.isfinite(squares[p.peer_id])
                 log.warning(
-                    "round %d shard %d: the gradient of %s is not finite and does not count",
+                    "round %d shard %d: the gradient of %s is %s and does not count",
                     round_index,
                     shard_index,
                     p.peer_id[-8:],
+                    "beyond all bounds" if is_finite else "not finite",
                 )
                 strike(self.gossip, p.peer_id)
-        return [p for p in parts if math.isfinite(squares[p.peer_id])]
+        return [p for p in parts if robust.is_sound(squares[p.peer_id], p.num_tokens)]
 
     def _report_clipped(self, round_index: int, factors: Mapping[str, float]) -> None:
         clipped = tuple(sorted(p for p, f in factors.items() if f < 1.0))

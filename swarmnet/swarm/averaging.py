@@ -743,14 +743,16 @@ class Averaging:
             if total is None:
                 # Even an empty stage takes part in the norm, so that the others need not wait.
                 await self._clip(r, j, 0.0)
-                self.ownership.stepped(j, r)
-                update.parameters = await self._copy(j)
-                self._tokens[(r, j)] = 0
+                await self._leave_as_it_is(update)
                 return
             clip = await self._clip(r, j, squares / num_tokens**2)
             if self.ownership.past(r):
                 raise NotReady("the round was finished without this replica", round=r)
-            await self._step_everywhere(update, total, clip / num_tokens)
+            try:
+                await self._step_everywhere(update, total, clip / num_tokens)
+            except ProtocolViolation as e:  # at the backups too, with the same state
+                log.warning("round %d: no step: %s", r, e)
+                await self._leave_as_it_is(update)
         except Exception as e:
             update.parameters = None
             if isinstance(e, UserError):
@@ -761,6 +763,13 @@ class Averaging:
                 self._updates.pop((r, j), None)
             update.done.tell()
             self.news.tell()
+
+    async def _leave_as_it_is(self, update: ShardUpdate) -> None:
+        """There is no step to be made on a shard in this exchange."""
+        r, j = update.round, update.shard
+        self.ownership.stepped(j, r)
+        self._tokens[(r, j)] = update.num_tokens = 0
+        update.parameters = await self._copy(j)
 
     async def _sum(self, update: ShardUpdate) -> tuple[Array | None, float, int]:
         """The aggregate of the contributions, its sum of squares, and the tokens behind it; None

@@ -97,7 +97,7 @@ class Directory:
                             publish_at = loop.time() + REFRESH_S
                         if self._is_alone():
                             await self.find_all()
-                except (TimeoutError, OSError, RuntimeError, ValueError) as e:
+                except Exception as e:  # hivemind has many
                     log.debug("the directory does not answer: %s", e)
         finally:
             await self.close()
@@ -111,8 +111,12 @@ class Directory:
                 for a in record.addresses
                 if record.peer_id != self._gossip.own.peer_id
             ]
-            await self.close()
-            await self.start(known or self._initial)
+            try:
+                await self.close()
+                await self.start(known or self._initial)
+            except BaseException:
+                self._stale = True  # the daemon may not be there yet
+                raise
 
     def _is_alone(self) -> bool:
         now = asyncio.get_running_loop().time()

@@ -83,7 +83,8 @@ class ExchangePace:
 
     def took(self, seconds: float, *, is_usual: bool = True) -> None:
         """An exchange is over. One with nobody, or to which this replica had nothing to give, says
-        nothing of others."""
+        nothing of others. (A clock that leaves out its own stalls may have gone back a little.)"""
+        seconds = max(0.0, seconds)
         self.last_s = seconds
         if is_usual:
             self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)

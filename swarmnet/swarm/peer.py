@@ -225,6 +225,8 @@ class Peer:
         )
         self.replica: Replica | None = None
         self._tasks = Tasks("peer")
+        self._counts_of = 0
+        """The history of the rounds that this peer has counted samples of."""
         self._stopping = asyncio.Event()
         self._busy_s = 0.0
         self._expected_s = 0.0
@@ -755,6 +757,10 @@ class Peer:
             "last_busy_s": self._busy_since(replica),
             "last_exchange_s": averaging.pace.last_s if replica.open_s else 0.0,
         }
+        if joined and history != self._counts_of:
+            # Rounds of another history: they have nothing in common with these but their number.
+            changes["counts"] = tuple(c for c in own.counts if c.round < replica.round)
+        self._counts_of = history
         if joined:
             replica.is_foretold = True
             try:
@@ -866,7 +872,12 @@ class Peer:
             self.feeder.write_off()
         disk = self.machine.disk
         if disk is not None:
-            self.recovery.found(await disk.worker.run(disk.checkpoints.available))
+            try:
+                found = await disk.worker.run(disk.checkpoints.available)
+            except (SwarmnetError, OSError) as e:
+                log.warning("the checkpoints here cannot be read: %s", e)
+                found = []
+            self.recovery.found(found)
 
     def _stages_that_fit(self) -> list[int]:
         """Into the memory that this peer may take. Raises `UserError` where none does, or not the

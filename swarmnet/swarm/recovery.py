@@ -45,6 +45,7 @@ LOAD_PATIENCE_S = 600.0
 """How long a peer may take to load what it offers, before the others go on without it."""
 LAST_SAVE_S = 60.0
 """Longest wait for the checkpoint of a peer that leaves."""
+MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
 MAX_SNAPSHOTS = 3
 """Tries for one checkpoint: a round that ends meanwhile spoils the copy."""
 
@@ -287,7 +288,10 @@ class Recovery:
         records = self.gossip.view.records()
         known = [r.history for r in records]
         known += [o.history for r in records for o in r.restorable]
-        return max(self.gossip.own.incarnation, 1 + max(known, default=0))
+        own = self.gossip.own.incarnation
+        # A clock may be wrong by years; what is beyond that would leave no number above it.
+        known = [h for h in known if h < own + MAX_CLOCK_ERROR_MS]
+        return max(own, 1 + max(known, default=0))
 
     # ---- going on ---------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ from swarmnet.wire import Message, convert
 log = logging.getLogger("swarmnet.rounds")
 
 LOOK_AGAIN_S = 0.5
+MAX_SAMPLES = (1 << 62) - 1
+"""What a record takes; what others say may add up to more."""
 ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
 """Before a feeder that lives is asked again what it counted, and for how long: the exchange does
 not wait for a replica that asks a dead one."""
@@ -191,7 +193,7 @@ class Rounds:
         await replica.close_round()
         self.steps.drop_round(r)
         if replica.synced:
-            await self.settle(r)
+            await self._settle_at_last(r)
         num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
         settled_at = loop.time()
         synced = await self.updates.make(r, num_tokens)
@@ -199,7 +201,7 @@ class Rounds:
         state = progress.round_progress(
             self.gossip.view, r, averaged_at, self.settings.global_batch
         )
-        replica.samples = state.committed
+        replica.samples = min(state.committed, MAX_SAMPLES)
         began_at = replica.ahead_at if replica.ahead else loop.time()
         await replica.open_round(r + 1, synced=synced)
         replica.began_at = began_at
@@ -228,6 +230,14 @@ class Rounds:
         # A task of its own: who waits may be cancelled, and what is out of the books must come out
         # of the gradient.
         await asyncio.shield(self._tasks.start(self._settle_alone(r, is_over)))
+
+    async def _settle_at_last(self, r: int) -> None:
+        """The round is over here; the device may have more to do than its queue holds."""
+        while True:
+            try:
+                return await self.settle(r)
+            except Busy:
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     @property
     def is_settling(self) -> bool:
@@ -283,6 +293,10 @@ class Rounds:
         except Busy:
             replica.ledger.put_back(key[0], {key[1]: entry})
             raise
+        except SwarmnetError:
+            raise
+        except Exception as e:  # of the device: the stage has made the whole sum one of no use
+            log.warning("round %d: a microbatch could not be taken out: %s", key[0], e)
         self.gossip.add_total("retracted")
 
     async def _ask(self, feeder: str, question: CommittedRequest) -> CommittedReply:

@@ -95,15 +95,22 @@ class TorchLocalSteps:
         self.changes += 1
         common, fast = self._common[shard_index], self._fast(shard_index)
         change, mean, apart = common - fast, common, 0.0
-        if theirs is not None:
+        if theirs is None:
+            new = self._outer.pair_step(shard_index, common, change, mean, round_index)
+        else:
             values, arrays = theirs
             if len(arrays) != 4:
                 raise ProtocolViolation("an offer is four arrays")
             their_common, their_change = (self._checked(shard_index, a) for a in arrays[:2])
-            self._average_moments(shard_index, values, arrays[2:])
             apart = sum_of_squares(fast - (their_common - their_change))
             change, mean = (change + their_change) / 2, (common + their_common) / 2
-        new = self._outer.pair_step(shard_index, common, change, mean, round_index)
+            own = self._optimizer.export(shard_index)
+            try:
+                self._average_moments(shard_index, values, arrays[2:])
+                new = self._outer.pair_step(shard_index, common, change, mean, round_index)
+            except ProtocolViolation:
+                self._optimizer.load(shard_index, *own)  # nothing of theirs stays
+                raise
         self.set_common(shard_index, from_tensor(new))
         return apart, sum_of_squares(fast)
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol import robust
 from swarmnet.training import aggregation
-from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
+from swarmnet.training.arrays import from_tensor, is_finite, sum_of_squares, to_tensor
+from swarmnet.training.stage import LARGEST_VALUE
 from swarmnet.training.store import MemoryStore, Store
 from swarmnet.wire import Array
 
@@ -118,17 +119,23 @@ class OuterNesterov:
     ) -> Array:
         """As the port says; the rate is the same in every round but the plain ones. Raises
         `ProtocolViolation`, the state unchanged, where the change has the wrong length or is not
-        finite."""
+        finite, or leads to parameters that no stage takes."""
         state = self._states[shard_index]
         change = self._values(shard_index, gradient_sum) * scale
         if not torch.isfinite(change).all():
             raise ProtocolViolation(f"the change of shard {shard_index} is not finite")
-        state.steps += 1
+        before = self._values(shard_index, parameters)
         if self._is_plain(round_index):
-            return from_tensor(self._values(shard_index, parameters) - change)
-        state.momentum.mul_(self._momentum).add_(change)
-        step = change.add_(state.momentum, alpha=self._momentum)
-        return from_tensor(self._values(shard_index, parameters) - self._rate * step)
+            new = self._checked(shard_index, before - change)
+            state.steps += 1
+            return from_tensor(new)
+        momentum = state.momentum * self._momentum
+        momentum.add_(change)
+        step = change.add_(momentum, alpha=self._momentum)
+        new = self._checked(shard_index, before - self._rate * step)
+        state.momentum.copy_(momentum)
+        state.steps += 1
+        return from_tensor(new)
 
     def _is_plain(self, round_index: int) -> bool:
         return round_index < self._warmup_rounds or round_index == self._last_round
@@ -144,14 +151,26 @@ class OuterNesterov:
         """A step of one replica with its partner (NoLoCo, Kolehmainen et al. 2025): momentum on
         the `change` averaged over the two, and a pull towards the `mean` of their parameters with
         the same rate, as in the authors' code. Where a step is plain, the mean of where both are.
-        Returns the new parameters, fp32 [size]."""
+        Returns the new parameters, fp32 [size]. Raises `ProtocolViolation`, the state unchanged,
+        where these would not do."""
         state = self._states[shard_index]
-        state.steps += 1
         if self._is_plain(round_index):
-            return mean - change
-        state.momentum.mul_(self._momentum)
-        state.momentum.add_(change, alpha=-self._rate).add_(mean - parameters, alpha=self._rate)
-        return parameters + state.momentum
+            new = self._checked(shard_index, mean - change)
+            state.steps += 1
+            return new
+        momentum = state.momentum * self._momentum
+        momentum.add_(change, alpha=-self._rate).add_(mean - parameters, alpha=self._rate)
+        new = self._checked(shard_index, parameters + momentum)
+        state.momentum.copy_(momentum)
+        state.steps += 1
+        return new
+
+    def _checked(self, shard_index: int, new: Tensor) -> Tensor:
+        if not is_finite(new, LARGEST_VALUE):
+            raise ProtocolViolation(
+                f"the outer step of shard {shard_index} leads beyond {LARGEST_VALUE:g}"
+            )
+        return new
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         state = self._states[shard_index]

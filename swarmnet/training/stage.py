@@ -239,12 +239,16 @@ class TorchStage:
         self._kept.pop(key, None)
         self._use(key)
         inputs = kept.inputs.detach()
-        if kept.targets is not None:
-            loss = self._loss(key, inputs, kept.targets)
-            self._add_gradient(loss, torch.full_like(loss, -kept.scale))
-        elif kept.grad_outputs is not None:
-            outputs = self._run(key, inputs)
-            self._add_gradient(outputs, (kept.grad_outputs * -kept.scale).to(outputs.dtype))
+        try:
+            if kept.targets is not None:
+                loss = self._loss(key, inputs, kept.targets)
+                loss.backward(torch.full_like(loss, -kept.scale))
+            elif kept.grad_outputs is not None:
+                outputs = self._run(key, inputs)
+                outputs.backward((kept.grad_outputs * -kept.scale).to(outputs.dtype))
+        except BaseException:
+            self._spoil(is_added=True)  # what must not count is in the sum
+            raise
         self._low.add(1.0 / kept.scale)
         self._used.is_collected = False
 
@@ -586,12 +590,14 @@ class TorchStage:
             self._spoil()
             raise
 
-    def _spoil(self) -> None:
-        """Nobody knows what a failed pass has added. In fp16 that is apart from the sum still; else
-        the sum of the round must not count: primaries leave out what is not finite."""
+    def _spoil(self, *, is_added: bool = False) -> None:
+        """Nobody knows what a failed pass has added. In fp16 that is apart from the sum yet; else,
+        or where what must not count `is_added` already, the round's sum must not count: primaries
+        leave out what is not finite."""
         if self._scaling is not None:
             self._low.drop()
-            return
+            if not is_added:
+                return
         vectors = self._used
         adding = vectors.gradients if vectors.sums is None else vectors.sums
         adding.fill_(math.nan)

@@ -18,7 +18,7 @@ from peer.daemon import KeySigner
 from peer.joining import fetch_run
 from swarmnet.errors import Busy, Refused, RemoteError, Stale, SwarmnetError, UserError, WrongRun
 from swarmnet.identity import Identity
-from swarmnet.protocol.records import ACTIVE, Record
+from swarmnet.protocol.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
@@ -321,6 +321,74 @@ def test_a_gradient_that_is_not_finite_does_not_count_among_many(tmp_path: Path,
         strikes = [m.peer.gossip.own.strikes for m in swarm.members.values()]
         assert {p for s in strikes for p in s} == {"bad"}
         assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_partner_whose_offer_leads_nowhere_is_refused(tmp_path: Path, said: Said) -> None:
+    """It is finite, and what comes of it no stage would take."""
+    sync = {"mode": "gossip", "local_steps": 2, "warmup_rounds": 1}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("good")
+        bad = swarm.start("bad")
+        await swarm.until_round(1)
+        local: Any = bad.replica and bad.replica.local
+        offer = local.offer
+
+        def huge(j: int) -> Any:
+            values, arrays = offer(j)
+            return values, (floats(1e30, shape=arrays[0].shape), *arrays[1:])
+
+        local.offer = huge
+        await swarm.until_round(8, 120.0)
+        assert any("leads beyond" in line for line in said.lines)
+        assert all(bool(p.isfinite().all()) for p in swarm.named("good").values())
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("value", [1e30, -1e16])
+def test_a_huge_change_does_not_stop_a_stage(tmp_path: Path, value: float) -> None:
+    """In mode `local`: beyond all bounds it does not count."""
+    sync = {"mode": "local", "local_steps": 2, "warmup_rounds": 1}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=10, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("good-0")
+        swarm.start("good-1")
+        bad = swarm.start("bad")
+        await swarm.until_round(3)
+        local: Any = bad.replica and bad.replica.local
+        change = local.change
+        local.change = lambda j, weight: floats(value * weight, shape=change(j, weight).shape)
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(10, 120.0)
+        assert asyncio.get_running_loop().time() - began < 10.0
+        strikes = [m.peer.gossip.own.strikes for m in swarm.members.values()]
+        assert {p for s in strikes for p in s} == {"bad"}
+        assert swarm.total("shard_reset") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_run_begins_although_a_stranger_says_that_it_has_the_last_history(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=2)
+
+    async def scenario(swarm: Swarm) -> None:
+        stranger = swarm.hub.transport("stranger")
+        stranger.set_run(spec.run_id)
+        record = Record("stranger", spec.run_id, 1, 1, state=OBSERVING, history=2**62 - 1)
+        envelope = SignedRecord(pack(record), b"")
+
+        async def answer(request: Request) -> Message:
+            return Message(Records(records=(envelope,)))
+
+        stranger.handle("gossip", answer)
+        stranger.handle("records", answer)
+        swarm.start("good", neighbours=["stranger"])
+        await swarm.until_round(2, 120.0)
 
     in_virtual_time(scenario, spec)
 

@@ -63,6 +63,55 @@ def test_a_failed_pass_ends_no_peer(
     in_virtual_time(scenario, spec)
 
 
+def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path: Path) -> None:
+    """A feeder dies, and what it had in flight is taken out again. What this replica has added up
+    in the round is lost: something is in it that must not count."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    failed: list[Any] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+
+            def run(key: Any, inputs: Any, **options: Any) -> Any:
+                if is_retracting and not failed:
+                    failed.append(key)
+                    raise torch.OutOfMemoryError("no memory left")
+                return passed(key, inputs, **options)
+
+            def retract(key: Any) -> None:
+                is_retracting.append(True)
+                try:
+                    take_out(key)
+                finally:
+                    is_retracting.clear()
+
+            is_retracting: list[bool] = []
+            passed, take_out = stage._run, stage.retract
+            stage._run, stage.retract = run, retract
+            return stage, optimizer
+
+        swarm.start("peer-0", stage=0)
+        swarm.start("peer-1", stage=0)
+        swarm.start("last", stage=1, feeds=False, build=build)
+        await swarm.until_round(2)
+        replica: Any = swarm.members["last"].peer.replica
+
+        def is_added() -> bool:
+            pending = replica.ledger.pending(replica.round)
+            kept = [replica.stage._kept.get(e.key) for e in pending if e.feeder == "peer-1"]
+            return any(k is not None and k.is_added for k in kept)
+
+        await swarm.until(is_added)
+        swarm.kill("peer-1")
+        await swarm.until_round(ROUNDS, 120.0)
+        assert failed
+        assert swarm.total("samples_lost") > 0
+        assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
+
+    in_virtual_time(scenario, spec)
+
+
 @pytest.mark.parametrize(("stage", "feeds"), [(0, True), (1, False)])
 def test_a_failed_pass_costs_what_its_peer_had_added_up(
     tmp_path: Path, stage: int, feeds: bool, caplog: pytest.LogCaptureFixture

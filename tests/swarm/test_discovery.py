@@ -11,10 +11,13 @@ from peer.daemon import KeySigner, open_net
 from swarmnet.identity import Identity
 from swarmnet.protocol.records import ACTIVE, Record
 from swarmnet.protocol.view import View
+from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.discovery import Directory
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import SignedRecord
+from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, pack
+from tests.swarm.harness import OpenSigner
 
 RUN = "0123456789abcdef" * 2
 
@@ -88,3 +91,46 @@ def test_a_forged_entry_of_the_directory_is_passed_over() -> None:
             assert members[1][0].view.get(victim.peer_id) is None
 
     asyncio.run(scenario())
+
+
+def test_a_daemon_that_is_not_there_yet_is_asked_again() -> None:
+    """It has been restarted, and the DHT's node cannot be made at the first try."""
+
+    class Node:
+        async def shutdown(self) -> None:
+            pass
+
+    class Silent(Directory):
+        starts = published = 0
+
+        async def start(self, initial_peers: Sequence[str]) -> None:
+            self.starts += 1
+            if self.starts == 2:
+                raise RuntimeError("the daemon is not there yet")
+            self._node = Node()
+
+        async def publish(self) -> bool:
+            assert isinstance(self._node, Node)
+            self.published += 1
+            return True
+
+        async def find_all(self) -> None:
+            pass
+
+    async def scenario() -> None:
+        transport = MemoryHub().transport("me")
+        own = Record("me", RUN, 1, 0, state=ACTIVE, stage=0)
+        gossip = Gossip(transport, View("me"), OpenSigner(), own, random.Random(0))
+        directory = Silent(gossip, 1, lambda: None, random.Random(0))
+        await directory.start([])
+        running = asyncio.ensure_future(directory.run())
+        await asyncio.sleep(20.0)
+        before = directory.published
+        directory.daemon_restarted()
+        await asyncio.sleep(200.0)
+        assert not running.done()
+        assert directory.starts == 3
+        assert directory.published >= before + 2
+        running.cancel()
+
+    run_virtual(scenario())

@@ -174,3 +174,15 @@ def test_results_that_have_their_turn_when_the_next_round_begins_are_urgent_from
         pace.close()
 
     run(asked())
+
+
+def test_an_exchange_takes_no_negative_time() -> None:
+    """The clock that leaves out stalls of one's own may go back a little."""
+
+    async def asked() -> None:
+        pace, _ = pace_of(DELAYED, [])
+        pace.took(-0.5)
+        assert pace.last_s == 0.0
+        pace.close()
+
+    run(asked())

@@ -6,10 +6,23 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from swarmnet.errors import UserError
 from swarmnet.protocol.records import ACTIVE, OBSERVING
 from swarmnet.swarm.peer import Peer
-from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+from swarmnet.swarm.recovery import Disk
+from swarmnet.training.checkpoint import CheckpointStore
+from tests.swarm.harness import (
+    InlineWorker,
+    Swarm,
+    in_virtual_time,
+    relative_difference,
+    replay,
+    tiny_spec,
+)
 
 REASON = "its owner paused it"
 
@@ -158,5 +171,57 @@ def test_memory_bounds_the_microbatches_inside(tmp_path: Path) -> None:
 
         await swarm.until(look)
         assert most == 1
+
+    in_virtual_time(scenario, spec)
+
+
+def disk_of(swarm: Swarm, folder: Path, name: str) -> Disk:
+    store = CheckpointStore(folder / name, swarm.spec, every=10)
+    return Disk(store, InlineWorker(), 10, store.available())
+
+
+def test_a_pause_where_the_disk_cannot_be_read_ends_no_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=30)
+
+    def failing(store: CheckpointStore) -> list[Any]:
+        raise UserError("input/output error")
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("a")
+        peer = swarm.start("b", disk=disk_of(swarm, tmp_path, "b"))
+        await swarm.until_round(2)
+        monkeypatch.setattr(CheckpointStore, "available", failing)
+        pause(peer)
+        await swarm.until(lambda: is_paused(peer))
+        pause(peer, "")
+        await swarm.until(lambda: peer.gossip.own.state == ACTIVE)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_feeder_that_was_away_while_the_run_went_back_counts_anew(tmp_path: Path) -> None:
+    """Its counters of rounds that are to come again would fill them without a sample."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=24)
+
+    async def scenario(swarm: Swarm) -> None:
+        feeder = swarm.start("a")
+        swarm.start("b", feeds=False, disk=disk_of(swarm, tmp_path, "b"))
+        await swarm.until_round(18)
+        pause(feeder)
+        await swarm.until(lambda: is_paused(feeder))
+        swarm.kill("b")
+        swarm.start("b", feeds=False, disk=disk_of(swarm, tmp_path, "b"), neighbours=["a"])
+        await swarm.until(lambda: swarm.members["b"].peer.gossip.own.state == ACTIVE, 120.0)
+        went_back_to = swarm.members["b"].peer.gossip.own.round
+        assert went_back_to == 10
+        pause(feeder, "")
+        swarm.counted.clear()
+        await swarm.until_round(24, 60.0)
+        per_round = spec.pipeline.global_batch // spec.pipeline.microbatch
+        assert {r: len(ids) for r, ids in swarm.counted.items()} == dict.fromkeys(
+            range(went_back_to, 24), per_round
+        )
 
     in_virtual_time(scenario, spec)
