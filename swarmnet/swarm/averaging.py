@@ -20,7 +20,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,6 +344,8 @@ class Averaging:
         redirected = tried.elsewhere if tried else None
         awake_s = self.gossip.awake_s
         began, pause_s, is_first = tried.began if tried else awake_s(), RETRY_S, True
+        false: set[str] = set()
+        """Who gave parameters that no stage takes."""
         # Views of who is primary may differ for as long as news take to spread. Who gave up before
         # they agree would have no part in the update, and keep no promise as a primary either.
         while is_first or awake_s() - began < self.pace.call_s():
@@ -362,7 +364,15 @@ class Averaging:
                     if is_first and tried is None:
                         await self.pace.turn(gradient, r)
                     parameters, counted = await self._push(peer_id, r, j, num_tokens, gradient)
-                await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
+                try:
+                    await self.replica.worker.run(lambda p=parameters: put(j, p))  # type: ignore[misc]
+                except ProtocolViolation as e:
+                    if peer_id is not None:
+                        if peer_id not in false:
+                            log.warning("round %d: of no use from %s: %s", r, peer_id[-8:], e)
+                        false.add(peer_id)
+                        redirected = self._owner_beside(r, j, false)
+                    raise
                 self._results.add((r, j))
                 self._end_with(r, j, parameters)
                 return counted
@@ -381,6 +391,12 @@ class Averaging:
             await asyncio.sleep(pause_s)
             pause_s = min(RETRY_GROWTH * pause_s, MAX_RETRY_S)
         raise Behind(f"shard {j} of round {r} was given by no owner")
+
+    def _owner_beside(self, r: int, j: int, false: Collection[str]) -> str | None:
+        """One that may have the result too, for it has made the same step."""
+        own = self.gossip.own.peer_id
+        others = self.ownership.placement(r).owners(j)
+        return next((p for p in others if p not in false and p != own), None)
 
     async def _push(
         self, peer_id: str, r: int, j: int, num_tokens: int, gradient: Array | None

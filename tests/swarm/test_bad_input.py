@@ -325,6 +325,36 @@ def test_a_gradient_that_is_not_finite_does_not_count_among_many(tmp_path: Path,
     in_virtual_time(scenario, spec)
 
 
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+def test_a_primary_that_gives_what_is_not_finite_is_gone_round(tmp_path: Path, mode: str) -> None:
+    """Its backups have made the same step, and give the result."""
+    sync = {"mode": mode, "local_steps": 2, "warmup_rounds": 1}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("good-0")
+        swarm.start("good-1")
+        bad = swarm.start("bad")
+        await swarm.until_round(2)
+        averaging: Any = bad.averaging
+        reduce = averaging._reduce
+
+        async def false(*arguments: Any) -> Any:
+            told, parameters = await reduce(*arguments)
+            return told, floats(NAN, shape=parameters.shape)
+
+        averaging._reduce = false
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(8, 120.0)
+        assert asyncio.get_running_loop().time() - began < 15.0
+        assert swarm.total("samples_lost") == swarm.total("shard_reset") == 0
+        if mode == "zero":
+            trainer = replay(spec, swarm.counted, 8)
+            assert relative_difference(swarm.named("good-0"), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
 def test_a_partner_whose_offer_leads_nowhere_is_refused(tmp_path: Path, said: Said) -> None:
     """It is finite, and what comes of it no stage would take."""
     sync = {"mode": "gossip", "local_steps": 2, "warmup_rounds": 1}
