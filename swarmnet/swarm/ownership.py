@@ -510,6 +510,9 @@ class Ownership:
                     return
                 except SwarmnetError as e:
                     log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
+                except (MemoryError, RuntimeError) as e:  # torch has none left, say
+                    log.warning("optimizer shard %d cannot be held here: %s", j, e)
+                    return
 
     def _holders(self, r: int, j: int) -> list[str]:
         view = self.gossip.view

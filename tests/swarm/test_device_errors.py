@@ -63,6 +63,40 @@ def test_a_failed_pass_ends_no_peer(
     in_virtual_time(scenario, spec)
 
 
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_no_memory_for_the_state_of_a_shard_ends_no_peer(tmp_path: Path, mode: str) -> None:
+    """A newcomer tries again in the next round; until then the shard's other owners have it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=14, sync={"mode": mode})
+    failed: list[int] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            load = optimizer.load
+
+            def loaded(j: int, *state: Any) -> None:
+                if len(failed) < 3:
+                    failed.append(j)
+                    raise RuntimeError("can't allocate memory")
+                load(j, *state)
+
+            optimizer.load = loaded
+            return stage, optimizer
+
+        swarm.start("peer-0")
+        swarm.start("peer-1")
+        await swarm.until_round(3)
+        newcomer = swarm.start("late", build=build)
+        await swarm.until_round(14, 120.0)
+        assert len(failed) == 3
+        replica: Any = newcomer.replica
+        owned = newcomer.averaging.ownership.placement(13).owned_by("late")
+        assert set(owned) <= set(replica.optimizer.owned())
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec)
+
+
 def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path: Path) -> None:
     """A feeder dies, and what it had in flight is taken out again. What this replica has added up
     in the round is lost: something is in it that must not count."""
