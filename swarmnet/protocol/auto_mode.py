@@ -35,6 +35,9 @@ LONG_ABOVE, SHORT_BELOW = 1.25, 0.9
 """Exchange over round: a round that it runs beside waits for it; it does not any more."""
 EXCHANGE_PART = 0.1
 """Of the time, that exchanges between steps of each replica's own are to take."""
+LEAST_S = 1e-6
+"""A round that is said to be shorter counts as this: peers may say anything."""
+MOST_STEPS = 1e9
 
 
 def merge(*several: Iterable[Switch]) -> tuple[Switch, ...]:
@@ -91,15 +94,10 @@ class Chooser:
         return Switch(first, wanted, round_s, exchange_s)
 
 
-LEAST_S = 1e-6
-"""What is said to be shorter counts as this: peers may say anything."""
-MOST_STEPS = 1e6
-
-
 def local_steps_for(round_s: float, exchange_s: float) -> int:
     """How many steps of their own replicas would have to make between two exchanges for these to
     take `EXCHANGE_PART` of the time: from H rounds + exchange = exchange / part."""
-    steps = exchange_s * (1 - EXCHANGE_PART) / max(EXCHANGE_PART * round_s, LEAST_S)
+    steps = exchange_s * (1 - EXCHANGE_PART) / (EXCHANGE_PART * max(round_s, LEAST_S))
     return max(1, math.ceil(min(steps, MOST_STEPS)))
 
 

@@ -33,8 +33,9 @@ LEAVING = "leaving"
 LEFT = "left"
 OBSERVING = "observing"
 STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
-MAX_COUNT = 1 << 48
-"""Of samples or tokens of one feeder in a round: what a whole swarm may say adds up below 2^62."""
+MAX_COUNT = 1 << 47
+"""Of samples or tokens of one feeder in a round: what all that a view holds (`view.MAX_PEERS`) may
+say adds up below 2^62."""
 MAX_LOSS_SUM = 1e20
 """Likewise of its loss, nats: sums stay finite."""
 MAX_RATE = 1e15

@@ -24,7 +24,7 @@ from typing import Any
 
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.protocol.pairing import partner
-from swarmnet.protocol.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.records import ACTIVE, LEAVING, MAX_RATE, Record
 from swarmnet.swarm.averaging import Averaging, Behind
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.local_updates import Moments, common_of, own_step
@@ -148,7 +148,8 @@ class GossipAveraging:
             )
             apart, total = apart + distance, total + norm
         if offers:
-            self.gossip.update(spread=math.sqrt(apart / total) if total else 0.0)
+            spread = math.sqrt(apart / total) if total else 0.0
+            self.gossip.update(spread=min(spread, MAX_RATE))  # an offer may be very far away
 
     def _step(self, j: int, offer: Offer | None, r: int) -> tuple[float, float]:
         """On the worker. An offer that does not fit is as none."""

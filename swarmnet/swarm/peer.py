@@ -225,7 +225,7 @@ class Peer:
         )
         self.replica: Replica | None = None
         self._tasks = Tasks("peer")
-        self._counts_of = 0
+        self._counted_history = 0
         """The history of the rounds that this peer has counted samples of."""
         self._stopping = asyncio.Event()
         self._busy_s = 0.0
@@ -757,10 +757,10 @@ class Peer:
             "last_busy_s": self._busy_since(replica),
             "last_exchange_s": averaging.pace.last_s if replica.open_s else 0.0,
         }
-        if joined and history != self._counts_of:
+        if joined and history != self._counted_history:
             # Rounds of another history: they have nothing in common with these but their number.
             changes["counts"] = tuple(c for c in own.counts if c.round < replica.round)
-        self._counts_of = history
+        self._counted_history = history
         if joined:
             replica.is_foretold = True
             try:

@@ -33,8 +33,6 @@ from swarmnet.wire import Message, convert
 log = logging.getLogger("swarmnet.rounds")
 
 LOOK_AGAIN_S = 0.5
-MAX_SAMPLES = (1 << 62) - 1
-"""What a record takes; what others say may add up to more."""
 ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
 """Before a feeder that lives is asked again what it counted, and for how long: the exchange does
 not wait for a replica that asks a dead one."""
@@ -201,7 +199,7 @@ class Rounds:
         state = progress.round_progress(
             self.gossip.view, r, averaged_at, self.settings.global_batch
         )
-        replica.samples = min(state.committed, MAX_SAMPLES)
+        replica.samples = state.committed
         began_at = replica.ahead_at if replica.ahead else loop.time()
         await replica.open_round(r + 1, synced=synced)
         replica.began_at = began_at
@@ -297,6 +295,7 @@ class Rounds:
             raise
         except Exception as e:  # of the device: the stage has made the whole sum one of no use
             log.warning("round %d: a microbatch could not be taken out: %s", key[0], e)
+            return
         self.gossip.add_total("retracted")
 
     async def _ask(self, feeder: str, question: CommittedRequest) -> CommittedReply:

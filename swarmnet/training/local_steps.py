@@ -106,7 +106,7 @@ class TorchLocalSteps:
             change, mean = (change + their_change) / 2, (common + their_common) / 2
             own = self._optimizer.export(shard_index)
             try:
-                self._average_moments(shard_index, values, arrays[2:])
+                self._average_moments(shard_index, own, values, arrays[2:])
                 new = self._outer.pair_step(shard_index, common, change, mean, round_index)
             except ProtocolViolation:
                 self._optimizer.load(shard_index, *own)  # nothing of theirs stays
@@ -115,11 +115,16 @@ class TorchLocalSteps:
         return apart, sum_of_squares(fast)
 
     def _average_moments(
-        self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]
+        self,
+        shard_index: int,
+        exported: tuple[dict[str, Any], tuple[Array, ...]],
+        values: dict[str, Any],
+        arrays: tuple[Array, ...],
     ) -> None:
-        """The mean of both replicas' moments. Moments begin at zero, so that those of few steps are
-        too small: they are compared with that taken out (Kingma and Ba, 2015, section 3)."""
-        own_values, own = self._optimizer.export(shard_index)
+        """The mean of the own moments, `exported`, and a partner's. Moments begin at zero, so
+        that those of few steps are too small: they are compared with that taken out (Kingma and Ba,
+        2015, section 3)."""
+        own_values, own = exported
         self._optimizer.load(shard_index, values, arrays)  # checks them
         own_steps, their_steps = own_values["steps"], values["steps"]
         if not own_steps:

@@ -181,8 +181,8 @@ def test_noise_sends_nobody_to_and_fro(
     has_hysteresis: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines whose work takes now half and now twice the time; without margin and rest they go
-    to and fro. (In two of the six seeds from 0 on one move is made, and is due: newcomers who did
-    not know their speed had made unequal stages.)"""
+    to and fro. (With seeds 3 and 5 one move is made, and is due: newcomers who did not know their
+    speed had made unequal stages.)"""
     costs = simulation.Simulation._costs
 
     def noisy(self: simulation.Simulation, host: simulation.Host) -> Callable[[str], float]:
@@ -192,7 +192,7 @@ def test_noise_sends_nobody_to_and_fro(
     monkeypatch.setattr(simulation.Simulation, "_costs", noisy)
     none = Limits(move_margin=0.0, move_proposals=1, move_cooldown_s=1.0)
     scenario = Scenario(
-        seed=1,
+        seed=0,
         peers=12,
         stages=3,
         until_s=900.0,

@@ -16,9 +16,18 @@ import pytest
 
 from peer.daemon import KeySigner
 from peer.joining import fetch_run
-from swarmnet.errors import Busy, Refused, RemoteError, Stale, SwarmnetError, UserError, WrongRun
+from swarmnet.errors import (
+    Busy,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    UserError,
+    WrongRun,
+)
 from swarmnet.identity import Identity
-from swarmnet.protocol.records import ACTIVE, OBSERVING, Record
+from swarmnet.protocol.records import ACTIVE, MAX_RATE, OBSERVING, Record
 from swarmnet.protocol.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
@@ -296,6 +305,8 @@ def test_a_gradient_that_is_not_finite_does_not_count(
         assert {p for s in strikes for p in s} == {"bad"}
         assert sum(s.get("bad", 0) for s in strikes) == swarm.total("contributions_dropped")
         assert (swarm.total("samples_lost") > 0) == (mode != "gossip")  # it keeps no books
+        if mode != "gossip":
+            swarm.parameters()  # of equal replicas
         for name in swarm.members:
             assert all(bool(p.isfinite().all()) for p in swarm.named(name).values())
         assert swarm.total("shard_reset") == 0
@@ -355,8 +366,11 @@ def test_a_primary_that_gives_what_is_not_finite_is_gone_round(tmp_path: Path, m
     in_virtual_time(scenario, spec)
 
 
-def test_a_partner_whose_offer_leads_nowhere_is_refused(tmp_path: Path, said: Said) -> None:
-    """It is finite, and what comes of it no stage would take."""
+@pytest.mark.parametrize(("value", "is_refused"), [(1e30, True), (9e14, False)])
+def test_an_offer_that_is_far_away_ends_no_partner(
+    tmp_path: Path, said: Said, value: float, is_refused: bool
+) -> None:
+    """It is finite; where no stage would take what comes of it, it is refused."""
     sync = {"mode": "gossip", "local_steps": 2, "warmup_rounds": 1}
     spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync=sync)
 
@@ -369,12 +383,52 @@ def test_a_partner_whose_offer_leads_nowhere_is_refused(tmp_path: Path, said: Sa
 
         def huge(j: int) -> Any:
             values, arrays = offer(j)
-            return values, (floats(1e30, shape=arrays[0].shape), *arrays[1:])
+            return values, (floats(value, shape=arrays[0].shape), *arrays[1:])
 
         local.offer = huge
-        await swarm.until_round(8, 120.0)
-        assert any("leads beyond" in line for line in said.lines)
+        met = swarm.members["good"].peer.gossip
+        before = met.own.spread
+        if is_refused:
+            await swarm.until_round(8, 120.0)
+        else:  # what it learnt is gone with it, but not the peer
+            await swarm.until(lambda: met.own.spread != before, 120.0)
+            assert met.own.spread == MAX_RATE
+            await swarm.until_round(4, 120.0)
+        assert any("leads beyond" in line for line in said.lines) == is_refused
         assert all(bool(p.isfinite().all()) for p in swarm.named("good").values())
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+def test_a_step_that_cannot_be_made_leaves_the_shard_as_it_is(tmp_path: Path, mode: str) -> None:
+    """Its owners are of one mind about that, whatever the sum was."""
+    sync = {"mode": mode, "local_steps": 1, "warmup_rounds": 1}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            step = optimizer.step
+
+            def refusing(
+                j: int, before: Array, total: Array, scale: float, r: int, *more: Any
+            ) -> Any:
+                if (j, r) == (0, 3):
+                    raise ProtocolViolation("leads beyond")
+                return step(j, before, total, scale, r, *more)
+
+            optimizer.step = refusing
+            return stage, optimizer
+
+        for i in range(3):
+            swarm.start(f"peer-{i}", build=build)
+        began = asyncio.get_running_loop().time()
+        await swarm.until_round(8, 120.0)
+        assert asyncio.get_running_loop().time() - began < 15.0
+        assert swarm.total("samples_lost") == spec.pipeline.global_batch
+        assert swarm.total("shard_reset") == swarm.total("shard_unlike") == 0
+        swarm.parameters()  # of equal replicas
 
     in_virtual_time(scenario, spec)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.errors import Busy
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 6
@@ -97,6 +98,38 @@ def test_no_memory_for_the_state_of_a_shard_ends_no_peer(tmp_path: Path, mode: s
     in_virtual_time(scenario, spec)
 
 
+def test_a_full_queue_at_the_end_of_a_round_is_waited_for(tmp_path: Path) -> None:
+    """Microbatches of a feeder that died are to be taken out, and the device has no room for that
+    until the round is closed, and a while longer."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    refused: list[bool] = []
+    """By whether the round was open."""
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("peer-0", stage=0)
+        swarm.start("peer-1", stage=0)
+        swarm.start("last", stage=1, feeds=False)
+        await swarm.until_round(2)
+        replica: Any = swarm.members["last"].peer.replica
+        run = replica.device.run
+
+        async def full(kind: str, work: Any, *more: Any) -> Any:
+            if "_take_out" in work.__qualname__ and refused.count(False) < 3:
+                refused.append(replica.is_open(replica.round))
+                raise Busy("the queue is full")
+            return await run(kind, work, *more)
+
+        replica.device.run = full
+        pending = replica.ledger.pending
+        await swarm.until(lambda: any(e.feeder == "peer-1" for e in pending(replica.round)))
+        swarm.kill("peer-1")
+        await swarm.until_round(ROUNDS, 120.0)
+        assert refused.count(False) == 3
+        assert swarm.total("retracted") > 0
+
+    in_virtual_time(scenario, spec)
+
+
 def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path: Path) -> None:
     """A feeder dies, and what it had in flight is taken out again. What this replica has added up
     in the round is lost: something is in it that must not count."""
@@ -140,6 +173,7 @@ def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path
         swarm.kill("peer-1")
         await swarm.until_round(ROUNDS, 120.0)
         assert failed
+        assert swarm.total("contributions_dropped") > 0, "something is in it that must not count"
         assert swarm.total("samples_lost") > 0
         assert all(bool(p.isfinite().all()) for p in swarm.parameters().values())
 
