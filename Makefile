@@ -8,8 +8,8 @@ demo: .venv/installed
 	$(BIN)/swarmnet local
 
 test: .venv/installed
-	$(BIN)/pytest -n auto --dist loadgroup -m 'not processes'
-	$(BIN)/pytest -m processes
+	$(BIN)/pytest -n auto --dist loadgroup -m 'not processes' --durations=10
+	$(BIN)/pytest -m processes --durations=10
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports

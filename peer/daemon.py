@@ -23,6 +23,7 @@ from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
 from peer.joining import (
     KnownPeers,
+    best_address,
     dial_any,
     fetch_run,
     find_living,
@@ -472,12 +473,6 @@ def compose(
         )
         peer.feeder.on_commit, peer.on_history = counted, counted.renamed
     return peer
-
-
-def best_address(addresses: Sequence[str]) -> str:
-    """The address that others are told first: not of loopback, where there is another."""
-    outside = [a for a in addresses if "/127." not in a and "/::1/" not in a]
-    return (outside or list(addresses) or [""])[0]
 
 
 async def _stop_when_expired(peer: Seats, not_after_unix_s: int) -> None:

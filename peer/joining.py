@@ -97,8 +97,14 @@ class KnownPeers:
             log.warning("cannot remember the peers of the run in %s: %s", self.path, e.strerror)
 
     def addresses(self) -> list[str]:
-        """One of each peer, the latest met first."""
-        return [addresses[0] for addresses in reversed(self.peers.values()) if addresses]
+        """One of each peer, the latest met first: none of loopback, where it has another."""
+        return [best_address(addresses) for addresses in reversed(self.peers.values()) if addresses]
+
+    def teach(self, transport: Transport) -> None:
+        """Makes all addresses of all of them known to a transport, which tries them all when it
+        dials one."""
+        for peer_id, addresses in self.peers.items():
+            transport.learn(peer_id, addresses)
 
     def also(self, asked: Sequence[str]) -> list[str]:
         """Further addresses of the run that `asked` leads to: none where nobody knows whether
@@ -113,6 +119,12 @@ class KnownPeers:
             self.meet(run_id, view)
             if self.peers:
                 await asyncio.to_thread(self.save)
+
+
+def best_address(addresses: Sequence[str]) -> str:
+    """The address that others are told first: not of loopback, where there is another."""
+    outside = [a for a in addresses if "/127." not in a and "/::1/" not in a]
+    return (outside or list(addresses) or [""])[0]
 
 
 async def read_addresses(
@@ -224,6 +236,8 @@ async def find_run(
         addresses = await read_addresses(given, say, patience_s=patience_s)
         check_addresses(addresses)
         others = known.also(addresses)
+        if others:
+            known.teach(transport)
         try:
             peer_id = await dial_any(transport, [*addresses, *others])
             return peer_id, await fetch_run(transport, peer_id)
@@ -266,7 +280,11 @@ async def find_living(
 ) -> list[str]:
     """Who of a run that is to be started is there already, from another time or `beside` this peer
     (addresses): peer ids."""
-    for address in [*(known.addresses() if known.run_id == run_id else ()), *beside]:
+    met: list[str] = []
+    if known.run_id == run_id:
+        known.teach(transport)
+        met = known.addresses()
+    for address in [*met, *beside]:
         try:
             peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
             reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)

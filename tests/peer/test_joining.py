@@ -118,6 +118,22 @@ def test_peers_of_another_run_are_not_asked(tmp_path: Path) -> None:
     assert known.addresses() == [address(IDS[2])]
 
 
+def test_a_remembered_peer_is_not_looked_for_on_loopback_where_it_has_another_address() -> None:
+    """libp2p lists addresses in the order of their bytes: 127.0.0.1 comes before most homes."""
+    outside = f"/ip4/192.168.1.7/tcp/4001/p2p/{IDS[0]}"
+    known = KnownPeers(Path("x"), SPEC.run_id, {IDS[0]: (address(IDS[0]), outside)})
+    assert known.addresses() == [outside]
+    learned: dict[str, tuple[str, ...]] = {}
+
+    async def main() -> None:
+        transport = MemoryHub().transport("own")
+        transport.learn = lambda peer_id, told: learned.update({peer_id: tuple(told)})  # type: ignore[method-assign]
+        assert await find_living(transport, known, SPEC.run_id) == []
+
+    run_virtual(main())
+    assert learned == {IDS[0]: (address(IDS[0]), outside)}, "all of them are tried"
+
+
 def test_what_is_remembered_is_bounded_and_without_observers() -> None:
     known = KnownPeers(Path("x"))
     view = view_of(*(f"peer-{n}" for n in range(100)))
