@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/swarmnet local
 
 test: .venv/installed
-	$(BIN)/pytest -n auto --dist loadgroup -m 'not processes' --durations=10
+	$(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0 -m 'not processes' --durations=10
 	$(BIN)/pytest -m processes --durations=10
 
 lint: .venv/installed
