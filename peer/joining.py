@@ -122,7 +122,8 @@ class KnownPeers:
 
 
 def best_address(addresses: Sequence[str]) -> str:
-    """The address that others are told first: not of loopback, where there is another."""
+    """The address of a peer to tell and to dial first: none of loopback, where there is another;
+    empty where there is none at all."""
     outside = [a for a in addresses if "/127." not in a and "/::1/" not in a]
     return (outside or list(addresses) or [""])[0]
 
