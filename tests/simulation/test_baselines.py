@@ -76,6 +76,7 @@ def test_every_assignment_holds_the_invariants(name: str) -> None:
         peers=8,
         stages=2,
         until_s=40.0,
+        service_s=0.2,
         assignment=name,
         rebalance_every_s=10.0,
         churn=ChurnRates(join=360.0, crash=360.0),

@@ -18,6 +18,7 @@ import pytest
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation import swarm as simulation
 from swarmnet.simulation.churn import ChurnRates
+from swarmnet.simulation.clock import run
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_swarm_in
 from swarmnet.simulation.stage import Sizes, SyntheticStage
@@ -29,6 +30,8 @@ from swarmnet.swarm.settings import Limits
 
 NUM_SEEDS = 300
 CHUNK = 25
+EACH_TIME = 125
+"""Seeds of the sweep that `make test` runs; `make test-all` runs the others too."""
 REPLAY = """
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import small_swarm
@@ -54,7 +57,15 @@ def test_one_seed_replays_one_history_whatever_the_hash_seed() -> None:
     assert histories[0].count("\n") == 3
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+def chunks() -> list[Any]:
+    """The sweep in parts; those past `EACH_TIME` take long together."""
+    return [
+        pytest.param(first, marks=[pytest.mark.long] if first >= EACH_TIME else [])
+        for first in range(0, NUM_SEEDS, CHUNK)
+    ]
+
+
+@pytest.mark.parametrize("first", chunks())
 def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
     failures = []
     for seed in range(first, first + CHUNK):
@@ -64,20 +75,34 @@ def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("mode", "num_seeds"), [(DELAYED, CHUNK), (AUTO, 12)])
-def test_small_swarms_whose_exchanges_run_beside_the_rounds(mode: str, num_seeds: int) -> None:
+FEW = 10
+"""Seeds of a mode that `make test` runs."""
+
+
+def seeds(*numbers: tuple[str, int]) -> list[Any]:
+    """For each mode so many seeds: the first few, and the others, which take long together."""
+    few = [pytest.param(mode, 0, FEW) for mode, _ in numbers]
+    return few + [pytest.param(m, FEW, last, marks=pytest.mark.long) for m, last in numbers]
+
+
+@pytest.mark.parametrize(("mode", "first", "last"), seeds((DELAYED, CHUNK), (AUTO, 12)))
+def test_small_swarms_whose_exchanges_run_beside_the_rounds(
+    mode: str, first: int, last: int
+) -> None:
     failures = []
-    for seed in range(num_seeds):
+    for seed in range(first, last):
         broken = simulate(replace(small_swarm_in(mode, seed), keep_log=False)).broken
         if broken is not None:
             failures.append(f"{mode}, seed {seed}: {broken}")
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("mode", [LOCAL, GOSSIP])
-def test_small_swarms_whose_replicas_make_steps_of_their_own(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "first", "last"), seeds((LOCAL, CHUNK), (GOSSIP, CHUNK)))
+def test_small_swarms_whose_replicas_make_steps_of_their_own(
+    mode: str, first: int, last: int
+) -> None:
     failures = []
-    for seed in range(CHUNK):
+    for seed in range(first, last):
         broken = simulate(replace(small_swarm_in(mode, seed), keep_log=False)).broken
         if broken is not None:
             failures.append(f"swarmnet simulate --sync {mode} --replay {seed}: {broken}")
@@ -158,6 +183,9 @@ def test_the_dead_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     born: list[weakref.ref[Peer]] = []
     still_there: list[int] = []
 
+    gc.collect()
+    gc.freeze()  # what was there before the swarm is not looked through again and again
+
     def count(sample: Sample) -> None:
         gc.collect()
         still_there.append(sum(ref() is not None for ref in born) - sample.peers)
@@ -170,7 +198,10 @@ def test_the_dead_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "Peer", Noted)
     crashes = ChurnRates(join=900.0, crash=900.0, rejoin=300.0, leave=300.0)
     scenario = Scenario(seed=5, peers=6, stages=2, until_s=120.0, churn=crashes, churn_until_s=90.0)
-    result = simulate(scenario, on_sample=count)
+    try:
+        result = simulate(scenario, on_sample=count)
+    finally:
+        gc.unfreeze()
     assert result.broken is None
     assert len(born) > 20
     assert still_there[-1] == 0
@@ -195,7 +226,7 @@ def test_noise_sends_nobody_to_and_fro(
         seed=0,
         peers=12,
         stages=3,
-        until_s=900.0,
+        until_s=400.0 if has_hysteresis else 900.0,
         global_batch=240,
         service_s=2.0,
         speed_ratio=3.0,
@@ -204,9 +235,10 @@ def test_noise_sends_nobody_to_and_fro(
         limits=Limits() if has_hysteresis else none,
         bounds=Bounds(converge_s=300.0, progress_s=900.0),
     )
-    result = simulate(scenario)
+    noted = simulation.Simulation(scenario, lambda: noted._total("moved") > 1)
+    result = run(noted.run(), seed=0)
     assert result.broken is None
-    assert result.moved == 0 if has_hysteresis else result.moved > 3
+    assert result.moved == 0 if has_hysteresis else result.moved > 1
 
 
 def test_nothing_is_lost_where_nothing_breaks() -> None:

@@ -201,15 +201,17 @@ class Swarm:
         self.members.pop(name).life.cancel()
 
     async def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-        """Waits for a condition; a peer's failure, or the limit, fails the test."""
+        """Waits for a condition; a peer's failure, or the limit, fails the test. The longer it
+        has waited, the more seldom it looks: within a thousandth of the wait."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + limit_s
+        began = loop.time()
+        end = began + limit_s
         while not condition():
             for member in self.members.values():
                 if member.life.done():
                     member.life.result()
             assert loop.time() < end, f"not within {limit_s} s: {self.describe()}"
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(max(0.02, (loop.time() - began) / 1000))
 
     async def until_round(self, round_index: int, limit_s: float = LIMIT_S) -> None:
         """Every living peer serves in this round or a later one."""

@@ -31,7 +31,7 @@ def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> No
     in_virtual_time(scenario, spec)
 
 
-@pytest.mark.parametrize(("num_stages", "stage"), [(4, 1), (8, 1), (8, 4), (8, 7)])
+@pytest.mark.parametrize(("num_stages", "stage"), [(8, 1), (8, 7)])
 def test_in_a_deep_pipeline_it_is_noticed_as_soon(
     tmp_path: Path, num_stages: int, stage: int
 ) -> None:
@@ -41,7 +41,7 @@ def test_in_a_deep_pipeline_it_is_noticed_as_soon(
     async def scenario(swarm: Swarm) -> None:
         loop = asyncio.get_running_loop()
         swarm.start_grid(num_stages, 2)
-        await swarm.until_round(10)
+        await swarm.until_round(4)
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == stage)
         silent = swarm.members[name]
         await swarm.until(lambda: silent.peer.steps.num_flying > 0)
@@ -57,12 +57,12 @@ def test_in_a_deep_pipeline_it_is_noticed_as_soon(
 
 def test_a_silent_replica_is_noticed_within_two_seconds_and_used_again(tmp_path: Path) -> None:
     """Service times of about 50 ms; nothing closes, the peer just says nothing any more."""
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=24)
 
     async def scenario(swarm: Swarm) -> None:
         loop = asyncio.get_running_loop()
         swarm.start_grid(2, 2)
-        await swarm.until_round(10)
+        await swarm.until_round(5)
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
         silent = swarm.members[name]
         await swarm.until(lambda: silent.peer.steps.num_flying > 0)  # in the middle of its work
@@ -74,10 +74,10 @@ def test_a_silent_replica_is_noticed_within_two_seconds_and_used_again(tmp_path:
         await swarm.until_round(max(swarm.rounds()) + 5)
         swarm.hub.thaw(name)
         swarm.members[name] = silent
-        await swarm.until_round(60)
+        await swarm.until_round(24)
         assert silent.peer.gossip.own.state == "active"
         assert swarm.total("shard_reset") == 0
-        trainer = replay(spec, swarm.counted, 60)
+        trainer = replay(spec, swarm.counted, 24)
         # What lay in the silent replica's buffer may have missed its round.
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 0.05
 

@@ -37,10 +37,10 @@ from tests.swarm.harness import (
     tiny_spec,
 )
 
-ROUNDS = 5
-LEAVES_IN = 2
-BATCH = 400
-"""Of 100 microbatches: a round takes far longer than to leave."""
+ROUNDS = 3
+LEAVES_IN = 1
+BATCH = 240
+"""Of 60 microbatches: a round takes far longer than to leave."""
 LEAVER = "peer-1"
 
 
@@ -114,7 +114,7 @@ def test_beside_an_exchange_of_the_round_before(tmp_path: Path) -> None:
 
 def test_microbatches_that_will_never_count_keep_nobody(tmp_path: Path) -> None:
     """Their feeder died when they were done here: no commit will come for them."""
-    spec = long_rounds(tmp_path, 4 * BATCH)
+    spec = long_rounds(tmp_path, 3 * BATCH)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("other", stage=0)

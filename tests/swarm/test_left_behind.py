@@ -13,7 +13,7 @@ from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
-ROUNDS = 60
+ROUNDS = 32
 BACK_WITHIN_S = 10.0
 
 

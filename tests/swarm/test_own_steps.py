@@ -158,7 +158,7 @@ def test_one_peer_that_comes_back_goes_on_with_its_own_steps_until_the_next_exch
     tmp_path: Path, sync: dict[str, Any], has_exchanged: bool
 ) -> None:
     """After an exchange that it missed, what it had is no longer worth anything."""
-    steps = 20
+    steps = 10
     spec = tiny_spec(tmp_path, num_stages=1, rounds=2 * steps, sync=sync | {"local_steps": steps})
 
     async def scenario(swarm: Swarm) -> None:

@@ -156,10 +156,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("replication")
 
 
-@pytest.mark.parametrize("moment", range(len(MOMENTS)))
-@pytest.mark.parametrize(
-    ("mode", "replication"), [("zero", 2), ("zero", 3), ("delayed", 2), ("local", 2)]
-)
+def deaths() -> list[Any]:
+    """Every moment in every mode; of the moments beside mode `zero`, each time every second."""
+    modes = [("zero", 2), ("zero", 3), ("delayed", 2), ("local", 2)]
+    return [
+        pytest.param(*mode, moment, marks=[pytest.mark.long] if n and (moment + n) % 2 else [])
+        for n, mode in enumerate(modes)
+        for moment in range(len(MOMENTS))
+    ]
+
+
+@pytest.mark.parametrize(("mode", "replication", "moment"), deaths())
 def test_all_owners_but_one_may_die_at_any_moment(
     folder: Path, mode: str, replication: int, moment: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_activations_are_what_a_stage_keeps(
         else:
             assert two - one == pytest.approx(measured, rel=0.01), f"stage {k}"
         data = output or data
+
+
+@pytest.fixture(autouse=True)
+def only_new_objects() -> Iterator[None]:
+    """What was there before a test is not looked through again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def tensor_bytes() -> int:

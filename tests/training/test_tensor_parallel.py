@@ -144,7 +144,13 @@ def test_stages_between_others(sequence_parallel: bool, activations: str) -> Non
             close(to_tensor(value), to_tensor(wanted_value))
 
 
-def test_what_one_rank_refuses_all_refuse_and_go_on() -> None:
+def use_for_ever(stage: LeadStage, spec: RunSpec) -> None:
+    while True:
+        stage.forward((0, 1), tokens(spec, 1))
+        stage.forget((0, 1))
+
+
+def test_what_one_rank_refuses_all_refuse_and_go_on_until_one_is_killed() -> None:
     spec = small_spec(pipeline={"num_stages": 2})
     with ranks(spec, 2) as group:
         stage = build_parallel_stage(spec, 0, group)
@@ -166,6 +172,9 @@ def test_what_one_rank_refuses_all_refuse_and_go_on() -> None:
             stage.backward((0, 2), grad)
         group.join()
         assert group.failure is None
+        os.kill(group.pids[0], 9)
+        with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) ended with SIGKILL"):
+            use_for_ever(stage, spec)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +213,10 @@ def test_ranks_agree_on_an_overflow() -> None:
         model={"max_position_embeddings": 64}, pipeline={"num_stages": 3, "microbatch": 4}
     )
     one = build_stage(spec, 0)
-    for token in (3, 253):
-        inputs = from_tensor(torch.full((4, 64), token, dtype=torch.int32))
-        grad = from_tensor(torch.ones(4, 64, MODEL["hidden_size"]))
-        with ranks(spec, 2) as group:
+    with ranks(spec, 2) as group:
+        for token in (3, 253):
+            inputs = from_tensor(torch.full((4, 64), token, dtype=torch.int32))
+            grad = from_tensor(torch.ones(4, 64, MODEL["hidden_size"]))
             many = build_parallel_stage(spec, 0, group, Computing("fp16"))
             assert many._scaling is not None
             for stage in (one, many):
@@ -217,21 +226,6 @@ def test_ranks_agree_on_an_overflow() -> None:
             ours, theirs = gradient(many), gradient(one)
             assert ((ours - theirs).norm() / theirs.norm()).item() < 0.003
             one.finish_round()
-
-
-def use_for_ever(stage: LeadStage, spec: RunSpec) -> None:
-    while True:
-        stage.forward_backward((0, 1), tokens(spec, 1), tokens(spec, 2))
-        stage.forget((0, 1))
-
-
-def test_a_rank_that_is_killed_fails_the_group() -> None:
-    spec = small_spec(pipeline=ONE_STAGE)
-    with ranks(spec, 2) as group:
-        stage = build_parallel_stage(spec, 0, group)
-        os.kill(group.pids[0], 9)
-        with pytest.raises(RankLost, match=r"rank 1 \(pid \d+\) ended with SIGKILL"):
-            use_for_ever(stage, spec)
 
 
 def test_ranks_hold_parts_that_make_a_whole() -> None:
