@@ -2,14 +2,18 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test lint install browser screenshot clean
+.PHONY: demo test test-all lint install browser screenshot clean
 
 demo: .venv/installed
 	$(BIN)/swarmnet local
 
 test: .venv/installed
-	$(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0 -m 'not processes' --durations=10
-	$(BIN)/pytest -m processes --durations=10
+	$(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0 -m 'not processes and not long' --durations=10
+	$(BIN)/pytest -m 'processes and not long' --durations=10
+
+# Those that are marked `long` too; leaves tests/every/last.json, to be committed.
+test-all: test
+	$(BIN)/python -m tests.every run
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports

@@ -1,0 +1,152 @@
+"""`make test-all`: every test, those marked `long` too, and a small file that says how it ended.
+
+    python -m tests.every run     # after `make test`: the long ones, and the file
+    python -m tests.every age     # `.ci/run`: how old the last result is
+
+The file has the commit that was tested, so its age is a number of commits. `.ci/run` warns when it
+is `WARN_AT` old and refuses at `REFUSE_AT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULT = Path(__file__).with_name("last.json")
+WARN_AT, REFUSE_AT = 50, 150
+"""Commits."""
+HOW = "`make test-all` runs every test, and its result is to be committed"
+PARTS = {
+    "virtual": ("-n", "auto", "--dist", "loadgroup", "-m", "long and not processes"),
+    "processes": ("-m", "long and processes"),
+}
+NO_TESTS = 5
+"""pytest's exit code where a part has none."""
+
+Git = Callable[..., str | None]
+"""What a git command prints; None where it fails."""
+
+
+class NotUsable(Exception):
+    """The result file, or the tree, is not what it has to be; one line."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run of all long tests."""
+
+    commit: str
+    date: str
+    passed: bool
+    tests: int
+    failures: int
+    seconds: int
+
+    @classmethod
+    def parse(cls, text: str) -> Outcome:
+        """Raises `NotUsable`."""
+        try:
+            values = json.loads(text)
+            outcome = cls(**values)
+        except (TypeError, ValueError) as e:
+            raise NotUsable(f"{RESULT.name} cannot be read ({e}); {HOW}") from e
+        for name, kind in cls.__annotations__.items():
+            if type(values[name]).__name__ != kind:
+                raise NotUsable(f"{RESULT.name}: {name} is not of type {kind}; {HOW}")
+        return outcome
+
+
+def git(*arguments: str) -> str | None:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def judge(text: str | None, git: Git) -> tuple[bool, str]:
+    """Whether a change may pass with the last result being what it is, and a line about it.
+    `text`: of the result file, None where there is none."""
+    if text is None:
+        return False, f"no result of all tests is there; {HOW}"
+    try:
+        outcome = Outcome.parse(text)
+    except NotUsable as e:
+        return False, str(e)
+    what = f"the last run of all tests ({outcome.date}, {outcome.tests} long ones)"
+    if not outcome.passed:
+        return False, f"{what} failed: mend it, then {HOW}"
+    if git("rev-parse", "--git-dir") is None:
+        return True, f"{what} passed; how old it is cannot be said: there is no history here"
+    if git("merge-base", "--is-ancestor", outcome.commit, "HEAD") is None:
+        if git("rev-parse", "--is-shallow-repository") == "true":
+            return True, f"{what} passed; how old it is cannot be said: the history is cut off here"
+        return (
+            False,
+            f"{what} was of commit {outcome.commit[:12]}, which is not in this history; {HOW}",
+        )
+    age = int(git("rev-list", "--count", f"{outcome.commit}..HEAD") or 0)
+    line = f"{what} passed and is {age} commits old"
+    if age >= REFUSE_AT:
+        return False, f"{line}, which is too old; {HOW}"
+    if age >= WARN_AT:
+        return True, f"warning: {line}; {HOW}"
+    return True, line
+
+
+def run() -> Outcome:
+    """Runs the long tests of a tree without changes. Raises `NotUsable` where it has some."""
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        raise NotUsable("there is no git history here: a result belongs to a commit")
+    changed = [line for line in (git("status", "--porcelain") or "").splitlines() if line]
+    if changed:
+        raise NotUsable(f"commit first, for a result belongs to a commit: {changed[0].strip()}")
+    began = time.monotonic()
+    tests = failures = 0
+    passed = True
+    for name, arguments in PARTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / f"{name}.xml"
+            command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
+            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            passed = passed and code in (0, NO_TESTS)
+            suites = ET.parse(report).getroot().iter("testsuite") if report.exists() else ()
+            for suite in suites:
+                tests += int(suite.get("tests", 0))
+                failures += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    seconds = round(time.monotonic() - began)
+    date = datetime.now(UTC).date().isoformat()
+    return Outcome(commit, date, passed and not failures and tests > 0, tests, failures, seconds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.every")
+    parser.add_argument("action", choices=("run", "age"))
+    action: Any = parser.parse_args(arguments).action
+    if action == "age":
+        ok, line = judge(RESULT.read_text() if RESULT.exists() else None, git)
+        print(line)
+        return 0 if ok else 1
+    try:
+        outcome = run()
+    except NotUsable as e:
+        print(e)
+        return 1
+    RESULT.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
+    print(f"{RESULT.relative_to(ROOT)}: {'passed' if outcome.passed else 'failed'}; commit it")
+    return 0 if outcome.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

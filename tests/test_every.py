@@ -1,0 +1,93 @@
+"""What `.ci/run` makes of the last result of `make test-all`, in histories of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.every.__main__ import REFUSE_AT, WARN_AT, Git, Outcome, judge
+
+
+def git_in(folder: Path) -> Git:
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments],
+            cwd=folder, env={"GIT_CEILING_DIRECTORIES": str(folder.parent), "PATH": "/usr/bin:/bin"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    return git
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many commits as are too many, and one more."""
+    folder = tmp_path_factory.mktemp("history")
+    lines = []
+    for n in range(REFUSE_AT + 1):
+        lines += ["commit refs/heads/main", "committer n <e> 0 +0000", "data 1", str(n % 10)]
+    git_in(folder)("init", "-q", "-b", "main")
+    subprocess.run(
+        ["git", "fast-import", "--quiet"],
+        cwd=folder, input="\n".join(lines) + "\n", text=True, check=True,
+    )  # fmt: skip
+    return folder
+
+
+def text_of(commit: str, *, passed: bool = True) -> str:
+    return json.dumps(asdict(Outcome(commit, "2026-11-25", passed, 30, 0, 300)))
+
+
+@pytest.mark.parametrize(
+    ("age", "passes", "word"),
+    [
+        (0, True, "is 0 commits old"),
+        (WARN_AT - 1, True, "commits old"),
+        (WARN_AT, True, "warning:"),
+        (REFUSE_AT - 1, True, "warning:"),
+        (REFUSE_AT, False, "too old"),
+    ],
+)
+def test_a_result_grows_old_with_commits(history: Path, age: int, passes: bool, word: str) -> None:
+    git = git_in(history)
+    commit = git("rev-parse", f"main~{age}")
+    assert commit
+    ok, line = judge(text_of(commit), git)
+    assert ok == passes
+    assert word in line
+    assert line.startswith("warning:") == (ok and age >= WARN_AT)
+
+
+def test_where_history_is_missing_it_is_said(history: Path, tmp_path: Path) -> None:
+    old = git_in(history)("rev-parse", "main~3") or ""
+    ok, line = judge(text_of(old), git_in(tmp_path))
+    assert ok
+    assert "no history here" in line
+    cut = tmp_path / "cut"
+    git_in(tmp_path)("clone", "-q", "--depth", "2", f"file://{history}", str(cut))
+    ok, line = judge(text_of(old), git_in(cut))
+    assert ok
+    assert "the history is cut off here" in line
+
+
+def test_bad_results_do_not_pass(history: Path) -> None:
+    git = git_in(history)
+    commit = git("rev-parse", "main") or ""
+    good = Outcome(commit, "2026-11-25", True, 30, 0, 300)
+    for text, word in (
+        (None, "no result"),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        (json.dumps({"commit": commit}), "cannot be read"),
+        (json.dumps(asdict(good) | {"passed": "yes"}), "passed is not of type bool"),
+        (json.dumps(asdict(replace(good, passed=False))), "failed: mend it"),
+        (text_of("0" * 40), "not in this history"),
+    ):
+        ok, line = judge(text, git)
+        assert not ok
+        assert word in line
