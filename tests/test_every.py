@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from tests.every.__main__ import REFUSE_AT, WARN_AT, Git, Outcome, judge
 
 
 def git_in(folder: Path) -> Git:
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+
     def git(*arguments: str) -> str | None:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
         done = subprocess.run(
-            ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments],
-            cwd=folder, env={"GIT_CEILING_DIRECTORIES": str(folder.parent), "PATH": "/usr/bin:/bin"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         return done.stdout.strip() if done.returncode == 0 else None
 
     return git
@@ -67,17 +69,18 @@ def test_where_history_is_missing_it_is_said(history: Path, tmp_path: Path) -> N
     old = git_in(history)("rev-parse", "main~3") or ""
     ok, line = judge(text_of(old), git_in(tmp_path))
     assert ok
-    assert "no history here" in line
+    assert "the history here lacks" in line
     cut = tmp_path / "cut"
     git_in(tmp_path)("clone", "-q", "--depth", "2", f"file://{history}", str(cut))
     ok, line = judge(text_of(old), git_in(cut))
     assert ok
-    assert "the history is cut off here" in line
+    assert "the history here lacks" in line
 
 
 def test_bad_results_do_not_pass(history: Path) -> None:
     git = git_in(history)
     commit = git("rev-parse", "main") or ""
+    elsewhere = git("commit-tree", "-m", "elsewhere", "main^{tree}") or ""
     good = Outcome(commit, "2026-11-25", True, 30, 0, 300)
     for text, word in (
         (None, "no result"),
@@ -86,7 +89,7 @@ def test_bad_results_do_not_pass(history: Path) -> None:
         (json.dumps({"commit": commit}), "cannot be read"),
         (json.dumps(asdict(good) | {"passed": "yes"}), "passed is not of type bool"),
         (json.dumps(asdict(replace(good, passed=False))), "failed: mend it"),
-        (text_of("0" * 40), "not in this history"),
+        (text_of(elsewhere), "does not come from"),
     ):
         ok, line = judge(text, git)
         assert not ok

@@ -86,15 +86,11 @@ def judge(text: str | None, git: Git) -> tuple[bool, str]:
     what = f"the last run of all tests ({outcome.date}, {outcome.tests} long ones)"
     if not outcome.passed:
         return False, f"{what} failed: mend it, then {HOW}"
-    if git("rev-parse", "--git-dir") is None:
-        return True, f"{what} passed; how old it is cannot be said: there is no history here"
+    commit = outcome.commit[:12]
+    if git("cat-file", "-e", f"{outcome.commit}^{{commit}}") is None:
+        return True, f"{what} passed; its age is not known, for the history here lacks {commit}"
     if git("merge-base", "--is-ancestor", outcome.commit, "HEAD") is None:
-        if git("rev-parse", "--is-shallow-repository") == "true":
-            return True, f"{what} passed; how old it is cannot be said: the history is cut off here"
-        return (
-            False,
-            f"{what} was of commit {outcome.commit[:12]}, which is not in this history; {HOW}",
-        )
+        return False, f"{what} was of commit {commit}, which HEAD does not come from; {HOW}"
     age = int(git("rev-list", "--count", f"{outcome.commit}..HEAD") or 0)
     line = f"{what} passed and is {age} commits old"
     if age >= REFUSE_AT:
