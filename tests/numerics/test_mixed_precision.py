@@ -127,7 +127,7 @@ def test_replicas_of_any_precision_and_number_of_ranks_stay_one(tmp_path: Path) 
 def test_an_overflow_in_fp16_costs_no_sample(tmp_path: Path, hopeless: bool) -> None:
     """Of two replicas of the first stage one computes in fp16, and its gradient overflows: now and
     then, or (`hopeless`) always. In the end every sample has counted once."""
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=6)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=6, global_batch=32)
     overflows = 0
 
     def overflowing(stage_index: int) -> tuple[Any, Any]:

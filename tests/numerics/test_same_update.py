@@ -8,14 +8,14 @@ import pytest
 
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
-ROUNDS = 20
+ROUNDS = 14
 
 
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (3, 1), (2, 2), (3, 3)])
 def test_a_swarm_makes_the_updates_of_one_process(
     tmp_path: Path, num_stages: int, num_replicas: int
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS)
+    spec = tiny_spec(tmp_path, num_stages=num_stages, rounds=ROUNDS, num_layers=3)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(num_stages, num_replicas)

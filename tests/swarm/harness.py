@@ -47,10 +47,11 @@ def tiny_spec(
     num_stages: int,
     rounds: int = 20,
     sync: dict[str, Any] | None = None,
-    global_batch: int = 32,
+    global_batch: int = 16,
+    num_layers: int = 2,
     **pipeline: Any,
 ) -> RunSpec:
-    """A small Llama on text that is made here. `sync`: of `[sync]`; no warm-up where it has
+    """A small Llama on text that is made here, of at least one layer a stage. `sync`: of `[sync]`; no warm-up where it has
     none."""
     text = folder / "text.txt"
     rng = random.Random(0)
@@ -67,7 +68,7 @@ seed = 1
 [model]
 kind = "llama"
 hidden_size = 32
-num_hidden_layers = {max(3, num_stages)}
+num_hidden_layers = {max(num_layers, num_stages)}
 num_attention_heads = 4
 num_key_value_heads = 2
 intermediate_size = 64

@@ -111,7 +111,7 @@ def small(folder: Path, rule: str, mode: str = "zero") -> RunSpec:
     values["sync"] |= {"aggregation": rule, "shard_parameters": 8192, "mode": mode}
     values["sync"] |= {"local_steps": 4}
     values["model"]["num_hidden_layers"] = 1
-    values["pipeline"]["global_batch"] = 64
+    values["pipeline"]["global_batch"] = 32
     values["optimizer"] |= {"grad_clip_norm": 0.0, "learning_rate": 5e-3}
     return RunSpec.model_validate(values)
 

@@ -503,7 +503,7 @@ class Unreadable(Misread):
 def test_a_feeder_with_unusable_data_stops_feeding_and_goes_on_serving(
     tmp_path: Path, said: Said, kind: type[Misread], stage: int
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=8)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=8, global_batch=32)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("good-0", stage=0)
@@ -587,7 +587,7 @@ def disown(liar: Peer) -> None:
 def test_one_replica_that_says_that_a_round_is_over_does_not_keep_it_from_its_end(
     tmp_path: Path, stage: int, lie: Callable[[Peer], None]
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=6)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=6, global_batch=32)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("good-0", stage=0, feeds=stage == 1)

@@ -129,7 +129,7 @@ def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
 
 
 def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=40)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=40, global_batch=32)
     limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -150,7 +150,7 @@ def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> 
 
 
 def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60, global_batch=32)
     limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
     before: dict[str, weakref.ref[object]] = {}
     kept: list[bool] = []
@@ -218,7 +218,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
 
 
 def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=30, global_batch=32)
     limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -310,6 +310,7 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
     in_virtual_time(scenario, spec, limits=limits)
 
 
+@pytest.mark.long
 def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(tmp_path: Path) -> None:
     """A round takes minutes, and so does the way of a microbatch: who moves serves it as long as it
     is fed, says meanwhile where it goes, so that nobody follows it there, and loses nothing."""
@@ -442,7 +443,9 @@ def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
 def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Path) -> None:
     """Beside a round, results travel for minutes. A mover's gradient is in them when the owners
     have made the step, and it goes."""
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=5, sync={"mode": "delayed"})
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=5, global_batch=32, num_layers=3, sync={"mode": "delayed"}
+    )
     limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -462,7 +465,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
         await replica.news.until(lambda: replica.round > round_index, 600.0)
         began = asyncio.get_running_loop().time()
         await swarm.until(lambda: mover.gossip.own.totals.get("moved", 0) == 1)
-        assert asyncio.get_running_loop().time() - began < SLOW_S / 2
+        assert asyncio.get_running_loop().time() - began < MOVE_PATIENCE_S + 5.0 < SLOW_S
         await swarm.until_round(5, 6000.0)
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
         oracle = DelayedReference(spec)

@@ -93,7 +93,7 @@ async def first_rounds(swarm: Swarm, count: int) -> list[int]:
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 8))]
 )
 def test_a_run_goes_on_from_its_newest_whole_round(tmp_path: Path, seed: int) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, global_batch=32)
     rng = random.Random(seed)
     folder = tmp_path / "state"
     folder.mkdir()

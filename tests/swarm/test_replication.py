@@ -57,7 +57,7 @@ class OneMicrobatch:
 
 
 def spec_of(folder: Path, replication: int, mode: str = "zero") -> RunSpec:
-    spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
+    spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS, global_batch=32)
     values = spec.model_dump()
     values["model"]["num_hidden_layers"] = 1
     values["sync"] |= {"replication": replication, "mode": mode}

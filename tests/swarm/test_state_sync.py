@@ -22,12 +22,14 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, rep
 
 NUM_DONORS = 3
 STAGE = 1
+SLOW = 0.05
+"""Speed of machines with which a round takes a minute."""
 
 
-def donors_of(swarm: Swarm) -> list[Peer]:
+def donors_of(swarm: Swarm, speed: float = 1.0) -> list[Peer]:
     """One peer of stage 0, and several of stage 1."""
-    swarm.start("first", stage=0)
-    return [swarm.start(f"donor-{i}", stage=STAGE) for i in range(NUM_DONORS)]
+    swarm.start("first", stage=0, speed=speed)
+    return [swarm.start(f"donor-{i}", stage=STAGE, speed=speed) for i in range(NUM_DONORS)]
 
 
 async def joined(swarm: Swarm, name: str = "joiner", limit_s: float = 300.0) -> Peer:
@@ -87,10 +89,10 @@ class CountingWorker(InlineWorker):
 
 
 def test_a_donor_serves_a_few_at_a_time_and_says_busy_to_the_rest(tmp_path: Path) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=4000)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=200)
 
     async def scenario(swarm: Swarm) -> None:
-        donor = donors_of(swarm)[0]
+        donor = donors_of(swarm, SLOW)[0]
         await swarm.until_round(1)
         await asyncio.sleep(2.0)  # the round is long: nothing else is done on the worker now
         asking = swarm.hub.transport("asking")
@@ -116,7 +118,9 @@ def test_a_donor_serves_a_few_at_a_time_and_says_busy_to_the_rest(tmp_path: Path
 def test_a_shard_that_does_not_match_its_digest_is_taken_from_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=6, sync={"shard_parameters": 512})
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=6, global_batch=32, sync={"shard_parameters": 512}
+    )
     got = watch(monkeypatch)
 
     async def scenario(swarm: Swarm) -> None:
@@ -159,7 +163,7 @@ def test_a_download_that_is_begun_again_keeps_what_has_arrived(
     """One shard cannot be had for a while; the others are fetched once. (The round is long: in the
     next one everything would be another.)"""
     spec = tiny_spec(
-        tmp_path, num_stages=2, rounds=3, global_batch=4000, sync={"shard_parameters": 512}
+        tmp_path, num_stages=2, rounds=3, global_batch=200, sync={"shard_parameters": 512}
     )
     got = watch(monkeypatch)
     ask = StateSync.ask
@@ -172,7 +176,7 @@ def test_a_download_that_is_begun_again_keeps_what_has_arrived(
         return await ask(self, donor, round_index, j)
 
     async def scenario(swarm: Swarm) -> None:
-        donors_of(swarm)
+        donors_of(swarm, SLOW)
         await swarm.until_round(1)
         await asyncio.sleep(1.0)
         got.clear()
