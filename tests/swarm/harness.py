@@ -51,8 +51,8 @@ def tiny_spec(
     num_layers: int = 2,
     **pipeline: Any,
 ) -> RunSpec:
-    """A small Llama on text that is made here, of at least one layer a stage. `sync`: of `[sync]`; no warm-up where it has
-    none."""
+    """A small Llama on text that is made here, of at least one layer a stage. `sync`: of `[sync]`;
+    no warm-up where it has none."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))

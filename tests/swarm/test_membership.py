@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.protocol import progress
+from swarmnet.protocol import assignment, progress
 from swarmnet.protocol.assignment import Move, propose_move
 from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, LEFT, Record
 from swarmnet.swarm.averaging import Averaging
@@ -310,16 +310,19 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
     in_virtual_time(scenario, spec, limits=limits)
 
 
-@pytest.mark.long
-def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(tmp_path: Path) -> None:
+def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A round takes minutes, and so does the way of a microbatch: who moves serves it as long as it
-    is fed, says meanwhile where it goes, so that nobody follows it there, and loses nothing."""
+    is fed, says meanwhile where it goes, so that nobody follows it there, and loses nothing.
+    (Here all of that is a tenth as long, and what counts as long.)"""
+    monkeypatch.setattr(assignment, "LONG_PASSAGE_S", assignment.LONG_PASSAGE_S / 10)
     spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=96)
     limits = Limits(balance_every_s=5.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
-            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.0004)
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=0.004)
         await swarm.until_round(1, 10_000.0)
         for member in swarm.members.values():
             member.peer.wanted_stage = None
