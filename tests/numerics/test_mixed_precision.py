@@ -70,7 +70,7 @@ def low_loop(spec: RunSpec, counted: dict[int, list[int]], dtype: torch.dtype) -
 def test_a_bf16_swarm_follows_the_bf16_loop_closely_and_the_fp32_loop_as_far_as_its_digits(
     tmp_path: Path,
 ) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, precision="bf16")
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, num_layers=3, precision="bf16")
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 2)

@@ -18,7 +18,7 @@ FIRST, LAST = 5, 7
 @pytest.mark.parametrize("replication", [1, 2, 3])
 def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
     """Of 2(N - 1)/N, the least an all-reduce can do, plus (R - 1)/N for the backups."""
-    values = tiny_spec(tmp_path, num_stages=1, rounds=9).model_dump()
+    values = tiny_spec(tmp_path, num_stages=1, rounds=9, num_layers=3).model_dump()
     values["sync"]["replication"] = replication
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     spec = RunSpec.model_validate(values)
@@ -49,7 +49,7 @@ def test_bytes_of_a_round_in_the_other_modes(tmp_path: Path, mode: str, num_repl
     """On average over two exchanges of everything; what `swarmnet plan` says."""
     local_steps = 2
     sync = {"mode": mode, "local_steps": local_steps}
-    values = tiny_spec(tmp_path, num_stages=1, rounds=12, sync=sync).model_dump()
+    values = tiny_spec(tmp_path, num_stages=1, rounds=12, num_layers=3, sync=sync).model_dump()
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
     spec = RunSpec.model_validate(values)
     first, last = 4, 4 + 2 * local_steps

@@ -154,7 +154,7 @@ def tensor_bytes() -> int:
 
 def large(folder: Path, precision: str, mode: str = "zero") -> RunSpec:
     """Large enough for parameters to be what counts, in many shards."""
-    spec = tiny_spec(folder, num_stages=1)
+    spec = tiny_spec(folder, num_stages=1, num_layers=3)
     values = spec.model_dump()
     values["optimizer"]["rounds"] = ROUNDS
     values["pipeline"]["precision"] = precision
