@@ -30,7 +30,7 @@ from swarmnet.swarm.settings import Limits
 
 NUM_SEEDS = 300
 CHUNK = 25
-EACH_TIME = 125
+EACH_TIME = 75
 """Seeds of the sweep that `make test` runs; `make test-all` runs the others too."""
 REPLAY = """
 from swarmnet.simulation.invariants import Bounds

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,17 +23,8 @@ def _stalls(seed: int) -> Iterator[tuple[float, str, float]]:
         yield rng.uniform(0.2, 2.0), f"peer-{rng.randrange(6)}", rng.uniform(0.5, 6.0)
 
 
-def seeds() -> list[Any]:
-    """Some of each mode, and more of the same."""
-    often = {"zero": (0, 1), "delayed": (1,), "local": (10,)}
-    return [
-        pytest.param(seed, mode, marks=[] if seed in chosen else [pytest.mark.long])
-        for mode, chosen in often.items()
-        for seed in (0, 1, 10)
-    ]
-
-
-@pytest.mark.parametrize(("seed", "mode"), seeds())
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+@pytest.mark.parametrize("seed", [0, 1, 10])
 def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed: int) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": mode})
 
@@ -57,7 +47,7 @@ def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed:
     in_virtual_time(scenario, spec)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_machine_that_is_suspended_takes_nobody_for_dead(tmp_path: Path, seed: int) -> None:
     """With all that run on it: their clocks jump, in the middle of everything."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)

@@ -95,7 +95,7 @@ def test_stages_are_what_the_run_says() -> None:
 
 
 def test_a_swarm_that_is_cut_otherwise_makes_the_same_update(tmp_path: Path) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=4, layers=[1, 5])
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4, layers=[1, 5], num_layers=3)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 2)
