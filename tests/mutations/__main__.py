@@ -264,7 +264,16 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
         path = folder / mutation.source
         path.write_text(mutation.apply(path.read_text()))
         tests = [t for t in AREAS[mutation.area].tests if (folder / t).exists()]
-        command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-m", "not processes"]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--no-header",
+            "-m",
+            "not processes and not long",
+        ]
         began = time.monotonic()
         process = subprocess.Popen(
             [*command, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
