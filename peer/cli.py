@@ -12,7 +12,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from peer.options import ANY_INTERFACE, INVITE_VARIABLE, LOOPBACK, PeerOptions, UsageError
+from peer.options import (
+    ANY_INTERFACE,
+    INVITE_VARIABLE,
+    LOOPBACK,
+    PeerOptions,
+    ScreenName,
+    UsageError,
+)
 from swarmnet.errors import SwarmnetError, UserError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -284,6 +291,14 @@ def peer(
         typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
     ] = False,
     plain: PlainOption = False,
+    shared_log: Annotated[
+        bool,
+        typer.Option(
+            "--shared-log",
+            help="Plain lines for a log that all peers of a run write to, as with docker compose: "
+            "what is of the whole run is printed by one of them.",
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print the address to join, and nothing else.")
     ] = False,
@@ -377,7 +392,7 @@ def peer(
                 metrics_host=metrics_host,
                 health_file=health_file,
                 ready_file=ready_file,
-                screen="quiet" if quiet else "plain" if plain else "auto",
+                screen=_screen(plain, shared_log, quiet),
             )
             _serve(options, parent_pid)
 
@@ -955,6 +970,11 @@ def _describe(error: Exception, debug: bool) -> str:
     if not isinstance(error, SwarmnetError):
         text = f"{type(error).__name__}: {text}"
     return text if debug else f"{text} (--debug shows where)"
+
+
+def _screen(plain: bool, shared: bool, quiet: bool) -> ScreenName:
+    """The one that says least of those asked for."""
+    return "quiet" if quiet else "shared" if shared else "plain" if plain else "auto"
 
 
 def _complain(line: str) -> None:

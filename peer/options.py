@@ -16,7 +16,7 @@ LocalName = Literal["tensor", "fsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
-ScreenName = Literal["auto", "plain", "quiet"]
+ScreenName = Literal["auto", "plain", "shared", "quiet"]
 
 LOOPBACK = "127.0.0.1"
 ANY_INTERFACE = "0.0.0.0"
@@ -111,7 +111,8 @@ class PeerOptions:
     limits: LimitOptions = field(default_factory=LimitOptions)
     """Changes to `limits.toml` in the state folder."""
     screen: ScreenName = "auto"
-    """`auto`: live where there is a terminal, else plain lines. `quiet`: the address only."""
+    """`auto`: live where there is a terminal, else plain lines. `shared`: plain lines, where one
+    peer of all prints those about the run. `quiet`: the address only."""
 
     @property
     def starts_run(self) -> bool:

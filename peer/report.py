@@ -76,6 +76,13 @@ def make_console() -> Console:
     return console if console.is_terminal else PeerConsole(highlight=False, width=PLAIN_WIDTH)
 
 
+def speaks_for_all(view: View, now: float) -> bool:
+    """Whether this peer prints what is of the whole run, where all print to one log: the first of
+    the live replicas does, by peer id; and everybody while there is none."""
+    replicas = [record.peer_id for record in view.live(now) if record.is_replica]
+    return not replicas or view.own_peer_id == min(replicas)
+
+
 class Reporter:
     """A monitor, a screen and, where asked for, a metrics file and a web page. A context manager
     that opens and closes the screen; file and page belong to the caller."""
@@ -90,6 +97,7 @@ class Reporter:
         self.spec = spec
         self.monitor = monitor_of(spec)
         self.screen = Screen(make_console(), mode)
+        self._is_shared = mode == "shared"
         self.metrics = metrics
         self.hub = hub
         self._state_at = float("-inf")
@@ -109,6 +117,8 @@ class Reporter:
                 self.metrics = None
         if self.hub is not None:
             self.hub.tell(model, events, now, unix_s)
+        if self._is_shared and not speaks_for_all(view, now):
+            return events
         self.screen.show(self.spec, model, events, limits)
         return events
 
