@@ -5,8 +5,12 @@ file is there, and that the services see what they tell each other to look at.""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,13 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 STAGES = [name for name in SERVICES if name.startswith("stage-")]
 
 
+def filled(text: str) -> str:
+    """With the defaults of what an environment may set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
 def words(service: str) -> list[str]:
-    return shlex.split(SERVICES[service]["command"])
+    return shlex.split(filled(SERVICES[service]["command"]))
 
 
 def parsed(service: str) -> dict[str, Any]:
@@ -39,14 +48,21 @@ def parsed(service: str) -> dict[str, Any]:
 
 def mounts(service: str) -> dict[str, str]:
     """Source by folder inside the container."""
-    parts = [volume.split(":") for volume in SERVICES[service]["volumes"]]
-    return {target: source for source, target, *_ in parts}
+    found = {}
+    for volume in SERVICES[service]["volumes"]:
+        if isinstance(volume, dict):
+            found[volume["target"]] = filled(volume["source"])
+        else:
+            source, target, *_ = volume.split(":")
+            found[target] = source
+    return found
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_command_is_one_that_swarmnet_takes(service: str) -> None:
     assert parsed(service)
     assert SERVICES[service]["image"] == "swarmnet"
+    assert SERVICES[service]["pull_policy"] == "never", "no registry has it"
     if service == "bootstrap":
         assert SERVICES[service]["build"]["dockerfile"] == "peer/Dockerfile"
     else:
@@ -54,11 +70,16 @@ def test_every_command_is_one_that_swarmnet_takes(service: str) -> None:
 
 
 def test_the_stages_are_those_of_the_run() -> None:
-    spec_path = ROOT / mounts("bootstrap")["/run.toml"]
-    spec = load_spec(spec_path)
+    where = parsed("bootstrap")["spec"]
+    spec = load_spec(ROOT / mounts("bootstrap")[str(where.parent)] / where.name)
     stages = {parsed(name)["stage"] for name in STAGES}
     assert stages == set(range(spec.pipeline.num_stages))
-    assert str(parsed("bootstrap")["spec"]) == "/run.toml"
+
+
+def test_a_folder_with_runs_that_is_not_there_is_not_made() -> None:
+    (folder,) = (v for v in SERVICES["bootstrap"]["volumes"] if isinstance(v, dict))
+    assert folder["bind"] == {"create_host_path": False}
+    assert folder["read_only"]
 
 
 def test_every_stage_has_more_than_one_replica() -> None:
@@ -69,18 +90,21 @@ def test_every_stage_has_more_than_one_replica() -> None:
     assert all(n >= 2 for n in replicas.values()), "any one container may be killed"
 
 
-def test_all_look_where_the_first_peer_leaves_its_address() -> None:
-    where = parsed("bootstrap")["ready_file"]
-    assert mounts("bootstrap")[str(where.parent)] == "rendezvous"
-    for name in STAGES:
+def test_every_peer_leaves_its_address_where_all_look() -> None:
+    """So that any one container that is alive is a way in."""
+    where = Path("/rendezvous")
+    for name in ("bootstrap", *STAGES):
+        assert Path(parsed(name)["ready_file"]) == where
+        assert mounts(name)[str(where)] == "rendezvous"
+        assert f"rendezvous:{where}" in SERVICES[name]["volumes"], "it can be written"
+    for name in (*STAGES, "dashboard"):
         assert parsed(name)["join"] == [f"@{where}"]
-        assert mounts(name)[str(where.parent)] == "rendezvous"
 
 
 def test_state_outlives_the_containers() -> None:
     state = re.search(r"XDG_STATE_HOME=(\S+)", DOCKERFILE)
     assert state is not None
-    assert f"VOLUME {state[1]}" in DOCKERFILE
+    assert "\nVOLUME" not in DOCKERFILE, "it leaves nameless volumes behind"
     for name in ("bootstrap", *STAGES):
         assert mounts(name)[state[1]] in COMPOSE["volumes"]
         assert parsed(name)["state_dir"] is None, "replicas of a service share a volume"
@@ -88,10 +112,8 @@ def test_state_outlives_the_containers() -> None:
 
 def test_the_dashboard_looks_at_the_run_and_is_looked_at() -> None:
     service, options = SERVICES["dashboard"], parsed("dashboard")
-    where = parsed("bootstrap")["ready_file"]
-    assert options["join"] == [f"@{where}"]
-    assert mounts("dashboard")[str(where.parent)] == "rendezvous"
-    assert service["ports"] == [f"127.0.0.1:8080:{options['port']}"]
+    assert mounts("dashboard")["/rendezvous"] == "rendezvous"
+    assert [filled(port) for port in service["ports"]] == [f"127.0.0.1:8080:{options['port']}"]
     assert options["host"] == "0.0.0.0", "or nothing can be published"
     check = service["healthcheck"]["test"]
     assert check[:2] == ["CMD", "python3"]
@@ -100,7 +122,7 @@ def test_the_dashboard_looks_at_the_run_and_is_looked_at() -> None:
 
 
 def test_nothing_is_published_beyond_this_machine() -> None:
-    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    ports = [filled(port) for service in SERVICES.values() for port in service.get("ports", [])]
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
@@ -113,6 +135,56 @@ def test_the_image_has_no_root_and_a_health_check_that_can_fail() -> None:
     of_peer = {p.name: p.envvar for p in command.commands["peer"].params}
     assert of_peer["health_file"] == variable[1]
     assert of_peer["invite"] == INVITE_VARIABLE
+
+
+@pytest.mark.parametrize("healthy", [True, False, None])
+def test_the_health_check_believes_the_file_only_while_it_is_new(
+    tmp_path: Path, healthy: bool | None
+) -> None:
+    """`None`: written two minutes ago."""
+    (check,) = re.findall(r"HEALTHCHECK[^\n]*\\\n\s+CMD (.+)", DOCKERFILE)
+    file = tmp_path / "health"
+    file.write_text(json.dumps({"healthy": healthy is not False, "why": ""}) + "\n")
+    if healthy is None:
+        then = time.time() - 120.0
+        os.utime(file, (then, then))
+    environment = os.environ | {"SWARMNET_HEALTH_FILE": str(file)}
+    done = subprocess.run(["sh", "-c", check], env=environment, capture_output=True, check=False)
+    assert (done.returncode == 0) == (healthy is True)
+    file.unlink()
+    done = subprocess.run(["sh", "-c", check], env=environment, capture_output=True, check=False)
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_container_can_do_little_harm(service: str) -> None:
+    settings = SERVICES[service]
+    assert settings["read_only"]
+    assert settings["cap_drop"] == ["ALL"]
+    assert settings["security_opt"] == ["no-new-privileges:true"]
+    assert settings["mem_limit"]
+    assert settings["pids_limit"]
+    assert settings["logging"]["options"].keys() == {"max-size", "max-file"}
+
+
+def test_what_can_be_set_is_named_in_one_file() -> None:
+    """With the values that it has without one."""
+    example = (ROOT / "examples" / "compose.env").read_text()
+    named = dict(re.findall(r"^#?(\w+)=(.*)$", example, re.M))
+    files = [ROOT / "docker-compose.yml", *(ROOT / "examples").glob("compose.*.yml")]
+    used = [re.findall(r"\$\{(\w+)(?::-([^}]*))?", f.read_text()) for f in files]
+    assert {name for pairs in used for name, _ in pairs} == named.keys()
+    assert all(named[name] == default for pairs in used for name, default in pairs if default)
+
+
+def test_the_other_compose_files_change_services_that_are_there() -> None:
+    for file in (ROOT / "examples").glob("compose.*.yml"):
+        services = yaml.safe_load(file.read_text())["services"]
+        assert services.keys() <= SERVICES.keys()
+        for name, changes in services.items():
+            if "command" in changes:
+                there = re.sub(r"--announce .*", "", filled(changes["command"]), flags=re.S)
+                assert shlex.split(there) == words(name)
 
 
 def test_what_the_image_copies_is_there_and_not_ignored() -> None:
