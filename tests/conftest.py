@@ -23,9 +23,9 @@ MEASURED_ONCE = ("test_attackers.py", "test_replication.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers (`-n`, pytest-xdist): tests that start peers take turns, for a peer
-    without a core to run on is a slow peer to the others (`make test` runs them alone), and a
-    module that measures once for all of its tests stays with one worker."""
+    """With several workers (`-n`, pytest-xdist) and `--dist loadgroup`: tests that start peers take
+    turns, for a peer without a core to run on is a slow peer to the others (`make test` runs them
+    by themselves), and a module that measures once for all of its tests stays with one worker."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

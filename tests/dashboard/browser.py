@@ -29,24 +29,33 @@ def chromium() -> str:
 
 
 @contextmanager
-def page(*, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Any]:
-    """A page of a fresh browser; errors on it fail the test."""
+def browser() -> Iterator[Any]:
+    """One of its own. While it is open, no event loop can run on this thread."""
     from playwright.sync_api import sync_playwright
 
-    errors: list[str] = []
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
+        opened = driver.chromium.launch(executable_path=chromium(), args=list(ARGUMENTS))
         try:
-            context = browser.new_context(
-                viewport={"width": width, "height": height},
-                color_scheme="dark" if dark else "light",
-            )
-            opened = context.new_page()
-            opened.on("pageerror", lambda error: errors.append(str(error)))
-            opened.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
             yield opened
         finally:
-            browser.close()
+            opened.close()
+
+
+@contextmanager
+def page(within: Any, *, width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Any]:
+    """A page of a browser that remembers nothing of others; errors on it fail the test."""
+    errors: list[str] = []
+    context = within.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if dark else "light",
+    )
+    try:
+        opened = context.new_page()
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        opened.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        yield opened
+    finally:
+        context.close()
     lost = [e for e in errors if "ERR_CONNECTION" not in e and "ERR_INCOMPLETE" not in e]
     assert not lost, lost
 

@@ -19,9 +19,9 @@ from peer.dashboard.server import listen, serving
 from peer.metrics import MetricsFile
 from peer.report import Reporter
 from swarmnet.protocol.records import Record
-from tests.dashboard.browser import overflow, page, until
+from tests.dashboard.browser import browser, overflow, page, until
 from tests.dashboard.making import Played, feeder, held_out, replica, spec_of
-from tests.processes.running import Machine, machine, tiny_run
+from tests.processes.running import SPARING, Machine, machine, tiny_run
 
 pytestmark = pytest.mark.processes
 LOOPBACK = "127.0.0.1"
@@ -73,21 +73,29 @@ def served() -> Iterator[Served]:
         server.end()
 
 
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    """The browser of all tests here; each has pages of its own."""
+    with browser() as opened:
+        yield opened
+
+
 @pytest.fixture
 def running() -> Iterator[Machine]:
     with machine() as found:
         yield found
 
 
-def test_a_real_swarm_and_a_killed_peer(running: Machine) -> None:
+def test_a_real_swarm_and_a_killed_peer(running: Machine, chrome: Any) -> None:
     picture = os.environ.get(SCREENSHOT)
     path = tiny_run(running.folder, rounds=4000)
-    peers = running.start_swarm(path, [("--stage", "1"), ("--stage", "0"), ("--stage", "1")])
+    stages = [("--stage", stage) for stage in "101"]
+    peers = running.start_swarm(path, stages, everywhere=() if picture else SPARING)
     watching = running.start("page", "dashboard", "--join", peers[0].address, "--port", "0")
     running.until(lambda: "http://" in watching.output())
     address = watching.output().split("dashboard: ")[1].split()[0]
     victim = peers[3]
-    with page(height=1180 if picture else 900) as opened:
+    with page(chrome, height=1180 if picture else 900) as opened:
         opened.goto(address)
         until(opened, "document.querySelectorAll('#peers tbody tr').length === 4")
         row = opened.locator(f'tr[data-peer="{victim.peer_id}"]')
@@ -118,11 +126,11 @@ def test_a_real_swarm_and_a_killed_peer(running: Machine) -> None:
     assert running.wait(watching) == 0
 
 
-def test_a_lost_connection_comes_back_with_all_that_happened(served: Served) -> None:
+def test_a_lost_connection_comes_back_with_all_that_happened(served: Served, chrome: Any) -> None:
     played = Played()
     served.look(played, replica("a", 0), replica("b", 1))
     address = served.open(live_app(played.hub, LOOPBACK))
-    with page() as opened:
+    with page(chrome) as opened:
         opened.goto(address)
         opened.locator('tr[data-peer="b"]').wait_for(timeout=WAIT_MS)
         served.close()
@@ -133,11 +141,11 @@ def test_a_lost_connection_comes_back_with_all_that_happened(served: Served) -> 
         opened.locator("#link").get_by_text("live").wait_for(timeout=WAIT_MS)
 
 
-def test_hostile_peers_are_shown_as_text(served: Served) -> None:
+def test_hostile_peers_are_shown_as_text(served: Served, chrome: Any) -> None:
     played = Played()
     evil = '<img src=x onerror="document.title=1">'
     served.look(played, replica(evil, 0, agent=evil), replica("b", 1, agent="<script>x</script>"))
-    with page() as opened:
+    with page(chrome) as opened:
         opened.goto(served.open(live_app(played.hub, LOOPBACK)))
         row = opened.locator("#peers tbody tr").first
         row.wait_for(timeout=WAIT_MS)
@@ -148,10 +156,10 @@ def test_hostile_peers_are_shown_as_text(served: Served) -> None:
         assert opened.locator("h1").inner_text() == "a <b>bold</b> run"
 
 
-def test_the_spread_is_shown_where_replicas_differ(served: Served) -> None:
+def test_the_spread_is_shown_where_replicas_differ(served: Served, chrome: Any) -> None:
     played = Played()
     served.look(played, replica("a", 0), replica("b", 1))
-    with page() as opened:
+    with page(chrome) as opened:
         opened.goto(served.open(live_app(played.hub, LOOPBACK)))
         opened.locator('tr[data-peer="b"]').wait_for(timeout=WAIT_MS)
         assert not opened.locator("#spread").is_visible()
@@ -171,14 +179,14 @@ def crowd(num_peers: int, num_stages: int, moment: int, changed: int) -> list[Re
     return [replace(r, round=moment) if r is first else r for r in records]
 
 
-def test_two_hundred_peers_stay_readable_and_fluid(served: Served) -> None:
+def test_two_hundred_peers_stay_readable_and_fluid(served: Served, chrome: Any) -> None:
     """What a moment costs goes by what has changed in it, and a page with ten times the peers costs
     less than fifteen times the work."""
     costs: dict[int, float] = {}
     for num_peers in (20, 200):
         played = Played(num_stages=8)
         served.look(played, *crowd(num_peers, 8, 1, 10))
-        with page() as opened:
+        with page(chrome) as opened:
             opened.goto(served.open(live_app(played.hub, LOOPBACK)))
             rows = "document.querySelectorAll('#peers tbody tr').length"
             until(opened, f"{rows} === {num_peers}")
@@ -209,8 +217,7 @@ def test_two_hundred_peers_stay_readable_and_fluid(served: Served) -> None:
     assert costs[200] < 15 * costs[20] + 1.0, costs
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_replay_is_played_and_wound_back(served: Served, tmp_path: Path, dark: bool) -> None:
+def test_a_replay_is_played_and_wound_back(served: Served, chrome: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with MetricsFile(path) as metrics:
         reporter = Reporter(spec_of(2), "quiet", metrics)
@@ -218,20 +225,23 @@ def test_a_replay_is_played_and_wound_back(served: Served, tmp_path: Path, dark:
             live = [feeder("a", r, 3.0 - r / 10), replica("b", 1, r), replica("c", 1, r)]
             view: Any = _View(live[:2] if r > 10 else live)
             reporter.look(view, 12.0 * r, 1e9 + 12.0 * r)
-    with page(dark=dark) as opened:
-        opened.goto(served.open(replay_app(lambda: make_film(path), LOOPBACK)))
-        opened.locator("#events").get_by_text("peer c was lost").wait_for(timeout=WAIT_MS)
-        assert opened.locator("#link").inner_text() == "replay"
-        last = opened.locator("#n-round").inner_text()
-        opened.locator("#seek").fill("0")
-        until(opened, "!document.body.textContent.includes('was lost')")
-        assert opened.locator("#n-round").inner_text() != last
-        opened.locator("#pace").select_option("600")
-        opened.locator("#play").click()
-        opened.locator("#events").get_by_text("peer c was lost").wait_for(timeout=WAIT_MS)
-        shade = opened.evaluate("getComputedStyle(document.body).backgroundColor")
-        opened.locator("#theme").click()
-        assert opened.evaluate("getComputedStyle(document.body).backgroundColor") != shade
+    address = served.open(replay_app(lambda: make_film(path), LOOPBACK))
+    for dark in (False, True):
+        with page(chrome, dark=dark) as opened:
+            opened.goto(address)
+            opened.locator("#events").get_by_text("peer c was lost").wait_for(timeout=WAIT_MS)
+            assert opened.locator("#link").inner_text() == "replay"
+            last = opened.locator("#n-round").inner_text()
+            opened.locator("#seek").fill("0")
+            until(opened, "!document.body.textContent.includes('was lost')")
+            assert opened.locator("#n-round").inner_text() != last
+            opened.locator("#pace").select_option("600")
+            opened.locator("#play").click()
+            opened.locator("#events").get_by_text("peer c was lost").wait_for(timeout=WAIT_MS)
+            shade = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+            opened.locator("#theme").click()
+            now = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert now != shade
 
 
 class _View:

@@ -7,6 +7,7 @@ whatever it starts: that is how leftovers are found, and how everything is ended
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import random
@@ -37,14 +38,28 @@ from swarmnet.swarm.messages import FetchRequest
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
+from tests.processes.prefork import Forked, Prefork
 
 LOOK_S = 0.05
-START_LIMIT_S = 90.0
-RUN_LIMIT_S = 90.0
-END_LIMIT_S = 45.0
+START_LIMIT_S = 180.0
+RUN_LIMIT_S = 180.0
+END_LIMIT_S = 90.0
 """Bounds of waits, generous: a machine may be busy. None is ever waited for in full on success."""
 SWARMNET = (sys.executable, "-m", "peer")
+"""A start of its own, as a person's. Without it a process is forked (`prefork`)."""
+SPARING = ("--max-device-share", "20%")
+"""For peers whose rounds only have to go on, beside what a test is about."""
 FOLDER_PREFIX = "sn-"
+_prefork: Prefork | None = None
+
+
+def prefork() -> Prefork:
+    """One for all tests of this process."""
+    global _prefork
+    if _prefork is None:
+        _prefork = Prefork()
+        atexit.register(_prefork.close)
+    return _prefork
 
 
 def tiny_run(
@@ -97,7 +112,7 @@ shard_parameters = 4096
 def processes_of(folder: Path) -> dict[int, str]:
     """Live processes whose `TMPDIR` is `folder`: command lines by pid."""
     mark = b"\0TMPDIR=" + str(folder).encode() + b"\0"
-    found = {}
+    found = prefork().living_in(folder) if _prefork is not None else {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -128,8 +143,10 @@ class Command:
     """One `swarmnet` process."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     folder: Path
+    _told: list[dict[str, Any]] = field(default_factory=list)
+    _read_to: int = 0
 
     @property
     def pid(self) -> int:
@@ -151,8 +168,13 @@ class Command:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Complete lines of its `--metrics` with this event."""
         path = self.folder / f"{self.name}.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [e for e in map(json.loads, lines) if e["event"] == name]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_to)
+                complete, newline, _ = file.read().rpartition(b"\n")
+            self._told += map(json.loads, complete.splitlines())
+            self._read_to += len(complete) + len(newline)
+        return [e for e in self._told if e["event"] == name]
 
     def ready(self) -> Ready | None:
         return read_ready_file(self.folder / f"{self.name}.ready")
@@ -184,10 +206,12 @@ class Machine:
         self,
         name: str,
         *arguments: str,
-        command: Sequence[str] = SWARMNET,
+        command: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        before: str = "",
     ) -> Command:
-        """Starts `swarmnet ARGUMENTS`."""
+        """Starts `swarmnet ARGUMENTS`: with `command` as a start of its own, else forked.
+        `before`: code that a forked one runs first."""
         environment = {
             **os.environ,
             **(environment or {}),
@@ -195,18 +219,23 @@ class Machine:
             "XDG_STATE_HOME": str(self.folder / "state"),
             "OMP_NUM_THREADS": "1",
         }
+        process: subprocess.Popen[bytes] | Forked
         with (
             (self.folder / f"{name}.out").open("wb") as out,
             (self.folder / f"{name}.err").open("wb") as err,
         ):
-            process = subprocess.Popen(
-                [*command, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                start_new_session=True,
-            )
+            if command:
+                process = subprocess.Popen(
+                    [*command, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=environment,
+                    start_new_session=True,
+                )
+            else:
+                paths = (Path(out.name), Path(err.name))
+                process = prefork().fork(arguments, environment, *paths, before)
         started = Command(name, process, self.folder)
         self.commands.append(started)
         return started
@@ -215,8 +244,9 @@ class Machine:
         self,
         name: str,
         *arguments: str,
-        command: Sequence[str] = SWARMNET,
+        command: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        before: str = "",
     ) -> Command:
         """Starts `swarmnet peer` on loopback with a state folder, ready file and metrics."""
         return self.start(
@@ -224,7 +254,7 @@ class Machine:
             "--state-dir", str(self.folder / name),
             "--ready-file", str(self.folder / f"{name}.ready"),
             "--metrics", str(self.folder / f"{name}.jsonl"),
-            *arguments, command=command, environment=environment,
+            *arguments, command=command, environment=environment, before=before,
         )  # fmt: skip
 
     def start_swarm(
@@ -233,12 +263,12 @@ class Machine:
         joiners: Sequence[Sequence[str]],
         kill_at: Mapping[int, str] | None = None,
         *,
-        debug: bool = True,
+        everywhere: Sequence[str] = (),
     ) -> list[Command]:
         """A first peer and others that join it, with further arguments each. `kill_at`: the
-        moment (`peer.faults`) at which a joiner kills itself, by its number from 1. `debug`: all
-        say what they do on their stderr."""
-        more = ("--debug",) if debug else ()
+        moment (`peer.faults`) at which a joiner kills itself, by its number from 1. `everywhere`:
+        arguments of all. They say what they do on their stderr."""
+        more = ("--debug", *everywhere)
         moments = {i: {VARIABLE: moment} for i, moment in (kill_at or {}).items()}
         first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", *more)
         self.until_ready(first)

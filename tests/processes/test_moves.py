@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 import pytest
 
 from swarmnet.spec import load_spec
-from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
+from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
-ROUNDS, GLOBAL_BATCH = 22, 1024
+ROUNDS, GLOBAL_BATCH = 20, 128
+SLOW = ("--max-device-share", "8%")
+"""Rounds take their time, and little of the machine's."""
 
 IMPATIENT = """
 from dataclasses import fields
 from swarmnet.swarm.settings import Limits
-sooner = {"balance_every_s": 1.0, "move_cooldown_s": 2.0}
+sooner = {"balance_every_s": 0.5, "move_cooldown_s": 1.0}
 Limits.__init__.__defaults__ = tuple(sooner.get(f.name, f.default) for f in fields(Limits))
-from peer.cli import main
-main()
 """
-"""`swarmnet` that looks every second, not every minute, whether it should move."""
+"""A peer that looks twice a second, not every minute, whether it should move."""
 
 
 def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(running: Machine) -> None:
@@ -30,16 +29,16 @@ def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(runnin
     text = path.read_text().replace("num_hidden_layers = 3", "num_hidden_layers = 4")
     path.write_text(text.replace("global_batch = 32", f"global_batch = {GLOBAL_BATCH}"))
     spec = load_spec(path)
-    impatient = (sys.executable, "-c", IMPATIENT)
-    first = running.start_peer("first", "--spec", str(path), "--stage", "0", command=impatient)
+
+    def start(name: str, *arguments: str) -> Command:
+        return running.start_peer(name, *arguments, *SLOW, before=IMPATIENT)
+
+    first = start("first", "--spec", str(path), "--stage", "0")
     running.until_ready(first)
     join = ("--join", first.address, "--data", str(running.folder / "text.txt"))
-    placed = [
-        running.start_peer(f"placed-{i}", *join, "--stage", stage, command=impatient)
-        for i, stage in enumerate("0001")
-    ]
+    placed = [start(f"placed-{i}", *join, "--stage", stage) for i, stage in enumerate("0001")]
     running.until(lambda: len(first.events("peer_joined")) >= 4)
-    free = [running.start_peer(f"free-{i}", *join, "--debug", command=impatient) for i in range(2)]
+    free = [start(f"free-{i}", *join, "--debug") for i in range(2)]
     running.until_ready(*free)
     for peer in free:  # four replicas of stage 0 and one of stage 1 were there
         running.until(lambda p=peer: any("stage 1: serving" in line for line in p.errors()))

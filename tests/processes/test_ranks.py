@@ -1,5 +1,5 @@
-"""A peer with several ranks, as real processes: it trains, and a rank that is lost takes the peer
-with it, and nothing else."""
+"""Peers with several ranks, as real processes: they train, a rank that is lost takes its peer with
+it and nothing else, and ranks end with their peer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.running import Command, Machine, tiny_run
+from tests.processes.running import SPARING, Command, Machine, tiny_run
 
 pytestmark = pytest.mark.processes
-ROUNDS = 4_000
+ROUNDS = 100_000
 """More than are waited for."""
 LOST_LIMIT_S = 90.0
+LESS_PATIENT = """
+from swarmnet.training.local_group import LocalGroup
+LocalGroup.__init__.__kwdefaults__["silence_s"] = 6.0
+"""
+"""A peer that waits so long, not 20 s, for a sign of life of its ranks."""
 
 
 def ranks_of(peer: Command) -> list[int]:
@@ -31,40 +36,53 @@ def ranks_of(peer: Command) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_ends_with_a_rank_and_the_swarm_goes_on(
-    running: Machine, harm: signal.Signals
-) -> None:
+def test_a_peer_and_its_ranks_end_together_and_the_swarm_goes_on(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
-    peers = running.start_swarm(
-        path, [("--stage", "1"), ("--stage", "0"), ("--stage", "1", "--tp", "2")], debug=False
-    )
-    witness, victim = peers[0], peers[3]
-    running.until(
-        lambda: any(e["peer_id"] == victim.peer_id for e in witness.events("peer_joined"))
-    )
-    running.until_round(victim, 3)
-    ranks = ranks_of(victim)
+    refused = running.start_peer("refused", "--spec", str(path), "--tp", "3", "--sequence-parallel")
+    assert running.wait(refused) == 1
+    assert "possible: 1, 2, 4" in refused.errors()[-1]
+
+    witness = running.start_peer("witness", "--spec", str(path), "--stage", "0", *SPARING)
+    running.until_ready(witness)
+    join = ("--join", witness.address, "--data", str(running.folder / "text.txt"))
+    plain = running.start_peer("plain", *join, "--stage", "1", *SPARING)
+    ranked = [
+        running.start_peer(
+            f"ranked-{i}", *join, "--stage", stage, "--tp", "2", *more, before=LESS_PATIENT
+        )
+        for i, (stage, *more) in enumerate((("1",), ("1",), ("0", "--sequence-parallel")))
+    ]
+    running.until_ready(plain, *ranked)
+    for victim in ranked:
+        running.until(lambda v=victim: is_told(witness, "peer_joined", v))
+        running.until_round(victim, 3)
+
+    loses_a_rank, rank_hangs, is_killed = ranked
+    for victim, harm in ((loses_a_rank, signal.SIGKILL), (rank_hangs, signal.SIGSTOP)):
+        ranks = ranks_of(victim)
+        assert len(ranks) == 1
+        os.kill(ranks[0], harm)
+        assert running.wait(victim, LOST_LIMIT_S) == 1
+        lines = [line for line in victim.errors() if "this peer ends" in line]
+        how = "ended with SIGKILL" if harm is signal.SIGKILL else "gave no sign of life"
+        assert len(lines) == 1, victim.describe()
+        assert f"rank 1 (pid {ranks[0]}) {how}" in lines[0], victim.describe()
+        assert not Path(f"/proc/{ranks[0]}").exists()
+        running.until(lambda v=victim: is_told(witness, "peer_lost", v))
+        five_more_rounds(running, witness)
+
+    ranks = ranks_of(is_killed)
     assert len(ranks) == 1
-    os.kill(ranks[0], harm)
-    assert running.wait(victim, LOST_LIMIT_S) == 1
-    lines = [line for line in victim.errors() if "this peer ends" in line]
-    how = "ended with SIGKILL" if harm is signal.SIGKILL else "gave no sign of life"
-    assert len(lines) == 1, victim.describe()
-    assert f"rank 1 (pid {ranks[0]}) {how}" in lines[0], victim.describe()
-    assert not Path(f"/proc/{ranks[0]}").exists()
-    running.until(lambda: any(e["peer_id"] == victim.peer_id for e in witness.events("peer_lost")))
+    running.kill(is_killed)
+    running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    five_more_rounds(running, witness)
+
+
+def is_told(witness: Command, name: str, peer: Command) -> bool:
+    """The witness has told this event of a peer."""
+    return any(event["peer_id"] == peer.peer_id for event in witness.events(name))
+
+
+def five_more_rounds(running: Machine, witness: Command) -> None:
     before = len(witness.events("round"))
     running.until(lambda: len(witness.events("round")) >= before + 5)
-
-
-def test_ranks_end_with_their_peer(running: Machine) -> None:
-    path = tiny_run(running.folder, num_stages=1, rounds=ROUNDS)
-    peer = running.start_peer("peer-0", "--spec", str(path), "--tp", "3", "--sequence-parallel")
-    assert running.wait(peer) == 1
-    assert "possible: 1, 2, 4" in peer.errors()[-1]
-    peer = running.start_peer("peer-1", "--spec", str(path), "--tp", "2", "--sequence-parallel")
-    running.until_round(peer, 2)
-    ranks = ranks_of(peer)
-    running.kill(peer)
-    running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
