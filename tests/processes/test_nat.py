@@ -10,7 +10,7 @@ import pytest
 
 from peer.limits import LIMITS_FILE
 from tests.processes.internet import Internet, NoNamespaces, internet
-from tests.processes.running import Command, Machine, machine, tiny_run
+from tests.processes.running import SPARING, Command, Machine, machine, tiny_run
 
 pytestmark = pytest.mark.processes
 
@@ -103,12 +103,12 @@ def check(net: Internet, running: Machine) -> None:
     join = ("--join", address)
     second = start(running, two, "two", *join)
     data = ("--data", str(running.folder / "text.txt"))
-    a = start(running, left, "left", *join, "--stage", "0", *data)
+    a = start(running, left, "left", *join, "--stage", "0", *data, *SPARING)
     running.until_ready(a)
     running.until(lambda: said(a, "others reach this peer through it"))
     # The other is given nothing but the address of the first one, through the relay.
     through = ("--join", f"{address}/p2p-circuit/p2p/{a.peer_id}")
-    b = start(running, right, "right", *through, "--stage", "1", "--no-feed")
+    b = start(running, right, "right", *through, "--stage", "1", "--no-feed", *SPARING)
     running.until_ready(second, b)
     running.until(lambda: len(a.events("round")) >= 5)
     for peer in (a, b):

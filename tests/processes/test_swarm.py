@@ -25,6 +25,8 @@ from tests.swarm.harness import relative_difference, replay
 
 pytestmark = pytest.mark.processes
 ROUNDS, GLOBAL_BATCH = 20, 32
+SLOW = ("--max-device-share", "10%")
+"""So few rounds last long enough for all that happens meanwhile."""
 
 
 def test_processes_make_the_updates_of_one_process(running: Machine) -> None:
@@ -68,9 +70,10 @@ def test_processes_make_the_updates_of_one_process(running: Machine) -> None:
 
 def test_a_run_survives_its_first_peer(running: Machine) -> None:
     """The bootstrap peer is killed; a newcomer joins through another one and a third one leaves."""
-    rounds = 150
+    rounds = 70
     path = tiny_run(running.folder, rounds=rounds)
-    peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
+    stages = [("--stage", stage) for stage in "101"]
+    peers = running.start_swarm(path, stages, everywhere=SLOW)
     victim, witness = peers[0], peers[1]
     running.until_all_are_in(peers, 5)
     daemons = children_of(victim.pid)
@@ -79,7 +82,7 @@ def test_a_run_survives_its_first_peer(running: Machine) -> None:
     running.until(lambda: not any(pid in processes_of(running.folder) for pid in daemons), 10)
 
     newcomer = running.start_peer(
-        "late", "--join", witness.address, "--data", str(running.folder / "text.txt")
+        "late", "--join", witness.address, "--data", str(running.folder / "text.txt"), *SLOW
     )
     running.until_round(newcomer, 3)
     stale = [p for p in sockets_in(running.folder) if f"swarmnet-{victim.pid}-" in str(p)]
@@ -115,10 +118,10 @@ def test_ctrl_c_ends_local_with_all_its_peers(running: Machine) -> None:
 
 
 def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
-    path = tiny_run(running.folder, rounds=150)
+    path = tiny_run(running.folder, rounds=100)
     local = running.start(
         "local", "local", "--peers", "4", "--spec", str(path), "--plain",
-        "--chaos", "kill=20/min", "--metrics", str(running.folder / "local.jsonl"),
+        "--chaos", "kill=10/min", "--metrics", str(running.folder / "local.jsonl"),
     )  # fmt: skip
     assert running.wait(local, RUN_LIMIT_S) == 0
     said = local.output()
