@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -20,6 +21,14 @@ settings.load_profile("swarmnet")
 
 MEASURED_ONCE = ("test_attackers.py", "test_replication.py")
 """With fixtures of the module."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m processes` reads only files with that mark in them: importing the others costs each
+    worker more than its first tests do."""
+    if config.option.markexpr != "processes" or not collection_path.name.startswith("test_"):
+        return None
+    return True if b"mark.processes" not in collection_path.read_bytes() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
