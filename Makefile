@@ -8,7 +8,12 @@ demo: .venv/installed
 	$(BIN)/swarmnet local
 
 test: .venv/installed
+	$(BIN)/pytest -n auto --dist loadgroup --max-worker-restart 0 -m 'not processes and not long' --durations=10
 	$(BIN)/pytest -n 3 --dist worksteal --max-worker-restart 0 -m 'processes and not long' --durations=10
+
+# Those that are marked `long` too; leaves tests/every/last.json, to be committed.
+test-all: test
+	$(BIN)/python -m tests.every run
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports

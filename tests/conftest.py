@@ -24,9 +24,10 @@ MEASURED_ONCE = ("test_attackers.py", "test_replication.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m processes` reads only files with that mark in them: importing the others costs each
-    worker more than its first tests do."""
-    if config.option.markexpr != "processes" or not collection_path.name.startswith("test_"):
+    """`-m processes`, with or without the long ones, reads only files with that mark in them:
+    importing the others costs each worker more than its first tests do."""
+    is_of_processes = config.option.markexpr in ("processes", "processes and not long")
+    if not is_of_processes or not collection_path.name.startswith("test_"):
         return None
     return True if b"mark.processes" not in collection_path.read_bytes() else None
 
