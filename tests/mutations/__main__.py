@@ -33,6 +33,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DRAWN = Path(__file__).with_name("drawn.json")
+USAGE_ERROR = 4
+"""pytest's exit code: nothing was run."""
 LIMIT_S = 1200.0
 """For the tests of one area. A mutant that runs into it hangs, and counts as caught."""
 COPIED = ("swarmnet", "peer", "tests", "docs", "examples", "pyproject.toml", "README.md")
@@ -264,16 +266,9 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
         path = folder / mutation.source
         path.write_text(mutation.apply(path.read_text()))
         tests = [t for t in AREAS[mutation.area].tests if (folder / t).exists()]
-        command = [
-            python,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--no-header",
-            "-m",
-            "not processes and not long",
-        ]
+        has_long = "long:" in (folder / "pyproject.toml").read_text()
+        chosen = "not processes and not long" if has_long else "not processes"
+        command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-m", chosen]
         began = time.monotonic()
         process = subprocess.Popen(
             [*command, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
@@ -290,6 +285,8 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             output = "FAILED (it hangs)"
+        if process.returncode == USAGE_ERROR:
+            raise RuntimeError(output.strip())
         lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         caught_by = lines[0].split(" - ")[0] if lines else ""
         if process.returncode and not lines:
