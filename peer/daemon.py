@@ -23,7 +23,6 @@ from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
 from peer.joining import (
     KnownPeers,
-    best_address,
     dial_any,
     fetch_run,
     find_living,
@@ -270,7 +269,7 @@ class RunningPeer:
 
     spec: RunSpec
     peer: Peer
-    address: str
+    addresses: Sequence[str]
     limits: Callable[[], str]
     """What its owner lets it take, and why it is paused; a line, or nothing."""
 
@@ -316,8 +315,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
                 _say("this run is alive on this machine already: joining it")
             if not neighbours and known.run_id == spec.run_id and known.peers:
                 _say(f"none of the {len(known.peers)} peers met before answers; it goes on looking")
-        own_address = best_address(net.transport.addresses())
-        stack.callback(tell_run(options.state_dir, spec.run_id, own_address))
+        stack.callback(tell_run(options.state_dir, spec.run_id, net.transport.addresses()[0]))
         admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
@@ -379,11 +377,11 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         tasks.start(known.keep(spec.run_id, peer.view))
         tasks.start(look_for_others(known, peer.gossip))
         spare_old_objects()
-        address = best_address(net.transport.addresses())
+        addresses = net.transport.addresses()
         if options.ready_file is not None:
-            write_ready_file(options.ready_file, address, net.transport.peer_id)
+            write_ready_file(options.ready_file, addresses[0], net.transport.peer_id)
         if show is not None:
-            tasks.start(show(RunningPeer(spec, peer, address, lambda: keeper.line)))
+            tasks.start(show(RunningPeer(spec, peer, addresses, lambda: keeper.line)))
         if options.metrics_port is not None:
             from peer.prometheus import serve_metrics
 

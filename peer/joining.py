@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
+from swarmnet.protocol.addresses import of_all
 from swarmnet.protocol.records import MAX_ADDRESSES, OBSERVING
 from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import View
@@ -54,6 +55,8 @@ class KnownPeers:
     run_id: str = ""
     peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses by peer id, the latest met last."""
+    own: Sequence[str] = ()
+    """This machine's addresses."""
 
     @classmethod
     def load(cls, state_dir: Path) -> KnownPeers:
@@ -97,8 +100,8 @@ class KnownPeers:
             log.warning("cannot remember the peers of the run in %s: %s", self.path, e.strerror)
 
     def addresses(self) -> list[str]:
-        """One of each peer, the latest met first: none of loopback, where it has another."""
-        return [best_address(addresses) for addresses in reversed(self.peers.values()) if addresses]
+        """Of all of them, as they are to be tried (`protocol.addresses`), the latest met first."""
+        return of_all(dict(reversed(self.peers.items())), self.own)
 
     def teach(self, transport: Transport) -> None:
         """Makes all addresses of all of them known to a transport, which tries them all when it
@@ -119,13 +122,6 @@ class KnownPeers:
             self.meet(run_id, view)
             if self.peers:
                 await asyncio.to_thread(self.save)
-
-
-def best_address(addresses: Sequence[str]) -> str:
-    """The address of a peer to tell and to dial first: none of loopback, where there is another;
-    empty where there is none at all."""
-    outside = [a for a in addresses if "/127." not in a and "/::1/" not in a]
-    return (outside or list(addresses) or [""])[0]
 
 
 async def read_addresses(

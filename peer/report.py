@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol
@@ -19,9 +19,10 @@ from peer.metrics import MetricsFile
 from peer.monitor import Monitor
 from peer.options import ScreenName
 from peer.screen import PeerConsole, Screen
-from peer.text import short_id
+from peer.text import listed, short_id
 from peer.view_model import ViewModel
 from swarmnet.errors import UserError
+from swarmnet.protocol.addresses import others_to_name, peer_of
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, describe
 
@@ -36,6 +37,8 @@ LAST_WORDS_S = 10.0
 """How long the last round and measurement are waited for before the run is said to be done."""
 STATE_EVERY_S, STATE_EVERY_S_PER_PEER = 10.0, 0.2
 """Between two `state` lines of a metrics file."""
+MAX_OTHERS_CHARS = 400
+"""Of the list of a peer's further addresses."""
 PLAIN_WIDTH = 120
 """Columns of output that goes to no terminal."""
 
@@ -50,7 +53,8 @@ class Running(Protocol):
     def view(self) -> View: ...
 
     @property
-    def address(self) -> str: ...
+    def addresses(self) -> Sequence[str]:
+        """At which others can join, the one to use first; at least one."""
 
     @property
     def limits(self) -> Callable[[], str]:
@@ -180,9 +184,11 @@ async def report_peer(
         say = reporter.screen.say
         if not reporter.screen.is_quiet:
             say(describe(running.spec))
-            own = short_id(running.address.rpartition("/p2p/")[2])
+            own = short_id(peer_of(running.addresses[0]))
             say(f"to join this run (this peer is {own}):")
-        say(f"swarmnet peer --join {running.address}")
+        say(f"swarmnet peer --join {running.addresses[0]}")
+        if (others := others_to_name(running.addresses)) and not reporter.screen.is_quiet:
+            say(f"or, where that cannot be reached: {listed(others, ', ', MAX_OTHERS_CHARS)}")
         if page is not None and not reporter.screen.is_quiet:
             say(f"dashboard: {shown_at}")
         if running.limits() and not reporter.screen.is_quiet:

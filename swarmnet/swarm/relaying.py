@@ -310,12 +310,7 @@ class Relaying:
             raise Busy("every place at this relay is taken", backlog_s=GRANT_S)
         self._transport.grant_relay(remote, GRANT_S)
         own = [a for a in self._transport.addresses() if "/p2p-circuit" not in a]
-        own.sort(key=_is_of_loopback)
         return Message(RelayGrant(tuple(own[:MAX_ADDRESSES]), GRANT_S))
-
-
-def _is_of_loopback(address: str) -> bool:
-    return "/127." in address or "/ip6/::1/" in address
 
 
 async def look_from(transport: RelayTransport, peer_ids: Sequence[str]) -> list[Sight]:

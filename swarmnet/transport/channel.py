@@ -26,6 +26,7 @@ from swarmnet.errors import (
     WrongVersion,
 )
 from swarmnet.identity import Identity
+from swarmnet.protocol.addresses import to_dial
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.protocol.seats import machine_of, seat_id, split_seat
 from swarmnet.transport.base import (
@@ -186,7 +187,8 @@ class ChannelTransport:
             return
         if peer_id != machine:
             self._known_seats.setdefault(machine, {})[peer_id] = None
-        self.carrier.learn(machine, [a for a in addresses if CIRCUIT not in a])
+        straight = [a for a in addresses if CIRCUIT not in a]
+        self.carrier.learn(machine, to_dial(straight, self.carrier.addresses()))
         if self.relays is not None:
             self.relays.learn(machine, addresses)
 

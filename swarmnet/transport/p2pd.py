@@ -31,7 +31,9 @@ from typing import Any
 
 from swarmnet.errors import AddressError, TransportError, Unreachable, WrongProtocol
 from swarmnet.identity import Identity
+from swarmnet.protocol.addresses import full_address, to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
+from swarmnet.transport.interfaces import own_hosts
 
 log = logging.getLogger("swarmnet.transport")
 
@@ -39,6 +41,8 @@ START_TIMEOUT_S = 20.0
 START_ATTEMPTS = 3
 PING_EVERY_S = 0.5
 PING_TIMEOUT_S = 1.0
+LOOK_AT_HOSTS_EVERY_S = 5.0
+"""Between two looks at which of the own addresses is of use: a route may come after its address."""
 MAX_MISSED_PINGS = 2
 """More than one: after a pause of *our* process a ping may time out although it was answered."""
 CONNECT_TIMEOUT_S = 10.0
@@ -155,7 +159,9 @@ class P2pdCarrier:
         self._reader: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._accept: Callable[[ByteStream], None] = lambda stream: stream.transport.abort()
+        self._listening: list[str] = []
         self._addresses: list[str] = []
+        self._looked_at = float("-inf")
         self._known: dict[str, list[str]] = {}
         self._restart_callbacks: list[Callable[[], None]] = []
         self._starts = 0
@@ -208,7 +214,9 @@ class P2pdCarrier:
             raise AddressError(f"{address} does not end in /p2p/<peer id>; copy the whole line")
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer's own address")
-        self.learn(peer_id, [address, *self._known.get(peer_id, [])])
+        bare = _without_peer(address, peer_id)
+        others = [a for a in self._known.get(peer_id, []) if a != bare]
+        self.learn(peer_id, [address, *others])
         await self._connect(peer_id)
         return peer_id
 
@@ -374,11 +382,11 @@ class P2pdCarrier:
                 self.p2p = await OwnP2P.replicate(Multiaddr(f"/unix{control}"))
                 await self.p2p.add_binary_stream_handler(PROTOCOL_NAME, self._on_stream)
                 await self.p2p.add_binary_stream_handler(RELAY_PROTOCOL, self._on_relay_stream)
-                visible = [str(a) for a in await self.p2p.get_visible_maddrs()]
+                _, listening = await self.p2p._client.identify()
         except Exception as e:
             raise TransportError(f"p2pd cannot be spoken to: {e!r}") from None
-        self._addresses = [*self._announced(), *visible]
-        self._port = _tcp_port(visible) or self._port
+        self._listens([str(a) for a in listening])
+        self._port = _tcp_port(self._listening) or self._port
 
     def _check_port(self) -> None:
         """Daemons listen with SO_REUSEPORT: a second one on a taken port would start, and get some
@@ -401,9 +409,14 @@ class P2pdCarrier:
             "or 0 for any that is free"
         )
 
-    def _announced(self) -> list[str]:
-        end = f"/p2p/{self.peer_id}"
-        return [a if a.endswith(end) else a + end for a in self._announce]
+    def _listens(self, listening: list[str]) -> None:
+        """The daemon listens at these addresses, now: interfaces come and go."""
+        now = asyncio.get_running_loop().time()
+        if listening == self._listening and now - self._looked_at < LOOK_AT_HOSTS_EVERY_S:
+            return
+        self._listening, self._looked_at = listening, now
+        told = [*self._announce, *to_tell(listening, own_hosts())]
+        self._addresses = [full_address(a, self.peer_id) for a in dict.fromkeys(told)]
 
     def _arguments(self, control: Path) -> list[str]:
         assert self._runtime is not None
@@ -518,7 +531,8 @@ class P2pdCarrier:
         """Does the daemon answer?"""
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                await self.p2p._client.identify()
+                _, listening = await self.p2p._client.identify()
+            self._listens([str(a) for a in listening])
             return True
         except TimeoutError:
             return False

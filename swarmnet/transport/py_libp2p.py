@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.errors import AddressError, SwarmnetError, TransportError, Unreachable
 from swarmnet.identity import Identity
+from swarmnet.protocol.addresses import to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, ByteStream
+from swarmnet.transport.interfaces import own_hosts
 from swarmnet.transport.trio_thread import ThreadEnded, TrioThread
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class PyLibp2pCarrier:
         self._seed = identity.seed
         self._listen = (host, port)
         self._announce = tuple(_with_peer_id(a, self.peer_id) for a in announce)
+        self._told: tuple[str, ...] = ()
         self._known: dict[str, tuple[str, ...]] = {}
         self._streams: dict[asyncio.Transport, None] = {}
         self._thread: TrioThread | None = None
@@ -102,9 +105,11 @@ class PyLibp2pCarrier:
             await self._host.run(*self._listen, ready)
 
     def addresses(self) -> list[str]:
-        """Multiaddrs, with `/p2p/<peer id>`, that others can dial; announced ones first."""
-        listening = self._host.addresses if self._host else ()
-        own = [f"{address}/p2p/{self.peer_id}" for address in listening]
+        """Multiaddrs, with `/p2p/<peer id>`, that others can dial; announced ones first. Those of
+        interfaces as they were at the start."""
+        if not self._told and self._host is not None and self._host.addresses:
+            self._told = tuple(to_tell(self._host.addresses, own_hosts()))
+        own = [f"{address}/p2p/{self.peer_id}" for address in self._told]
         return list(dict.fromkeys([*self._announce, *own]))
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:

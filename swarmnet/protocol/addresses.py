@@ -1,0 +1,161 @@
+"""Which of a machine's addresses is of use, to whom, and in which order. Pure.
+
+A machine listens at all its addresses, and libp2p lists them in the order of their bytes: loopback
+and the bridge of docker, which every such machine has, come before most homes. What is told to
+others is ordered by use, and what nobody else can use is left out. What others told is tried in
+that order, a start every `STAGGER_S`, and the first that answers wins (RFC 8305, "happy eyeballs").
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+STAGGER_S = 0.25
+"""Between the starts of two attempts (RFC 8305, section 5)."""
+SHORTEST_STAGGER_S = 0.02
+MAX_STARTING_S = 5.0
+"""Of many addresses all are started within this time."""
+BRIDGE = re.compile(
+    r"(docker|docker_gwbridge|podman|cni|cilium|flannel|lxcbr|lxdbr|virbr|vmnet|vboxnet|veth)\w*$"
+    r"|br-[0-9a-f]{12}$"
+)
+"""Interfaces between a machine and its own containers or virtual machines, by their names."""
+CIRCUIT = "/p2p-circuit"
+Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHosts:
+    """What a machine knows of its IP addresses."""
+
+    default: tuple[str, ...] = ()
+    """From which packets to the rest of the world go out: of the default route, one a family."""
+    bridges: tuple[str, ...] = ()
+    """Of interfaces to its own containers and virtual machines."""
+
+
+def is_bridge(interface: str) -> bool:
+    """Leads an interface of this name only to the machine's own containers?"""
+    return BRIDGE.match(interface) is not None
+
+
+def host_of(address: str) -> Host | None:
+    """The IP address of a multiaddr; None where it has none, and for circuits."""
+    parts = address.split("/", 4)
+    if len(parts) < 4 or parts[1] not in ("ip4", "ip6") or CIRCUIT in address:
+        return None
+    try:
+        return ipaddress.ip_address(parts[2])
+    except ValueError:
+        return None
+
+
+def is_loopback(address: str) -> bool:
+    host = host_of(address)
+    return host is not None and host.is_loopback
+
+
+def is_public(address: str) -> bool:
+    """Is it the same everywhere?"""
+    host = host_of(address)
+    return host is not None and host.is_global
+
+
+def to_tell(listening: Iterable[str], own: OwnHosts) -> list[str]:
+    """Addresses at which a machine listens, as others should hear of them: public ones, those of
+    the default route, other private ones. Bridges only where there is nothing else, loopback only
+    where there is no bridge either."""
+    default = {ipaddress.ip_address(h) for h in own.default}
+    bridges = {ipaddress.ip_address(h) for h in own.bridges} - default
+
+    def rank(address: str) -> int:
+        host = host_of(address)
+        if host is None or host.is_global:
+            return 0
+        if host.is_loopback:
+            return 4
+        return 1 if host in default else 3 if host in bridges else 2
+
+    usable = [a for a in dict.fromkeys(listening) if not _is_useless(host_of(a))]
+    usable.sort(key=rank)
+    for worst in (2, 3):
+        if told := [a for a in usable if rank(a) <= worst]:
+            return told
+    return usable
+
+
+def _is_useless(host: Host | None) -> bool:
+    """Link-local ones need the name of an interface beside them, and mean nothing elsewhere."""
+    return host is not None and (host.is_link_local or host.is_unspecified or host.is_multicast)
+
+
+def to_dial(addresses: Iterable[str], own: Iterable[str]) -> list[str]:
+    """Those of a peer's addresses that may lead to it from a machine that has `own`, in their
+    order. At a loopback address everybody finds himself: it is tried last, where the peer is on
+    this machine (they share a host), and where it has no other address."""
+    known = list(dict.fromkeys(addresses))
+    outside = [a for a in known if not is_loopback(a)]
+    if not outside:
+        return known
+    here = {host for host in map(host_of, own) if host is not None and not host.is_loopback}
+    if any(host_of(a) in here for a in outside):
+        return [*outside, *(a for a in known if is_loopback(a))]
+    return outside
+
+
+def others_to_name(addresses: Sequence[str]) -> list[str]:
+    """Beside the first address, which a person is told to use, those that may be the right one
+    instead: one of each other host, where the first is private."""
+    if not addresses or is_public(addresses[0]) or host_of(addresses[0]) is None:
+        return []
+    seen, others = {host_of(addresses[0])}, []
+    for address in addresses[1:]:
+        host = host_of(address)
+        if host is not None and host not in seen and not host.is_loopback:
+            seen.add(host)
+            others.append(address)
+    return others
+
+
+def in_turns(lists: Iterable[Sequence[str]]) -> list[str]:
+    """The first of each, then the second of each, and so on, each once."""
+    turns = zip_longest(*lists)
+    return list(dict.fromkeys(a for turn in turns for a in turn if a is not None))
+
+
+def of_all(peers: Mapping[str, Sequence[str]], own: Iterable[str]) -> list[str]:
+    """The addresses of several peers as they are to be tried, each with its peer id at its end."""
+    here = list(own)
+    return in_turns(
+        [full_address(a, peer_id) for a in to_dial(addresses, here)]
+        for peer_id, addresses in peers.items()
+    )
+
+
+def full_address(address: str, peer_id: str) -> str:
+    """With `/p2p/<peer id>` at its end."""
+    end = f"/p2p/{peer_id}"
+    return address if address.endswith(end) else address + end
+
+
+def peer_of(address: str) -> str:
+    """The peer id at the end of an address; empty where it has none."""
+    return address.rpartition("/p2p/")[2] if "/p2p/" in address else ""
+
+
+def by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    """Addresses by the peer id at their end, in their order; those without are left out."""
+    found: dict[str, list[str]] = {}
+    for address in addresses:
+        if peer_id := peer_of(address):
+            found.setdefault(peer_id, []).append(address)
+    return found
+
+
+def stagger_s(number: int) -> float:
+    """Between the starts of so many attempts."""
+    return max(SHORTEST_STAGGER_S, min(STAGGER_S, MAX_STARTING_S / max(1, number)))
