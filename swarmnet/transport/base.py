@@ -116,6 +116,11 @@ class Transport(Protocol):
         callee only as far as its channel is concerned: the handler runs on, its reply is
         dropped."""
 
+    async def drop(self, peer_id: str) -> None:
+        """Lets go of every connection to a peer: the next call makes a new one. For a peer that
+        answers nothing, whose connections have not closed: of one whose address has changed they
+        stay open for most of a minute, and lead nowhere. Never raises."""
+
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         """One-way and best effort: never blocks, never raises."""
 
@@ -163,6 +168,9 @@ class Carrier(Protocol):
 
     async def open(self, peer_id: str, protocol: str = PROTOCOL_NAME) -> ByteStream:
         """Opens a stream to a peer. Raises `Unreachable`."""
+
+    async def drop(self, peer_id: str) -> None:
+        """Ends the connections to a peer. Never raises."""
 
     async def observed(self, peer_id: str) -> str:
         """The multiaddr that a connected peer is seen to come from; empty where unknown."""

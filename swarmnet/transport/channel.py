@@ -60,6 +60,9 @@ REDIAL_AFTER_S = 0.3
 """A failed dial is answered from memory for so long, so that callers do not pile up."""
 MAX_CHANNELS = 8
 """Of one peer; two are normal, when both sides open one at the same time."""
+SUPERSEDED_AFTER_S = 15.0
+"""Whoever opens a channel has none. So one that has been here for so long already (not opened by
+both sides at the same moment) is dead, though its connection may not have noticed."""
 MAX_WAITING_NOTES = 256
 """Notifications that wait for a channel to one peer; the oldest are dropped."""
 FIRST_BAN_S, LONGEST_BAN_S = 1.0, 300.0
@@ -105,6 +108,8 @@ class ChannelTransport:
         self._known_seats: dict[str, dict[str, None]] = {}
         """Of other machines, by their peer id."""
         self._channels: dict[str, list[Channel]] = {}
+        self._ready_at: dict[Channel, float] = {}
+        """By the loop's clock, of those in `_channels`."""
         self._unready: dict[Channel, None] = {}
         self._opening: dict[str, asyncio.Task[Channel]] = {}
         self._failed: dict[str, tuple[float, SwarmnetError]] = {}
@@ -285,6 +290,14 @@ class ChannelTransport:
         """`links.Home`: a call over the carrier, without a deadline."""
         channel = await self._channel(peer_id)
         return await channel.call(method, message, on_progress, route)
+
+    async def drop(self, peer_id: str) -> None:
+        machine = machine_of(peer_id)
+        if machine == self.peer_id:
+            return
+        await self.carrier.drop(machine)  # first: whoever misses a channel opens the next one
+        for channel in [c for c in self._all() if c.remote == machine]:
+            channel.abort("let go, for nothing came of it")
 
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         self.notify_from(0, peer_id, method, message)
@@ -541,7 +554,12 @@ class ChannelTransport:
                 self.links.ready(channel)
             return
         channels = self._channels.setdefault(channel.remote, [])
+        now = asyncio.get_running_loop().time()
+        before = [c for c in channels if now - self._ready_at.get(c, now) > SUPERSEDED_AFTER_S]
         channels.append(channel)
+        self._ready_at[channel] = now
+        for old in before:
+            old.abort("its peer has opened another")
         self._failed.pop(channel.remote, None)
         if len(channels) == 1:
             self._tell(self._connected, channel.remote)
@@ -556,6 +574,7 @@ class ChannelTransport:
         channels = self._channels.get(channel.remote, [])
         if channel in channels:
             channels.remove(channel)
+            self._ready_at.pop(channel, None)
             if not channels:
                 del self._channels[channel.remote]
                 for peer_id in (channel.remote, *self._known_seats.pop(channel.remote, ())):

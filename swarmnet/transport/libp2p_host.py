@@ -228,6 +228,11 @@ class Host:
 
     # Connections
 
+    async def drop(self, peer_id: str) -> None:
+        """Ends every connection to a peer."""
+        for connection in list(self._connections.get(peer_id, [])):
+            connection.yamux.end()
+
     def _live(self, peer_id: str) -> list[Connection]:
         connections = self._connections.get(peer_id, [])
         return [c for c in connections if not c.yamux.is_going_away]

@@ -65,6 +65,9 @@ class LoopbackCarrier:
         remote.accept(ByteStream(self.peer_id, await remote._wrap(far), protocol=protocol))
         return stream
 
+    async def drop(self, peer_id: str) -> None:
+        pass
+
     async def observed(self, peer_id: str) -> str:
         return f"/loopback/p2p/{peer_id}"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,6 +83,9 @@ class MemoryHub:
         self.transports: dict[str, MemoryTransport] = {}
         self._frozen: dict[str, list[Callable[[], None]]] = {}
         self._parted: dict[frozenset[str], None] = {}
+        self._places: dict[str, dict[str, str]] = {}
+        self._stale: dict[frozenset[str], None] = {}
+        """Pairs whose connection leads nowhere, since one of them has moved."""
         network = self.network
         self._metered = network if isinstance(network, MeteredNetwork) else None
 
@@ -99,6 +102,7 @@ class MemoryHub:
         self._frozen.pop(peer_id, None)
         if transport is not None:
             transport.die()
+        self._stale = {pair: None for pair in self._stale if peer_id not in pair}
 
     def freeze(self, peer_id: str) -> None:
         """As SIGSTOP: what is sent to it waits; what it sends waits."""
@@ -116,6 +120,46 @@ class MemoryHub:
     def heal(self, a: str, b: str) -> None:
         """The reverse of `partition`."""
         self._parted.pop(frozenset((a, b)), None)
+
+    # ---- addresses --------------------------------------------------------------------------
+
+    def place(self, peer_id: str, addresses: Mapping[str, str]) -> None:
+        """Where a peer can be dialled from now on: multiaddrs (without peer id, in the order in
+        which it tells them), each with the network that it is on. Only who is on a network itself
+        reaches its addresses; so one address may be different machines to different peers. In a
+        hub with places everybody has one, and peers find each other by addresses only.
+
+        The connections of a peer that moves lead nowhere, and nobody notices: they neither close
+        nor answer until somebody drops them."""
+        if self._places.get(peer_id) == addresses:
+            return
+        self._places[peer_id] = dict(addresses)
+        transport = self.transports.get(peer_id)
+        for other in transport.connected() if transport is not None else ():
+            self._stale[frozenset((peer_id, other))] = None
+
+    @property
+    def has_places(self) -> bool:
+        return bool(self._places)
+
+    def addresses_of(self, peer_id: str) -> list[str]:
+        """Without the peer id at their ends."""
+        return list(self._places[peer_id]) if self._places else ["/memory"]
+
+    def found_at(self, source: str, address: str) -> str | None:
+        """Who answers when `source` dials an address."""
+        networks = set(self._places.get(source, {}).values())
+        for peer_id, addresses in self._places.items():
+            if addresses.get(address) in networks and peer_id in self.transports:
+                return peer_id
+        return None
+
+    def is_stale(self, a: str, b: str) -> bool:
+        return bool(self._stale) and frozenset((a, b)) in self._stale
+
+    def renew(self, a: str, b: str) -> None:
+        """There is a new connection between two peers."""
+        self._stale.pop(frozenset((a, b)), None)
 
     def is_parted(self, a: str, b: str) -> bool:
         return frozenset((a, b)) in self._parted
@@ -151,6 +195,8 @@ class MemoryHub:
         delay_s = self.network.delivery_s(source, target, num_bytes, loop.time())
         if delay_s is None or (self._parted and self.is_parted(source, target)):
             return
+        if self.is_stale(source, target):
+            return
         loop.call_later(delay_s, self.when_awake, target, deliver)
 
 
@@ -176,6 +222,7 @@ class MemoryTransport:
         self._calls: dict[int, OpenCall] = {}
         self._next_call = 0
         self._links: dict[str, None] = {}
+        self._known: dict[str, tuple[str, ...]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._connected: list[Callable[[str], None]] = []
         self._disconnected: list[Callable[[str], None]] = []
@@ -184,7 +231,7 @@ class MemoryTransport:
     # ---- the port ---------------------------------------------------------------------------
 
     def addresses(self) -> list[str]:
-        return [f"/memory/p2p/{self.peer_id}"]
+        return [f"{a}/p2p/{self.peer_id}" for a in self._hub.addresses_of(self.peer_id)]
 
     def set_run(self, run_id: str) -> None:
         self.run_id = run_id
@@ -193,7 +240,8 @@ class MemoryTransport:
         self._handlers[method] = handler
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
-        pass
+        if self._hub.has_places and addresses:
+            self._known[peer_id] = tuple(a.removesuffix(f"/p2p/{peer_id}") for a in addresses)
 
     def connected(self) -> list[str]:
         return list(self._links)
@@ -210,6 +258,13 @@ class MemoryTransport:
             raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
         if peer_id == self.peer_id:
             raise AddressError("that is this peer's own address")
+        if self._hub.has_places and peer_id not in self._links:
+            there = self._hub.found_at(self.peer_id, address.rpartition("/p2p/")[0])
+            if there is None:
+                raise Unreachable(f"{address}: connection refused: nothing listens there")
+            if there != peer_id:
+                raise Unreachable(f"{address}: another peer answers there")
+            self.learn(peer_id, [address, *self._known.get(peer_id, ())])
         try:
             async with asyncio.timeout(timeout_s):
                 await self._link(peer_id)
@@ -246,16 +301,25 @@ class MemoryTransport:
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
 
+    async def drop(self, peer_id: str) -> None:
+        remote = self._hub.transports.get(peer_id)
+        is_heard = not (self._hub.is_stale(self.peer_id, peer_id) or self._is_parted_from(peer_id))
+        if remote is not None and is_heard and peer_id in self._links:
+            self._hub.when_awake(peer_id, functools.partial(remote._lost, self.peer_id))
+        self._lost(peer_id)
+
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         remote = self._hub.transports.get(peer_id)
         if remote is None or self._dead or peer_id == self.peer_id:
+            return
+        if peer_id not in self._links and not self._finds(peer_id):
             return
         try:
             sent = self._travelling(NOTIFY, message)
         except ProtocolViolation as e:
             log.warning("%s was not sent: %s", method, e)
             return
-        if not self._hub.is_parted(self.peer_id, peer_id):
+        if not self._is_parted_from(peer_id):
             self._know(remote)
         self._send(peer_id, method, sent, lambda: remote.notified(self, method, sent))
 
@@ -275,13 +339,28 @@ class MemoryTransport:
         remote = self._hub.transports.get(peer_id)
         if remote is None or remote is self:
             raise Unreachable(f"{peer_id[-8:]}: connection refused: nothing listens there")
-        if self._hub.is_parted(self.peer_id, peer_id) and peer_id not in self._links:
-            await asyncio.sleep(UNREACHABLE_AFTER_S)
-            raise Unreachable(f"{peer_id[-8:]}: no answer in time")
+        if peer_id not in self._links:
+            if self._is_parted_from(peer_id):
+                await asyncio.sleep(UNREACHABLE_AFTER_S)
+                raise Unreachable(f"{peer_id[-8:]}: no answer in time")
+            if not self._finds(peer_id):
+                raise Unreachable(f"{peer_id[-8:]}: nobody answers at any address of it")
         self._know(remote)
         return remote
 
+    def _is_parted_from(self, peer_id: str) -> bool:
+        return self._hub.is_parted(self.peer_id, peer_id)
+
+    def _finds(self, peer_id: str) -> bool:
+        """Does a peer answer at any of its known addresses?"""
+        if not self._hub.has_places:
+            return True
+        known = self._known.get(peer_id, ())
+        return any(self._hub.found_at(self.peer_id, a) == peer_id for a in known)
+
     def _know(self, remote: MemoryTransport) -> None:
+        if remote.peer_id not in self._links:
+            self._hub.renew(self.peer_id, remote.peer_id)
         for one, other in ((self, remote.peer_id), (remote, self.peer_id)):
             if other not in one._links:
                 one._links[other] = None
@@ -294,7 +373,7 @@ class MemoryTransport:
             task.cancel()
         for other in list(self._links):
             remote = self._hub.transports.get(other)
-            if remote is not None:
+            if remote is not None and not self._hub.is_stale(self.peer_id, other):
                 # Bound now: the same id may soon be another's.
                 self._hub.when_awake(other, functools.partial(remote._lost, self.peer_id))
         self._links.clear()

@@ -231,6 +231,17 @@ class P2pdCarrier:
         reader, writer = await self._ask(peer_id, request)
         return _byte_stream(peer_id, reader, writer, protocol)
 
+    async def drop(self, peer_id: str) -> None:
+        from hivemind.p2p import PeerID
+
+        if self.p2p is None:
+            return
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                await self.p2p._client.disconnect(PeerID.from_base58(peer_id))
+        except Exception as e:
+            log.debug("the daemon does not disconnect from %s: %r", peer_id[-8:], e)
+
     async def observed(self, peer_id: str) -> str:
         if self.p2p is None:
             return ""

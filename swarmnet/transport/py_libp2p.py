@@ -15,6 +15,7 @@ must listen on TCP, not on QUIC alone, and its peers be reachable without a rela
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import re
@@ -143,6 +144,10 @@ class PyLibp2pCarrier:
         endpoints = [_endpoint(m) for m in matches if m]
         far = await self._in_trio(lambda host: host.open(peer_id, endpoints, protocol), _close)
         return await self._wrap(peer_id, far, protocol)
+
+    async def drop(self, peer_id: str) -> None:
+        with contextlib.suppress(SwarmnetError):
+            await self._in_trio(lambda host: host.drop(peer_id))
 
     async def observed(self, peer_id: str) -> str:
         async def look(host: Host) -> str:

@@ -77,6 +77,9 @@ class Seat:
             self.seat, peer_id, method, message, timeout_s=timeout_s, on_progress=on_progress
         )
 
+    async def drop(self, peer_id: str) -> None:
+        await self._machine.drop(peer_id)
+
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         self._machine.notify_from(self.seat, peer_id, method, message)
 
