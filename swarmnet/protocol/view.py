@@ -223,6 +223,11 @@ class View:
         silent_from = known.heard_at + self.silence_s
         return now - min(silent_from, self._suspected_at.get(peer_id, silent_from))
 
+    def silent_s(self, peer_id: str, now: float) -> float:
+        """For how long nothing new has been heard of a peer; infinity where it is not known."""
+        known = self._known.get(peer_id)
+        return math.inf if known is None else now - known.heard_at
+
     def live(self, now: float) -> Sequence[Record]:
         """Records of the live peers, by peer id."""
         return self.remembered(ALL, "live", now, lambda: self._live_of(self._ids, now))

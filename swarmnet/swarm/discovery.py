@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from swarmnet.errors import ProtocolViolation, SwarmnetError
+from swarmnet.protocol.addresses import peer_of
 from swarmnet.protocol.records import LEFT, OBSERVER_STAGE
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import SignedRecord
@@ -28,7 +29,9 @@ LONELY_LOOK_S = 5.0
 """How often a peer without live partners looks into the directory."""
 CALL_TIMEOUT_S = 20.0
 MAX_CONNECTED = 8
-"""Known peers through which the DHT is joined."""
+"""Addresses of known peers through which the DHT is joined."""
+CONNECT_TIMEOUT_S = 3.0
+"""Those of peers that are gone hold nobody up for longer."""
 MAX_FOUND = 64
 """Records taken from one key."""
 
@@ -57,8 +60,10 @@ class Directory:
         """Joins the DHT through known addresses; none for the first peer of a run."""
         from hivemind.dht.node import DHTNode
 
-        self._initial = list(initial_peers)
-        await asyncio.gather(*(self._connect(a) for a in self._initial[:MAX_CONNECTED]))
+        await asyncio.gather(*(self._connect(a) for a in initial_peers[:MAX_CONNECTED]))
+        # Of those that answer: one that is gone would be waited for.
+        connected = self._gossip.transport.connected()
+        self._initial = [a for a in initial_peers if peer_of(a) in connected][:MAX_CONNECTED]
         self._node = await DHTNode.create(
             p2p=self._p2p(),
             initial_peers=self._initial,
@@ -74,7 +79,7 @@ class Directory:
     async def _connect(self, address: str) -> None:
         """hivemind's DHT talks only to peers that the daemon has a connection to."""
         try:
-            await self._gossip.transport.dial(address)
+            await self._gossip.transport.dial(address, CONNECT_TIMEOUT_S)
         except SwarmnetError as e:
             log.debug("%s: %s", address, e)
 
@@ -83,10 +88,11 @@ class Directory:
         self._stale = True
 
     async def run(self) -> None:
-        """Refreshes the own entry, and looks for others when alone. Until cancelled."""
+        """Refreshes the own entry, and looks for others: often when alone, now and then when not,
+        for the swarm may be in two parts. Until cancelled."""
         next_publish_s = FIRST_PUBLISH_S
         loop = asyncio.get_running_loop()
-        publish_at = loop.time() + next_publish_s
+        publish_at, looked_at = loop.time() + next_publish_s, loop.time()
         try:
             while True:
                 await asyncio.sleep(LONELY_LOOK_S * self._rng.uniform(0.5, 1.0))
@@ -95,7 +101,8 @@ class Directory:
                         await self._renew_node()
                         if loop.time() >= publish_at and await self.publish():
                             publish_at = loop.time() + REFRESH_S
-                        if self._is_alone():
+                        if self._is_alone() or loop.time() - looked_at >= REFRESH_S:
+                            looked_at = loop.time()
                             await self.find_all()
                 except Exception as e:  # hivemind has many
                     log.debug("the directory does not answer: %s", e)

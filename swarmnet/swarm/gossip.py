@@ -32,7 +32,7 @@ from swarmnet.errors import (
 )
 from swarmnet.protocol.assignment import feeders
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.protocol.records import LEFT, OBSERVING, Record, RoundCount
+from swarmnet.protocol.records import LEFT, MAX_ADDRESSES, OBSERVING, Record, RoundCount
 from swarmnet.protocol.seats import machine_of
 from swarmnet.protocol.view import MAX_STAMP_LEAD, NO_STAMP, View
 from swarmnet.swarm.awake import AwakeClock
@@ -195,6 +195,12 @@ class Gossip:
         if self.own.state != state:
             self.state_since = asyncio.get_running_loop().time()
         self._changed(urgent)
+
+    def tell_addresses(self) -> None:
+        """Puts those that the transport has now into the own record."""
+        addresses = tuple(self.transport.addresses()[:MAX_ADDRESSES])
+        if addresses != self.own.addresses:
+            self.update(addresses=addresses, urgent=True)
 
     def update_count(self, count: RoundCount, *, urgent: bool = False) -> None:
         """Replaces this feeder's counters of one round. In a small swarm that is always urgent: one
@@ -413,9 +419,11 @@ class Gossip:
         return machine_of(peer_id) in self.transport.connected()
 
     def _tend(self) -> None:
-        """Heartbeat, and forgetting."""
+        """Heartbeat, the own addresses as they are now, and forgetting."""
         now = asyncio.get_running_loop().time()
         self._pace(len(self.view.live(now)))
+        if not self.quiet:
+            self.tell_addresses()
         if now - self._published_at >= self._heartbeat_s:
             self._dirty = True
         if not self.quiet:
@@ -435,12 +443,10 @@ class Gossip:
             self.view.silence_s = silence_s
 
     def _partner(self) -> str | None:
+        """Somebody who lives; who is missing is looked for apart (`swarm.reconnecting`)."""
         now = asyncio.get_running_loop().time()
         own = self.own.peer_id
         live = self.view.live(now)
-        # Now and then a peer taken for dead: the only way to learn that a partition has healed.
-        if len(live) <= 1 or self.rng.random() < 0.05:
-            live = [r for r in self.view.records() if r.state != LEFT]
         if len(live) > 1:
             drawn = self.rng.choice(live).peer_id
             if drawn != own:

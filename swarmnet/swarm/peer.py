@@ -24,12 +24,13 @@ from swarmnet.protocol.records import (
     JOINING,
     LEAVING,
     LEFT,
+    MAX_ADDRESSES,
     MAX_TEXT,
     OBSERVER_STAGE,
     OBSERVING,
     Record,
 )
-from swarmnet.protocol.seats import stages_beside
+from swarmnet.protocol.seats import machine_of, stages_beside
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
 from swarmnet.protocol.view import View
 from swarmnet.swarm.averaging import Averaging, Behind, Diverged
@@ -44,6 +45,7 @@ from swarmnet.swarm.lost_samples import OnLoss
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.probes import Probes
+from swarmnet.swarm.reconnecting import Reconnecting
 from swarmnet.swarm.recovery import Checkpointing, Disk, Recovery
 from swarmnet.swarm.replica import Replica
 from swarmnet.swarm.rounds import Rounds, Updates, ZeroUpdates
@@ -188,8 +190,11 @@ class Peer:
             admission=self.admission,
             last_round=self.settings.rounds,
         )
+        self.reconnecting = Reconnecting(
+            self.gossip, random.Random(f"missing|{own.peer_id}|{own.incarnation}")
+        )
         self.recovery = Recovery(
-            self.gossip, self.settings.num_stages, disk, begin_anew=self.begin_anew
+            self.gossip, self.settings.num_stages, disk, self.begin_anew, self.reconnecting
         )
         # Before anybody asks: who sees this record must not begin the run anew.
         self.gossip.own = replace(own, restorable=self.recovery.offers())
@@ -241,10 +246,12 @@ class Peer:
         """Joins through `neighbours` (peer ids with known addresses; none for the first peer of a
         run), serves until `stop()`, leaves. Raises `Unreachable` where no neighbour answers."""
         self.transport.set_run(self.identity.run_id)
-        self.gossip.update(addresses=tuple(self.transport.addresses()))
+        self.gossip.update(addresses=tuple(self.transport.addresses()[:MAX_ADDRESSES]))
         gossiping = self._tasks.start(self.gossip.run())
         living = self._tasks.start(self._live(neighbours))
         stopping = self._tasks.start(self._stopping.wait())
+        if self.gossip.own.peer_id == machine_of(self.gossip.own.peer_id):  # once a machine
+            self._tasks.start(self.reconnecting.run())
         try:
             await asyncio.wait((gossiping, living, stopping), return_when=asyncio.FIRST_COMPLETED)
             for task in (gossiping, living):
@@ -307,6 +314,8 @@ class Peer:
                         raise
                     log.warning("%s is not asked any more: %s", peer_id[-8:], e)
                     neighbours = [p for p in neighbours if p != peer_id]
+            # Found otherwise, meanwhile.
+            met = met or len(self.view.live(loop.time())) > 1
             if not met and loop.time() >= end:
                 raise Unreachable("none of the known peers of the run answers")
             if not met:

@@ -25,6 +25,7 @@ from swarmnet.protocol.sync_modes import GOSSIP
 from swarmnet.swarm.averaging import Averaging
 from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
+from swarmnet.swarm.reconnecting import Reconnecting
 from swarmnet.swarm.replica import Replica
 from swarmnet.wire import Array
 
@@ -35,7 +36,7 @@ SAY_EVERY_S = 10.0
 """Between two lines that say what is being waited for."""
 SAY_ENDLESS_EVERY_S = 60.0
 """Likewise where only a person, or a peer that is not there, can help."""
-HOW_TO_BEGIN_ANEW = (
+WAY_OUT = (
     "start the peer that has it, or one peer with --begin-anew to begin from initial parameters"
 )
 OLDER_AFTER_S = 12.0
@@ -214,6 +215,8 @@ class Recovery:
     begin_anew: bool = False
     """Where no replica is active, the run begins from its initial parameters, whatever anybody has.
     Once only: not when this peer joins again."""
+    reconnecting: Reconnecting | None = None
+    """Looks for peers that were met before, who may be in a run that lives."""
 
     def __post_init__(self) -> None:
         self.restored: tuple[int, int] | None = None
@@ -451,9 +454,13 @@ class Recovery:
         return True
 
     def _say(self, reason: str, now: float, is_endless: bool = False) -> None:
+        missing = self.reconnecting
+        if is_endless and missing is not None and missing.is_looking():
+            reason, is_endless = f"{reason}; looking for peers that were met before", False
         if is_endless and now - self._said_endless_at >= SAY_ENDLESS_EVERY_S:
             self._said_endless_at = now
-            log.warning("waiting: %s; %s", reason, HOW_TO_BEGIN_ANEW)
+            unreached = missing.describe() if missing is not None else ""
+            log.warning("waiting: %s", "; ".join(filter(None, (reason, unreached, WAY_OUT))))
         elif reason and not is_endless and now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             log.warning("waiting: %s", reason)

@@ -120,10 +120,8 @@ class Relaying:
         rng: random.Random,
         *,
         offers: bool = True,
-        also: Callable[[], Sequence[Gossip]] = lambda: (),
     ) -> None:
-        """`offers`: gives places to others, where it can be dialled itself. `also`: of the
-        machine's further seats, which have the same addresses."""
+        """`offers`: gives places to others, where it can be dialled itself."""
         self.reachable: bool | None = None
         """Can others dial this peer? None while unknown."""
         self.sights: list[Sight] = []
@@ -133,9 +131,9 @@ class Relaying:
         self._gossip = gossip
         self._rng = rng
         self._offers = offers
-        self._also = also
         self._askers = RateLimiter(LOOKS_PER_S, LOOK_BURST)
         self._looking = 0
+        self._own: list[str] = []
         self._doubted_at: float | None = None
         self._refused: dict[str, float] = {}
         self._wake = asyncio.Event()
@@ -149,6 +147,9 @@ class Relaying:
         loop = asyncio.get_running_loop()
         looked_at = float("-inf")
         while True:
+            own = self._transport.own_addresses()
+            if own != self._own:  # on another network, maybe
+                self._own, looked_at = own, float("-inf")
             every_s = FIRST_LOOKS_S if self.reachable is None else LOOK_EVERY_S
             if loop.time() - looked_at >= every_s:
                 looked_at = loop.time()
@@ -260,7 +261,7 @@ class Relaying:
             self._wake.set()
 
     def _tell(self) -> None:
-        """Puts the addresses into the own record."""
+        """Makes known where this peer can be reached beside its own addresses."""
         extra: list[str] = []
         if self.reachable:
             end = f"/p2p/{self._transport.peer_id}"
@@ -269,13 +270,10 @@ class Relaying:
         for relay_id, addresses in self.relays.items():
             extra.append(circuit_address(addresses[0], relay_id, self._transport.peer_id))
         self._transport.announce(extra)
-        now = tuple(self._transport.addresses()[:MAX_ADDRESSES])
         totals = self._gossip.own.totals
         if totals.get("relays", 0) != len(self.relays):
             self._gossip.update(totals={**totals, "relays": len(self.relays)})
-        for gossip in (self._gossip, *self._also()):
-            if now != gossip.own.addresses:
-                gossip.update(addresses=now, urgent=True)
+        self._gossip.tell_addresses()
 
     # ---- for others -------------------------------------------------------------------------
 

@@ -51,9 +51,7 @@ def test_a_bridge_that_leads_to_the_world_is_an_interface_like_any_other() -> No
 def test_bridges_are_known_by_their_names() -> None:
     yes = ("docker0", "br-0123456789ab", "virbr0", "veth12ab", "docker_gwbridge", "podman1", "cni0")
     assert all(map(is_bridge, yes))
-    assert not any(
-        map(is_bridge, ("eth0", "br0", "br-lan", "wlan0", "wg0", "tailscale0"))
-    )
+    assert not any(map(is_bridge, ("eth0", "br0", "br-lan", "wlan0", "wg0", "tailscale0")))
 
 
 def test_loopback_is_dialled_on_the_own_machine_only() -> None:

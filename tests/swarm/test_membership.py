@@ -50,7 +50,7 @@ def test_newcomers_that_know_their_speed_make_equally_fast_stages(tmp_path: Path
         assert [name for name, k in stages.items() if k == stages["p1"]] == ["p1"]
         await swarm.until_round(2)
 
-    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2))
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2), seed=1)
 
 
 def test_a_joiner_in_the_middle_downloads_its_stage_and_trains(tmp_path: Path) -> None:
