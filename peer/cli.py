@@ -320,9 +320,11 @@ def peer(
         ),
     ] = None,
     ready_file: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE", help="Write the address of this peer to FILE (for --join @FILE)."
+            metavar="FILE",
+            help="Write the address of this peer to FILE (for --join @FILE); in a folder (FOLDER/) "
+            "each peer leaves a file of its own (for --join @FOLDER).",
         ),
     ] = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -339,6 +341,7 @@ def peer(
 
     def work() -> None:
         from peer.limits import LimitOptions
+        from peer.ready import ready_target
         from peer.state_dir import claimed_state_dir
 
         if (spec is None) == (not join):
@@ -391,7 +394,7 @@ def peer(
                 metrics_port=metrics_port,
                 metrics_host=metrics_host,
                 health_file=health_file,
-                ready_file=ready_file,
+                ready_file=None if ready_file is None else ready_target(ready_file),
                 screen=_screen(plain, shared_log, quiet),
             )
             _serve(options, parent_pid)

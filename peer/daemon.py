@@ -12,33 +12,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from peer.beside import Beside, peers_beside, say_run_beside, tell_run
 from peer.computing import choose_computing, free_bytes_of
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.faults import arm_from_environment
 from peer.guest import Keeper
 from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
-from peer.joining import (
-    KnownPeers,
-    dial_any,
-    fetch_run,
-    find_living,
-    find_run,
-    learn_others,
-    look_for_others,
-    peers_beside,
-    read_addresses,
-    tell_run,
-)
+from peer.joining import FILE_MARK, WaysIn, find_living, find_run
+from peer.known_peers import KnownPeers
 from peer.limits import LIMITS_FILE, change_limits
 from peer.loop import spare_old_objects
 from peer.memory_cap import MemoryCap, free_memory, stage_needs, tree_bytes
 from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
 from peer.ranks import build_ranked_stage, choose_devices, open_ranks, until_over
-from peer.ready import write_ready_file
+from peer.ready import ReadyFile
 from peer.seats import SeatCount, Seats, seat_dir
 from peer.speed import expected_stage_s
 from peer.state_dir import next_incarnation
@@ -51,6 +42,7 @@ from swarmnet.errors import (
 )
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
+from swarmnet.protocol.addresses import in_turns, of_all, peer_of
 from swarmnet.protocol.records import OBSERVING, Record
 from swarmnet.protocol.view import View
 from swarmnet.spec import RunSpec, load_spec
@@ -59,6 +51,7 @@ from swarmnet.swarm.gossip import Gossip, Tasks
 from swarmnet.swarm.guest import Guest
 from swarmnet.swarm.messages import LOGITS, InferRequest
 from swarmnet.swarm.peer import Identity, Machine, Peer
+from swarmnet.swarm.reconnecting import Reconnecting
 from swarmnet.swarm.recovery import Disk
 from swarmnet.swarm.relaying import Relaying
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -78,6 +71,7 @@ AGENT = f"swarmnet/{__version__}"
 OPTIMIZER_FOLDER = "optimizer"
 """In the state folder, for `[sync] optimizer_store = "disk"`."""
 JOIN_ATTEMPTS_S = 30.0
+LOOK_AT_ADDRESSES_S = 2.0
 FINISH_WAIT_S = 60.0
 """How long after its last round a run may take for the last measurement on held-out data."""
 
@@ -299,23 +293,30 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         )
         stack.push_async_callback(net.transport.close)
         known = KnownPeers.load(options.state_dir)
-        join: list[str] = []
+        known.own = net.transport.addresses()
+        given = list(options.join)
+        if options.ready_file is not None and options.ready_file.is_dir():
+            given.append(f"{FILE_MARK}{options.ready_file}")
+        ways = WaysIn(known, given)
+        beside: list[Beside] = []
         if spec is None:
             found, spec = await find_run(
                 net.transport, options.join, known, _say, patience_s=options.patience_s
             )
             neighbours = [found]
-            join = await read_addresses(options.join, _say)
-            neighbours += learn_others(net.transport, join, neighbours[0])
         else:  # it may be there already: this peer started it once, and starts again
-            beside = peers_beside(options.state_dir, spec.run_id)
-            neighbours = await find_living(net.transport, known, spec.run_id, beside)
-            join = [*known.addresses(), *beside] if neighbours else join
+            beside = await asyncio.to_thread(peers_beside, options.state_dir, options.ready_file)
+            ours = in_turns(b.addresses for b in beside if b.run_id == spec.run_id)
+            ours = [a for a in ours if peer_of(a) != key.peer_id]
+            neighbours = await find_living(net.transport, known, spec.run_id, ours)
             if neighbours and known.run_id != spec.run_id:
-                _say("this run is alive on this machine already: joining it")
+                _say("this run is alive beside this peer already: joining it")
             if not neighbours and known.run_id == spec.run_id and known.peers:
                 _say(f"none of the {len(known.peers)} peers met before answers; it goes on looking")
-        stack.callback(tell_run(options.state_dir, spec.run_id, net.transport.addresses()[0]))
+        if known.run_id != spec.run_id:
+            known.run_id, known.peers = spec.run_id, {}
+        own = net.transport.addresses()
+        stack.callback(tell_run(options.state_dir, spec.run_id, spec.name, own))
         admitted = admit(spec, key.peer_id, options.invite, options.state_dir)
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
@@ -332,6 +333,9 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         arm_from_environment(peer)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
+        tasks.start(say_run_beside(net.transport, beside, spec.run_id, spec.name))
+        await ways.read()
+        peer.reconnecting.remembered = ways.remembered
         directory: Directory | None = None
 
         async def make_seat(seat: int) -> Peer:
@@ -363,23 +367,23 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if net.p2p is not None and net.on_restart is not None:
             directory = Directory(peer.gossip, spec.pipeline.num_stages, net.p2p, peer.rng)
             net.on_restart(directory.daemon_restarted)
-            await directory.start(join)
+            await directory.start(of_all(ways.remembered(), own))
             tasks.start(directory.run())
         carrier: Any = net.transport
-        relaying = Relaying(
-            carrier,
-            peer.gossip,
-            peer.rng,
-            offers=options.relay,
-            also=lambda: [further.gossip for further in seats.peers[1:]],
-        )
+        relaying = Relaying(carrier, peer.gossip, peer.rng, offers=options.relay)
         tasks.start(relaying.run())
         tasks.start(known.keep(spec.run_id, peer.view))
-        tasks.start(look_for_others(known, peer.gossip))
+        tasks.start(ways.keep())
+        tasks.start(
+            follow_addresses(net.transport, options.state_dir, spec.run_id, spec.name, known)
+        )
         spare_old_objects()
         addresses = net.transport.addresses()
         if options.ready_file is not None:
-            write_ready_file(options.ready_file, addresses[0], net.transport.peer_id)
+            ready = ReadyFile(options.ready_file, net.transport, spec.run_id, spec.name)
+            ready.write()
+            stack.callback(ready.remove)
+            tasks.start(ready.keep())
         if show is not None:
             tasks.start(show(RunningPeer(spec, peer, addresses, lambda: keeper.line)))
         if options.metrics_port is not None:
@@ -406,6 +410,23 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
                 life.cancel()
                 await asyncio.gather(life, return_exceptions=True)
                 raise
+
+
+async def follow_addresses(
+    transport: Transport, state_dir: Path, run_id: str, name: str, known: KnownPeers
+) -> None:
+    """Says when this machine's addresses change, and where others of it look (the transport tells
+    the swarm). Until cancelled."""
+    told = transport.addresses()
+    while True:
+        await asyncio.sleep(LOOK_AT_ADDRESSES_S)
+        now = transport.addresses()
+        if now == told:
+            continue
+        if now[:1] != told[:1]:
+            _say(f"this peer has another address now: {now[0]}")
+        told = known.own = now
+        tell_run(state_dir, run_id, name, now)
 
 
 def keeper_of(
@@ -506,7 +527,9 @@ async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> 
 class Observer:
     """Looks at a run without taking part in it: no record of its own, no stage."""
 
-    def __init__(self, spec: RunSpec, gossip: Gossip, transport: Transport) -> None:
+    def __init__(
+        self, spec: RunSpec, gossip: Gossip, transport: Transport, ways: WaysIn | None = None
+    ) -> None:
         self.spec = spec
         self.gossip = gossip
         self.view = gossip.view
@@ -521,6 +544,10 @@ class Observer:
             gossip.rng,
         )
         self._tasks.start(gossip.run())
+        ways = ways or WaysIn(KnownPeers(Path()), ())
+        missing = Reconnecting(gossip, random.Random(gossip.own.peer_id), ways.remembered)
+        self._tasks.start(missing.run())
+        self._tasks.start(ways.keep())
 
     @classmethod
     async def join(
@@ -529,19 +556,20 @@ class Observer:
         *,
         transport: TransportName = "p2pd",
         host: str = "127.0.0.1",
-        timeout_s: float = JOIN_ATTEMPTS_S,
+        patience_s: float | None = JOIN_ATTEMPTS_S,
         invite: str = "",
     ) -> Observer:
-        """Finds a run through any of the addresses. Looking needs no invite, not even where the
-        run is closed; what costs its peers something (a sample of text, the parameters) does.
-        Raises `AddressError` or `UserError`."""
+        """Finds a run through any of the addresses; waits for one that answers for `patience_s`,
+        or for ever. Looking needs no invite, not even where the run is closed; what costs its peers
+        something (a sample of text, the parameters) does. Raises `AddressError` or `UserError`."""
         key = Key.generate()
         net = await open_net(transport, key, host=host, port=0, announce=())
+        ways = WaysIn(KnownPeers(Path()), addresses)
         try:
-            async with asyncio.timeout(timeout_s):
-                given = await read_addresses(addresses, _say, patience_s=timeout_s)
-                neighbour = await dial_any(net.transport, given)
-                spec = await fetch_run(net.transport, neighbour)
+            async with asyncio.timeout(patience_s):
+                neighbour, spec = await find_run(
+                    net.transport, addresses, ways.known, _say, patience_s=patience_s
+                )
                 net.transport.set_run(spec.run_id)
                 shown = admit(spec, key.peer_id, invite, None).credential if invite else b""
                 own = Record(
@@ -562,10 +590,10 @@ class Observer:
                     admission=admission_of(spec),
                 )
                 await gossip.exchange(neighbour)
-                return cls(spec, gossip, net.transport)
+                return cls(spec, gossip, net.transport, ways)
         except TimeoutError:
             await net.transport.close()
-            raise AddressError(f"no answer within {timeout_s:.0f} s") from None
+            raise AddressError(f"no answer within {patience_s:.0f} s") from None
         except BaseException:
             await net.transport.close()
             raise

@@ -3,28 +3,25 @@
 A volunteer's machine boots before its router does, and a run's first peer may be away for a night.
 So a peer that cannot reach anybody says why, in one line, and tries again, more and more seldom,
 until somebody answers. What no waiting can mend (a malformed address, another version) is said at
-once.
+once. All addresses are tried, those of peers met before too, and the first that answers wins.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from peer.known_peers import KnownPeers
+from peer.racing import NoneAnswers, race
+from peer.ready import files_in, parse_ready
+from peer.text import listed
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
-from swarmnet.protocol.addresses import of_all
-from swarmnet.protocol.records import MAX_ADDRESSES, OBSERVING
-from swarmnet.protocol.seats import machine_of
-from swarmnet.protocol.view import View
+from swarmnet.protocol.addresses import by_peer, in_turns, peer_of
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
 
@@ -33,95 +30,13 @@ log = logging.getLogger("swarmnet.peer")
 DIAL_TIMEOUT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0
 """Between two rounds of attempts; it doubles."""
-KNOWN_FILE = "peers.json"
-RUNNING_FILE = "running.json"
-"""Of a peer that is at work: its run, and its address."""
-MAX_KNOWN = 64
-"""Peers that are remembered."""
-MAX_KNOWN_BYTES = 1 << 20
-SAVE_EVERY_S = 30.0
+MAX_ADDRESS_FILE_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
 REJOIN_TIMEOUT_S = 5.0
 """A peer that starts a run looks for so long whether that run is alive already."""
+READ_FILES_EVERY_S = 5.0
 FILE_MARK = "@"
-"""`--join @FILE`: the addresses are in a file, one a line."""
-
-
-@dataclass
-class KnownPeers:
-    """The peers of a run that this one has met, kept in its state folder."""
-
-    path: Path
-    run_id: str = ""
-    peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Addresses by peer id, the latest met last."""
-    own: Sequence[str] = ()
-    """This machine's addresses."""
-
-    @classmethod
-    def load(cls, state_dir: Path) -> KnownPeers:
-        """What was saved; nothing where the file is missing or damaged."""
-        known = cls(state_dir / KNOWN_FILE)
-        try:
-            with known.path.open("rb") as file:
-                data = json.loads(file.read(MAX_KNOWN_BYTES))
-            known.run_id = str(data["run_id"])
-            for peer_id, addresses in list(data["peers"].items())[:MAX_KNOWN]:
-                known.peers[str(peer_id)] = tuple(map(str, addresses[:MAX_ADDRESSES]))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            log.warning("%s cannot be read (%s); it is made again", known.path, e)
-            known.run_id, known.peers = "", {}
-        return known
-
-    def meet(self, run_id: str, view: View) -> None:
-        """Takes over who is in a view; forgets other runs."""
-        if run_id != self.run_id:
-            self.run_id, self.peers = run_id, {}
-        for record in view.records():
-            if (
-                machine_of(record.peer_id) != machine_of(view.own_peer_id)
-                and record.state != OBSERVING
-                and record.addresses
-            ):
-                self.peers.pop(machine_of(record.peer_id), None)
-                self.peers[machine_of(record.peer_id)] = record.addresses
-        while len(self.peers) > MAX_KNOWN:
-            del self.peers[next(iter(self.peers))]
-
-    def save(self) -> None:
-        """Atomically; a disk that is full is no reason to stop."""
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            beside.write_text(json.dumps({"run_id": self.run_id, "peers": self.peers}))
-            beside.replace(self.path)
-        except OSError as e:
-            log.warning("cannot remember the peers of the run in %s: %s", self.path, e.strerror)
-
-    def addresses(self) -> list[str]:
-        """Of all of them, as they are to be tried (`protocol.addresses`), the latest met first."""
-        return of_all(dict(reversed(self.peers.items())), self.own)
-
-    def teach(self, transport: Transport) -> None:
-        """Makes all addresses of all of them known to a transport, which tries them all when it
-        dials one."""
-        for peer_id, addresses in self.peers.items():
-            transport.learn(peer_id, addresses)
-
-    def also(self, asked: Sequence[str]) -> list[str]:
-        """Further addresses of the run that `asked` leads to: none where nobody knows whether
-        it is the same one."""
-        same = any(address.rpartition("/p2p/")[2] in self.peers for address in asked)
-        return [a for a in self.addresses() if a not in asked] if same else []
-
-    async def keep(self, run_id: str, view: View) -> None:
-        """Saves now and then, until cancelled."""
-        while True:
-            await asyncio.sleep(SAVE_EVERY_S)
-            self.meet(run_id, view)
-            if self.peers:
-                await asyncio.to_thread(self.save)
+"""`--join @FILE`: the addresses are in a file, one a line, or in the ready files of a folder."""
 
 
 async def read_addresses(
@@ -129,32 +44,45 @@ async def read_addresses(
 ) -> list[str]:
     """`--join` with the files that it names read; waits for a file that is not there yet. Raises
     `AddressError` after `patience_s`."""
-    found: list[str] = []
+    backoff = Backoff(patience_s, say)
+    while True:
+        found, missing = _read(given)
+        if found or not missing:
+            return found
+        await backoff.wait(f"no address in {', '.join(missing)} yet")
+
+
+def _read(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Addresses, and the files and folders that have none. Raises `UserError`."""
+    lists: list[list[str]] = []
+    missing: list[str] = []
     for address in given:
         if not address.startswith(FILE_MARK):
-            found.append(address)
+            lists.append([address])
             continue
         path = Path(address[len(FILE_MARK) :])
-        backoff = Backoff(patience_s, say)
-        while not (lines := _lines(path)):
-            await backoff.wait(f"no address in {path} yet")
-        found += lines
-    return found
+        of_files = [_lines(p) for p in files_in(path)] if path.is_dir() else [_lines(path)]
+        if not any(of_files):
+            missing.append(str(path))
+        lists.append(in_turns(of_files))
+    return [a for addresses in lists for a in addresses], missing
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(errors="replace")[:MAX_KNOWN_BYTES]
+        with path.open("rb") as file:
+            data = file.read(MAX_ADDRESS_FILE_BYTES)
     except FileNotFoundError:
         return []
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from None
-    if text.lstrip().startswith("{"):  # a ready file
+    if data.lstrip().startswith(b"{"):  # a ready file
         try:
-            return [str(json.loads(text)["address"])]
-        except (ValueError, KeyError):
+            return list(parse_ready(data).addresses)
+        except (ValueError, KeyError, TypeError):
             return []
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    lines = data.decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 @dataclass
@@ -187,16 +115,26 @@ async def dial_any(
     transport: Transport, addresses: Sequence[str], timeout_s: float = DIAL_TIMEOUT_S
 ) -> str:
     """The peer id behind the first address that answers. Raises `AddressError` with the reason of
-    each."""
-    reasons = []
-    for address in addresses:
-        try:
-            return await transport.dial(address, timeout_s=timeout_s)
-        except (WrongVersion, WrongProtocol) as e:
-            raise UserError(f"{address}: {e}") from None
-        except SwarmnetError as e:
-            reasons.append(f"{address}: {e}")
-    raise AddressError("; ".join(reasons) or "no address was given")
+    each, and `UserError` for what waiting does not mend."""
+
+    async def dial(address: str) -> str:
+        return await transport.dial(address, timeout_s=timeout_s)
+
+    try:
+        return await race(dial, addresses)
+    except NoneAnswers as e:
+        raise _as_error(e) from None
+
+
+def _as_error(failed: NoneAnswers) -> UserError:
+    """In one line; what no waiting mends comes before what it may."""
+    for address, e in failed.reasons.items():
+        if isinstance(e, (WrongVersion, WrongProtocol)):
+            return UserError(f"{address}: {e}")
+        if isinstance(e, UserError) and not isinstance(e, AddressError):
+            return e
+    parts = [f"{address}: {e}" for address, e in failed.reasons.items()]
+    return AddressError(listed(parts, "; ", MAX_REASON_CHARS) or "no address was given")
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
@@ -224,102 +162,83 @@ async def find_run(
     *,
     patience_s: float | None = None,
 ) -> tuple[str, RunSpec]:
-    """A peer id and the run that it trains: of the addresses asked for, then of those known. Tries
+    """A peer id and the run that it trains: of the addresses asked for, and of those known. Tries
     until one answers. Raises `AddressError` after `patience_s`, and `UserError` for what waiting
     does not mend."""
     backoff = Backoff(patience_s, say)
+
+    async def ask(address: str) -> tuple[str, RunSpec]:
+        peer_id = await transport.dial(address, timeout_s=DIAL_TIMEOUT_S)
+        return peer_id, await fetch_run(transport, peer_id)
+
     while True:
         # Read anew each time: a first peer that comes back may have another address.
         addresses = await read_addresses(given, say, patience_s=patience_s)
-        check_addresses(addresses)
+        check_addresses([a for a in given if not a.startswith(FILE_MARK)])
         others = known.also(addresses)
-        if others:
-            known.teach(transport)
+        # The own file may be among those of a folder.
+        asked = [a for a in (*addresses, *others) if peer_of(a) != transport.peer_id]
         try:
-            peer_id = await dial_any(transport, [*addresses, *others])
-            return peer_id, await fetch_run(transport, peer_id)
-        except AddressError as e:
-            text = str(e) if not others else f"none of {1 + len(others)} known peers answers: {e}"
-            await backoff.wait(text[:MAX_REASON_CHARS])
-
-
-def tell_run(state_dir: Path, run_id: str, address: str) -> Callable[[], None]:
-    """Says in a peer's state folder what it is part of, for who starts the same run beside it
-    (`peers_beside`); returns what takes it back."""
-    path = state_dir / RUNNING_FILE
-    try:
-        path.write_text(json.dumps({"run_id": run_id, "address": address}))
-    except OSError as e:
-        log.warning("cannot write %s: %s", path, e.strerror)
-
-    def take_back() -> None:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-    return take_back
-
-
-def peers_beside(state_dir: Path, run_id: str) -> list[str]:
-    """Addresses of this machine's other peers in a run, whose state folders lie beside this one.
-    Who was killed may be among them."""
-    found: list[str] = []
-    for path in sorted(state_dir.absolute().parent.glob(f"*/{RUNNING_FILE}"))[:MAX_KNOWN]:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with path.open("rb") as file:
-                said = json.loads(file.read(MAX_KNOWN_BYTES))
-            if said["run_id"] == run_id and path.parent != state_dir.absolute():
-                found.append(str(said["address"]))
-    return found
+            return await race(ask, asked)
+        except NoneAnswers as e:
+            error = _as_error(e)
+        if not isinstance(error, AddressError):
+            raise error
+        number = len(by_peer(asked))
+        text = f"none of {number} known peers answers: {error}" if others else str(error)
+        await backoff.wait(text)
 
 
 async def find_living(
     transport: Transport, known: KnownPeers, run_id: str, beside: Sequence[str] = ()
 ) -> list[str]:
     """Who of a run that is to be started is there already, from another time or `beside` this peer
-    (addresses): peer ids."""
-    met: list[str] = []
-    if known.run_id == run_id:
-        known.teach(transport)
-        met = known.addresses()
-    for address in [*met, *beside]:
+    (addresses): a peer id, or nobody."""
+
+    async def ask(address: str) -> str:
+        peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
+        reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)
+        if reply.run_id != run_id:
+            raise SwarmnetError("it trains another run")
+        return peer_id
+
+    met = known.addresses() if known.run_id == run_id else []
+    try:
+        return [await race(ask, in_turns([met, list(beside)]))]
+    except NoneAnswers as e:
+        log.debug("nobody of this run is alive: %s", e)
+        return []
+
+
+@dataclass
+class WaysIn:
+    """Where members of the run may be that this peer does not see, for as long as it lives: whom it
+    has met, and what the files of `--join` and the folder of ready files say now."""
+
+    known: KnownPeers
+    given: Sequence[str]
+    _read: dict[str, list[str]] = field(default_factory=dict)
+
+    def remembered(self) -> dict[str, Sequence[str]]:
+        """Addresses by peer id; those of the files, which their peers keep true, first."""
+        found: dict[str, Sequence[str]] = dict(self._read)
+        for peer_id, addresses in self.known.latest_first().items():
+            found[peer_id] = in_turns([[*found.get(peer_id, ()), *addresses]])
+        return found
+
+    async def read(self) -> None:
+        """Reads the files as they are now."""
         try:
-            peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
-            reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)
-        except SwarmnetError as e:
-            log.debug("%s: %s", address, e)
-            continue
-        if reply.run_id == run_id:
-            return [peer_id]
-    return []
+            found, _ = await asyncio.to_thread(_read, self.given)
+            self._read = by_peer(found)
+        except UserError as e:
+            log.debug("%s", e)
 
-
-async def look_for_others(known: KnownPeers, gossip: Gossip) -> None:
-    """Until cancelled: while this machine is alone in the run, after a start when nobody answered
-    or a long cut of its link, calls those whom it has met before, more and more seldom."""
-    own, loop = gossip.own, asyncio.get_running_loop()
-    pause_s = FIRST_WAIT_S
-    while True:
-        await asyncio.sleep(pause_s)
-        live = gossip.view.live(loop.time())
-        if any(machine_of(r.peer_id) != machine_of(own.peer_id) for r in live):
-            pause_s = FIRST_WAIT_S
-            continue
-        pause_s = min(2 * pause_s, LONGEST_WAIT_S)
-        for peer_id in await find_living(gossip.transport, known, own.run_id):
-            log.warning("%s answers again; on with the others", peer_id[-8:])
-            with contextlib.suppress(SwarmnetError):
-                await gossip.exchange(peer_id)
-
-
-def learn_others(transport: Transport, addresses: Sequence[str], known: str) -> list[str]:
-    """Makes the other addresses of a command line known; returns their peer ids."""
-    others: list[str] = []
-    for address in addresses:
-        peer_id = address.rpartition("/p2p/")[2]
-        if peer_id not in (known, transport.peer_id, *others):
-            transport.learn(peer_id, [address])
-            others.append(peer_id)
-    return others
+    async def keep(self) -> None:
+        """Reads them now and then, until cancelled."""
+        while True:
+            await self.read()
+            await asyncio.sleep(READ_FILES_EVERY_S)
 
 
 async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:

@@ -39,7 +39,17 @@ JoinRun = Callable[..., Awaitable[RunObserver]]
 async def join_run(
     addresses: Sequence[str], transport: TransportName, invite: str = ""
 ) -> RunObserver:
-    """Joins as an observer over the real network."""
+    """Joins as an observer over the real network; gives up after half a minute."""
     from peer.daemon import Observer
 
     return await Observer.join(addresses, transport=transport, invite=invite)
+
+
+async def wait_for_run(
+    addresses: Sequence[str], transport: TransportName, invite: str = ""
+) -> RunObserver:
+    """The same, for who looks for as long as there is something to see: it waits until somebody
+    answers."""
+    from peer.daemon import Observer
+
+    return await Observer.join(addresses, transport=transport, invite=invite, patience_s=None)

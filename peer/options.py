@@ -107,7 +107,7 @@ class PeerOptions:
     health_file: Path | None = None
     """Written every few seconds while this peer is well; see `peer.health`."""
     ready_file: Path | None = None
-    """Written when this peer listens; see `peer.ready`."""
+    """Written when this peer listens, or a folder for a file of its own; see `peer.ready`."""
     limits: LimitOptions = field(default_factory=LimitOptions)
     """Changes to `limits.toml` in the state folder."""
     screen: ScreenName = "auto"

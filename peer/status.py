@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 from rich.live import Live
 
-from peer.observing import JoinRun, RunObserver, join_run
+from peer.observing import JoinRun, RunObserver, join_run, wait_for_run
 from peer.options import TransportName
 from peer.report import monitor_of
 from peer.screen import dashboard
@@ -53,10 +53,11 @@ async def watch_status(
     *,
     transport: TransportName,
     console: Console,
-    join: JoinRun = join_run,
+    join: JoinRun = wait_for_run,
     look_s: float | None = None,
 ) -> None:
-    """The same, live, until it is stopped; `look_s` ends it, for tests."""
+    """The same, live, until it is stopped; waits for a run that is not there yet. `look_s` ends it,
+    for tests."""
     observer = await join([address], transport)
     try:
         loop = asyncio.get_running_loop()

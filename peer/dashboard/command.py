@@ -12,7 +12,7 @@ from pathlib import Path
 from peer.dashboard.app import is_loopback, replay_app
 from peer.dashboard.replay import check_file, make_film
 from peer.dashboard.server import listen, serving
-from peer.observing import JoinRun, join_run
+from peer.observing import JoinRun, wait_for_run
 from peer.options import TransportName
 from peer.report import monitor_of, open_page
 
@@ -29,10 +29,10 @@ async def show_live(
     port: int,
     transport: TransportName,
     say: Callable[[str], None],
-    join: JoinRun = join_run,
+    join: JoinRun = wait_for_run,
 ) -> None:
-    """Watches a run as an observer and shows it, until cancelled. Raises `UserError` where nobody
-    answers or the port cannot be had."""
+    """Watches a run as an observer and shows it, until cancelled; waits until somebody answers.
+    Raises `UserError` where the port cannot be had."""
     listener = listen(host, port)
     try:
         observer = await join(addresses, transport)

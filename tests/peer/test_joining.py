@@ -9,32 +9,30 @@ from pathlib import Path
 
 import pytest
 
+from peer.beside import find_run_beside, peers_beside, tell_run
 from peer.joining import (
-    LONGEST_WAIT_S,
-    MAX_KNOWN,
     Backoff,
-    KnownPeers,
+    WaysIn,
     check_addresses,
+    dial_any,
     find_living,
     find_run,
-    look_for_others,
-    peers_beside,
     read_addresses,
-    tell_run,
 )
+from peer.known_peers import MAX_KNOWN, KnownPeers
 from peer.options import default_spec_path
+from peer.ready import write_ready_file
 from swarmnet.errors import AddressError, UserError
 from swarmnet.identity import Identity
+from swarmnet.protocol.addresses import STAGGER_S
 from swarmnet.protocol.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import load_spec
-from swarmnet.swarm.gossip import Gossip
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message
-from tests.swarm.harness import OpenSigner
 
 SPEC = load_spec(default_spec_path())
 IDS = [Identity(bytes([n]) * 32).peer_id for n in range(1, 4)]
@@ -96,7 +94,7 @@ def test_patience_can_end() -> None:
 
 def test_a_run_whose_first_peer_is_gone_is_found_through_those_met_before(tmp_path: Path) -> None:
     known = KnownPeers.load(tmp_path)
-    known.meet(SPEC.run_id, view_of(*IDS))
+    known.meet(SPEC.run_id, view_of(*IDS), 0.0)
     known.save()
 
     async def main() -> None:
@@ -111,10 +109,10 @@ def test_a_run_whose_first_peer_is_gone_is_found_through_those_met_before(tmp_pa
 
 def test_peers_of_another_run_are_not_asked(tmp_path: Path) -> None:
     known = KnownPeers(tmp_path / "peers.json")
-    known.meet(SPEC.run_id, view_of(*IDS[:2]))
+    known.meet(SPEC.run_id, view_of(*IDS[:2]), 0.0)
     assert known.also([address(IDS[2])]) == [], "nobody knows whether that is the same run"
     assert known.also([address(IDS[0])]) == [address(IDS[1])]
-    known.meet("another run", view_of(IDS[2]))
+    known.meet("another run", view_of(IDS[2]), 0.0)
     assert known.addresses() == [address(IDS[2])]
 
 
@@ -123,22 +121,29 @@ def test_a_remembered_peer_is_not_looked_for_on_loopback_where_it_has_another_ad
     outside = f"/ip4/192.168.1.7/tcp/4001/p2p/{IDS[0]}"
     known = KnownPeers(Path("x"), SPEC.run_id, {IDS[0]: (address(IDS[0]), outside)})
     assert known.addresses() == [outside]
-    learned: dict[str, tuple[str, ...]] = {}
+    known.own = [f"/ip4/192.168.1.7/tcp/1/p2p/{IDS[1]}"]
+    assert known.addresses() == [outside, address(IDS[0])], "it is on this machine"
 
-    async def main() -> None:
-        transport = MemoryHub().transport("own")
-        transport.learn = lambda peer_id, told: learned.update({peer_id: tuple(told)})  # type: ignore[method-assign]
-        assert await find_living(transport, known, SPEC.run_id) == []
 
-    run_virtual(main())
-    assert learned == {IDS[0]: (address(IDS[0]), outside)}, "all of them are tried"
+def test_what_is_saved_is_everything_that_changed() -> None:
+    known = KnownPeers(Path("x"))
+    view = view_of(*IDS[:2])
+    assert known.meet(SPEC.run_id, view, 0.0)
+    assert not known.meet(SPEC.run_id, view, 1.0)
+    moved = f"/ip4/192.168.1.7/tcp/9/p2p/{IDS[0]}"
+    view.merge(Record(IDS[0], SPEC.run_id, 1, 2, state=ACTIVE, addresses=(moved,)), 2.0)
+    assert known.meet(SPEC.run_id, view, 2.0)
+    assert known.peers[IDS[0]] == (moved,)
+    view.suspect(IDS[1], (1, 1), 3.0)
+    known.meet(SPEC.run_id, view, 3.0)
+    assert list(known.latest_first()) == [IDS[0], IDS[1]], "who lives was met last"
 
 
 def test_what_is_remembered_is_bounded_and_without_observers() -> None:
     known = KnownPeers(Path("x"))
     view = view_of(*(f"peer-{n}" for n in range(100)))
     view.merge(Record("watcher", SPEC.run_id, 1, 1, state=OBSERVING, addresses=("/a",)), 0.0)
-    known.meet(SPEC.run_id, view)
+    known.meet(SPEC.run_id, view, 0.0)
     assert len(known.peers) == MAX_KNOWN
     assert "watcher" not in known.peers
 
@@ -148,14 +153,14 @@ def test_a_damaged_memory_is_made_again(tmp_path: Path, content: str) -> None:
     (tmp_path / "peers.json").write_text(content)
     known = KnownPeers.load(tmp_path)
     assert known.peers == {}
-    known.meet(SPEC.run_id, view_of(IDS[0]))
+    known.meet(SPEC.run_id, view_of(IDS[0]), 0.0)
     known.save()
     assert KnownPeers.load(tmp_path).peers == {IDS[0]: (address(IDS[0]),)}
 
 
 def test_a_first_peer_that_comes_back_finds_its_run_alive(tmp_path: Path) -> None:
     known = KnownPeers(tmp_path / "peers.json")
-    known.meet(SPEC.run_id, view_of(*IDS))
+    known.meet(SPEC.run_id, view_of(*IDS), 0.0)
 
     async def main() -> None:
         hub = MemoryHub()
@@ -172,59 +177,99 @@ def test_a_first_peer_that_comes_back_finds_its_run_alive(tmp_path: Path) -> Non
 def test_the_same_run_is_found_on_the_same_machine(tmp_path: Path) -> None:
     """The command that starts a run was typed twice."""
     own, other = tmp_path / "peer-2", tmp_path / "peer-1"
-    for folder in (own, other, tmp_path / "peer-3", tmp_path / "peer-4"):
+    for folder in (own, other, tmp_path / "peer-3"):
         folder.mkdir()
     (tmp_path / "peer-3" / "running.json").write_text("{")
-    tell_run(tmp_path / "peer-4", "another run", address(IDS[1]))
-    tell_run(own, SPEC.run_id, address(IDS[2]))
-    take_back = tell_run(other, SPEC.run_id, address(IDS[0]))
-    assert peers_beside(own, SPEC.run_id) == [address(IDS[0])]
+    tell_run(own, SPEC.run_id, SPEC.name, [address(IDS[2])])
+    take_back = tell_run(other, SPEC.run_id, SPEC.name, [address(IDS[0])])
+    [beside] = peers_beside(own)
+    assert (beside.run_id, beside.addresses) == (SPEC.run_id, (address(IDS[0]),))
 
     async def main() -> None:
         hub = MemoryHub()
         serve(hub, IDS[0])
         known = KnownPeers(own / "peers.json")
-        beside = peers_beside(own, SPEC.run_id)
-        assert await find_living(hub.transport("own"), known, SPEC.run_id, beside) == [IDS[0]]
+        found = await find_living(hub.transport("own"), known, SPEC.run_id, beside.addresses)
+        assert found == [IDS[0]]
 
     run_virtual(main())
     take_back()
-    assert peers_beside(own, SPEC.run_id) == []
+    assert peers_beside(own) == []
 
 
-def test_who_is_alone_goes_on_looking_for_those_it_has_met(tmp_path: Path) -> None:
-    known = KnownPeers(tmp_path / "peers.json")
-    known.meet(SPEC.run_id, view_of(*IDS))
+def test_another_run_of_this_name_is_found_only_where_it_lives(tmp_path: Path) -> None:
+    """A line of the spec was changed, and the run started again beside the first."""
+    ready = tmp_path / "rendezvous"
+    ready.mkdir()
+    for peer_id in IDS[:2]:
+        write_ready_file(ready, [address(peer_id)], peer_id, SPEC.run_id, SPEC.name)
+    beside = peers_beside(tmp_path / "state", ready)
+    assert len(beside) == 2
 
-    def gossip_of(transport: MemoryTransport, name: str) -> Gossip:
-        transport.set_run(SPEC.run_id)
-        own = Record(name, SPEC.run_id, 1, 1, state=ACTIVE, stage=0)
-        return Gossip(transport, View(name), OpenSigner(), own, random.Random(name))
-
-    async def main() -> None:
+    async def main(run_id: str, name: str) -> str:
         hub = MemoryHub()
-        alone = gossip_of(hub.transport("alone"), "alone")
-        loop = asyncio.get_running_loop()
-        life = [loop.create_task(w) for w in (look_for_others(known, alone), alone.run())]
-        await asyncio.sleep(100.0)
-        other = gossip_of(serve(hub, IDS[1]), IDS[1])
-        asked = 0
+        serve(hub, IDS[1])
+        return await find_run_beside(hub.transport("own"), beside, run_id, name)
 
-        async def on_spec(_: Request) -> Message:
-            nonlocal asked
-            asked += 1
-            return Message(SpecReply(SPEC.run_id, SPEC.canonical()))
+    assert run_virtual(main("another run", SPEC.name)) == address(IDS[1])
+    assert run_virtual(main(SPEC.run_id, SPEC.name)) == ""
+    assert run_virtual(main("another run", "another name")) == ""
 
-        other.transport.handle("spec", on_spec)
-        life.append(loop.create_task(other.run()))
-        await asyncio.sleep(LONGEST_WAIT_S + 200.0)
-        assert alone.view.is_live(IDS[1], loop.time())
-        assert other.view.is_live("alone", loop.time())
-        assert asked == 1, "not alone any more, it has nobody to look for"
-        for task in life:
-            task.cancel()
 
-    run_virtual(main())
+def test_any_peer_of_a_folder_is_a_way_in_and_stale_files_cost_nothing(tmp_path: Path) -> None:
+    for number in range(40):
+        peer_id = f"gone-{number}"
+        write_ready_file(tmp_path, [address(peer_id)], peer_id)
+    (tmp_path / "junk").write_text("{")
+    write_ready_file(tmp_path, [address("joiner")], "joiner")
+    write_ready_file(tmp_path, [address(IDS[0]), f"/ip4/192.168.1.7/tcp/1/p2p/{IDS[0]}"], IDS[0])
+
+    async def main() -> float:
+        hub = MemoryHub()
+        for number in range(0, 40, 2):  # as hosts that are gone: no answer at all
+            hub.transport(f"gone-{number}")
+            hub.partition("joiner", f"gone-{number}")
+        serve(hub, IDS[0])
+        joiner = hub.transport("joiner")
+        known = KnownPeers(Path("x"))
+        found = await find_run(joiner, [f"@{tmp_path}"], known, lambda _: None)
+        assert found[0] == IDS[0]
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) < 6.0
+    ways = WaysIn(KnownPeers(Path("x")), [f"@{tmp_path}"])
+    asyncio.run(ways.read())
+    assert len(ways.remembered()[IDS[0]]) == 2
+
+
+def test_the_first_address_that_answers_wins() -> None:
+    async def main() -> tuple[str, float]:
+        hub = MemoryHub()
+        for peer_id in ("silent-1", "silent-2"):
+            hub.transport(peer_id)
+            hub.partition("own", peer_id)
+        serve(hub, IDS[0])
+        addresses = ["/a/p2p/silent-1", "/a/p2p/silent-2", "/a/p2p/gone", address(IDS[0])]
+        found = await dial_any(hub.transport("own"), addresses)
+        return found, asyncio.get_running_loop().time()
+
+    found, took_s = run_virtual(main())
+    assert found == IDS[0]
+    assert took_s < 3 * STAGGER_S
+
+
+def test_a_long_list_of_reasons_is_cut_between_two_of_them() -> None:
+    async def main() -> str:
+        addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/gone-{n}" for n in range(9)]
+        with pytest.raises(AddressError) as caught:
+            await dial_any(MemoryHub().transport("own"), addresses)
+        return str(caught.value)
+
+    text = run_virtual(main())
+    assert len(text) < 330
+    *shown, last = text.split("; ")
+    assert all(part.endswith("nothing listens there") for part in shown)
+    assert last.endswith(f"nothing listens there and {9 - len(shown) - 1} more")
 
 
 @pytest.mark.parametrize(
@@ -240,15 +285,18 @@ def test_addresses_from_a_file_that_comes_later(tmp_path: Path) -> None:
     path = tmp_path / "join"
 
     async def main() -> list[str]:
-        content = json.dumps({"address": address(IDS[0]), "peer_id": IDS[0]})
+        content = json.dumps({"address": address(IDS[0]), "peer_id": IDS[0], "pid": 1})
         asyncio.get_running_loop().call_later(20.0, path.write_text, content)
-        return await read_addresses([f"@{path}", address(IDS[1])], lambda _: None)
+        return await read_addresses([f"@{path}"], lambda _: None)
 
-    assert run_virtual(main()) == [address(IDS[0]), address(IDS[1])]
+    assert run_virtual(main()) == [address(IDS[0])]
     path.write_text(f"\n {address(IDS[2])}\n")
-    assert run_virtual(main()) == [address(IDS[2]), address(IDS[1])]
+    both = [f"@{path}", f"@{tmp_path / 'never'}", address(IDS[1])]
+    found = run_virtual(read_addresses(both, lambda _: None))
+    assert found == [address(IDS[2]), address(IDS[1])], "who has one way in does not wait"
+    (tmp_path / "own").symlink_to(tmp_path / "own")
     with pytest.raises(UserError, match="cannot read"):
-        run_virtual(read_addresses([f"@{tmp_path}"], lambda _: None))
+        run_virtual(read_addresses([f"@{tmp_path / 'own'}"], lambda _: None))
 
 
 def test_waits_double_up_to_a_bound() -> None:

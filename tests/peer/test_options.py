@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peer.options import PeerOptions, default_spec_path, with_overrides
-from peer.ready import Ready, read_ready_file, write_ready_file
+from peer.ready import (
+    Ready,
+    read_ready_file,
+    ready_in,
+    ready_target,
+    remove_stale,
+    write_ready_file,
+)
 from peer.state_dir import claimed_state_dir, next_incarnation
 from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec, load_spec, parse_spec
@@ -120,6 +129,24 @@ def test_the_ready_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
     path = tmp_path / "ready.json"
     assert read_ready_file(path) is None
-    write_ready_file(path, "/address/p2p/x", "x")
-    assert read_ready_file(path) == Ready("/address/p2p/x", "x", os.getpid())
+    write_ready_file(path, ["/address/p2p/x", "/other/p2p/x"], "x", "run", "a name")
+    addresses = ("/address/p2p/x", "/other/p2p/x")
+    said = Ready("/address/p2p/x", "x", os.getpid(), addresses, "run", "a name")
+    assert read_ready_file(path) == said
     assert [p.name for p in tmp_path.iterdir()] == ["ready.json"]
+
+
+def test_a_folder_of_ready_files_has_one_a_peer_and_loses_those_nobody_renews(
+    tmp_path: Path,
+) -> None:
+    folder = ready_target(f"{tmp_path}/rendezvous/")
+    assert folder.is_dir()
+    for peer_id in ("a", "b"):
+        write_ready_file(folder, [f"/x/p2p/{peer_id}"], peer_id)
+    (folder / "notes.json").write_text("{}")
+    os.utime(folder / "a.json", (0, 0))
+    os.utime(folder / "notes.json", (0, 0))
+    assert [ready.peer_id for ready in ready_in(folder)] == ["b", "a"], "renewed last first"
+    remove_stale(folder, time.time())
+    assert sorted(path.name for path in folder.iterdir()) == ["b.json", "notes.json"]
+    assert ready_target(str(tmp_path / "file")) == tmp_path / "file"
