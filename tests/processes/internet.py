@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-PUBLIC_NET = "5.5.5"
-"""Global addresses, as Python's `ipaddress` and libp2p see them; the namespaces have no way out."""
+PUBLIC_NET, HOME_NET = "200.5.5", "192.168.7"
+"""Global addresses, as Python's `ipaddress` and libp2p see them, and those of a home; the
+namespaces have no way out. Both lie above 127: libp2p lists loopback before them."""
+DOCKER = "172.17.0.1/16"
+"""Of the bridge that every machine with docker has."""
 
 
 class NoNamespaces(Exception):
@@ -31,6 +34,7 @@ class Internet:
     """Hosts by name, each a namespace."""
 
     name: str
+    net: str = PUBLIC_NET
     spaces: list[str] = field(default_factory=list)
     num_public: int = 0
     num_behind: int = 0
@@ -64,9 +68,22 @@ class Internet:
         self._plug(space, "wan", self.address_of(self.num_public))
         return space
 
-    @staticmethod
-    def address_of(number: int) -> str:
-        return f"{PUBLIC_NET}.{10 + number}"
+    def address_of(self, number: int) -> str:
+        return f"{self.net}.{10 + number}"
+
+    def docker(self, space: str) -> None:
+        """A machine has docker: its bridge has the address that it has everywhere."""
+        run("ip", "-n", space, "link", "add", "name", "docker0", "type", "bridge")
+        run("ip", "-n", space, "addr", "add", DOCKER, "dev", "docker0")
+        run("ip", "-n", space, "link", "set", "docker0", "up")
+
+    def renumber(self, space: str) -> str:
+        """A machine gets another address, and loses the one that it had; returns the new one."""
+        self.num_public += 1
+        address = self.address_of(self.num_public)
+        run("ip", "-n", space, "addr", "flush", "dev", "wan")
+        run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "wan")
+        return address
 
     def behind_nat(self, name: str) -> str:
         """A machine behind a router of its own; returns its namespace."""
@@ -144,13 +161,14 @@ def _ping(address: str) -> Sequence[str]:
 
 
 @contextmanager
-def internet() -> Iterator[Internet]:
-    """Raises `NoNamespaces` where the machine does not offer them."""
+def internet(net: str = PUBLIC_NET) -> Iterator[Internet]:
+    """Its machines have addresses of `net`/24. Raises `NoNamespaces` where the machine does not
+    offer them."""
     if not shutil.which("ip"):
         raise NoNamespaces("there is no `ip` here: apt-get install iproute2")
     if not (shutil.which("nft") or shutil.which("iptables")):
         raise NoNamespaces("there is neither `nft` nor `iptables`: apt-get install nftables")
-    made = Internet(f"sn{os.getpid()}")
+    made = Internet(f"sn{os.getpid()}", net)
     try:
         made.begin()
         yield made
