@@ -314,8 +314,8 @@ class Peer:
                         raise
                     log.warning("%s is not asked any more: %s", peer_id[-8:], e)
                     neighbours = [p for p in neighbours if p != peer_id]
-            # Found otherwise, meanwhile.
-            met = met or len(self.view.live(loop.time())) > 1
+            # Found otherwise, meanwhile; not by another newcomer that has met nobody either.
+            met = met or any(r.is_replica for r in self.view.live(loop.time()))
             if not met and loop.time() >= end:
                 raise Unreachable("none of the known peers of the run answers")
             if not met:
