@@ -52,6 +52,7 @@ COMMANDS = {
         "--keep-checkpoints",
         "--plain",
         "--quiet",
+        "--shared-log",
         "--debug",
         "--ready-file",
         "--parent-pid",
