@@ -15,7 +15,9 @@ at the peers at every `look`. The first broken invariant is kept with its time; 
    never further apart than `Bounds.spread_meetings`.
 5. A peer that moves leaves another replica behind.
 6. Queues stay within their limits.
-7. While every stage has a live replica the run goes on: a round ends within `Bounds.progress_s`
+7. Peers that nothing keeps apart see each other: nobody who has come to a stage is on an island
+   for longer than `Bounds.island_s`.
+8. While every stage has a live replica the run goes on: a round ends within `Bounds.progress_s`
    of the last one or of the last fault.
 """
 
@@ -27,8 +29,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from swarmnet.protocol.records import ACTIVE
+from swarmnet.protocol.records import ACTIVE, OBSERVER_STAGE
 from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, SyncPlan
+from swarmnet.simulation.islands import Islands, parts
 from swarmnet.simulation.stage import Gradient, check_sum
 from swarmnet.swarm.lost_samples import Loss
 from swarmnet.swarm.peer import Peer
@@ -37,6 +40,9 @@ from swarmnet.swarm.ports import StepKey
 KEPT_ROUNDS = 3
 """Rounds after which nothing can be committed or averaged any more, and the books are closed."""
 MIN_MEETING_STEPS = 2
+ISLANDS_EVERY_S = 1.0
+MAX_WATCHED = 64
+"""Peers of a swarm that is looked through for islands: of all, each one's view."""
 SPARE_JOBS = 8
 """Device work beside that of microbatches."""
 
@@ -51,6 +57,7 @@ class Bounds:
 
     converge_s: float = 30.0
     progress_s: float = 60.0
+    island_s: float = 15.0
     spread_meetings: float = 10.0
     """In mode `gossip`: how far replicas may be apart, in own steps between two meetings."""
 
@@ -99,6 +106,10 @@ class Monitor:
     samples_per_microbatch: int = 1
     plan: SyncPlan = field(default_factory=SyncPlan)
     broken: str | None = None
+    keeps_books: bool = True
+    """Compares what was committed with what was averaged."""
+    is_cut: Callable[[], bool] = lambda: False
+    """Does anything keep peers apart at the moment?"""
     num_committed: int = 0
     """Microbatches."""
     num_settled: int = 0
@@ -129,6 +140,8 @@ class Monitor:
         self._stepped_round = -1
         self._finishing = False
         self._apart_since: dict[int, float] = {}
+        self.islands = Islands()
+        self._islands_at = float("-inf")
 
     # ---- work -------------------------------------------------------------------------------
 
@@ -245,6 +258,7 @@ class Monitor:
             self._check_queues(member)
             self._check_move(member)
         self._check_digests()
+        self._check_islands()
         self._check_progress()
         least = self._least_settled() - KEPT_ROUNDS
         for r in sorted(r for r in self._books if r < least):
@@ -364,6 +378,24 @@ class Monitor:
             if apart > self.bounds.spread_meetings * meeting:
                 self.fail(f"round {r}: replicas of stage {s} are {apart:.0f} own steps apart")
 
+    def _check_islands(self) -> None:
+        now = self.now()
+        if now - self._islands_at < ISLANDS_EVERY_S or len(self.members) > MAX_WATCHED:
+            return
+        self._islands_at = now
+        if self.is_cut():
+            sees: dict[str, frozenset[str]] = {}
+        else:
+            sees = {
+                m.peer.gossip.own.peer_id: frozenset(
+                    r.peer_id for r in m.peer.view.live(now) if r.peer_id in self.members
+                )
+                for m in self._live()
+                if not m.leaving and m.peer.gossip.own.stage != OBSERVER_STAGE
+            }
+        if self.islands.look(sees, now) > self.bounds.island_s:
+            self.fail(f"islands: {parts(sees)}")
+
     def _check_progress(self) -> None:
         now = self.now()
         served = set()
@@ -395,7 +427,7 @@ class Monitor:
                     results, key=lambda ids: (len(ids), sorted(ids)), default=frozenset()
                 )
                 extra = sorted(averaged - committed)
-                if extra:
+                if extra and self.keeps_books:
                     self.fail(
                         f"round {r} stage {s} shard {j}: {len(extra)} microbatches were averaged "
                         f"that no feeder committed: {extra[0]}"
@@ -407,7 +439,7 @@ class Monitor:
         for old in [q for q in self._closed if q <= r - self.plan.local_steps]:
             del self._closed[old]
         window = [self._closed[q] for q in self.plan.window(0, r) if q in self._closed]
-        if self.plan.mode != GOSSIP and self.plan.is_due(0, r):
+        if self.keeps_books and self.plan.mode != GOSSIP and self.plan.is_due(0, r):
             for s in range(self.num_stages):
                 self._check_losses(r, s, window)
         lost = [(s, self.lost[(r, s)]) for s in range(self.num_stages) if self.lost[(r, s)]]

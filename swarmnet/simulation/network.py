@@ -80,6 +80,10 @@ class SimulatedNetwork:
         pair = (source, target)
         self.blocked_until[pair] = max(until, self.blocked_until.get(pair, 0.0))
 
+    def is_cut(self, now: float) -> bool:
+        """Is anything blocked, or was it so shortly before: what was said then is on its way?"""
+        return any(until + MAX_BACKOFF_S > now for until in self.blocked_until.values())
+
     def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
         """Seconds from now until the last byte is there."""
         self.num_messages += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
-from swarmnet.simulation.churn import ChurnEvent, ChurnRates
+from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
@@ -21,6 +21,8 @@ STAGE_SHARDS = 64
 ACTIVATION_BYTES = 1 << 20
 CHECK_S = 10.0
 """Of `large_swarm`."""
+CHAOS_FROM_S, REPLACED_AFTER_S = 20.0, 2.0
+"""Of `chaotic_swarm`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Scenario:
     trace: tuple[ChurnEvent, ...] = ()
     keep_covered: bool = True
     """No fault takes a stage's last replica."""
+    lasting: int = 0
+    """The first so many peers never die. Newcomers are told of those whom the others see."""
     max_peers: int = 12
     clip: bool = True
     sync_mode: str = ZERO
@@ -75,6 +79,8 @@ class Scenario:
     """How the stages are shared out: one of `baselines.ASSIGNMENTS`."""
     rebalance_every_s: float = REBALANCE_EVERY_S
     """Of the `swarm` assignment."""
+    keeps_books: bool = True
+    """Compares what was committed with what was averaged."""
     keep_log: bool = True
     """Keeps the event log's lines; its hash is always made."""
 
@@ -128,6 +134,9 @@ class Result:
     """From each crash to the commit of the last microbatch that was inside the dead peer."""
     control_bytes_per_peer_s: float
     bytes_per_peer_s: float
+    longest_island_s: float
+    """For how long somebody was in a part of the swarm that did not see the rest, though nothing
+    kept them apart."""
     breakdown: dict[str, float]
     """What the machines did after the warm-up, as parts of their capacity (see `breakdown`)."""
     checks: int
@@ -209,6 +218,36 @@ def small_swarm_in(mode: str, seed: int) -> Scenario:
     steps = rng.choice((1, 2, 3, 5))
     fragments = rng.randint(1, steps) if mode == LOCAL else 1
     return replace(scenario, local_steps=steps, fragments=fragments, settled_rounds=steps + 1)
+
+
+def chaotic_swarm(until_s: float, seed: int = 0) -> Scenario:
+    """What `swarmnet local --peers 4 --chaos kill=20/min,stop=10/min` does, and one peer that
+    lasts: it may be stopped for so long that all whom it knew are gone when it goes on. About
+    islands; a swarm of five that loses one every three seconds cannot keep books of its rounds."""
+    rng = random.Random(f"chaos {seed}")
+    trace: list[ChurnEvent] = []
+    at = CHAOS_FROM_S
+    while (at := at + rng.expovariate(20 / 60)) < until_s:
+        trace += [ChurnEvent(at, CRASH), ChurnEvent(at + REPLACED_AFTER_S, JOIN)]
+    at = CHAOS_FROM_S
+    while (at := at + rng.expovariate(10 / 60)) < until_s:
+        # Every second time the one that lasts.
+        peer = "peer-0000" if rng.random() < 0.5 else ""
+        trace.append(ChurnEvent(at, STALL, peer, rng.uniform(2.0, 12.0)))
+    return Scenario(
+        seed=seed,
+        peers=5,
+        stages=2,
+        until_s=until_s,
+        trace=tuple(sorted(trace, key=lambda e: e.at_s)),
+        lasting=1,
+        max_peers=6,
+        global_batch=32,
+        service_s=1.0,
+        check_s=1.0,
+        keeps_books=False,
+        keep_log=False,
+    )
 
 
 def large_swarm(

@@ -157,6 +157,8 @@ class Simulation:
             tokens_per_microbatch=scenario.sizes.tokens_per_microbatch,
             samples_per_microbatch=scenario.samples_per_microbatch,
             plan=self.settings.plan,
+            keeps_books=scenario.keeps_books,
+            is_cut=lambda: self.network.is_cut(self._now()),
         )
         self._hash = blake2b(digest_size=16)
         self._lines: list[str] = []
@@ -307,10 +309,27 @@ class Simulation:
             gossip_settings=scenario.gossip,
             on_loss=partial(monitor.reported, name),
         )
-        known = self.rng.sample(sorted(monitor.members), min(BOOTSTRAP_PEERS, len(monitor.members)))
+        ways = self._ways_in()
+        known = self.rng.sample(ways, min(BOOTSTRAP_PEERS, len(ways)))
+        peer.reconnecting.remembered = lambda: {n: self.hub.addresses_of(n) for n in known}
         monitor.members[name] = Member(peer)
         host.life = self._loop.create_task(peer.run(known))
         self._log("started", peer=name, known=known)
+
+    def _ways_in(self) -> list[str]:
+        """Whom a newcomer is told of: anybody; where some peers last, those whom one of the others
+        sees."""
+        members, now = self.monitor.members, self._now()
+        others = sorted(set(members) - set(list(self.hosts)[: self.scenario.lasting]))
+        serving = [
+            name
+            for name in others
+            if members[name].frozen_until <= now and members[name].peer.gossip.own.is_replica
+        ]
+        if not self.scenario.lasting or not serving:
+            return sorted(members)
+        seen = members[self.rng.choice(serving)].peer.view.live(now)
+        return sorted(r.peer_id for r in seen if r.is_replica)
 
     def _costs(self, host: Host) -> Callable[[str], float]:
         service_s = self.scenario.service_s / host.speed
@@ -373,6 +392,9 @@ class Simulation:
         if self.scenario.keep_covered and action != churn.JOIN:
             last = {n for group in serving.values() if len(group) == 1 for n in group}
             names = [n for n in names if n not in last]
+        if action in (churn.CRASH, churn.REJOIN, churn.LEAVE):
+            lasting = list(self.hosts)[: self.scenario.lasting]
+            names = [n for n in names if n not in lasting]
         return self.rng.choice(names) if names else ""
 
     def _join(self, name: str, event: ChurnEvent) -> None:
@@ -556,6 +578,7 @@ class Simulation:
             control_bytes_per_peer_s=(self._gone_bytes[0] + sum(c for c, _ in traffic))
             / peer_seconds,
             bytes_per_peer_s=(self._gone_bytes[1] + sum(b for _, b in traffic)) / peer_seconds,
+            longest_island_s=monitor.islands.longest_s,
             breakdown=self._breakdown.parts(),
             checks=monitor.num_checks,
             samples_over_time=tuple(self._curve),
