@@ -30,6 +30,8 @@ log = logging.getLogger("swarmnet.peer")
 DIAL_TIMEOUT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0
 """Between two rounds of attempts; it doubles."""
+LOOK_S = 0.5
+"""Between two looks at files meanwhile: what is new in them is tried at once."""
 MAX_ADDRESS_FILE_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
 REJOIN_TIMEOUT_S = 5.0
@@ -49,7 +51,7 @@ async def read_addresses(
         found, missing = _read(given)
         if found or not missing:
             return found
-        await backoff.wait(f"no address in {', '.join(missing)} yet")
+        await backoff.wait(f"no address in {', '.join(missing)} yet", given)
 
 
 def _read(given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -96,8 +98,9 @@ class Backoff:
     _next_s: float = FIRST_WAIT_S
     _began: float | None = None
 
-    async def wait(self, reason: str) -> None:
-        """Raises `AddressError` with the reason when patience is at its end."""
+    async def wait(self, reason: str, given: Sequence[str]) -> None:
+        """Until its time is over, or the files that `given` names say something else. Raises
+        `AddressError` with the reason when patience is at its end."""
         loop = asyncio.get_running_loop()
         self._began = loop.time() if self._began is None else self._began
         wait_s = self._next_s * self.rng.uniform(0.8, 1.2)
@@ -108,7 +111,9 @@ class Backoff:
                 raise AddressError(reason)
             wait_s = min(wait_s, left_s)
         self.say(f"{reason}; trying again in {wait_s:.0f} s (Ctrl-C stops)")
-        await asyncio.sleep(wait_s)
+        before, end = _read(given), loop.time() + wait_s
+        while (left_s := end - loop.time()) > 0 and _read(given) == before:  # noqa: ASYNC110
+            await asyncio.sleep(min(LOOK_S, left_s))
 
 
 async def dial_any(
@@ -186,7 +191,7 @@ async def find_run(
             raise error
         number = len(by_peer(asked))
         text = f"none of {number} known peers answers: {error}" if others else str(error)
-        await backoff.wait(text)
+        await backoff.wait(text, given)
 
 
 async def find_living(

@@ -305,8 +305,26 @@ def test_waits_double_up_to_a_bound() -> None:
     async def main() -> float:
         backoff = Backoff(None, said.append, random.Random(1))
         for _ in range(10):
-            await backoff.wait("nobody is there")
+            await backoff.wait("nobody is there", ())
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) < 10 * 72.0
     assert len(said) == 10
+
+
+def test_what_is_new_in_a_folder_is_tried_at_once(tmp_path: Path) -> None:
+    """However long the wait has become."""
+    said: list[str] = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        wait = loop.create_task(read_addresses([f"@{tmp_path}"], said.append))
+        await asyncio.sleep(100.0)
+        write_ready_file(tmp_path, ["/ip4/127.0.0.1/tcp/1/p2p/" + "a" * 46], "a" * 46)
+        began = loop.time()
+        assert len(await wait) == 1
+        assert loop.time() - began <= 1.0
+
+    run_virtual(scenario())
+    assert said[0].startswith(f"no address in {tmp_path} yet; trying again in ")
+    assert len(said) < 8

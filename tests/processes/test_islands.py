@@ -60,6 +60,13 @@ def told(running: Machine, peer: Command) -> list[str]:
     return []
 
 
+def saved_by(running: Machine, state: str) -> list[tuple[str, ...]]:
+    """The addresses of each peer that it remembers."""
+    path = running.folder / state / "peers.json"
+    peers = json.loads(path.read_text())["peers"] if path.exists() else {}
+    return sorted(map(tuple, peers.values()))
+
+
 def trains_with(running: Machine, peers: list[Command], number: int) -> None:
     """Each of them tells, from now on, of a round of so many peers."""
     seen = {peer.name: len(peer.events("round")) for peer in peers}
@@ -92,10 +99,8 @@ def test_peers_come_back_elsewhere_and_the_swarm_is_one_again(net: str) -> None:
             [address] = told(running, peer)
             assert address.startswith(f"/ip4/{made.address_of(number)}/tcp/")
             assert f"swarmnet peer --join {address}" in peer.output()
-        saved = json.loads((running.folder / "three" / "peers.json").read_text())["peers"]
-        assert sorted(map(tuple, saved.values())) == sorted(
-            tuple(told(running, peer)) for peer in (first, second)
-        )
+        others = sorted(tuple(told(running, peer)) for peer in (first, second))
+        running.until(lambda: saved_by(running, "three") == others)
 
         # The first is dead, and another comes back at another address and port.
         old = told(running, first)
