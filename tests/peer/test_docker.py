@@ -1,7 +1,8 @@
 """docker-compose.yml and peer/Dockerfile against what the command line and the repository offer.
 
-No engine is needed: what is checked is that every command is one that `swarmnet` takes, that every
-file is there, and that the services see what they tell each other to look at."""
+No engine is needed: what is checked is that compose takes the files, that every command is one that
+`swarmnet` takes, that every file is there, and that the services see what they tell each other to
+look at."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import compose
 import pytest
 import typer.main
 import yaml
@@ -56,6 +58,24 @@ def mounts(service: str) -> dict[str, str]:
             source, target, *_ = volume.split(":")
             found[target] = source
     return found
+
+
+@pytest.mark.parametrize("more", [(), ("gpu",), ("public",), ("gpu", "public")])
+def test_compose_takes_the_files(more: tuple[str, ...]) -> None:
+    """Compose itself, as PyPI has it; `config` needs no engine."""
+    files = [ROOT / "docker-compose.yml", *(ROOT / f"examples/compose.{name}.yml" for name in more)]
+    binary = Path(compose.__file__).with_name("docker-compose")
+    command = [str(binary), *(word for file in files for word in ("-f", str(file))), "config", "-q"]
+    environment = {k: v for k, v in os.environ.items() if k != "ANNOUNCE"}
+    for announce in ({}, {"ANNOUNCE": "/ip4/203.0.113.7/tcp/4001"}):
+        done = subprocess.run(
+            command, env=environment | announce, capture_output=True, text=True, check=False
+        )
+        if "public" in more and not announce:
+            assert done.returncode != 0
+            assert "set ANNOUNCE" in done.stderr
+        else:
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("service", SERVICES)
