@@ -98,13 +98,19 @@ def to_dial(addresses: Iterable[str], own: Iterable[str]) -> list[str]:
     order. At a loopback address everybody finds himself: it is tried last, where the peer is on
     this machine (they share a host), and where it has no other address."""
     known = list(dict.fromkeys(addresses))
-    outside = [a for a in known if not is_loopback(a)]
-    if not outside:
+    if not any(map(_leads_out, known)):
         return known
+    outside = [a for a in known if not is_loopback(a)]
     here = {host for host in map(host_of, own) if host is not None and not host.is_loopback}
     if any(host_of(a) in here for a in outside):
         return [*outside, *(a for a in known if is_loopback(a))]
     return outside
+
+
+def _leads_out(address: str) -> bool:
+    """Off this machine, as far as can be told; not for what is malformed."""
+    host = host_of(address)
+    return address.startswith("/dns") if host is None else not host.is_loopback
 
 
 def others_to_name(addresses: Sequence[str]) -> list[str]:

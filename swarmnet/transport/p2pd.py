@@ -34,6 +34,7 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.addresses import full_address, to_tell
 from swarmnet.transport.base import PROTOCOL_NAME, RELAY_PROTOCOL, ByteStream
 from swarmnet.transport.interfaces import own_hosts
+from swarmnet.transport.knocking import knock
 
 log = logging.getLogger("swarmnet.transport")
 
@@ -167,6 +168,8 @@ class P2pdCarrier:
         self._starts = 0
         self._last_lines: list[str] = []
         self._reasons: dict[str, str] = {}
+        self._away: dict[str, None] = {}
+        """Peers that the daemon could not reach the last time: `knocking` says why that matters."""
 
     # ---- the port ---------------------------------------------------------------------------
 
@@ -271,14 +274,26 @@ class P2pdCarrier:
         from hivemind.proto import p2pd_pb2
         from multiaddr import Multiaddr
 
+        known = self._known.get(peer_id, [])
+        if peer_id in self._away and not await self.observed(peer_id):
+            reason = await knock(known)
+            if reason:
+                raise Unreachable(reason)
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(
                 peer=_peer_bytes(peer_id),
-                addrs=[Multiaddr(a).to_bytes() for a in self._known.get(peer_id, [])],
+                addrs=[Multiaddr(a).to_bytes() for a in known],
             ),
         )
-        _, writer = await self._ask(peer_id, request)
+        try:
+            _, writer = await self._ask(peer_id, request)
+        except Unreachable:
+            self._away[peer_id] = None
+            while len(self._away) > MAX_KNOWN_PEERS:
+                del self._away[next(iter(self._away))]
+            raise
+        self._away.pop(peer_id, None)
         writer.close()
 
     async def _ask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,3 +101,10 @@ def test_the_order_loses_and_doubles_nothing(
 def test_in_turns_has_everything_once(lists: list[list[str]]) -> None:
     turns = in_turns(lists)
     assert sorted(turns) == sorted({a for some in lists for a in some})
+
+
+@pytest.mark.parametrize("garbage", ["garbage", "", "/", "/ip4/999.1.1.1/tcp/1", "/unix/x"])
+def test_what_is_malformed_keeps_nobody_from_loopback(garbage: str) -> None:
+    """A record of a peer that has nothing else may have it too."""
+    here = "/ip4/127.0.0.1/tcp/4001"
+    assert here in to_dial([garbage, here], ["/ip4/192.168.7.1/tcp/4001"])

@@ -178,6 +178,42 @@ def test_each_reason_for_no_answer_has_its_line(base: Path) -> None:
 
 
 @pytest.mark.processes
+def test_who_is_away_is_looked_for_without_the_daemon(base: Path) -> None:
+    """Which would refuse to dial it for minutes, after many failures; and is found again."""
+
+    async def scenario() -> None:
+        async with bare(1, base) as a:
+            with socket.socket() as bound:
+                bound.bind(("127.0.0.1", 0))
+                port = bound.getsockname()[1]
+            address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity(2).peer_id}"
+            asked, ask = [], a._ask
+
+            async def counted(peer_id: str, request: Any) -> Any:
+                asked.append(peer_id)
+                return await ask(peer_id, request)
+
+            a._ask = counted  # type: ignore[method-assign]
+            for _ in range(20):
+                with pytest.raises(Unreachable, match=r"^connection refused: nothing listens"):
+                    await a.connect(address)
+            assert len(asked) == 1
+            async with bare(2, base, port=port) as b, asyncio.timeout(PATIENCE_S):
+                while True:
+                    try:
+                        await a.connect(address)
+                        break
+                    except Unreachable:  # it was dialled seconds ago
+                        await asyncio.sleep(0.2)
+                # Who has dialled us is connected, whatever is known of it.
+                b._known.clear()
+                b._away[a.peer_id] = None
+                await b._connect(a.peer_id)
+
+    play(scenario())
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "address",
     [
