@@ -41,7 +41,7 @@ def test_in_a_deep_pipeline_it_is_noticed_as_soon(
     async def scenario(swarm: Swarm) -> None:
         loop = asyncio.get_running_loop()
         swarm.start_grid(num_stages, 2)
-        await swarm.until_round(4)
+        await swarm.until_round(10)
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == stage)
         silent = swarm.members[name]
         await swarm.until(lambda: silent.peer.steps.num_flying > 0)

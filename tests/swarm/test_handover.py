@@ -322,7 +322,7 @@ def test_who_begins_anew_drops_what_was_left_with_it(tmp_path: Path) -> None:
             raise Behind("the stage has moved on")
 
         heir.updates.attend = lose_touch  # type: ignore[method-assign]
-        await swarm.until(lambda: heir.gossip.own.state == JOINING)
+        await heir.gossip.news.until(lambda: heir.gossip.own.state == JOINING, 60.0)
         await swarm.until(lambda: heir.gossip.own.state == ACTIVE)
         assert heir.gossip.own.round == LEAVES_IN
         assert not heir.handover.has_any(LEAVES_IN)
