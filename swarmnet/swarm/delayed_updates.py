@@ -81,6 +81,11 @@ class DelayedUpdates:
         if not self.replica.synced:
             return
         self._begin()
+        self.repair()
+
+    def repair(self) -> None:
+        if not self.replica.synced:
+            return
         if self._exchange is None or self._exchange.done():
             self.averaging.ownership.repair(self.replica.round)
         else:

@@ -90,6 +90,9 @@ class GossipAveraging:
     def attend(self) -> None:
         pass
 
+    def repair(self) -> None:
+        pass
+
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica = self.replica
         await self.averaging.until_exported()

@@ -137,6 +137,9 @@ class LocalUpdates:
         return False
 
     def attend(self) -> None:
+        self.repair()
+
+    def repair(self) -> None:
         if self.replica.synced:
             self.averaging.ownership.repair(self.averaging.current)
 

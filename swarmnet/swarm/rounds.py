@@ -54,6 +54,10 @@ class Updates(Protocol):
     def attend(self) -> None:
         """Called while a round is open, often: sees to exchanges that run beside it."""
 
+    def repair(self) -> None:
+        """A part of `attend`, which is called too while the device is waited for: sees to shards
+        that have lost an owner."""
+
     async def make(self, round_index: int, num_tokens: int) -> bool:
         """The round is over, `num_tokens` are behind the gradient: puts the parameters of the next
         round aside. True where these are whole, False where a newcomer lacks some. Raises
@@ -79,6 +83,9 @@ class ZeroUpdates:
         return False
 
     def attend(self) -> None:
+        self.repair()
+
+    def repair(self) -> None:
         if self.replica.synced:
             self.averaging.ownership.repair(self.averaging.current)
 
@@ -137,11 +144,23 @@ class Rounds:
             self._check_parameters(r)
             if not self.is_drained(r):
                 if self._may_open_ahead(r):
-                    await self.replica.open_ahead()
+                    await self._open_ahead()
                     self.replica.ahead_at = asyncio.get_running_loop().time()
                 await self.gossip.news.wait(LOOK_AGAIN_S)
                 continue
             await self.finish(r)
+
+    async def _open_ahead(self) -> None:
+        """Behind all that the device has to do, which may take long."""
+        opening = asyncio.get_running_loop().create_task(self.replica.open_ahead())
+        try:
+            while not opening.done():
+                self.updates.repair()
+                await asyncio.wait((opening,), timeout=LOOK_AGAIN_S)
+            await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
 
     def _may_open_ahead(self, r: int) -> bool:
         """All of the round is launched, or this replica has nothing more of it to launch while some
