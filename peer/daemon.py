@@ -22,7 +22,7 @@ from peer.faults import arm_from_environment
 from peer.guest import Keeper
 from peer.health import tell_health
 from peer.invites import Admitted, admission_of, admit, date_of
-from peer.joining import FILE_MARK, WaysIn, find_living, find_run
+from peer.joining import FILE_MARK, WaysIn, find_living, find_run, read_addresses
 from peer.known_peers import KnownPeers
 from peer.limits import LIMITS_FILE, change_limits
 from peer.loop import spare_old_objects
@@ -559,16 +559,23 @@ class Observer:
         patience_s: float | None = JOIN_ATTEMPTS_S,
         invite: str = "",
     ) -> Observer:
-        """Finds a run through any of the addresses; waits for one that answers for `patience_s`,
-        or for ever. Looking needs no invite, not even where the run is closed; what costs its peers
-        something (a sample of text, the parameters) does. Raises `AddressError` or `UserError`."""
+        """Finds a run through any of the addresses. Waits `patience_s` for files with them, and
+        not for who does not answer; or waits for ever, for both. Looking needs no invite, not even
+        where the run is closed; what costs its peers something (a sample of text, the parameters)
+        does. Raises `AddressError` or `UserError`."""
         key = Key.generate()
         net = await open_net(transport, key, host=host, port=0, announce=())
         ways = WaysIn(KnownPeers(Path()), addresses)
         try:
             async with asyncio.timeout(patience_s):
+                if patience_s is not None:
+                    await read_addresses(addresses, _say, patience_s=patience_s)
                 neighbour, spec = await find_run(
-                    net.transport, addresses, ways.known, _say, patience_s=patience_s
+                    net.transport,
+                    addresses,
+                    ways.known,
+                    _say,
+                    patience_s=None if patience_s is None else 0.0,
                 )
                 net.transport.set_run(spec.run_id)
                 shown = admit(spec, key.peer_id, invite, None).credential if invite else b""
