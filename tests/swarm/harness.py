@@ -4,6 +4,7 @@ transport, devices whose work takes virtual seconds."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,14 @@ import torch
 from peer.daemon import run_settings
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
+from swarmnet.simulation.local_steps import SyntheticLocalSteps
+from swarmnet.simulation.stage import (
+    Sizes,
+    SyntheticData,
+    SyntheticOptimizer,
+    SyntheticStage,
+    check_sum,
+)
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.ports import Data
@@ -93,6 +102,20 @@ microbatch = 4
 """)
 
 
+SIZES = Sizes(num_shards=5, activation_numbers=2048, tokens_per_microbatch=64)
+"""Of a synthetic swarm."""
+
+
+def ignore(event: str, **facts: Any) -> None:
+    pass
+
+
+def check_step(stage_index: int, event: str, **facts: Any) -> None:
+    """An update has in it what it says."""
+    if event == "step":
+        assert check_sum(stage_index, facts["shard"], facts["gradient"])
+
+
 @dataclass
 class Member:
     """One peer of the swarm under test."""
@@ -119,9 +142,17 @@ class Swarm:
 
     paths: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
     """By round and microbatch id: the replicas that it went through."""
+    is_synthetic: bool = False
+    """Without a neural network: for tests that compare no numbers. That each gradient has the
+    microbatches which it names is checked at every step (`simulation.stage`)."""
 
     def __post_init__(self) -> None:
-        self.data = open_data(self.spec)
+        self.data: Data
+        if self.is_synthetic:
+            self.hub = MemoryHub(copy=False)
+            self.data = SyntheticData(self.spec.pipeline.microbatch)
+        else:
+            self.data = open_data(self.spec)
         self._incarnations = itertools.count(1)
 
     def start(
@@ -155,7 +186,7 @@ class Swarm:
             InlineWorker(),
             data or self.data,
             disk,
-            lambda built, optimizer: build_local_steps(self.spec, built, optimizer),
+            self.build_local,
             measure=lambda: (FORWARD_S + BACKWARD_S) / speed if is_measured else 0.0,
         )
         if beside is not None:
@@ -187,7 +218,21 @@ class Swarm:
         self.members[name] = Member(peer, life)
         return peer
 
+    def build_local(self, stage: Any, optimizer: Any) -> Any:
+        if not self.is_synthetic:
+            return build_local_steps(self.spec, stage, optimizer)
+        if not run_settings(self.spec).plan.is_local:
+            return None
+        return SyntheticLocalSteps(stage, optimizer, SIZES.tokens_per_microbatch, ignore)
+
     def build(self, stage_index: int) -> tuple[Any, Any]:
+        if self.is_synthetic:
+            observer = functools.partial(check_step, stage_index)
+            num_stages = self.spec.pipeline.num_stages
+            return (
+                SyntheticStage(stage_index, num_stages, SIZES, observer),
+                SyntheticOptimizer(stage_index, SIZES, observer),
+            )
         stage = build_stage(self.spec, stage_index)
         return stage, build_optimizer(self.spec, stage)
 

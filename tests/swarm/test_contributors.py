@@ -73,4 +73,4 @@ def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
         }
         assert waited_for == {joined.round - 1: False, joined.round: True}
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)

@@ -28,7 +28,7 @@ def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> No
         del swarm.members[name]
         await swarm.until_round(max(swarm.rounds()) + 3, limit_s=WAITED_FOR_S)
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 @pytest.mark.parametrize(("num_stages", "stage"), [(8, 1), (8, 7)])
@@ -52,7 +52,7 @@ def test_in_a_deep_pipeline_it_is_noticed_as_soon(
         await swarm.until(lambda: swarm.total("rerouted") > 0, limit_s=10)
         assert loop.time() - frozen_at <= NOTICED_WITHIN_S
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_a_silent_replica_is_noticed_within_two_seconds_and_used_again(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_microbatches_that_will_never_count_keep_nobody(tmp_path: Path) -> None:
         assert leaver.peer.gossip.own.totals["retracted"] >= len(orphans)
         await swarm.until_round(ROUNDS)
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_a_question_in_the_middle_of_a_round_ends_no_flight(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_question_in_the_middle_of_a_round_ends_no_flight(tmp_path: Path) -> N
         assert stays in mine.committed
         assert ends not in mine.committed
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_what_went_another_way_counts_whoever_asks_about_it(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_went_another_way_counts_whoever_asks_about_it(tmp_path: Path) -> N
         assert set(asked) <= mine.committed.keys()
         assert not mine.refused
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_an_heir_that_leaves_too_gives_on_what_it_was_given(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_round_does_not_end_and_takes_nothing_in_while_its_gradient_is_given(
         await closing
         assert replica.closed
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_who_begins_anew_drops_what_was_left_with_it(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_who_begins_anew_drops_what_was_left_with_it(tmp_path: Path) -> None:
         await swarm.until_round(ROUNDS)
         assert swarm.total("samples_lost") > 0
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_bad_gradients_are_not_taken_over(tmp_path: Path) -> None:

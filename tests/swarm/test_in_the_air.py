@@ -32,7 +32,7 @@ def test_a_small_swarm_begins_with_few_and_comes_to_more_than_two_for_each_repli
         await swarm.until(looked)
         assert swarm.total("samples_lost") == 0
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
     assert max(most.values()) > 2 * NUM_REPLICAS
     for num_home, in_flight in most.items():
         assert in_flight <= 1.5 * NUM_REPLICAS + 1 + num_home

@@ -42,7 +42,7 @@ def test_what_died_with_a_replica_is_told(
         assert lost <= told <= own_steps * spec.pipeline.global_batch
         assert (told > 0) == is_killed
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 @pytest.mark.parametrize(("their_round", "tells"), [(11, True), (15, False), (17, False)])

@@ -35,7 +35,7 @@ def test_newcomers_spread_over_the_stages(tmp_path: Path) -> None:
         # All at one instant, each knowing only one other: no stage is left thin.
         assert min(stages.count(k) for k in range(3)) >= 2
 
-    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=3))
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=3), is_synthetic=True)
 
 
 def test_newcomers_that_know_their_speed_make_equally_fast_stages(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_newcomers_that_know_their_speed_make_equally_fast_stages(tmp_path: Path
         assert [name for name, k in stages.items() if k == stages["p1"]] == ["p1"]
         await swarm.until_round(2)
 
-    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2), seed=1)
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2), seed=1, is_synthetic=True)
 
 
 def test_a_joiner_in_the_middle_downloads_its_stage_and_trains(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_bootstrap_peer_may_die(tmp_path: Path) -> None:
         swarm.start("late", neighbours=["peer-1"])
         await swarm.until_round(12)
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_who_moves_has_the_memory_of_one_stage_at_a_time(tmp_path: Path) -> None
         await swarm.until_round(max(swarm.rounds()) + 3)
         assert kept == [False]
 
-    in_virtual_time(scenario, spec, limits=limits)
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
 
 
 def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
@@ -214,7 +214,7 @@ def test_who_moves_looks_after_the_shards_of_one_stage_at_a_time(
             1 in looking[f"peer-{i}"] for i in range(3) if f"peer-{i}" != mover.gossip.own.peer_id
         )
 
-    in_virtual_time(scenario, spec, limits=limits)
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
 
 
 def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> No
         assert mover.gossip.own.stage == 1
         assert swarm.total("moved") == swarm.total("stage_restarted") == 0
 
-    in_virtual_time(scenario, spec, limits=limits, seed=1)
+    in_virtual_time(scenario, spec, limits=limits, seed=1, is_synthetic=True)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -307,7 +307,7 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
         assert "before others had taken over" not in caplog.text
 
-    in_virtual_time(scenario, spec, limits=limits)
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
 
 
 def test_a_move_where_microbatches_take_long_is_made_at_the_end_of_a_round(
@@ -417,7 +417,7 @@ def test_who_moves_is_at_work_as_long_as_its_last_gradient_is_on_its_way(tmp_pat
         assert swarm.total("moved") == 1
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
 
-    in_virtual_time(scenario, spec, limits=limits)
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
 
 
 def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_a_move_is_not_made_when_a_newcomer_came_first(tmp_path: Path) -> None:
         assert swarm.total("moved") == 0
         assert {g.own.state for g in own} == {ACTIVE}
 
-    in_virtual_time(scenario, spec, limits=limits)
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
 
 
 def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:
         await swarm.until(lambda: any(p.gossip.own.stage == 0 for p in peers), 120.0)
         await swarm.until_round(2, 2000.0)
 
-    in_virtual_time(scenario, spec, limits=limits)
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
 
 
 @pytest.mark.parametrize("lonely", [0, 1])
@@ -536,7 +536,7 @@ def test_a_stage_is_filled_though_the_first_in_line_is_bound_to_its_own(
         assert free.gossip.own.stage == lonely
         assert swarm.total("moved") == 1
 
-    in_virtual_time(scenario, spec, limits=Limits())
+    in_virtual_time(scenario, spec, limits=Limits(), is_synthetic=True)
 
 
 def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
@@ -548,7 +548,9 @@ def test_an_even_swarm_does_not_move(tmp_path: Path) -> None:
         await swarm.until_round(30)
         assert swarm.total("moved") == 0
 
-    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2, rounds=30), limits=limits)
+    in_virtual_time(
+        scenario, tiny_spec(tmp_path, num_stages=2, rounds=30), limits=limits, is_synthetic=True
+    )
 
 
 def test_newcomers_make_the_update_when_all_before_them_are_gone(tmp_path: Path) -> None:

@@ -201,4 +201,4 @@ def test_two_that_took_each_other_for_dead_wrongly_wait_for_neither(
         swarm.hub.heal("peer-1", "peer-3")
         await swarm.until(lambda: min(swarm.rounds()) > began_at + 3, HEALED_WITHIN_S)
 
-    in_virtual_time(scenario, spec, seed=seed)
+    in_virtual_time(scenario, spec, seed=seed, is_synthetic=True)

@@ -106,7 +106,7 @@ def test_a_change_of_mind_while_it_hands_over(tmp_path: Path) -> None:
         await swarm.until_round(spec.optimizer.rounds)
         assert peer.gossip.own.state == ACTIVE
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_a_peer_that_begins_paused_waits_and_then_joins(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_peer_that_begins_paused_waits_and_then_joins(tmp_path: Path) -> None:
         pause(late, "")
         await swarm.until_round(spec.optimizer.rounds)
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_a_paused_peer_can_be_stopped(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_paused_peer_can_be_stopped(tmp_path: Path) -> None:
         peer.stop()
         await swarm.members["peer-1"].life
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_a_stage_that_does_not_fit_is_not_taken(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_memory_bounds_the_microbatches_inside(tmp_path: Path) -> None:
         await swarm.until(look)
         assert most == 1
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def disk_of(swarm: Swarm, folder: Path, name: str) -> Disk:

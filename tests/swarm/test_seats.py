@@ -48,7 +48,7 @@ def test_seats_share_the_speed_of_their_device(tmp_path: Path) -> None:
         both_s = sum(seat.replica.service_s for seat in seats if seat.replica)
         assert rates["m"] == pytest.approx(4 / both_s, rel=0.2), "a seat counts its own work only"
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_a_machine_with_two_stages_dies_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -118,4 +118,4 @@ def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
         assert swarm.total("samples_lost") == 0
         assert swarm.total("norm_missed") == 0
 
-    in_virtual_time(scenario, spec)
+    in_virtual_time(scenario, spec, is_synthetic=True)
