@@ -76,9 +76,7 @@ async def find_run_beside(
     transport: Transport, beside: Sequence[Beside], run_id: str, name: str
 ) -> str:
     """An address of another run of this name that is alive; empty where there is none."""
-    theirs = {
-        a: b.run_id for b in beside if b.run_id != run_id and b.name == name for a in b.addresses
-    }
+    theirs = [a for b in beside if b.run_id != run_id and b.name == name for a in b.addresses]
     own = transport.peer_id
 
     async def ask(address: str) -> str:

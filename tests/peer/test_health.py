@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.health import STANDS_STILL_S, USUAL_ROUNDS, RoundsSeen, judge_health
-from peer.report import speaks_for_all
+from peer.options import default_spec_path
+from peer.report import Reporter, speaks_for_all
 from swarmnet.protocol.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.view import View
+from swarmnet.spec import load_spec
 
 ROUNDS = 100
 
@@ -72,3 +75,16 @@ def test_one_of_those_that_share_a_log_speaks_for_all() -> None:
                 speakers.append(name)
         assert speakers == living[:1]
     assert speaks_for_all(View("alone"), 0.0)
+
+
+@pytest.mark.parametrize(("own", "prints"), [("a", True), ("b", False)])
+def test_in_a_shared_log_only_one_prints_the_round(
+    own: str, prints: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = load_spec(default_spec_path())
+    view = View(own)
+    for name in ("a", "b"):
+        view.merge(record(name, 0), 0.0)
+    with Reporter(spec, "shared") as reporter:
+        assert reporter.look(view, 0.0, 0.0), "what happens is told to files all the same"
+    assert ("replicas by stage" in capsys.readouterr().out) == prints

@@ -102,6 +102,14 @@ class World:
             for m in self.swarm.members.values()
         )
 
+    async def begin(self, names: Sequence[str]) -> None:
+        """One swarm; all but the first know the first."""
+        for name in names:
+            self.place(name)
+        for number, name in enumerate(names):
+            self.start(name, number % STAGES, names[:1] if number else ())
+        await self.until_one()
+
     async def until_one(self, limit_s: float = TOGETHER_WITHIN_S) -> float:
         """Seconds until then."""
         began = _now()
@@ -197,11 +205,7 @@ def test_islands_become_one_swarm(
     async def scenario(swarm: Swarm) -> None:
         world = World(swarm)
         names = [*here, *there]
-        for name in names:
-            world.place(name)
-        for number, name in enumerate(names):
-            world.start(name, number % STAGES, names[:1] if number else ())
-        await world.until_one()
+        await world.begin(names)
         for name in names:
             world.save(name)
         world.cut(here, there)
@@ -223,11 +227,7 @@ def test_all_addresses_change_at_once_but_one(tmp_path: Path, keeps: str) -> Non
     async def scenario(swarm: Swarm) -> None:
         world = World(swarm)
         names = ("a", "b", "c", "d")
-        for name in names:
-            world.place(name)
-        for number, name in enumerate(names):
-            world.start(name, number % STAGES, names[:1] if number else ())
-        await world.until_one()
+        await world.begin(names)
         for name in names:
             if name != keeps:
                 world.place(name)
