@@ -6,7 +6,10 @@ import re
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from swarmnet.spec import MAX_STAGES
+
 LARGEST = 2.0**62
+STAGES = ("stage", "from_stage", "to_stage")
 """Of a number in a file of events."""
 _MISSING = object()
 
@@ -236,6 +239,8 @@ def event_from_json(values: dict[str, Any]) -> Event | None:
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
             return None
         if isinstance(value, (int, float)) and not abs(value) < LARGEST:
+            return None
+        if f.name in STAGES and value >= MAX_STAGES:
             return None
         given[f.name] = value
     event: Event = kind(**given)

@@ -37,6 +37,7 @@ MAX_TEXT = 1024
 """Characters of one text in a spec."""
 MAX_LIST = 1024
 """Entries of one list in a spec."""
+MAX_STAGES = 4096
 RUN_ID_BYTES = 16
 NUM_BYTE_TOKENS = 256
 SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
@@ -271,7 +272,7 @@ class OptimizerSpec(_Table):
 class PipelineSpec(_Table):
     """`[pipeline]`: how the model and the batch are cut."""
 
-    num_stages: int = Field(ge=1, le=4096)
+    num_stages: int = Field(ge=1, le=MAX_STAGES)
     """Contiguous slices of the model; a peer holds one. At most one a layer."""
 
     layers: LayerCounts = ()

@@ -14,6 +14,7 @@ from typing import Any
 from peer.dashboard.hub import MAX_EVENTS_KEPT, event_json
 from peer.events import COUNTED, Event, event_from_json
 from swarmnet.errors import UserError
+from swarmnet.spec import MAX_STAGES
 
 MAX_FILE_BYTES = 1 << 30
 MAX_LINE_CHARS = 1 << 24
@@ -92,7 +93,9 @@ class _Run:
         about, model, peers = (values.get(k) for k in ("about", "model", "peers"))
         if not (isinstance(about, dict) and isinstance(model, dict) and isinstance(peers, list)):
             return
-        if isinstance(about.get("num_stages"), int) and isinstance(model.get("stages"), list):
+        num_stages = about.get("num_stages")
+        is_number = isinstance(num_stages, int) and 0 <= num_stages <= MAX_STAGES
+        if is_number and isinstance(model.get("stages"), list):
             self._has_states = True
             self.about |= about
             split = model.get("split")

@@ -117,6 +117,7 @@ KEYS = (
 
 @settings(max_examples=300)
 @example([("peer_joined", {"peer_id": "", "stage": 0, "to_stage": None})])
+@example([("peer_joined", {"peer_id": "a", "stage": 1 << 40})])
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(KEYS), VALUES))))
 def test_damaged_lines_do_no_harm(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, dict[str, Any]]]

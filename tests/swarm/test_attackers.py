@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def small(folder: Path, rule: str, mode: str = "zero") -> RunSpec:
     values = spec.model_dump()
     values["sync"] |= {"aggregation": rule, "shard_parameters": 8192, "mode": mode}
     values["sync"] |= {"local_steps": 4}
+    values["data"] |= {"paths": ["text.txt"], "held_out_microbatches": 16}
     values["model"]["num_hidden_layers"] = 1
     values["pipeline"]["global_batch"] = 32
     values["optimizer"] |= {"grad_clip_norm": 0.0, "learning_rate": 5e-3}
@@ -174,8 +175,13 @@ def honest_loss(folder: Path, mode: str = "zero") -> float:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("attackers")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which these tests run: a run's name, and so its samples, follow from the path
+    of its text, and losses that are compared must not depend on where that lies."""
+    folder = tmp_path_factory.mktemp("attackers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "stale"])
