@@ -9,7 +9,7 @@ the next round's parameters in place:
   gloo            torch.distributed all_reduce, then fused AdamW over everything at everybody
   hivemind        DecentralizedAverager: from `step` to the end, and without the matchmaking;
                   no optimizer step
-  swarmnet        the update of `swarm.averaging` with real gossip, p2pd and AdamW on shards,
+  swarmnet        the update of `swarm.update.averaging` with real gossip, p2pd and AdamW on shards,
                   R owners a shard, over direct connections or over libp2p alone; 64 shards as a
                 run has that does not say, which suit dozens of replicas, or 16 large ones
 
@@ -249,16 +249,16 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from peer.daemon import KeySigner, open_net, run_settings
     from peer.loop import spare_old_objects
     from swarmnet.identity import Identity
-    from swarmnet.protocol.records import ACTIVE, Record
-    from swarmnet.protocol.view import View
-    from swarmnet.swarm.averaging import Averaging
-    from swarmnet.swarm.gossip import Gossip, Tasks
-    from swarmnet.swarm.handover import Handover
-    from swarmnet.swarm.replica import Replica
-    from swarmnet.swarm.rounds import ZeroUpdates
+    from swarmnet.protocol.membership.records import ACTIVE, Record
+    from swarmnet.protocol.membership.view import View
+    from swarmnet.swarm.membership.gossip import Gossip, Tasks
+    from swarmnet.swarm.recovery.handover import Handover
     from swarmnet.swarm.settings import Limits
+    from swarmnet.swarm.update.averaging import Averaging
+    from swarmnet.swarm.update.replica import Replica
+    from swarmnet.swarm.update.rounds import ZeroUpdates
     from swarmnet.training.device import DeviceThread, WorkerThread
-    from swarmnet.training.shards import build_optimizer
+    from swarmnet.training.optimizer.shards import build_optimizer
     from swarmnet.training.stage import build_stage
 
     torch.set_num_threads(1)

@@ -202,7 +202,7 @@ def run_swarm(task: str, name: str, replaced: int, rounds: int) -> dict[str, Any
 
 def run_one_process(spec: Any, counted: dict[int, list[int]]) -> dict[str, float]:
     """The losses of plain PyTorch over the microbatches that a swarm counted."""
-    from swarmnet.training.reference import ReferenceTrainer
+    from tests.oracles.reference import ReferenceTrainer
 
     trainer = ReferenceTrainer(spec)
     losses = {"0": trainer.held_out_loss()}

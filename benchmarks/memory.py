@@ -10,7 +10,7 @@ it until its memory is given back; scratch inside one operation is not seen. On 
 allocator says, and what came and was sent lies in main memory and does not count.
 
 `formula`: weights and gradients (no optimizer is made here) and the activations of
-`swarmnet.training.memory_plan`. It leaves out what a backward pass has besides: the gradients
+`swarmnet.training.memory.plan`. It leaves out what a backward pass has besides: the gradients
 on their way through a layer. `elsewhere` is what `offload` has moved, by the formula.
 """
 
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import ActivationsName, Computing, PrecisionName
-from swarmnet.training.memory_plan import PRECISIONS, stage_activations, state_bytes
+from swarmnet.training.memory.plan import PRECISIONS, stage_activations, state_bytes
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 

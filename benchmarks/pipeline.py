@@ -83,7 +83,7 @@ def one_process(rounds: int, out: Path) -> None:
 
     torch.set_num_threads(1)
     from swarmnet.spec import parse_spec
-    from swarmnet.training.reference import ReferenceTrainer
+    from tests.oracles.reference import ReferenceTrainer
 
     spec = parse_spec(SPEC.format(rounds=rounds, stages=1))
     trainer = ReferenceTrainer(spec)
@@ -107,7 +107,7 @@ def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
     from swarmnet.training.data import open_data
     from swarmnet.training.models.base import build_layer
     from swarmnet.training.models.registry import model_plan, split_stages
-    from swarmnet.training.schedule import learning_rate
+    from swarmnet.training.optimizer.schedule import learning_rate
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)

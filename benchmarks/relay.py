@@ -24,7 +24,7 @@ import uvloop
 from swarmnet.identity import Identity
 from swarmnet.transport.base import Request
 from swarmnet.transport.channel import ChannelTransport
-from swarmnet.transport.p2pd import P2pdCarrier
+from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 from swarmnet.wire import Array, Message
 
 BYTES, NUM_CALLS, AT_A_TIME, PINGS = 4 << 20, 48, 4, 200

@@ -126,7 +126,7 @@ async def open_swarmnet(is_direct: bool) -> Any:
     from swarmnet.identity import Identity
     from swarmnet.transport.channel import ChannelTransport
     from swarmnet.transport.direct import DirectListener
-    from swarmnet.transport.p2pd import P2pdCarrier
+    from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
     direct = DirectListener("127.0.0.1", 0) if is_direct else None
     transport = ChannelTransport(P2pdCarrier(Identity.generate()), direct=direct)
@@ -243,7 +243,7 @@ class BareClient(asyncio.Protocol):
 
 async def serve_bare_stream() -> tuple[Any, Callable[[], Awaitable[None]]]:
     from swarmnet.identity import Identity
-    from swarmnet.transport.p2pd import P2pdCarrier
+    from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
     carrier = P2pdCarrier(Identity.generate())
     await carrier.start(BareServer)
@@ -252,7 +252,7 @@ async def serve_bare_stream() -> tuple[Any, Callable[[], Awaitable[None]]]:
 
 async def send_bare_stream(address: str, pid: int) -> dict[str, Any]:
     from swarmnet.identity import Identity
-    from swarmnet.transport.p2pd import P2pdCarrier
+    from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
     carrier = P2pdCarrier(Identity.generate())
     await carrier.start(BareServer)

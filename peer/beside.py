@@ -13,7 +13,7 @@ from pathlib import Path
 from peer.racing import NoneAnswers, race
 from peer.ready import ready_in
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.addresses import peer_of
+from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
 

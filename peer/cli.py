@@ -340,7 +340,7 @@ def peer(
         end_with_parent(parent_pid)
 
     def work() -> None:
-        from peer.limits import LimitOptions
+        from peer.machine.limits import LimitOptions
         from peer.ready import ready_target
         from peer.state_dir import claimed_state_dir
 
@@ -443,7 +443,7 @@ def local(
     """
 
     def work() -> None:
-        from peer.local import LocalOptions, run_local
+        from peer.commands.local import LocalOptions, run_local
 
         options = LocalOptions(
             num_peers=peers,
@@ -488,7 +488,7 @@ def status(
     def work() -> None:
         from rich.console import Console
 
-        from peer.status import show_status, watch_status
+        from peer.commands.status import show_status, watch_status
 
         if watch and as_json:
             raise UsageError("--watch is for people; repeat --json where a program wants to look")
@@ -567,7 +567,7 @@ def simulate(
     """Simulate a swarm in virtual time, and compare it with the bound of what was alive."""
 
     def work() -> None:
-        from peer.simulate import SimulateOptions, run_simulation
+        from peer.commands.simulate import SimulateOptions, run_simulation
 
         run_simulation(
             SimulateOptions(
@@ -623,7 +623,7 @@ def doctor(
     def work() -> None:
         from rich.console import Console
 
-        from peer.doctor import DoctorOptions, run_doctor
+        from peer.commands.doctor import DoctorOptions, run_doctor
 
         options = DoctorOptions(tuple(join or ()), spec, port, state_dir, transport, as_json)
 
@@ -659,7 +659,7 @@ def limits(
     """
 
     def work() -> None:
-        from peer.limits import LimitOptions, change_limits, the_state_dir
+        from peer.machine.limits import LimitOptions, change_limits, the_state_dir
         from peer.state_dir import state_root
 
         folder = the_state_dir(state_dir, sorted(state_root().glob("peer-*")))
@@ -705,7 +705,7 @@ def invite(
     """
 
     def work() -> None:
-        from peer.invites import InviteOptions, issue_invite
+        from peer.commands.invites import InviteOptions, issue_invite
 
         if spec is not None and join:
             raise UsageError("give --spec FILE or --join ADDR, not both")
@@ -784,7 +784,7 @@ def plan(
         if measure and precision == "mixed":
             raise UsageError("--measure takes --precision fp32, bf16 or fp16")
         if measure:
-            from peer.measured_layers import show_measured
+            from peer.machine.measured_layers import show_measured
 
             show_measured(
                 spec,
@@ -795,7 +795,7 @@ def plan(
                 console=Console(),
             )
             return
-        from peer.plan import PlanOptions, show_plan
+        from peer.commands.plan import PlanOptions, show_plan
 
         show_plan(PlanOptions(spec, replicas, in_flight, precision, as_json), Console())
 
@@ -830,7 +830,7 @@ def dashboard(
     def work() -> None:
         if bool(join) == (replay is not None):
             raise UsageError("give --join ADDR for a live run, or --replay FILE for a past one")
-        from peer.dashboard.command import show_live, show_replay
+        from peer.commands.dashboard import show_live, show_replay
         from peer.loop import Stopped, run
 
         def say(line: str) -> None:
@@ -885,7 +885,7 @@ def export(
             raise UsageError("give --join ADDR for a live run, or --state-dir DIR for checkpoints")
         if join and (round_index is not None or run_id):
             raise UsageError("--round and --run-id go with --state-dir; a live run has one round")
-        from peer.export import Wanted, export_checkpoints, export_live
+        from peer.commands.export import Wanted, export_checkpoints, export_live
 
         if state_dir:
             typer.echo(export_checkpoints(state_dir, out, Wanted(round_index, run_id)))
@@ -902,12 +902,12 @@ def export(
 def _serve(options: PeerOptions, parent_pid: int | None) -> None:
     """A peer's life."""
     from peer.loop import Stopped, run
-    from peer.metrics import open_metrics
-    from peer.report import Running, report_peer
+    from peer.observe.metrics import open_metrics
+    from peer.observe.report import Running, report_peer
 
     page = None
     if options.dashboard is not None:
-        from peer.dashboard.server import listen
+        from peer.observe.dashboard.server import listen
 
         page = (options.dashboard_host, listen(options.dashboard_host, options.dashboard))
     with open_metrics(options.metrics, append=True) as metrics:

@@ -43,15 +43,15 @@ def choose_computing(
     """The choice, and the line. `spec` has this machine's builder. Raises `UsageError`."""
     import torch
 
-    from swarmnet.training.activation_choice import (
+    from swarmnet.training.computing import ActivationsName, Computing, choose_precision
+    from swarmnet.training.memory.activation_choice import (
         FREE_PART,
         POLICIES,
         choose_activations,
         expected_in_flight,
         known_activations,
     )
-    from swarmnet.training.computing import ActivationsName, Computing, choose_precision
-    from swarmnet.training.memory_plan import PRECISIONS, state_bytes
+    from swarmnet.training.memory.plan import PRECISIONS, state_bytes
     from swarmnet.training.stage import stage_parameter_ranges
 
     device = torch.device(devices[0])
@@ -114,7 +114,7 @@ def _line(
     in_flight: int,
     left: float,
 ) -> str:
-    from peer.plan import size
+    from peer.commands.plan import size
 
     line = f"stage {stage}: {computing.precision} on {device}, activations {computing.activations}"
     if needed is None:

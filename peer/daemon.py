@@ -16,17 +16,17 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from peer.beside import Beside, peers_beside, say_run_beside, tell_run
+from peer.commands.invites import Admitted, admission_of, admit, date_of
 from peer.computing import choose_computing, free_bytes_of
 from peer.counted import COUNTED_FILE, CountedMicrobatches
 from peer.faults import arm_from_environment
-from peer.guest import Keeper
-from peer.health import tell_health
-from peer.invites import Admitted, admission_of, admit, date_of
 from peer.joining import FILE_MARK, WaysIn, find_living, find_run, read_addresses
 from peer.known_peers import KnownPeers
-from peer.limits import LIMITS_FILE, change_limits
 from peer.loop import spare_old_objects
-from peer.memory_cap import MemoryCap, free_memory, stage_needs, tree_bytes
+from peer.machine.limit_keeper import Keeper
+from peer.machine.limits import LIMITS_FILE, change_limits
+from peer.machine.memory_cap import MemoryCap, free_memory, stage_needs, tree_bytes
+from peer.observe.health import tell_health
 from peer.options import AUTO_STAGES, PeerOptions, TransportName, with_overrides
 from peer.ranks import build_ranked_stage, choose_devices, open_ranks, until_over
 from peer.ready import ReadyFile
@@ -42,28 +42,28 @@ from swarmnet.errors import (
 )
 from swarmnet.identity import Identity as Key
 from swarmnet.identity import verify
-from swarmnet.protocol.addresses import in_turns, of_all, peer_of
-from swarmnet.protocol.records import OBSERVING, Record
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.addresses import in_turns, of_all, peer_of
+from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.view import View
 from swarmnet.spec import RunSpec, load_spec
-from swarmnet.swarm.discovery import Directory
-from swarmnet.swarm.gossip import Gossip, Tasks
-from swarmnet.swarm.guest import Guest
+from swarmnet.swarm.membership.discovery import Directory
+from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.membership.relaying import Relaying
 from swarmnet.swarm.messages import LOGITS, InferRequest
 from swarmnet.swarm.peer import Identity, Machine, Peer
-from swarmnet.swarm.reconnecting import Reconnecting
-from swarmnet.swarm.recovery import Disk
-from swarmnet.swarm.relaying import Relaying
+from swarmnet.swarm.pipeline.step import infer_through
+from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.resource_limits import Guest
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.step import infer_through
-from swarmnet.swarm.wiring import Wiring
 from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener
 from swarmnet.wire import Array
 
 if TYPE_CHECKING:
-    from swarmnet.training.local_group import LocalGroup
+    from swarmnet.training.ranks.local_group import LocalGroup
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -117,13 +117,13 @@ async def open_net(
     connections; None: none are made. Raises `AddressError` where a port is taken."""
     direct = None if direct_port is None else DirectListener(host, direct_port)
     if name == "p2pd":
-        from swarmnet.transport.p2pd import P2pdCarrier
+        from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
         carrier = P2pdCarrier(key, host=host, port=port, announce=announce)
         transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
         await transport.start()
         return Net(transport, lambda: carrier.p2p, carrier.on_restart)
-    from swarmnet.transport.py_libp2p import PyLibp2pCarrier
+    from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
 
     other = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
     transport = ChannelTransport(other, agent=AGENT, direct=direct, identity=key)
@@ -163,10 +163,10 @@ def build_machine(
     Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.data import open_data
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
-    from swarmnet.training.local_steps import build_local_steps, build_optimizer
     from swarmnet.training.models.registry import model_plan, stage_costs
+    from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
+    from swarmnet.training.optimizer.store import open_store
     from swarmnet.training.stage import build_stage
-    from swarmnet.training.store import open_store
 
     if options.threads:
         set_num_threads(options.threads)
@@ -387,7 +387,7 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
         if show is not None:
             tasks.start(show(RunningPeer(spec, peer, addresses, lambda: keeper.line)))
         if options.metrics_port is not None:
-            from peer.prometheus import serve_metrics
+            from peer.observe.prometheus import serve_metrics
 
             server = serve_metrics(peer, spec, options.metrics_host, options.metrics_port)
             # Its thread may wait for this loop: the loop must go on while the server ends.

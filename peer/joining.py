@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peer.known_peers import KnownPeers
+from peer.observe.text import listed
 from peer.racing import NoneAnswers, race
 from peer.ready import files_in, parse_ready
-from peer.text import listed
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
-from swarmnet.protocol.addresses import by_peer, in_turns, peer_of
+from swarmnet.protocol.membership.addresses import by_peer, in_turns, peer_of
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarmnet.protocol.addresses import of_all, peer_of
-from swarmnet.protocol.records import MAX_ADDRESSES, OBSERVING
-from swarmnet.protocol.seats import machine_of
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.addresses import of_all, peer_of
+from swarmnet.protocol.membership.records import MAX_ADDRESSES, OBSERVING
+from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.protocol.membership.view import View
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -89,7 +89,8 @@ class KnownPeers:
         return dict(reversed(self.peers.items()))
 
     def addresses(self) -> list[str]:
-        """Of all of them, as they are to be tried (`protocol.addresses`), the latest met first."""
+        """Of all of them, as they are to be tried (`protocol.membership.addresses`), the latest met
+        first."""
         return of_all(self.latest_first(), self.own)
 
     def also(self, asked: Sequence[str]) -> list[str]:

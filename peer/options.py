@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from peer.limits import LimitOptions
+from peer.machine.limits import LimitOptions
 from swarmnet.errors import UserError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
 
@@ -105,7 +105,7 @@ class PeerOptions:
     """Show the web page on this port; None = not at all."""
     dashboard_host: str = LOOPBACK
     health_file: Path | None = None
-    """Written every few seconds while this peer is well; see `peer.health`."""
+    """Written every few seconds while this peer is well; see `peer.observe.health`."""
     ready_file: Path | None = None
     """Written when this peer listens, or a folder for a file of its own; see `peer.ready`."""
     limits: LimitOptions = field(default_factory=LimitOptions)

@@ -14,7 +14,7 @@ from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
     from swarmnet.training.computing import Computing
-    from swarmnet.training.local_group import LocalGroup
+    from swarmnet.training.ranks.local_group import LocalGroup
     from swarmnet.training.stage import TorchStage
 
 log = logging.getLogger("swarmnet.peer")
@@ -27,8 +27,8 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
     Without `--tp`: all GPUs, or as many as the model can be cut into."""
     import torch
 
-    from swarmnet.training.fsdp import check_split
-    from swarmnet.training.tensor_parallel import check_cut, fits
+    from swarmnet.training.ranks.fsdp import check_split
+    from swarmnet.training.ranks.tensor_parallel import check_cut, fits
 
     num_gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
     is_sharded = options.local == "fsdp"
@@ -60,9 +60,9 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
     check_options(spec, options, devices)
     if len(devices) == 1:
         return None
-    from swarmnet.training.fsdp import open_default_group
-    from swarmnet.training.local_group import LocalGroup, open_process_group
-    from swarmnet.training.tensor_parallel_stage import rank_options
+    from swarmnet.training.ranks.fsdp import open_default_group
+    from swarmnet.training.ranks.local_group import LocalGroup, open_process_group
+    from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 
     return LocalGroup(
         len(devices),
@@ -82,10 +82,10 @@ def build_ranked_stage(
 ) -> TorchStage:
     """A stage on all ranks."""
     if options.local == "fsdp":
-        from swarmnet.training.fsdp import build_fsdp_stage
+        from swarmnet.training.ranks.fsdp import build_fsdp_stage
 
         return build_fsdp_stage(spec, stage_index, group, computing)
-    from swarmnet.training.tensor_parallel_stage import build_parallel_stage
+    from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage
 
     return build_parallel_stage(spec, stage_index, group, computing)
 

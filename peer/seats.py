@@ -12,7 +12,7 @@ from pathlib import Path
 
 from peer.options import AUTO_STAGES, PeerOptions
 from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.protocol.seats import MAX_SEATS, Room, machine_of, room_for
+from swarmnet.protocol.membership.seats import MAX_SEATS, Room, machine_of, room_for
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 
@@ -175,7 +175,7 @@ class SeatCount:
 
     async def _by_room(self) -> tuple[int, str]:
         from swarmnet.training.computing import choose_precision
-        from swarmnet.training.memory_plan import PRECISIONS, plan_memory
+        from swarmnet.training.memory.plan import PRECISIONS, plan_memory
 
         spec, now = self.spec, asyncio.get_running_loop().time()
         own = machine_of(self.first.gossip.own.peer_id)

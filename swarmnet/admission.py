@@ -22,7 +22,7 @@ import base58
 
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.identity import KEY_BYTES, Identity, verify
-from swarmnet.protocol.records import MAX_CREDENTIAL_BYTES
+from swarmnet.protocol.membership.records import MAX_CREDENTIAL_BYTES
 from swarmnet.wire import pack, unpack
 
 INVITE_PREFIX = "swarmnet-invite-"

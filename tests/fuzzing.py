@@ -27,7 +27,7 @@ import msgpack
 from swarmnet.admission import Credential, Grant, Invite, InviteOnly
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.identity import Identity, verify
-from swarmnet.protocol.records import ACTIVE, HeldOut, Record, Restorable, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restorable, RoundCount
 from swarmnet.spec import RunSpec
 from swarmnet.swarm import messages
 from swarmnet.transport import frames

@@ -14,7 +14,7 @@ from swarmnet.identity import Identity, verify
 
 def test_the_peer_id_is_the_one_that_libp2p_computes() -> None:
     """Against py-libp2p."""
-    from swarmnet.transport.libp2p_import import ID, create_new_key_pair
+    from swarmnet.transport.libp2p.imports import ID, create_new_key_pair
 
     seed = bytes(range(32))
     identity = Identity(seed)

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swarmnet.protocol.records import ACTIVE, JOINING, LEAVING, Record, Restorable
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record, Restorable
 
 SETTLE_S = 3.0
 """What is offered must not have changed for this long."""

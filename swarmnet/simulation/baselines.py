@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from swarmnet.protocol.assignment import (
+from swarmnet.protocol.membership.assignment import (
     Adaptive,
     Assigner,
     Move,
@@ -19,8 +19,8 @@ from swarmnet.protocol.assignment import (
     choose_stage,
     settle,
 )
-from swarmnet.protocol.records import ACTIVE
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.settings import Limits
 
 ADAPTIVE, STATIC, SWARM = "adaptive", "static", "swarm"

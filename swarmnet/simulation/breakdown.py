@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarmnet.protocol import progress
-from swarmnet.protocol.records import LEAVING
+from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.pipeline import progress
 from swarmnet.simulation.network import SimulatedNetwork
 from swarmnet.swarm.peer import Peer
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from swarmnet.protocol.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
-from swarmnet.swarm.gossip import GossipSettings
+from swarmnet.swarm.membership.gossip import GossipSettings
 from swarmnet.swarm.settings import Limits
 
 SERVICE_S = 4.0
@@ -59,7 +59,7 @@ class Scenario:
     max_peers: int = 12
     clip: bool = True
     sync_mode: str = ZERO
-    """One of `protocol.sync_modes`."""
+    """One of `protocol.update.sync_modes`."""
     local_steps: int = 1
     """Rounds between two exchanges of a shard, in the modes `local` and `gossip`."""
     fragments: int = 1

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.records import ACTIVE, LEFT
+from swarmnet.protocol.membership.records import ACTIVE, LEFT
 from swarmnet.simulation import churn
 from swarmnet.simulation.baselines import assigner, limits_for
 from swarmnet.simulation.bound import Capacity, Integral, best_flow, max_flow, replica_rate

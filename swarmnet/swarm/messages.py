@@ -50,8 +50,8 @@ def _lineage(lineage: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SignedRecord:
-    """A record as its peer signed it: msgpack of `protocol.records.Record` and an Ed25519
-    signature."""
+    """A record as its peer signed it: msgpack of `protocol.membership.records.Record` and an
+    Ed25519 signature."""
 
     payload: bytes
     signature: bytes

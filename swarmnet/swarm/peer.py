@@ -17,9 +17,9 @@ from typing import Any
 
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import NotReady, SwarmnetError, Unreachable, UserError, WrongRun
-from swarmnet.protocol import assignment, progress
 from swarmnet.protocol import recovery as recovering
-from swarmnet.protocol.records import (
+from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
     LEAVING,
@@ -30,29 +30,30 @@ from swarmnet.protocol.records import (
     OBSERVING,
     Record,
 )
-from swarmnet.protocol.seats import machine_of, stages_beside
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP
-from swarmnet.protocol.view import View
-from swarmnet.swarm.averaging import Averaging, Behind, Diverged
-from swarmnet.swarm.delayed_updates import DelayedUpdates
-from swarmnet.swarm.feeder import Feeder, OnRound
-from swarmnet.swarm.gossip import Gossip, GossipSettings, Signer, Tasks
-from swarmnet.swarm.gossip_averaging import GossipAveraging
-from swarmnet.swarm.guest import Guest
-from swarmnet.swarm.handover import Handover
-from swarmnet.swarm.local_updates import LocalUpdates
-from swarmnet.swarm.lost_samples import OnLoss
+from swarmnet.protocol.membership.seats import machine_of, stages_beside
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
+from swarmnet.swarm.membership.gossip import Gossip, GossipSettings, Signer, Tasks
+from swarmnet.swarm.membership.probes import Probes
+from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.messages import SpecReply
+from swarmnet.swarm.pipeline.feeder import Feeder, OnRound
+from swarmnet.swarm.pipeline.step import StepService
+from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
-from swarmnet.swarm.probes import Probes
-from swarmnet.swarm.reconnecting import Reconnecting
-from swarmnet.swarm.recovery import Checkpointing, Disk, Recovery
-from swarmnet.swarm.replica import Replica
-from swarmnet.swarm.rounds import Rounds, Updates, ZeroUpdates
+from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.recovery.lost_samples import OnLoss
+from swarmnet.swarm.recovery.restart import Checkpointing, Disk, Recovery
+from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.resource_limits import Guest
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.state_sync import StateSync
-from swarmnet.swarm.step import StepService
-from swarmnet.swarm.wiring import Wiring
+from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
+from swarmnet.swarm.update.delayed_updates import DelayedUpdates
+from swarmnet.swarm.update.gossip_averaging import GossipAveraging
+from swarmnet.swarm.update.local_updates import LocalUpdates
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
@@ -165,7 +166,8 @@ class Peer:
     on_history: Callable[[int, int], None] = lambda old, new: None
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
     on_loss: OnLoss = lambda loss: None
-    """Hears of the books that this peer closes for its stage (see `swarm.lost_samples`)."""
+    """Hears of the books that this peer closes for its stage (see
+    `swarm.recovery.lost_samples`)."""
 
     def __post_init__(self) -> None:
         disk = self.machine.disk

@@ -182,8 +182,8 @@ class Optimizer(Protocol):
         tokens: Sequence[int],
         factors: Sequence[float],
     ) -> Array:
-        """The aggregate of sums over tokens by a rule of `protocol.robust`, as a sum over all
-        tokens. `factors`: what each contribution is multiplied by, for the rules that add."""
+        """The aggregate of sums over tokens by a rule of `protocol.update.robust`, as a sum over
+        all tokens. `factors`: what each contribution is multiplied by, for the rules that add."""
 
     def sum_of_squares(self, values: Array) -> float:
         """To about five digits; not finite where a value is not."""
@@ -285,7 +285,7 @@ class Saved:
     round: int
     """The round that begins with this state."""
     history: int
-    """Of the run at the time, see `protocol.records.Record.history`."""
+    """Of the run at the time, see `protocol.membership.records.Record.history`."""
     stage: int
     num_shards: int
     held: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnet.protocol.sync_modes import ZERO, SyncPlan
+from swarmnet.protocol.update.sync_modes import ZERO, SyncPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RunSettings:
     replication: int = 2
     """Owners of each shard's optimizer state."""
     aggregation: str = "mean"
-    """A rule of `protocol.robust`."""
+    """A rule of `protocol.update.robust`."""
     evaluate_every: int = 10
     """Rounds between measurements on held-out data; 0 for only at the end."""
     max_in_flight: int = 0

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from swarmnet.errors import Busy, NotReady
-from swarmnet.protocol.guest import rest_s
+from swarmnet.protocol.resource_limits import rest_s
 from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check
 
 MAX_WAITING = 1024

@@ -44,8 +44,9 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.arrays import from_tensor, is_finite, to_tensor
 from swarmnet.training.computing import Computing, computing_of
-from swarmnet.training.device_copies import copies_of
-from swarmnet.training.loss_scale import LossScale
+from swarmnet.training.memory.device_copies import copies_of
+from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass, Place
+from swarmnet.training.memory.parameter_copies import ParameterCopies, lower_buffers
 from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
@@ -62,9 +63,8 @@ from swarmnet.training.models.registry import (
     shard_parameters,
     split_stages,
 )
-from swarmnet.training.offload import FilePlace, HostPlace, OffloadedPass, Place
-from swarmnet.training.parameter_copies import ParameterCopies, lower_buffers
-from swarmnet.training.vectors import Vectors
+from swarmnet.training.optimizer.loss_scale import LossScale
+from swarmnet.training.optimizer.vectors import Vectors
 from swarmnet.wire import Array
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)

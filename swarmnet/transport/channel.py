@@ -26,9 +26,9 @@ from swarmnet.errors import (
     WrongVersion,
 )
 from swarmnet.identity import Identity
-from swarmnet.protocol.addresses import to_dial
+from swarmnet.protocol.membership.addresses import to_dial
+from swarmnet.protocol.membership.seats import machine_of, seat_id, split_seat
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.protocol.seats import machine_of, seat_id, split_seat
 from swarmnet.transport.base import (
     RELAY_PROTOCOL,
     ByteStream,
@@ -334,7 +334,8 @@ class ChannelTransport:
     # ---- seats ------------------------------------------------------------------------------
 
     def seat(self, seat: int) -> Seat:
-        """A further peer on this machine (`protocol.seats`), from 1; the first is this one."""
+        """A further peer on this machine (`protocol.membership.seats`), from 1; the first is this
+        one."""
         self._seats[seat] = Seat(self, seat)
         return self._seats[seat]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
-from swarmnet.protocol.seats import machine_of
+from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.upgrade import TICKET_S, Attempts
 from swarmnet.transport.base import ByteStream, Handler, Request, Traffic
 from swarmnet.transport.calls import Channel

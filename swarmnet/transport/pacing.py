@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from swarmnet.protocol.guest import UploadBucket
+from swarmnet.protocol.resource_limits import UploadBucket
 
 SHORTEST_WAIT_S = 0.001
 

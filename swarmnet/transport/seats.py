@@ -1,9 +1,9 @@
 """Several peers on one machine's channels.
 
-A `Seat` is a `Transport` of its own for the swarm code, with an id of its own (`protocol.seats`).
-On the wire its messages say from which seat to which they go; between the seats of one machine
-there is no wire: the handler is called, arrays are handed over as they are.
-"""
+A `Seat` is a `Transport` of its own for the swarm code, with an id of its own
+(`protocol.membership.seats`). On the wire its messages say from which seat to which they go;
+between the seats of one machine there is no wire: the handler is called, arrays are handed over as
+they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.seats import MAX_SEATS, seat_id
+from swarmnet.protocol.membership.seats import MAX_SEATS, seat_id
 from swarmnet.transport.base import Handler, Traffic
 from swarmnet.wire import Message
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from peer.dashboard.hub import Hub
-from peer.monitor import Monitor
-from swarmnet.protocol.records import ACTIVE, HeldOut, Record, RoundCount
+from peer.observe.dashboard.hub import Hub
+from peer.observe.monitor import Monitor
+from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, RoundCount
 from swarmnet.spec import RunSpec, parse_spec
 
 GLOBAL_BATCH, TOKENS = 64, 128

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from peer.dashboard.app import live_app, replay_app
-from peer.dashboard.server import listen, serving
+from peer.observe.dashboard.app import live_app, replay_app
+from peer.observe.dashboard.server import listen, serving
 from swarmnet.errors import UserError
 from tests.dashboard.making import Played, replica
 
@@ -30,7 +30,7 @@ def test_the_page_and_what_it_needs_come_from_here_alone() -> None:
     page = visitor.get("/")
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    static = Path("peer/dashboard/static")
+    static = Path("peer/observe/dashboard/static")
     needed = [f"/static/{path.name}" for path in static.iterdir()]
     assert len(needed) > 6
     for path in needed:

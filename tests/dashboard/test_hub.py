@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from peer.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT, MAX_WAITING
+from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT, MAX_WAITING
 from tests.dashboard.making import Played, feeder, held_out, replica
 
 

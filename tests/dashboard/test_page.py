@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from peer.dashboard.app import live_app, replay_app
-from peer.dashboard.replay import make_film
-from peer.dashboard.server import listen, serving
-from peer.metrics import MetricsFile
-from peer.report import Reporter
-from swarmnet.protocol.records import Record
+from peer.observe.dashboard.app import live_app, replay_app
+from peer.observe.dashboard.replay import make_film
+from peer.observe.dashboard.server import listen, serving
+from peer.observe.metrics import MetricsFile
+from peer.observe.report import Reporter
+from swarmnet.protocol.membership.records import Record
 from tests.dashboard.browser import browser, overflow, page, until
 from tests.dashboard.making import Played, feeder, held_out, replica, spec_of
 from tests.processes.running import SPARING, Machine, machine, tiny_run

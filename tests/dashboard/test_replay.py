@@ -10,10 +10,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peer.dashboard.replay import MAX_FRAMES, check_file, make_film
-from peer.events import Migrated, PeerJoined, PeerLost, Rerouted, RoundFinished, event_from_json
-from peer.metrics import MetricsFile
-from peer.report import Reporter
+from peer.observe.dashboard.replay import MAX_FRAMES, check_file, make_film
+from peer.observe.events import (
+    Migrated,
+    PeerJoined,
+    PeerLost,
+    Rerouted,
+    RoundFinished,
+    event_from_json,
+)
+from peer.observe.metrics import MetricsFile
+from peer.observe.report import Reporter
 from swarmnet.errors import UserError
 from tests.dashboard.making import feeder, replica, spec_of
 

@@ -11,11 +11,11 @@ import torch
 
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing, PrecisionName
-from swarmnet.training.local_group import LocalGroup
-from swarmnet.training.reference import ReferenceTrainer
-from swarmnet.training.shards import build_optimizer
+from swarmnet.training.optimizer.shards import build_optimizer
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from swarmnet.training.stage import build_stage
-from swarmnet.training.tensor_parallel_stage import build_parallel_stage, rank_options
+from tests.oracles.reference import ReferenceTrainer
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 12

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from swarmnet.spec import RunSpec
-from swarmnet.training.local_group import LocalGroup
-from swarmnet.training.shards import build_optimizer
-from swarmnet.training.tensor_parallel_stage import build_parallel_stage, rank_options
+from swarmnet.training.optimizer.shards import build_optimizer
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.tensor_parallel_stage import build_parallel_stage, rank_options
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 6

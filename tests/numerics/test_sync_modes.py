@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.protocol.pairing import partner
+from swarmnet.protocol.update.pairing import partner
 from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
-from swarmnet.training.reference_modes import DelayedReference, GossipReference, LocalReference
 from swarmnet.transport.memory import MemoryHub
+from tests.oracles.reference_modes import DelayedReference, GossipReference, LocalReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
 
 ROUNDS = 12

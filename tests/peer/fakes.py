@@ -8,8 +8,8 @@ from pathlib import Path
 
 from peer.options import TransportName
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.records import ACTIVE, HeldOut, Record, RoundCount
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, RoundCount
+from swarmnet.protocol.membership.view import View
 from swarmnet.spec import RunSpec
 
 FAKE_PEER = """

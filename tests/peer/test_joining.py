@@ -24,9 +24,9 @@ from peer.options import default_spec_path
 from peer.ready import write_ready_file
 from swarmnet.errors import AddressError, UserError
 from swarmnet.identity import Identity
-from swarmnet.protocol.addresses import STAGGER_S
-from swarmnet.protocol.records import ACTIVE, OBSERVING, Record
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.addresses import STAGGER_S
+from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
+from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import load_spec
 from swarmnet.swarm.messages import SpecReply

@@ -32,7 +32,7 @@ from peer.joining import fetch_run
 from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity
-from swarmnet.protocol.seats import seat_id
+from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.messages import FetchRequest
 from swarmnet.training.stage import build_stage

@@ -17,7 +17,7 @@ import xxhash
 
 from peer.cli import run_command
 from swarmnet.identity import Identity
-from swarmnet.transport.p2pd import P2pdCarrier
+from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 from tests.processes.running import SPARING, Machine, sockets_in, tiny_run
 
 pytestmark = pytest.mark.processes

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet.spec import RunSpec, load_spec
-from swarmnet.swarm.feeder import microbatch_id
-from swarmnet.training.reference import ReferenceTrainer
+from swarmnet.swarm.pipeline.feeder import microbatch_id
+from tests.oracles.reference import ReferenceTrainer
 from tests.processes.running import (
     RUN_LIMIT_S,
     Command,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from peer.limits import LIMITS_FILE
+from peer.machine.limits import LIMITS_FILE
 from tests.processes.internet import Internet, NoNamespaces, internet
 from tests.processes.running import SPARING, Command, Machine, machine, tiny_run
 

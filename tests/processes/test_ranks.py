@@ -16,7 +16,7 @@ ROUNDS = 100_000
 """More than are waited for."""
 LOST_LIMIT_S = 90.0
 LESS_PATIENT = """
-from swarmnet.training.local_group import LocalGroup
+from swarmnet.training.ranks.local_group import LocalGroup
 LocalGroup.__init__.__kwdefaults__["silence_s"] = 6.0
 """
 """A peer that waits so long, not 20 s, for a sign of life of its ranks."""
@@ -32,7 +32,7 @@ def ranks_of(peer: Command) -> list[int]:
     return [
         pid
         for pid in children
-        if b"swarmnet.training.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"swarmnet.training.ranks.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

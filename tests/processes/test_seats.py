@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.export import export_checkpoints
+from peer.commands.export import export_checkpoints
 from swarmnet.spec import load_spec
 from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference, replay

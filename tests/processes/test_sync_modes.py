@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swarmnet.spec import load_spec
-from swarmnet.training.reference_modes import DelayedReference
+from tests.oracles.reference_modes import DelayedReference
 from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnet.protocol.records import ACTIVE, Record
+from swarmnet.protocol.membership.records import ACTIVE, Record
 
 
 def record(peer_id: str, version: int = 0, *, incarnation: int = 1, **fields: object) -> Record:

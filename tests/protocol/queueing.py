@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.routing import Router
+from swarmnet.protocol.pipeline.routing import Router
 
 
 @dataclass

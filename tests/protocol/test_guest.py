@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet.protocol.guest import (
+from swarmnet.protocol.resource_limits import (
     BUSY_ABOVE,
     BUSY_AFTER_S,
     MINUTES_A_DAY,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
+from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
 from swarmnet.protocol.recovery import (
     RESTORE_PATIENCE_S,
     SETTLE_S,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.records import ACTIVE, Record
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.baselines import (
     ADAPTIVE,
     ASSIGNMENTS,

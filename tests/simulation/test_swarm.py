@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.protocol.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation import swarm as simulation
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
@@ -23,10 +23,10 @@ from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_swarm_in
 from swarmnet.simulation.stage import Sizes, SyntheticStage
 from swarmnet.simulation.swarm import simulate
-from swarmnet.swarm.gossip_averaging import GossipAveraging
-from swarmnet.swarm.lost_samples import LostSamples
 from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.recovery.lost_samples import LostSamples
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 
 NUM_SEEDS = 300
 CHUNK = 25

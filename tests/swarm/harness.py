@@ -28,13 +28,13 @@ from swarmnet.simulation.stage import (
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.ports import Data
-from swarmnet.swarm.recovery import Disk
+from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.data import open_data
-from swarmnet.training.local_steps import build_local_steps, build_optimizer
-from swarmnet.training.reference import ReferenceTrainer
+from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
 from swarmnet.training.stage import build_stage
 from swarmnet.transport.memory import MemoryHub
+from tests.oracles.reference import ReferenceTrainer
 
 FORWARD_S, BACKWARD_S, OTHER_S = 0.02, 0.04, 0.001
 LIMIT_S = 600.0

@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from swarmnet.protocol.records import ACTIVE, Record
-from swarmnet.protocol.view import View
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
 from swarmnet.simulation.stage import (
@@ -18,12 +18,12 @@ from swarmnet.simulation.stage import (
     SyntheticStage,
     activation,
 )
-from swarmnet.swarm.gossip import Gossip
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdmitRequest, StepReply, StepRequest
-from swarmnet.swarm.replica import Replica
+from swarmnet.swarm.pipeline.step import StepService
+from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.step import StepService
-from swarmnet.swarm.wiring import Passed, Wiring
+from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Array, Message
 from tests.swarm.harness import OpenSigner

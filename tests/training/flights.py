@@ -10,7 +10,7 @@ import torch
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import to_tensor
-from swarmnet.training.shards import ShardedAdamW, build_optimizer
+from swarmnet.training.optimizer.shards import ShardedAdamW, build_optimizer
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 

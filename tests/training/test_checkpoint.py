@@ -15,7 +15,7 @@ from swarmnet.swarm.ports import OwnSteps, Snapshot
 from swarmnet.training import checkpoint
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.checkpoint import FILES, META_FILE, CheckpointError, CheckpointStore
-from swarmnet.training.shards import build_optimizer
+from swarmnet.training.optimizer.shards import build_optimizer
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.training.specs import small_spec
 

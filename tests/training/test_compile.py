@@ -11,7 +11,7 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.stage import build_stage
 from tests.training.flights import fly, gradient
 from tests.training.specs import small_spec
-from tests.training.test_tensor_parallel import tokens
+from tests.training.ranks.test_tensor_parallel import tokens
 
 make = torch.nn.Module.compile  # without a C++ compiler, which takes half a minute
 torch.nn.Module.compile = lambda self, **how: make(self, backend="aot_eager", **how)

@@ -11,8 +11,8 @@ from swarmnet.errors import DataError, SpecError
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.data import open_data
 from swarmnet.training.models.registry import model_plan, stage_costs
-from swarmnet.training.reference import ReferenceTrainer
 from swarmnet.training.stage import build_stage
+from tests.oracles.reference import ReferenceTrainer
 from tests.training.flights import fly, optimizers_of, stages_of, update
 from tests.training.specs import small_spec
 

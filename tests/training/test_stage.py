@@ -17,7 +17,6 @@ from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
-from swarmnet.training.reference import ReferenceTrainer
 from swarmnet.training.stage import (
     TorchStage,
     build_stage,
@@ -25,6 +24,7 @@ from swarmnet.training.stage import (
     stage_shard_sizes,
 )
 from swarmnet.wire import Array
+from tests.oracles.reference import ReferenceTrainer
 from tests.training.flights import fly, gradient, named, parameters, stages_of
 from tests.training.specs import small_spec, write_text
 

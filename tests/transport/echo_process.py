@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from swarmnet.transport.py_libp2p import PyLibp2pCarrier
+from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
 from tests.transport.streams import Echo, identity
 
 

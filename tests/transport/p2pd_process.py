@@ -15,7 +15,7 @@ import uvloop
 
 from swarmnet.transport.base import Request
 from swarmnet.transport.channel import ChannelTransport
-from swarmnet.transport.p2pd import P2pdCarrier
+from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 from swarmnet.wire import Message
 from tests.transport.streams import identity
 

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from swarmnet import errors, identity
-from swarmnet.protocol import placement, records, upgrade
-from swarmnet.swarm import discovery, feeder, messages, relaying
+from swarmnet.protocol import upgrade
+from swarmnet.protocol.membership import records
+from swarmnet.protocol.update import placement
+from swarmnet.swarm import messages
+from swarmnet.swarm.membership import discovery, relaying
+from swarmnet.swarm.pipeline import feeder
 from swarmnet.transport import base, calls, channel, direct, frames, links, outbox, relay
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
 from tests.transport.test_frames import read

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from swarmnet.errors import SpecError, UserError
-from swarmnet.protocol.assignment import split_layers
+from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.base import LayerBuilder, ModelPlan, describe_parameters
 from swarmnet.training.models.llama import llama_plan

@@ -1,0 +1,355 @@
+"""`swarmnet doctor`: what this machine can do for a run, what is in its way, and how to mend it.
+
+Each check is a function that returns findings; a finding that is not good says what to do in the
+same line. Nothing is changed, and nothing but the peer that is asked hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from peer.commands.doctor_nat import check_nat
+from peer.finding import BAD, GOOD, SKIPPED, WARNING, Finding
+from peer.joining import check_addresses, dial_any, fetch_run, read_addresses
+from peer.options import ANY_INTERFACE, TransportName
+from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.identity import Identity
+from swarmnet.spec import RunSpec, load_spec
+from swarmnet.swarm.messages import (
+    MAX_DIAL_BACK,
+    MAX_PROBE_BYTES,
+    BandwidthRequest,
+    DialBackReply,
+    DialBackRequest,
+)
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Array, Message, convert
+
+MARKS = {GOOD: "[green]ok  [/]", WARNING: "[yellow]warn[/]", BAD: "[red]BAD [/]", SKIPPED: "--  "}
+MIN_PYTHON = (3, 11)
+LOW_MEMORY_BYTES = 2 << 30
+LOW_DISK_BYTES = 1 << 30
+CHECKPOINTS_KEPT = 3
+"""Two, and the one that is being written."""
+MAX_CLOCK_ERROR_S = 30.0
+SLOW_UPLOAD_BYTES_PER_S = 250_000
+PROBE_TIMEOUT_S = 40.0
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """Of the command line."""
+
+    join: Sequence[str] = ()
+    spec: Path | None = None
+    port: int = 0
+    state_dir: Path | None = None
+    transport: TransportName = "p2pd"
+    as_json: bool = False
+
+
+async def run_doctor(options: DoctorOptions, console: Console) -> int:
+    """Prints the findings as they come; returns how many are bad. Raises `UserError` for options
+    that lead nowhere."""
+    spec = load_spec(options.spec) if options.spec is not None else None
+    found: list[Finding] = []
+
+    def tell(findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            found.append(finding)
+            if not options.as_json:
+                console.print(_line(finding), soft_wrap=True, highlight=False)
+
+    for check in (check_python, check_torch, check_memory):
+        tell(await asyncio.to_thread(check))
+    tell(await asyncio.to_thread(check_disk, _existing(options.state_dir)))
+    if options.join:
+        check_addresses([a for a in options.join if not a.startswith("@")])
+    tell_network, joined = await check_network(options)
+    tell(tell_network)
+    spec = spec or joined
+    if spec is not None:
+        tell(await asyncio.to_thread(check_spec, spec, _existing(options.state_dir)))
+    num_bad = sum(f.level == BAD for f in found)
+    if options.as_json:
+        console.print_json(json.dumps([asdict(f) for f in found]))
+    else:
+        console.print(_verdict(num_bad, sum(f.level == WARNING for f in found)))
+    return num_bad
+
+
+def _line(finding: Finding) -> str:
+    mend = f"\n       [bold]->[/] {escape(finding.mend)}" if finding.mend else ""
+    return f"{MARKS[finding.level]}  {finding.check + ':':<14} {escape(finding.found)}{mend}"
+
+
+def _verdict(num_bad: int, num_warnings: int) -> str:
+    if num_bad:
+        return f"\n{num_bad} to mend before this machine can take part."
+    if num_warnings:
+        return "\nThis machine can take part; what is marked would make it more useful."
+    return "\nThis machine is ready."
+
+
+def _existing(path: Path | None) -> Path:
+    """The folder that is there, of a state folder that may not be made yet."""
+    from peer.state_dir import state_root
+
+    path = path or state_root()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+# ---- this machine ---------------------------------------------------------------------------
+
+
+def check_python() -> list[Finding]:
+    """Interpreter and platform."""
+    version = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        return [Finding("Python", BAD, version, "install Python 3.11 or newer")]
+    found = [Finding("Python", GOOD, f"{version} on {platform.system()} {platform.machine()}")]
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        found.append(
+            Finding(
+                "platform",
+                WARNING,
+                "p2pd, the default network daemon, is for Linux on x86-64 only",
+                "start peers with --transport py-libp2p",
+            )
+        )
+    return found
+
+
+def check_torch() -> list[Finding]:
+    """torch, and the GPU that it sees or should see."""
+    try:
+        import torch
+    except ImportError as e:
+        return [Finding("torch", BAD, f"cannot be imported: {e}", "pip install torch")]
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
+    found = [Finding("torch", GOOD, f"{torch.__version__}, built {built}")]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            text = f"{about.name}, {about.total_memory / GIB:.0f} GiB"
+            found.append(Finding("GPU", GOOD, text))
+    elif shutil.which("nvidia-smi") is None:
+        found.append(Finding("GPU", SKIPPED, "none; this machine computes on its CPU"))
+    elif torch.version.cuda is None:
+        mend = "install a torch that is built for CUDA, see https://pytorch.org/get-started"
+        found.append(Finding("GPU", WARNING, "there is one, and this torch cannot use it", mend))
+    else:
+        mend = "update the driver until `nvidia-smi` works and names this CUDA version or a newer"
+        text = "there is one, and torch cannot open it: the driver is missing or too old"
+        found.append(Finding("GPU", WARNING, text, mend))
+    return found
+
+
+def check_memory() -> list[Finding]:
+    """Of the machine, now."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    text = f"{free / GIB:.1f} GiB free, {psutil.cpu_count()} cores"
+    if free < LOW_MEMORY_BYTES:
+        return [Finding("memory", WARNING, text, "close other programs, or serve small runs")]
+    return [Finding("memory", GOOD, text)]
+
+
+def check_disk(folder: Path) -> list[Finding]:
+    """Where the state will be kept."""
+    import os
+
+    if not os.access(folder, os.W_OK):
+        mend = "name a folder of your own with --state-dir"
+        return [Finding("disk", BAD, f"{folder} cannot be written", mend)]
+    free = shutil.disk_usage(folder).free
+    text = f"{free / GIB:.1f} GiB free in {folder}"
+    if free < LOW_DISK_BYTES:
+        return [Finding("disk", WARNING, text, "make room, or name another --state-dir")]
+    return [Finding("disk", GOOD, text)]
+
+
+def check_spec(spec: RunSpec, folder: Path) -> list[Finding]:
+    """What a stage of the run needs, against what is here."""
+    import psutil
+
+    from swarmnet.training.memory.plan import PRECISIONS, plan_memory
+
+    if spec.model.kind != "llama":
+        return [Finding("the run", SKIPPED, "a custom model: what it needs is not known")]
+    rows = plan_memory(spec, num_replicas=1, in_flight=2, precision=PRECISIONS["fp32"])
+    needs = sorted(row.total for row in rows)
+    state = max(row.state for row in rows) * CHECKPOINTS_KEPT
+    free, disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
+    span = f"{needs[0] / MIB:,.0f} MiB" + (
+        f" to {needs[-1] / MIB:,.0f} MiB" if needs[-1] > 1.01 * needs[0] else ""
+    )
+    text = f"{spec.name!r}: a stage takes {span} of memory where this peer is its only replica"
+    found = [Finding("the run", GOOD, text)]
+    if needs[0] > free:
+        found[0] = Finding("the run", BAD, text, "this run is too large for this machine")
+    elif needs[-1] > free:
+        mend = "it fits some stages; see `swarmnet plan`, and choose one with --stage"
+        found[0] = Finding("the run", WARNING, text, mend)
+    if state > disk:
+        text = f"checkpoints take up to {state / GIB:.1f} GiB"
+        mend = "make room, or start with --checkpoint-every 0"
+        found.append(Finding("checkpoints", WARNING, text, mend))
+    return found
+
+
+# ---- the network ----------------------------------------------------------------------------
+
+
+async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec | None]:
+    """Port, and with `join`: the way there and back, the clock, how fast. And the run's spec."""
+    from peer.daemon import open_net
+
+    key = Identity.generate()
+    try:
+        listening = await open_net(
+            options.transport, key, host=ANY_INTERFACE, port=options.port, announce=()
+        )
+    except SwarmnetError as e:
+        mend = "stop what uses it (your own peer?), or choose another --port"
+        found = [Finding("port", BAD, str(e), mend)]
+        if options.join:
+            text = "not looked into, for want of a port"
+            found.append(Finding("the run", SKIPPED, text, "without --port it takes any free one"))
+        return found, None
+    try:
+        addresses = listening.transport.addresses()
+        which = f"{options.port}" if options.port else "any free one"
+        found = [Finding("port", GOOD, f"can listen on {which}")]
+        if not options.join:
+            text = "not looked into"
+            mend = "name a peer of the run: swarmnet doctor --join ADDR"
+            return [*found, Finding("the way in", SKIPPED, text, mend)], None
+        asking = await open_net(
+            options.transport, Identity.generate(), host=ANY_INTERFACE, port=0, announce=()
+        )
+        try:
+            more, spec = await _ask(asking.transport, addresses, options)
+            return found + more, spec
+        finally:
+            await asking.transport.close()
+    finally:
+        await listening.transport.close()
+
+
+async def _ask(
+    transport: Transport, own: Sequence[str], options: DoctorOptions
+) -> tuple[list[Finding], RunSpec | None]:
+    try:
+        given = await read_addresses(options.join, lambda _: None, patience_s=0.0)
+        began = time.perf_counter()
+        peer_id = await dial_any(transport, given)
+        dial_s = time.perf_counter() - began
+        spec = await fetch_run(transport, peer_id)
+    except UserError as e:
+        mend = "check the address with who gave it to you, and that a firewall lets you out"
+        return [Finding("the way out", BAD, str(e)[:300], mend)], None
+    text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
+    found = [Finding("the way out", GOOD, text)]
+    transport.set_run(spec.run_id)
+    # Port reuse: p2pd goes out from the port on which it listens, py-libp2p does not.
+    nat = check_nat(transport, peer_id, can_compare=options.transport == "p2pd")
+    for check in (
+        _check_way_in(transport, peer_id, own),
+        nat,
+        _check_speed(transport, peer_id),
+    ):
+        try:
+            found += await check
+        except SwarmnetError as e:
+            found.append(Finding("the peer", SKIPPED, f"did not help: {e}", "try another peer"))
+    return found, spec
+
+
+async def _check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) -> list[Finding]:
+    """Asks the peer to dial the addresses of the listening identity, which it has never met."""
+    asked = tuple(sorted(own, key=_is_private))[:MAX_DIAL_BACK]
+    reply = await transport.call(
+        peer_id, "dial_back", Message(DialBackRequest(asked)), timeout_s=PROBE_TIMEOUT_S
+    )
+    answer = convert(reply.body, DialBackReply)
+    found = [_clock(answer.unix_s - time.time())]
+    pairs = list(zip(asked, answer.reasons, strict=False))
+    reached = [_host(a) for a, reason in pairs if not reason]
+    if reached:
+        text = f"that peer reached this machine at {', '.join(reached)}"
+        if all(_is_private(a) for a, reason in pairs if not reason):
+            text += " (a private address: peers elsewhere may not)"
+        return [*found, Finding("the way in", GOOD, text)]
+    why = pairs[0][1] if pairs else "no address"
+    nat = "this machine is behind NAT (it has private addresses only)"
+    text = nat if all(_is_private(a) for a in own) else "a firewall is in the way"
+    mend = (
+        "forward a TCP port to this machine, then start peers with --port PORT --announce "
+        "/ip4/YOUR.PUBLIC.IP/tcp/PORT; without it others reach this peer through relays, which "
+        "is slower"
+    )
+    return [*found, Finding("the way in", WARNING, f"not reached ({why}): {text}", mend)]
+
+
+def _clock(error_s: float) -> Finding:
+    if abs(error_s) <= MAX_CLOCK_ERROR_S:
+        return Finding("clock", GOOD, f"within {max(1.0, abs(error_s)):.0f} s of that peer's")
+    mend = "set this machine's clock (timedatectl set-ntp true), if it is not the peer's"
+    return Finding("clock", WARNING, f"{abs(error_s):.0f} s off that peer's", mend)
+
+
+async def _check_speed(transport: Transport, peer_id: str) -> list[Finding]:
+    """Bytes there and bytes back; each way is timed after a short exchange has opened it up."""
+    payload = (Array("uint8", (MAX_PROBE_BYTES,), bytes(MAX_PROBE_BYTES)),)
+
+    async def timed(reply_bytes: int, arrays: tuple[Array, ...]) -> float:
+        began = time.perf_counter()
+        await transport.call(
+            peer_id,
+            "bandwidth",
+            Message(BandwidthRequest(reply_bytes), arrays),
+            timeout_s=PROBE_TIMEOUT_S,
+        )
+        return time.perf_counter() - began
+
+    round_trip_s = await timed(0, ())
+    up = MAX_PROBE_BYTES / max(1e-6, await timed(0, payload) - round_trip_s)
+    down = MAX_PROBE_BYTES / max(1e-6, await timed(MAX_PROBE_BYTES, ()) - round_trip_s)
+    text = f"to that peer: {_rate(up)} up, {_rate(down)} down, {1000 * round_trip_s:.0f} ms"
+    if up < SLOW_UPLOAD_BYTES_PER_S:
+        mend = "this link is slow; close what else uses it, or join a run with small activations"
+        return [Finding("bandwidth", WARNING, text, mend)]
+    return [Finding("bandwidth", GOOD, text)]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{8 * bytes_per_s / 1e6:,.1f} Mbit/s"
+
+
+def _host(address: str) -> str:
+    parts = address.split("/")
+    return parts[2] if len(parts) > 2 else address
+
+
+def _is_private(address: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(_host(address))
+    except ValueError:
+        return False
+    return ip.is_private or ip.is_loopback or ip.is_link_local

@@ -1,0 +1,320 @@
+"""`swarmnet local`: a whole swarm on this machine, one real `swarmnet peer` process a peer, and
+this process as the observer that watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from peer.commands.chaos import Chaos, parse_chaos
+from peer.observe.dashboard.server import listen
+from peer.observe.metrics import open_metrics
+from peer.observe.observing import JoinRun, RunObserver, join_run
+from peer.observe.report import Reporter, open_page
+from peer.observe.screen import peers_table
+from peer.observe.text import number, size
+from peer.observe.view_model import Summary
+from peer.options import (
+    INVITE_VARIABLE,
+    LOOPBACK,
+    ActivationsName,
+    DeviceName,
+    LocalName,
+    PrecisionName,
+    ScreenName,
+    TransportName,
+    UsageError,
+    default_spec_path,
+    with_overrides,
+)
+from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
+from swarmnet.errors import SwarmnetError
+from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec, describe, load_spec
+
+LOOK_EVERY_S = 0.5
+"""Longest time between looks."""
+LOOK_PAUSE_S = 0.1
+"""Shortest time between looks."""
+FINAL_WAIT_S = 30.0
+"""After the last update: for the last counts and the last held-out measurement to arrive."""
+JOIN_THROUGH = 4
+"""Addresses that a newcomer is given: any of them may be gone when it starts."""
+SAMPLE_TOKENS = 200
+SAMPLE_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """Options of `swarmnet local`."""
+
+    num_peers: int
+    spec: Path | None = None
+    """None = the embedded default."""
+    rounds: int | None = None
+    seed: int | None = None
+    metrics: Path | None = None
+    transport: TransportName = "p2pd"
+    direct: bool = True
+    """Bulk transfers over direct TLS connections."""
+    threads: int = 0
+    """Torch threads of each peer, or of each of its ranks."""
+    tp: int | None = None
+    """Ranks of each peer."""
+    sequence_parallel: bool = False
+    local: LocalName = "tensor"
+    device: DeviceName = "auto"
+    precision: PrecisionName = "auto"
+    activations: ActivationsName = "auto"
+    compile: bool = False
+    """All four of each peer."""
+    screen: ScreenName = "auto"
+    debug: bool = False
+    chaos: str = ""
+    """Faults on purpose; see `peer.commands.chaos`."""
+    invite: str = ""
+    """To a closed run."""
+    dashboard: int | None = None
+    """Show the web page on this port; None = not at all."""
+    dashboard_host: str = LOOPBACK
+
+
+async def run_local(
+    options: LocalOptions,
+    *,
+    command: Sequence[str] = PEER_COMMAND,
+    join: JoinRun = join_run,
+) -> None:
+    """Runs a swarm until it has done its rounds; prints a summary and a sample of text.
+
+    `command` and `join` are there for tests.
+
+    Raises:
+        UserError: spec, options or metrics file are wrong, or the first peer found them so.
+        SwarmnetError: every peer ended before the run did.
+    """
+    spec = with_overrides(
+        load_spec(options.spec or default_spec_path()), rounds=options.rounds, seed=options.seed
+    )
+    _check(options, spec)
+    rates = parse_chaos(options.chaos) if options.chaos else {}
+    if options.invite:
+        os.environ[INVITE_VARIABLE] = options.invite  # of the peers; a command line can be seen
+        join = partial(join, invite=options.invite)
+    async with AsyncExitStack() as stack:
+        hub = None
+        if options.dashboard is not None:
+            listener = listen(options.dashboard_host, options.dashboard)
+            hub, shown_at = await open_page(stack, spec, options.dashboard_host, listener)
+        metrics = stack.enter_context(open_metrics(options.metrics, append=False))
+        reporter = stack.enter_context(Reporter(spec, options.screen, metrics, hub))
+        folder = stack.enter_context(run_folder())
+        if hub is not None:
+            reporter.screen.say(f"dashboard: {shown_at}")
+        processes = PeerProcesses(folder, command)
+        try:
+            await _run(options, spec, reporter, processes, join, rates)
+        finally:
+            await processes.stop()
+
+
+def _check(options: LocalOptions, spec: RunSpec) -> None:
+    num_stages = spec.pipeline.num_stages
+    if options.num_peers < num_stages:
+        raise UsageError(f"{num_stages} stages need at least --peers {num_stages}")
+
+
+async def _run(
+    options: LocalOptions,
+    spec: RunSpec,
+    reporter: Reporter,
+    processes: PeerProcesses,
+    join: JoinRun,
+    rates: dict[str, float],
+) -> None:
+    screen = reporter.screen
+    screen.say(describe(spec))
+    screen.say(f"starting {options.num_peers} peers")
+    first = await processes.start("peer-1", _first_arguments(options))
+    address = (await processes.wait_ready(first)).address
+    screen.say(f"join it from this machine: swarmnet peer --join {address}")
+    for index in range(2, options.num_peers + 1):
+        await processes.start(f"peer-{index}", _joiner_arguments(options, spec, address))
+    observer = await join([address], options.transport)
+    try:
+        if observer.spec.run_id != spec.run_id:
+            raise SwarmnetError("the peers train another run than the one they were given")
+        chaos = Chaos(
+            rates,
+            processes,
+            observer.view,
+            lambda: _start_newcomer(options, spec, observer, processes),
+            screen.say,
+            random.Random(spec.seed),
+        )
+        harming = asyncio.get_running_loop().create_task(chaos.run())
+        try:
+            await _watch(observer, reporter, processes)
+        except asyncio.CancelledError:
+            if reporter.monitor.summary().rounds:  # what happened until then is worth knowing
+                _show_summary(reporter, chaos)
+            raise
+        finally:
+            harming.cancel()
+            await asyncio.gather(harming, return_exceptions=True)
+        sample = await _sample(observer)
+    finally:
+        await observer.close()
+    _show_summary(reporter, chaos)
+    for line in sample:
+        screen.say(line)
+
+
+def _show_summary(reporter: Reporter, chaos: Chaos) -> None:
+    screen = reporter.screen
+    screen.close()
+    screen.draw(summary_table(reporter.monitor.summary()))
+    screen.draw(peers_table(reporter.monitor.view_model().peers))
+    if chaos.rates:
+        screen.say(
+            f"chaos: {chaos.num_killed} peers killed, {chaos.num_stopped} stopped for a while"
+        )
+
+
+async def _start_newcomer(
+    options: LocalOptions, spec: RunSpec, observer: RunObserver, processes: PeerProcesses
+) -> None:
+    """One more peer, through the address of any that lives."""
+    now = asyncio.get_running_loop().time()
+    addresses = [r.addresses[0] for r in observer.view.live(now) if r.is_replica and r.addresses]
+    if addresses:
+        name = f"peer-{len(processes.children) + 1}"
+        await processes.start(name, _joiner_arguments(options, spec, *addresses[:JOIN_THROUGH]))
+
+
+def _shared_arguments(options: LocalOptions) -> list[str]:
+    arguments = ["--host", LOOPBACK, "--transport", options.transport, "--plain"]
+    if not options.direct:
+        arguments.append("--no-direct")
+    if options.threads:
+        arguments += ["--threads", str(options.threads)]
+    if options.tp is not None:
+        arguments += ["--tp", str(options.tp)]
+    if options.sequence_parallel:
+        arguments.append("--sequence-parallel")
+    if options.local != "tensor":
+        arguments += ["--local", options.local]
+    for name in ("device", "precision", "activations"):
+        if getattr(options, name) != "auto":
+            arguments += [f"--{name}", getattr(options, name)]
+    if options.compile:
+        arguments.append("--compile")
+    if options.debug:
+        arguments.append("--debug")
+    return arguments
+
+
+def _first_arguments(options: LocalOptions) -> list[str]:
+    arguments = ["--spec", str(options.spec or default_spec_path())]
+    if options.rounds is not None:
+        arguments += ["--rounds", str(options.rounds)]
+    if options.seed is not None:
+        arguments += ["--seed", str(options.seed)]
+    return arguments + _shared_arguments(options)
+
+
+def _joiner_arguments(options: LocalOptions, spec: RunSpec, *addresses: str) -> list[str]:
+    """A joiner takes neither files nor code from a spec that comes over the network; here both
+    are this person's own."""
+    arguments = [word for address in addresses for word in ("--join", address)]
+    if any(path != PYTHON_STDLIB for path in spec.data.paths):
+        for path in spec.data.paths:
+            arguments += ["--data", path]
+    if spec.data.tokenizer != BYTES_TOKENIZER:
+        arguments += ["--tokenizer", spec.data.tokenizer]
+    if spec.model.kind == "custom":
+        arguments += ["--builder", spec.model.builder]
+    return arguments + _shared_arguments(options)
+
+
+async def _watch(observer: RunObserver, reporter: Reporter, processes: PeerProcesses) -> None:
+    """Looks until the run has done its rounds and all of it was told. A peer that ends before is
+    reported and the run goes on; raises `SwarmnetError` when none is left."""
+    loop = asyncio.get_running_loop()
+    done_at: float | None = None
+    while True:
+        for child in processes.newly_dead():
+            _report_death(child, reporter)
+        if not processes.num_alive:
+            raise SwarmnetError(f"every peer has ended; their logs are in {processes.folder}")
+        now = loop.time()
+        reporter.look(observer.view, now, time.time())
+        if reporter.monitor.all_told:
+            return
+        if reporter.monitor.done:
+            done_at = now if done_at is None else done_at
+            if now - done_at > FINAL_WAIT_S:
+                reporter.screen.say("the last held-out measurement did not arrive in time")
+                return
+        await observer.wait_news(LOOK_EVERY_S)
+        await asyncio.sleep(LOOK_PAUSE_S)
+
+
+def _report_death(child: ChildPeer, reporter: Reporter) -> None:
+    screen = reporter.screen
+    screen.say(f"{child.name} (pid {child.process.pid}) {child.how_it_ended()}; the run goes on")
+    for line in child.log_tail():
+        screen.say(f"  {child.name}: {line}")
+
+
+async def _sample(observer: RunObserver) -> list[str]:
+    """A short text that the model writes, as lines; nothing for what is not a language model of
+    bytes. A run that cannot say a word has still done its rounds, so a failure is a line too."""
+    spec = observer.spec
+    if spec.model.kind != "llama" or spec.data.tokenizer != BYTES_TOKENIZER:
+        return []
+    prompt = "def " if PYTHON_STDLIB in spec.data.paths else "The "
+    try:
+        async with asyncio.timeout(SAMPLE_WAIT_S):
+            written = await observer.generate(prompt.encode(), SAMPLE_TOKENS)
+    except (SwarmnetError, TimeoutError) as error:
+        return [f"no sample: {error or 'the swarm did not answer in time'}"]
+    text = prompt + written.decode(errors="replace")
+    shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    return ["", "the model writes:", *(f"  {line}" for line in shown.splitlines())]
+
+
+def summary_table(summary: Summary) -> Table:
+    """The run in numbers."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    measured = [
+        ("held-out loss", summary.held_out_loss_first, summary.held_out_loss_last),
+        ("held-out bits per byte", summary.bits_per_byte_first, summary.bits_per_byte_last),
+    ]
+    for name, value in (
+        ("rounds", number(summary.rounds)),
+        ("tokens", number(summary.tokens)),
+        ("tokens/s", number(summary.tokens_per_s)),
+        *((name, f"{number(a, 3)} -> {number(b, 3)}") for name, a, b in measured if a),
+        ("re-routes", number(summary.rerouted)),
+        ("retracted", number(summary.retracted)),
+        ("samples lost", number(summary.samples_lost)),
+        ("results given up after a partition", number(summary.diverged)),
+        ("optimizer shards reset", number(summary.shards_reset)),
+        ("stages begun afresh", number(summary.stages_restarted)),
+        ("moves to another stage", number(summary.moved)),
+        ("bytes sent per token", size(summary.bytes_per_token)),
+    ):
+        table.add_row(Text(name), Text(value))
+    return table

@@ -1,0 +1,201 @@
+"""`swarmnet plan`: what a replica of each stage of a run will hold in memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from swarmnet.spec import RunSpec, load_spec
+from swarmnet.training.memory.activation_choice import POLICIES
+from swarmnet.training.memory.plan import (
+    MODES,
+    PRECISIONS,
+    Precision,
+    StageMemory,
+    exchange_bytes,
+    optimizer_share,
+    plan_memory,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Of the command line."""
+
+    spec: Path
+    replicas: int
+    in_flight: int
+    precision: str
+    as_json: bool
+
+
+def show_plan(options: PlanOptions, console: Console) -> None:
+    """Prints the table. Raises `SpecError`."""
+    spec = load_spec(options.spec)
+    precision = precision_of(spec, options)
+
+    def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
+        return plan_memory(
+            spec,
+            num_replicas=options.replicas,
+            in_flight=options.in_flight,
+            precision=precision,
+            activations=policy,
+            mode=mode,
+        )
+
+    rows = rows_of(None)
+    policies: dict[str, list[StageMemory]] = {policy: rows_of(policy) for policy in POLICIES}
+    modes = {mode: rows_of(None, mode) for mode in MODES}
+    if options.as_json:
+        stages = [
+            asdict(r)
+            | {"state": r.state, "total": r.total}
+            | {"by_policy": {p: found[r.stage].activations for p, found in policies.items()}}
+            | {"by_mode": {m: _of_mode(found[r.stage]) for m, found in modes.items()}}
+            for r in rows
+        ]
+        plan = {
+            "replicas": options.replicas,
+            "precision": precision.name,
+            "mode": spec.sync.mode,
+            "stages": stages,
+        }
+        console.print_json(json.dumps(plan))
+        return
+    console.print(_table(rows))
+    console.print(_policies(policies))
+    console.print(_modes(modes))
+    for line in _formulae(spec, options, precision):
+        console.print(line, soft_wrap=True)
+
+
+def precision_of(spec: RunSpec, options: PlanOptions) -> Precision:
+    """What the person asked for, else what the run says, on a machine without a GPU."""
+    from swarmnet.training.computing import choose_precision
+
+    name = options.precision
+    return PRECISIONS[choose_precision(spec) if name == "auto" else name]
+
+
+def _policies(policies: dict[str, list[StageMemory]]) -> Table:
+    table = Table(
+        title="Activations by policy", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    table.add_column("stage")
+    for policy in policies:
+        table.add_column(policy, justify="right", no_wrap=True)
+    for rows in zip(*policies.values(), strict=True):
+        shown = ("?" if r.activations is None else size(r.activations) for r in rows)
+        table.add_row(str(rows[0].stage), *shown)
+    return table
+
+
+def _of_mode(row: StageMemory) -> dict[str, float]:
+    """For programs."""
+    return {"state": row.state, "sent_per_round": row.sent}
+
+
+def _modes(modes: dict[str, list[StageMemory]]) -> Table:
+    title = "By sync mode: the largest stage, and what a replica sends in a round"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("mode")
+    for name in ("weights", "grads", "optim.", "sync", "state", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode, rows in modes.items():
+        r = max(rows, key=lambda r: r.num_parameters)
+        parts = (r.weights, r.gradients, r.optimizer, r.exchange, r.state, r.sent)
+        table.add_row(mode, *(size(x) for x in parts))
+    return table
+
+
+def _table(rows: list[StageMemory]) -> Table:
+    table = Table(
+        title="Memory of one replica", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    table.add_column("stage")
+    for name in (
+        "params",
+        "weights",
+        "grads",
+        "optim.",
+        "sync",
+        "activ.",
+        "total",
+        "no ZeRO",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in rows:
+        activations = "?" if r.activations is None else size(r.activations)
+        table.add_row(
+            str(r.stage),
+            count(r.num_parameters),
+            size(r.weights),
+            size(r.gradients),
+            size(r.optimizer),
+            size(r.exchange),
+            activations,
+            size(r.total),
+            size(r.unsharded + (r.activations or 0.0)),
+        )
+    return table
+
+
+def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
+    sync = spec.sync
+    share = optimizer_share(options.replicas, sync.replication)
+    store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
+    is_own = sync.mode in ("local", "gossip")
+    beside = exchange_bytes(sync.mode, share, p)
+    a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
+    optimizer = f"optimizer (master {p.master} + moments {p.moments})"
+    parts = {
+        "local": f"{optimizer} of own steps + common parameters 4 + outer momentum 4 x R / N",
+        "gossip": f"{optimizer} of own steps + slow parameters 4 + outer momentum 4",
+        "zero": f"{optimizer} x R / N",
+    }
+    delayed = (
+        f"{parts['zero']} + {p.weights + p.gradients} for a second pair of weights and gradients + "
+        "4 for the gradient under way + 4 x R / N for how far parameters are ahead "
+        "(auto: where it chooses delayed)"
+    )
+    first = spec.sync_warmup_rounds
+    warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
+    return [
+        f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
+        f"+ {parts.get(sync.mode, delayed)} = {a_parameter:.2f}, with R = "
+        f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
+        f"stage; {p.total + exchange_bytes(sync.mode, 1.0, p):g} without ZeRO (Rajbhandari et al., "
+        "2020: 16 in mixed precision).",
+        "Sent, bytes a parameter: zero and delayed 4 (2 (N - 1) + R - 1) / N a round; local the "
+        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner"
+        f"{warm_up}. "
+        "Activations and their gradients come on top.",
+        f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
+        f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
+        f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
+        "as keep); offload moves the rest out of the device's memory.",
+    ]
+
+
+def count(number: float) -> str:
+    """A number of parameters as people read it."""
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.4g}{unit}"
+        number /= 1000
+    return f"{number:.4g} G"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}" if num_bytes < 100 else f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} TB"

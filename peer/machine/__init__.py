@@ -1,0 +1,1 @@
+"""What a machine's owner lets a peer take."""

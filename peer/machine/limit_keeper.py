@@ -1,0 +1,179 @@
+"""Keeps a peer to what its machine's owner allows: watches `limits.toml`, the clock, the machine's
+load and the peer's memory, and tells transport, device and peer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from peer.machine.limits import read_limits
+from peer.machine.memory_cap import MemoryCap, tree_bytes
+from peer.machine.others_load import OthersLoad
+from swarmnet.errors import UserError
+from swarmnet.protocol.resource_limits import BusyWatch, GuestLimits, why_paused
+from swarmnet.swarm.resource_limits import Guest
+
+log = logging.getLogger("swarmnet.peer")
+
+LOOK_EVERY_S = 1.0
+MEASURE_EVERY_S = 2.0
+"""Between looks at the machine's load; a look at all processes costs some milliseconds."""
+
+
+class CapsUpload(Protocol):
+    """A transport."""
+
+    def limit_upload(self, bytes_per_s: float | None) -> None: ...
+
+
+class CapsShare(Protocol):
+    """A device."""
+
+    def limit_share(self, share: float | None) -> None: ...
+
+
+def minute_of_day() -> int:
+    """Local time."""
+    now = time.localtime()
+    return 60 * now.tm_hour + now.tm_min
+
+
+@dataclass
+class Keeper:
+    """Applies the limits of one peer."""
+
+    path: Path
+    """Of `limits.toml`."""
+    guest: Guest
+    transport: CapsUpload
+    device: CapsShare
+    memory: MemoryCap
+    stages: Callable[[], list[int]]
+    """That the machine serves now."""
+    minute: Callable[[], int] = minute_of_day
+    measure_others: Callable[[], float] | None = None
+    measure_memory: Callable[[], float] | None = None
+    limits: GuestLimits = field(default_factory=GuestLimits)
+
+    def __post_init__(self) -> None:
+        self._stamp: tuple[int, int] | None = None
+        self._watch = BusyWatch()
+        self._measured_at = float("-inf")
+
+    def start(self) -> None:
+        """Before the peer's life begins. Raises `UserError` where the file is bad, or no stage fits
+        into the memory."""
+        self._stamp = self._look()
+        self._take(read_limits(self.path))
+        if self.memory.cap_bytes is not None:
+            reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
+            if all(reasons):
+                raise UserError(min(reasons, key=len))
+        self.guest.unfit = lambda k: self.memory.unfit(k, self._beside(k))
+        self.guest.max_open_steps = lambda k: self.memory.max_open_steps(k, self._beside(k))
+        self._decide()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look_again(asyncio.get_running_loop().time())
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look_again(self, now: float) -> None:
+        """One look at everything. `now`: the loop's clock, seconds."""
+        self._reread()
+        await self._measure(now)
+        self._decide()
+
+    @property
+    def line(self) -> str:
+        """For people: what is limited, and whether it is paused."""
+        paused = f"paused because {self.guest.why_paused}" if self.guest.why_paused else ""
+        return "; ".join(part for part in (self.limits.describe(), paused) if part)
+
+    # ---- the file ---------------------------------------------------------------------------
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino
+
+    def _reread(self) -> None:
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            limits = read_limits(self.path)
+        except UserError as e:
+            log.warning("%s; the limits stay as they were", e)
+            return
+        if limits != self.limits:
+            self._take(limits)
+            log.warning("limits: %s", limits.describe() or "none")
+
+    def _take(self, limits: GuestLimits) -> None:
+        before, self.limits = self.limits, limits
+        if limits.max_upload_bytes_per_s != before.max_upload_bytes_per_s:
+            self.transport.limit_upload(limits.max_upload_bytes_per_s)
+        self.device.limit_share(limits.max_device_share)
+        self.memory.cap_bytes = limits.max_memory_bytes
+        self.guest.tell()  # there may be room for a stage now
+        if not limits.pause_when_busy:
+            self._watch.reset()
+
+    # ---- the machine ------------------------------------------------------------------------
+
+    async def _measure(self, now: float) -> None:
+        if now - self._measured_at < MEASURE_EVERY_S:
+            return
+        self._measured_at = now
+        if self.limits.pause_when_busy:
+            if self.measure_others is None:
+                self.measure_others = (await asyncio.to_thread(OthersLoad)).measure
+                return
+            self._watch.observe(await asyncio.to_thread(self.measure_others), now)
+        if self.memory.cap_bytes is None:
+            self.guest.is_memory_full = False
+        else:
+            measure = self.measure_memory or _own_bytes
+            self.guest.is_memory_full = self.memory.is_full(await asyncio.to_thread(measure))
+
+    # ---- deciding ---------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        reason = why_paused(self.limits, self.minute(), self._watch.is_busy)
+        if not reason:
+            reason = self._why_unfit()
+        if reason == self.guest.why_paused:
+            return
+        if reason:
+            log.warning("paused because %s", reason)
+        else:
+            log.warning("going on: nothing stands against it any more")
+        self.guest.why_paused = reason
+        self.guest.tell()
+
+    def _beside(self, stage: int) -> list[int]:
+        return [k for k in self.stages() if k != stage]
+
+    def _why_unfit(self) -> str:
+        """The memory that may be taken became too little for what is served, or for any stage."""
+        served = self.stages()
+        if served:
+            return self.memory.unfit(served[0], served[1:])
+        reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
+        return reasons[0] if reasons and all(reasons) else ""
+
+
+def _own_bytes() -> float:
+    return tree_bytes(psutil.Process())

@@ -1,0 +1,197 @@
+"""`limits.toml` in a peer's state folder: what the owner of the machine lets it take. Written by
+`swarmnet limits` (or a person), read again by the peer whenever it changes."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from swarmnet.errors import UserError
+from swarmnet.protocol.resource_limits import (
+    GuestLimits,
+    parse_rate,
+    parse_share,
+    parse_size,
+    parse_span,
+    rate_text,
+    share_text,
+    size_text,
+    span_text,
+)
+
+LIMITS_FILE = "limits.toml"
+MAX_FILE_BYTES = 64 << 10
+NO_LIMIT = "none"
+HEAD = """\
+# What this machine's owner lets the peer take. Change it while the peer runs, here or with
+# `swarmnet limits`; a line that is not here sets no limit.
+"""
+
+
+def _text(parse: Callable[[str], float]) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if not isinstance(value, str):
+            raise ValueError("it is written in quotes, with its unit")
+        return parse(value)
+
+    return read
+
+
+def _hours(value: Any) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ValueError('it is a list such as ["22:00-07:00"]')
+    return tuple(map(parse_span, value))
+
+
+def _yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("it is true or false")
+    return value
+
+
+READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "max_upload": ("max_upload_bytes_per_s", _text(parse_rate)),
+    "max_memory": ("max_memory_bytes", _text(parse_size)),
+    "max_device_share": ("max_device_share", _text(parse_share)),
+    "hours": ("hours", _hours),
+    "pause_when_busy": ("pause_when_busy", _yes_or_no),
+    "paused": ("paused", _yes_or_no),
+}
+"""By key of the file: the field of `GuestLimits`, and how it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """What a command line says about limits; None = nothing, "none" = no limit."""
+
+    max_upload: str | None = None
+    max_memory: str | None = None
+    max_device_share: str | None = None
+    hours: tuple[str, ...] = ()
+    pause_when_busy: bool | None = None
+    paused: bool | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self == LimitOptions()
+
+    def applied_to(self, limits: GuestLimits) -> GuestLimits:
+        """Raises `UserError`."""
+        given: dict[str, Any] = {
+            "max_upload": self.max_upload,
+            "max_memory": self.max_memory,
+            "max_device_share": self.max_device_share,
+            "hours": list(self.hours) or None,
+            "pause_when_busy": self.pause_when_busy,
+            "paused": self.paused,
+        }
+        changes: dict[str, Any] = {}
+        for key, value in given.items():
+            if value is None:
+                continue
+            field, read = READERS[key]
+            if value in (NO_LIMIT, [NO_LIMIT]):
+                changes[field] = () if key == "hours" else None
+                continue
+            try:
+                changes[field] = read(value)
+            except ValueError as e:
+                raise UserError(f"--{key.replace('_', '-')}: {e}") from None
+        try:
+            return replace(limits, **changes)
+        except ValueError as e:
+            raise UserError(str(e)) from None
+
+
+def read_limits(path: Path) -> GuestLimits:
+    """No limits where there is no file. Raises `UserError`, one line."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return GuestLimits()
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise UserError(f"{path} is too large to be a file of limits")
+    return parse_limits(text, str(path))
+
+
+def parse_limits(text: bytes, where: str) -> GuestLimits:
+    """Raises `UserError`, one line."""
+    try:
+        values = tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{where} is not TOML: {' '.join(str(e).split())}") from None
+    fields: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in READERS:
+            near = get_close_matches(key, READERS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{where}: unknown key {key[:40]!r}{hint}")
+        field, read = READERS[key]
+        try:
+            fields[field] = read(value)
+        except ValueError as e:
+            raise UserError(f"{where}: {key}: {e}") from None
+    try:
+        return GuestLimits(**fields)
+    except ValueError as e:
+        raise UserError(f"{where}: {e}") from None
+
+
+def limits_text(limits: GuestLimits) -> str:
+    """As `parse_limits` reads it."""
+    lines = []
+    if limits.max_upload_bytes_per_s is not None:
+        lines.append(f'max_upload = "{rate_text(limits.max_upload_bytes_per_s)}"')
+    if limits.max_memory_bytes is not None:
+        lines.append(f'max_memory = "{size_text(limits.max_memory_bytes)}"')
+    if limits.max_device_share is not None:
+        lines.append(f'max_device_share = "{share_text(limits.max_device_share)}"')
+    if limits.hours:
+        spans = ", ".join(f'"{span_text(span)}"' for span in limits.hours)
+        lines.append(f"hours = [{spans}]")
+    for key in ("pause_when_busy", "paused"):
+        lines.append(f"{key} = {str(getattr(limits, key)).lower()}")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def write_limits(path: Path, limits: GuestLimits) -> None:
+    """Atomically. Raises `UserError`."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(limits_text(limits))
+        beside.replace(path)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}") from None
+
+
+def change_limits(state_dir: Path, options: LimitOptions) -> GuestLimits:
+    """Reads, changes where something is asked for, writes. Raises `UserError`."""
+    path = state_dir / LIMITS_FILE
+    before = read_limits(path)
+    after = options.applied_to(before)
+    if after != before or (not options.is_empty and not path.exists()):
+        write_limits(path, after)
+    return after
+
+
+def the_state_dir(wanted: Path | None, candidates: Sequence[Path]) -> Path:
+    """The folder of the peer that is meant. Raises `UserError` where that is not clear."""
+    if wanted is not None:
+        if not wanted.is_dir():
+            raise UserError(f"{wanted} is no peer's state folder; name one with --state-dir")
+        return wanted
+    there = [path for path in candidates if path.is_dir()]
+    if len(there) == 1:
+        return there[0]
+    if not there:
+        raise UserError("no peer has run here yet; name its state folder with --state-dir")
+    names = ", ".join(str(path) for path in there[:4])
+    raise UserError(f"several peers have run here; name one with --state-dir: {names}")

@@ -1,0 +1,161 @@
+"""`swarmnet plan --measure`: cuts a run's layers into stages by what they take on this machine.
+
+The cut is a part of the spec, and so of the run's id: only who starts a run can choose it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from rich.console import Console
+
+from swarmnet.errors import SpecError
+from swarmnet.protocol.membership.assignment import split_layers
+from swarmnet.spec import RunSpec, load_spec, parse_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A way to cut the layers into stages."""
+
+    layers: tuple[int, ...]
+    """Of each stage."""
+    slowest_s: float
+    """Seconds that the slowest stage takes for a microbatch, by what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a machine found."""
+
+    seconds: tuple[float, ...]
+    """Of each layer, forward and backward of one microbatch."""
+    present: Cut
+    """What the run would do: as its spec says, else by estimated cost."""
+    best: Cut
+    where: str
+    """Device and precision."""
+
+
+def measure_cut(spec: RunSpec, *, precision: str, device: str) -> Measured:
+    """Runs every kind of layer a few times. Raises `SpecError`. Blocks."""
+    import torch
+
+    from swarmnet.training.computing import DTYPES, choose_precision
+    from swarmnet.training.layer_costs import measure_layers
+    from swarmnet.training.models.registry import model_plan, split_stages
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = choose_precision(spec, precision, device)
+    num_stages = spec.pipeline.num_stages
+    pipeline = spec.pipeline.model_copy(update={"layers": ()})
+    plan = model_plan(spec.model_copy(update={"pipeline": pipeline}))
+    seconds = measure_layers(
+        plan,
+        microbatch=spec.pipeline.microbatch,
+        seed=spec.seed,
+        dtype=DTYPES[name],
+        device=device,
+    )
+    present = spec.pipeline.layers
+    if sum(present) != len(seconds):
+        present = tuple(len(stage) for stage in split_stages(plan, num_stages))
+    best = [len(part) for part in split_layers(seconds, num_stages)]
+    return Measured(
+        tuple(seconds), _cut(present, seconds), _cut(best, seconds), f"{device}, {name}"
+    )
+
+
+def _cut(layers: Sequence[int], seconds: Sequence[float]) -> Cut:
+    sums = list(accumulate(seconds, initial=0.0))
+    ends = list(accumulate(layers, initial=0))
+    slowest = max(sums[b] - sums[a] for a, b in pairwise(ends))
+    return Cut(tuple(layers), slowest)
+
+
+def show_measured(
+    path: Path, *, precision: str, device: str, write: bool, as_json: bool, console: Console
+) -> None:
+    """Measures and prints; `write`: puts the cut into the file. Raises `SpecError`."""
+    spec = load_spec(path)
+    found = measure_cut(spec, precision=precision, device=device)
+    if write:
+        write_layers(path, found.best.layers)
+    if as_json:
+        values = {
+            "layer_s": found.seconds,
+            "layers": found.best.layers,
+            "slowest_stage_s": found.best.slowest_s,
+            "present_layers": found.present.layers,
+            "present_slowest_stage_s": found.present.slowest_s,
+            "where": found.where,
+        }
+        console.print_json(json.dumps(values))
+        return
+    is_given = found.present.layers == spec.pipeline.layers
+    means = "its [pipeline] layers" if is_given else "estimated cost"
+    for line in (
+        f"{len(found.seconds)} layers, a microbatch of {spec.pipeline.microbatch} on "
+        f"{found.where}: {_milliseconds(min(found.seconds))} to "
+        f"{_milliseconds(max(found.seconds))} each",
+        f"cut by {means}: {list(found.present.layers)}, the slowest stage takes "
+        f"{_milliseconds(found.present.slowest_s)}",
+        f"cut as measured: {list(found.best.layers)}, the slowest stage takes "
+        f"{_milliseconds(found.best.slowest_s)}",
+        f"{path}: [pipeline] has this cut now"
+        if write
+        else "to use it, put this into [pipeline] before the run starts (or --write):",
+    ):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if not write:
+        line = f"layers = {list(found.best.layers)}"
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def write_layers(path: Path, layers: Sequence[int]) -> None:
+    """Puts `layers` into the `[pipeline]` of a spec's file, all else left as it is. Raises
+    `SpecError` where that cannot be done."""
+    before = path.read_text(encoding="utf-8")
+    spec = parse_spec(before)
+    after = _with_layers(before, f"layers = {list(layers)}")
+    pipeline = spec.pipeline.model_copy(update={"layers": tuple(layers)})
+    if parse_spec(after) != spec.model_copy(update={"pipeline": pipeline}):
+        raise SpecError(
+            f"{path}: [pipeline] is written in a way that cannot be edited; put "
+            f"layers = {list(layers)} into it by hand"
+        )
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(after, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as e:
+        beside.unlink(missing_ok=True)
+        raise SpecError(f"{path} cannot be written: {e.strerror}") from None
+
+
+def _with_layers(text: str, entry: str) -> str:
+    """Replaces the entry of `[pipeline]`, or adds it below the table's head."""
+    head = re.search(r"^[ \t]*\[[ \t]*pipeline[ \t]*\].*$", text, re.MULTILINE)
+    if head is None:
+        return text
+    rest = text[head.end() :]
+    table = re.search(r"^[ \t]*\[", rest, re.MULTILINE)
+    end = table.start() if table else len(rest)
+    own, others = rest[:end], rest[end:]
+    own, replaced = re.subn(
+        r"^[ \t]*layers[ \t]*=[ \t]*\[[^\]]*\]", entry, own, count=1, flags=re.MULTILINE
+    )
+    if not replaced:
+        own = f"\n{entry}{own}"
+    return text[: head.end()] + own + others
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,148 @@
+"""What a browser may ask for. Read-only: there is nothing here that changes a run.
+
+Bound to loopback, only requests that name this machine are answered (a page elsewhere cannot have a
+browser fetch from here under another name); scripts and styles come from here alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from peer.observe.dashboard.hub import Hub
+
+STATIC = Path(__file__).with_name("static")
+LOCAL_NAMES = ["localhost", "127.0.0.1", "::1", "[::1]"]
+KEEP_ALIVE_S = 15.0
+"""A comment is sent after so long without news, so that nobody between us takes it for dead."""
+RETRY_MS = 1000
+MAX_ID_CHARS = 128
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class _Headers:
+    """Adds `HEADERS` to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach it?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def live_app(hub: Hub, host: str) -> Starlette:
+    """The page of a run that goes on."""
+
+    async def stream(request: Request) -> Response:
+        if hub.is_full:
+            return Response("too many visitors", 503)
+        return StreamingResponse(
+            _events(hub), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+    async def history(request: Request) -> Response:
+        peer_id = request.query_params.get("id", "")
+        if not 0 < len(peer_id) <= MAX_ID_CHARS:
+            return JSONResponse({"error": "which peer?"}, 400)
+        return JSONResponse(hub.history(peer_id))
+
+    async def state(request: Request) -> Response:
+        return JSONResponse(hub.state())
+
+    async def no_film(request: Request) -> Response:
+        return Response(status_code=204)
+
+    routes = {"/stream": stream, "/peer": history, "/state.json": state, "/replay.json": no_film}
+    return _app(host, [Route(path, answer) for path, answer in routes.items()])
+
+
+def replay_app(film: Callable[[], dict[str, Any]], host: str) -> Starlette:
+    """The page of a run that is over. `film`: see `replay.make_film`; called for each visitor."""
+
+    async def replay(request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(film))
+
+    return _app(host, [Route("/replay.json", replay)])
+
+
+def _app(host: str, routes: list[Route]) -> Starlette:
+    async def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def healthz(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    hosts = LOCAL_NAMES if is_loopback(host) else ["*"]
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/healthz", healthz),
+            *routes,
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(_Headers),
+            Middleware(GZipMiddleware, minimum_size=2048),
+        ],
+    )
+
+
+async def _events(hub: Hub) -> AsyncIterator[bytes]:
+    """Server-sent events."""
+    yield f"retry: {RETRY_MS}\n\n".encode()
+    visit = hub.visit()
+    pending: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            if pending is None:
+                pending = asyncio.ensure_future(anext(visit))
+            done, _ = await asyncio.wait((pending,), timeout=KEEP_ALIVE_S)
+            if not done:
+                yield b": nothing new\n\n"
+                continue
+            message = pending.result()
+            pending = None
+            text = json.dumps(message, separators=(",", ":"))
+            yield f"event: {message['kind']}\ndata: {text}\n\n".encode()
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        await visit.aclose()  # type: ignore[attr-defined]

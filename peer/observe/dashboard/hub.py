@@ -1,0 +1,259 @@
+"""What the page knows of a run, and what changed since a visitor was last told.
+
+A visitor is given everything once (`state`), then differences (`tick`), as often as the run changes
+but not more than `TICK_S` allows. Who cannot keep up is given everything anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from peer.observe.events import CheckpointSaved, Event, HeldOut, RoundFinished
+from peer.observe.text import sentence
+from peer.observe.view_model import PeerRow, ViewModel
+from swarmnet.spec import RunSpec, describe
+
+TICK_S = 0.5
+"""Shortest time between two messages to a visitor."""
+MAX_ROUNDS_KEPT = 4000
+"""Points of a curve; when there are more, every other one goes."""
+MAX_EVENTS_KEPT = 500
+MAX_WAITING = 16
+"""Messages that wait for a slow visitor; then it gets a new `state`."""
+MAX_VISITORS = 64
+HISTORY_EVERY_S = 5.0
+MAX_HISTORY = 240
+"""Points of one peer's history: twenty minutes."""
+MAX_PEERS_KEPT = 4096
+RECENT_EVENTS_OF_A_PEER = 20
+
+Message = dict[str, Any]
+
+
+def about(spec: RunSpec) -> Message:
+    """What stays the same in a run."""
+    return {
+        "name": spec.name,
+        "run_id": spec.run_id,
+        "description": describe(spec),
+        "num_stages": spec.pipeline.num_stages,
+        "rounds": spec.optimizer.rounds,
+        "global_batch": spec.pipeline.global_batch,
+        "microbatch": spec.pipeline.microbatch,
+        "replication": spec.sync.replication,
+        "sync_mode": spec.sync.mode,
+    }
+
+
+def event_json(event: Event, rounds: int) -> Message:
+    """A line of the event log."""
+    values = event.to_json()
+    return {
+        "t": values["time_unix_s"],
+        "kind": values["event"],
+        "peer": values.get("peer_id", ""),
+        "stage": values.get("stage", values.get("to_stage", -1)),
+        "count": values.get("count", 1),
+        "text": sentence(event, rounds),
+    }
+
+
+def round_point(event: RoundFinished, model: ViewModel) -> list[float | None]:
+    """A point of the curves: round, unix seconds, loss, tokens/s, seconds, peers, and the seconds
+    of compute, exchange and waiting."""
+    split = model.split
+    parts = (split.compute_s, split.exchange_s, split.waiting_s) if split else (None, None, None)
+    head: tuple[float | None, ...] = (
+        event.round + 1,
+        event.time_unix_s,
+        event.loss,
+        event.tokens_per_s or None,
+        event.seconds or None,
+        event.peers,
+    )
+    return [_short(x) for x in (*head, *parts)]
+
+
+def model_json(model: ViewModel) -> Message:
+    """The view model without its peers, which travel as differences."""
+    values = asdict(model)
+    del values["peers"]
+    values["num_live"] = model.num_live
+    values["uncovered"] = list(model.uncovered)
+    return _shortened(values)
+
+
+def peer_json(row: PeerRow) -> Message:
+    """A row of the table."""
+    return _shortened(asdict(row))
+
+
+def state_of(spec: RunSpec, model: ViewModel) -> Message:
+    """All that a screen shows, for a metrics file."""
+    return {
+        "about": about(spec),
+        "model": model_json(model),
+        "peers": [peer_json(row) for row in model.peers],
+    }
+
+
+class Hub:
+    """One run's past and present, and its visitors. `tell` is for whoever looks at the run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.about = about(spec)
+        self._model: Message = {}
+        self._peers: dict[str, Message] = {}
+        self._rounds: list[list[float | None]] = []
+        self._held_out: list[list[float]] = []
+        self._events: deque[Message] = deque(maxlen=MAX_EVENTS_KEPT)
+        self._history: dict[str, deque[list[float]]] = {}
+        self._history_at = float("-inf")
+        self._visitors: dict[int, asyncio.Queue[Message]] = {}
+        self._num_visits = 0
+        self._told_at = float("-inf")
+        self._new_rounds: list[list[float | None]] = []
+        self._new_held_out: list[list[float]] = []
+        self._new_events: list[Message] = []
+
+    # ---- the run's side ---------------------------------------------------------------------
+
+    def tell(self, model: ViewModel, events: Sequence[Event], now: float, unix_s: float) -> None:
+        """What the monitor said at a look. `now`: a clock that never goes back, seconds."""
+        for event in events:
+            if isinstance(event, RoundFinished):
+                self._new_rounds.append(round_point(event, model))
+            elif isinstance(event, HeldOut):
+                self._new_held_out.append([event.round, event.time_unix_s, event.loss])
+            elif not isinstance(event, CheckpointSaved):
+                self._new_events.append(event_json(event, model.rounds))
+        if now - self._told_at < TICK_S:
+            return
+        self._told_at = now
+        self._remember(model, now, unix_s)
+        message = self._difference(model)
+        if message is not None:
+            for queue in self._visitors.values():
+                _offer(queue, message)
+
+    def _difference(self, model: ViewModel) -> Message | None:
+        fresh = model_json(model)
+        rows = {row.peer_id: peer_json(row) for row in model.peers}
+        changed: dict[str, Message | None] = {
+            peer_id: row for peer_id, row in rows.items() if self._peers.get(peer_id) != row
+        }
+        changed.update(dict.fromkeys(peer_id for peer_id in self._peers if peer_id not in rows))
+        message: Message = {"kind": "tick"}
+        if fresh != self._model:
+            message["model"] = fresh
+        if changed:
+            message["peers"] = changed
+        for key, new in (
+            ("rounds", self._new_rounds),
+            ("held_out", self._new_held_out),
+            ("events", self._new_events),
+        ):
+            if new:
+                message[key] = list(new)
+        self._rounds += self._new_rounds
+        self._held_out += self._new_held_out
+        self._events += self._new_events
+        for curve in (self._rounds, self._held_out):
+            if len(curve) > MAX_ROUNDS_KEPT:
+                del curve[: -MAX_ROUNDS_KEPT // 8 : 2]  # the newest eighth stays whole
+        for new in (self._new_rounds, self._new_held_out, self._new_events):
+            new.clear()
+        self._model, self._peers = fresh, rows
+        return message if len(message) > 1 else None
+
+    def _remember(self, model: ViewModel, now: float, unix_s: float) -> None:
+        if now - self._history_at < HISTORY_EVERY_S:
+            return
+        self._history_at = now
+        for row in model.peers:
+            if row.peer_id not in self._history and len(self._history) >= MAX_PEERS_KEPT:
+                del self._history[next(iter(self._history))]
+            points = self._history.setdefault(row.peer_id, deque(maxlen=MAX_HISTORY))
+            points.append(
+                [
+                    round(unix_s, 1),
+                    _short(row.samples_per_s) or 0.0,
+                    row.queue_length,
+                    row.sent_bytes,
+                    row.received_bytes,
+                    row.round,
+                    int(row.live),
+                ]
+            )
+
+    # ---- the visitors' side -----------------------------------------------------------------
+
+    def state(self) -> Message:
+        """Everything."""
+        return {
+            "kind": "state",
+            "mode": "live",
+            "about": self.about,
+            "model": self._model,
+            "peers": self._peers,
+            "rounds": self._rounds,
+            "held_out": self._held_out,
+            "events": list(self._events),
+        }
+
+    def history(self, peer_id: str) -> Message:
+        """Of one peer: points of (unix seconds, samples/s, queue, bytes sent, bytes received,
+        round, 1 while live), and what happened to it."""
+        mine = [e for e in self._events if e["peer"] == peer_id]
+        return {
+            "peer_id": peer_id,
+            "points": list(self._history.get(peer_id, ())),
+            "events": mine[-RECENT_EVENTS_OF_A_PEER:],
+        }
+
+    @property
+    def is_full(self) -> bool:
+        """No more visitors."""
+        return len(self._visitors) >= MAX_VISITORS
+
+    async def visit(self) -> AsyncIterator[Message]:
+        """Messages for one visitor, until it goes."""
+        self._num_visits += 1
+        number, queue = self._num_visits, asyncio.Queue[Message](MAX_WAITING)
+        self._visitors[number] = queue
+        try:
+            yield self.state()
+            while True:
+                message = await queue.get()
+                yield self.state() if message is TOO_SLOW else message
+        finally:
+            self._visitors.pop(number, None)
+
+
+TOO_SLOW: Message = {"kind": "too_slow"}
+
+
+def _offer(queue: asyncio.Queue[Message], message: Message) -> None:
+    if not queue.full():
+        queue.put_nowait(message)
+        return
+    while not queue.empty():
+        queue.get_nowait()
+    queue.put_nowait(TOO_SLOW)
+
+
+def _short(value: Any) -> Any:
+    """Enough digits for a screen."""
+    return float(f"{value:.5g}") if isinstance(value, float) and abs(value) < 1e6 else value
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shortened(x) for x in value]
+    return _short(value)

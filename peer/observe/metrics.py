@@ -1,0 +1,81 @@
+"""Events as JSON lines, for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from peer.observe.events import Event
+from swarmnet.errors import UserError
+
+
+class MetricsFile:
+    """`--metrics FILE`: one JSON object a line, flushed at once.
+
+    Args:
+        append: go on with an existing file (a peer that was started again) or begin anew.
+
+    Raises:
+        UserError: the file cannot be opened or, later, written.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self.path = path
+        try:
+            self._file = path.open("a" if append else "w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write --metrics {path}: {_reason(error)}") from None
+
+    def write(self, events: Iterable[Event]) -> None:
+        """Writes and flushes."""
+        self._write([event.to_json() for event in events])
+
+    def write_state(self, state: dict[str, Any], unix_s: float) -> None:
+        """All that a screen shows, for a replay; writes and flushes."""
+        self._write([{"event": "state", **state, "time_unix_s": unix_s}])
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        try:
+            self._file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write --metrics {self.path}: {_reason(error)}") from None
+
+    def close(self) -> None:
+        """Idempotent."""
+        try:
+            self._file.close()
+        except OSError:
+            pass  # what could not be flushed was reported by `write`
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def open_metrics(path: Path | None, *, append: bool) -> Iterator[MetricsFile | None]:
+    """`MetricsFile`, or None where no file was asked for."""
+    if path is None:
+        yield None
+        return
+    with MetricsFile(path, append=append) as file:
+        yield file
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or os.strerror(error.errno or 0)

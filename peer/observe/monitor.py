@@ -1,0 +1,516 @@
+"""Watching a run through the records that gossip brings.
+
+Records say what *is*; people and programs want to know what *happened*. `Monitor` compares
+successive views and tells the difference as events, each once. Pure: time is an argument.
+
+A round r is finished when the feeders' committed samples of r reached the global batch and
+some live replica is in a later round. Rounds are told in order. A feeder's record carries only
+its newest `KEPT_ROUNDS` rounds, so an onlooker that was away for longer may miss rounds; these
+are told with what was seen of them, or not at all, but never twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from peer.observe.events import (
+    COUNTED,
+    ContributionDropped,
+    Event,
+    HeldOut,
+    Migrated,
+    PeerJoined,
+    PeerLost,
+    PeerPaused,
+    PeerResumed,
+    RoundFinished,
+    SyncMode,
+)
+from peer.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    DIGEST_BYTES,
+    JOINING,
+    KEPT_ROUNDS,
+    LEAVING,
+    LEFT,
+    OBSERVER_STAGE,
+    OBSERVING,
+    Record,
+    RoundCount,
+)
+from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.protocol.update.auto_mode import merge
+
+RECENT_ROUNDS = 5
+"""Finished rounds behind the throughput that is shown."""
+CLEARLY_FASTER = 1.1
+"""The fastest stage, over the slowest, from which on that one is called the bottleneck."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was last seen of a peer."""
+
+    record: Record
+    live: bool = False
+    served: int = OBSERVER_STAGE
+    """The stage that this process last served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    launched: int
+    committed: int
+    tokens: int
+    loss_sum: float
+
+
+class Monitor:
+    """The onlooker. Give it every view through `observe`; read `view_model` and `summary` at any
+    time.
+
+    Args:
+        num_stages, global_batch (samples), rounds (length of the run): of the run's spec.
+        replication: owners that each optimizer shard should have.
+        measures: feeders are known to measure held-out data, so that `all_told` waits for the
+            first measurement. For the last it waits wherever there was one.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        global_batch: int,
+        rounds: int,
+        replication: int = 2,
+        measures: bool = False,
+    ) -> None:
+        self.num_stages = num_stages
+        self.global_batch = global_batch
+        self.rounds = rounds
+        self.replication = replication
+        self.measures = measures
+        self._seen: dict[str, _Seen] = {}
+        self._counts: dict[tuple[str, int], dict[int, RoundCount]] = {}
+        self._totals: dict[str, int] = {}
+        self._sent_before = 0
+        self._newest = 0
+        self._switched = -1
+        self._next: int | None = None
+        self._looked = False
+        self._began_unix_s = 0.0
+        self._round_began_at: float | None = None
+        self._recent: deque[RoundFinished] = deque(maxlen=RECENT_ROUNDS)
+        self._last: RoundFinished | None = None
+        self._held_out_first: HeldOut | None = None
+        self._held_out_last: HeldOut | None = None
+        self._num_finished = self._samples = self._tokens = 0
+        self._seconds = 0.0
+        self._tokens_timed = self._tokens_watched = 0
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def observe(
+        self, records: Sequence[Record], live: Collection[str], now: float, unix_s: float
+    ) -> list[Event]:
+        """Takes a view in: all known records and the ids of the peers that live. Returns what
+        happened since the last look, peers first, rounds last.
+
+        `now`: seconds of a clock that never goes back. `unix_s`: the time to put on the events."""
+        first_look, self._looked = not self._looked, True
+        if first_look:
+            self._began_unix_s = unix_s
+        records = sorted(records, key=lambda r: r.peer_id)
+        events: list[Event] = []
+        for record in records:
+            # What it had done before anybody looked is no news, also where it is heard of later.
+            is_old = record.peer_id not in self._seen and (
+                first_look or 0 < record.started_unix_s < self._began_unix_s
+            )
+            events += self._observe_peer(record, record.peer_id in live, first_look, is_old, unix_s)
+        events += self._observe_gone(records, unix_s)
+        events += self._observe_held_out(records, unix_s)
+        events += self._observe_switches(unix_s)
+        self._observe_counts(records)
+        events += self._finish_rounds(now, unix_s, first_look)
+        return events
+
+    def _observe_peer(
+        self, record: Record, live: bool, first_look: bool, is_old: bool, unix_s: float
+    ) -> list[Event]:
+        """`is_old`: the first that is seen of a peer that had been there before."""
+        events: list[Event] = []
+        live = live and record.state != LEFT
+        old = self._seen.get(record.peer_id)
+        same_process = old is not None and old.record.incarnation == record.incarnation
+        seen = _Seen(record, live, old.served if old and same_process else OBSERVER_STAGE)
+        self._seen[record.peer_id] = seen
+        paused_before = old.record.paused if old and same_process else ""
+        if record.paused and not paused_before and not is_old:
+            events.append(PeerPaused(unix_s, record.peer_id, record.paused))
+        elif paused_before and not record.paused:
+            events.append(PeerResumed(unix_s, record.peer_id))
+        if record.state != OBSERVING:
+            was_live = old is not None and old.live
+            if live and not was_live:
+                events.append(PeerJoined(unix_s, record.peer_id, record.stage))
+            elif was_live and not live:
+                events.append(_lost(record, seen.served, unix_s))
+            if record.is_replica:
+                if seen.served not in (OBSERVER_STAGE, record.stage):
+                    events.append(Migrated(unix_s, record.peer_id, seen.served, record.stage))
+                seen.served = record.stage
+        before = old.record.totals if old and same_process else {}
+        if not is_old:
+            known = old.record.strikes if old and same_process else {}
+            events += _strikes(record, known, unix_s)
+        return events + self._observe_totals(record, before, first_look, is_old, unix_s)
+
+    def _observe_totals(
+        self, record: Record, before: dict[str, int], first_look: bool, is_old: bool, unix_s: float
+    ) -> list[Event]:
+        events: list[Event] = []
+        for key in sorted(record.totals):
+            grown = record.totals[key] - before.get(key, 0)
+            if grown <= 0:
+                continue
+            self._totals[key] = self._totals.get(key, 0) + grown
+            if first_look and key == "sent_bytes":
+                self._sent_before += grown
+            if key in COUNTED and not is_old:
+                events.append(COUNTED[key](unix_s, record.peer_id, grown))
+        return events
+
+    def _observe_gone(self, records: Sequence[Record], unix_s: float) -> list[Event]:
+        """Peers that the view has forgotten."""
+        known = {record.peer_id for record in records}
+        gone = [seen for peer_id, seen in sorted(self._seen.items()) if peer_id not in known]
+        for seen in gone:
+            del self._seen[seen.record.peer_id]
+        lost = [s for s in gone if s.live and s.record.state != OBSERVING]
+        return [_lost(s.record, s.served, unix_s) for s in lost]
+
+    def _observe_held_out(self, records: Sequence[Record], unix_s: float) -> list[Event]:
+        measured = [r.held_out for r in records if r.held_out is not None]
+        if not measured:
+            return []
+        newest = max(measured, key=lambda h: h.round)
+        last = self._held_out_last
+        if newest.round > self.rounds or (last is not None and newest.round <= last.round):
+            return []
+        event = HeldOut(unix_s, newest.round, newest.loss, newest.bits_per_byte)
+        self._held_out_first = self._held_out_first or event
+        self._held_out_last = event
+        return [event]
+
+    def _observe_switches(self, unix_s: float) -> list[Event]:
+        """What mode `auto` has decided since the last look."""
+        known = merge(*(r.switches for r in self._serving()))
+        new = [s for s in known if s.round > self._switched]
+        self._switched = max([self._switched, *(s.round for s in new)])
+        return [SyncMode(unix_s, s.round, s.mode, s.round_s, s.exchange_s) for s in new]
+
+    # -- rounds ----------------------------------------------------------------------------
+
+    def _observe_counts(self, records: Sequence[Record]) -> None:
+        """Merges the feeders' counters by maximum, and forgets rounds that are told."""
+        replicas = [s.record for s in self._seen.values() if s.live and s.record.is_replica]
+        newest = max((r.round for r in replicas), default=0)
+        self._newest = max(self._newest, min(newest, self.rounds))
+        first = max(0, self._newest - KEPT_ROUNDS) if self._next is None else self._next
+        for record in records:
+            key = (record.peer_id, record.incarnation)
+            kept = self._counts.setdefault(key, {})
+            for count in record.counts:
+                known = kept.get(count.round)
+                if known is None or known.committed <= count.committed:
+                    kept[count.round] = count
+        for key, kept in list(self._counts.items()):
+            wanted = {r: c for r, c in kept.items() if first <= r <= self._newest + KEPT_ROUNDS}
+            if wanted:
+                self._counts[key] = wanted
+            else:
+                del self._counts[key]
+        if self._next is None and replicas:
+            whole = (
+                r
+                for r in range(first, self._newest)
+                if self._sum(r).tokens > 0 and self._is_whole(r)
+            )
+            self._next = next(whole, self._newest)
+
+    def _sum(self, round_index: int) -> _Sum:
+        counts = [kept[round_index] for kept in self._counts.values() if round_index in kept]
+        return _Sum(
+            launched=sum(c.launched for c in counts),
+            committed=sum(c.committed for c in counts),
+            tokens=sum(c.tokens for c in counts),
+            loss_sum=sum(c.loss_sum for c in counts),
+        )
+
+    def _is_whole(self, round_index: int) -> bool:
+        return self._sum(round_index).committed >= self.global_batch
+
+    def _finish_rounds(self, now: float, unix_s: float, first_look: bool) -> list[Event]:
+        """Tells the rounds that are over, in order. Rounds that are told at one look share the
+        time since the look before; the first of a run is timed from its first launch."""
+        if self._next is None:
+            return []
+        over: list[tuple[int, _Sum]] = []
+        while self._next < self._newest:
+            given_up = self._newest - self._next > KEPT_ROUNDS
+            if not given_up and not self._is_whole(self._next):
+                break
+            total = self._sum(self._next)
+            if total.tokens > 0:
+                over.append((self._next, total))
+            self._next = self._next + 1 if total.tokens > 0 else self._next_known()
+        began_at = self._round_began_at
+        if not over:
+            if began_at is None and self._newest == 0 and self._sum(0).launched > 0:
+                self._round_began_at = now
+            return []
+        seconds = 0.0 if began_at is None else (now - began_at) / len(over)
+        self._round_began_at = None if first_look else now
+        return [self._finish(r, total, seconds, unix_s, first_look) for r, total in over]
+
+    def _next_known(self) -> int:
+        """The next round of which anything is known: nothing can be told of those before."""
+        known = {r for kept in self._counts.values() for r in kept if r > (self._next or 0)}
+        return min(min(known, default=self._newest), self._newest - KEPT_ROUNDS)
+
+    def _finish(
+        self, round_index: int, total: _Sum, seconds: float, unix_s: float, first_look: bool
+    ) -> RoundFinished:
+        event = RoundFinished(
+            time_unix_s=unix_s,
+            round=round_index,
+            loss=total.loss_sum / total.tokens,
+            samples=total.committed,
+            tokens=total.tokens,
+            seconds=seconds,
+            tokens_per_s=total.tokens / seconds if seconds > 0 else 0.0,
+            peers=len(self._serving()),
+            spread=self._spread(),
+        )
+        self._last = event
+        if seconds > 0:
+            self._recent.append(event)
+        self._num_finished += 1
+        self._samples += total.committed
+        self._tokens += total.tokens
+        self._seconds += seconds
+        self._tokens_timed += total.tokens if seconds > 0 else 0
+        self._tokens_watched += 0 if first_look else total.tokens
+        return event
+
+    def _spread(self) -> float:
+        return max((r.spread for r in self._serving()), default=0.0)
+
+    def _serving(self) -> list[Record]:
+        """Records of the live peers that serve, or are about to serve, a stage; by peer id."""
+        return [
+            seen.record
+            for _, seen in sorted(self._seen.items())
+            if seen.live and seen.record.state != OBSERVING and seen.record.stage >= 0
+        ]
+
+    # -- telling ---------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Every stage has a live replica that has made the run's last update."""
+        ready = {r.stage for r in self._serving() if r.is_replica and r.round >= self.rounds}
+        return all(stage in ready for stage in range(self.num_stages))
+
+    @property
+    def all_told(self) -> bool:
+        """The run is done, every round was told, and so was the last held-out measurement."""
+        last = self._held_out_last
+        if last is None:
+            measured = not self.measures
+        else:
+            measured = last.round >= self.rounds
+        return self.done and self._next is not None and self._next >= self.rounds and measured
+
+    def view_model(self) -> ViewModel:
+        """The run as of the last look."""
+        total = self._sum(self._newest)
+        seconds = sum(event.seconds for event in self._recent)
+        held_out = self._held_out_last
+        return ViewModel(
+            round=self._newest,
+            rounds=self.rounds,
+            launched=total.launched,
+            committed=total.committed,
+            global_batch=self.global_batch,
+            done=self.done,
+            loss=self._last.loss if self._last else None,
+            tokens_per_s=sum(e.tokens for e in self._recent) / seconds if seconds > 0 else None,
+            held_out_round=held_out.round if held_out else None,
+            held_out_loss=held_out.loss if held_out else None,
+            held_out_bits_per_byte=held_out.bits_per_byte if held_out else None,
+            stages=self._stage_rows(),
+            peers=tuple(self._peer_rows()),
+            totals=dict(sorted(self._totals.items())),
+            spread=self._spread(),
+            samples_per_s=sum(e.samples for e in self._recent) / seconds if seconds > 0 else None,
+            split=self._split(),
+        )
+
+    def _stage_rows(self) -> tuple[StageRow, ...]:
+        serving = self._serving()
+        members = [[r for r in serving if r.stage == k] for k in range(self.num_stages)]
+        rates = [sum(r.samples_per_s for r in ms if r.state == ACTIVE) for ms in members]
+        slowest = bottleneck(rates)
+        return tuple(
+            self._stage_row(k, members[k], rates[k], k == slowest) for k in range(self.num_stages)
+        )
+
+    def _stage_row(
+        self, stage: int, members: Sequence[Record], rate: float, is_bottleneck: bool
+    ) -> StageRow:
+        replicas = [r for r in members if r.state == ACTIVE]
+        owners = owners_by_shard(members)
+        wanted = min(self.replication, len(replicas))
+        num_thin = sum(n < wanted for n in owners)
+        return StageRow(
+            stage=stage,
+            num_replicas=len(replicas),
+            num_joining=sum(r.state == JOINING for r in members),
+            samples_per_s=rate,
+            fewest_owners=min(owners, default=None),
+            num_thin_shards=num_thin,
+            is_bottleneck=is_bottleneck,
+            risk=risk(stage, replicas, num_thin, wanted, len(owners)),
+        )
+
+    def _split(self) -> RoundSplit | None:
+        told = [r for r in self._serving() if r.is_replica and r.last_open_s > 0]
+        if not told:
+            return None
+        count = len(told)
+        return RoundSplit(
+            compute_s=sum(r.last_busy_s for r in told) / count,
+            exchange_s=sum(r.last_exchange_s for r in told) / count,
+            waiting_s=sum(max(0.0, r.last_open_s - r.last_busy_s) for r in told) / count,
+        )
+
+    def _peer_rows(self) -> list[PeerRow]:
+        shown = [s for s in self._seen.values() if s.record.state != OBSERVING or s.record.paused]
+        shown.sort(key=lambda s: (not s.live, s.record.stage, s.record.peer_id))
+        return [
+            PeerRow(
+                peer_id=seen.record.peer_id,
+                stage=seen.record.stage,
+                state=_state(seen),
+                live=seen.live,
+                round=seen.record.round,
+                samples_per_s=seen.record.samples_per_s,
+                queue_length=seen.record.queue_length,
+                sent_bytes=seen.record.totals.get("sent_bytes", 0),
+                received_bytes=seen.record.totals.get("received_bytes", 0),
+                links=seen.record.totals.get("links", 0),
+                direct_links=seen.record.totals.get("direct_links", 0),
+                direct_sent_bytes=seen.record.totals.get("direct_sent_bytes", 0),
+                rerouted=seen.record.totals.get("rerouted", 0),
+                agent=seen.record.agent,
+                started_unix_s=seen.record.started_unix_s,
+                upload_bytes_per_s=seen.record.upload_bytes_per_s,
+                busy=busy_part(seen.record),
+                has_data=seen.record.has_data,
+                paused=seen.record.paused,
+            )
+            for seen in shown
+        ]
+
+    def summary(self) -> Summary:
+        """The run as far as it was told."""
+        seconds = self._seconds
+        first, last = self._held_out_first, self._held_out_last
+        sent = self._totals.get("sent_bytes", 0) - self._sent_before
+        return Summary(
+            rounds=self._num_finished,
+            samples=self._samples,
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_s=self._tokens_timed / seconds if seconds > 0 else 0.0,
+            held_out_loss_first=first.loss if first else None,
+            held_out_loss_last=last.loss if last else None,
+            bits_per_byte_first=first.bits_per_byte if first else None,
+            bits_per_byte_last=last.bits_per_byte if last else None,
+            rerouted=self._totals.get("rerouted", 0),
+            retracted=self._totals.get("retracted", 0),
+            samples_lost=self._totals.get("samples_lost", 0),
+            diverged=self._totals.get("diverged", 0),
+            shards_reset=self._totals.get("shard_reset", 0),
+            stages_restarted=self._totals.get("stage_restarted", 0),
+            moved=self._totals.get("moved", 0),
+            bytes_per_token=sent / self._tokens_watched if self._tokens_watched else 0.0,
+        )
+
+
+def bottleneck(rates: Sequence[float]) -> int | None:
+    """The slowest of several stages that have all been measured, unless they are about equal."""
+    if len(rates) < 2 or min(rates) <= 0 or max(rates) < CLEARLY_FASTER * min(rates):
+        return None
+    return rates.index(min(rates))
+
+
+def busy_part(record: Record) -> float:
+    """Of a peer's last round, its exchange included, in which its device worked."""
+    whole = record.last_open_s + record.last_exchange_s
+    return min(1.0, record.last_busy_s / whole) if whole > 0 else 0.0
+
+
+def owners_by_shard(members: Sequence[Record]) -> list[int]:
+    """Live owners of each of a stage's optimizer shards; empty while nobody says what there is."""
+    num_shards = max((len(r.digests) // DIGEST_BYTES for r in members), default=0)
+    owners = np.zeros(num_shards, np.int64)
+    for r in members:
+        bits = np.unpackbits(np.frombuffer(r.holds, np.uint8), bitorder="little")[:num_shards]
+        owners[: len(bits)] += bits
+    return [int(n) for n in owners]
+
+
+def risk(
+    stage: int, replicas: Sequence[Record], num_thin: int, wanted: int, num_shards: int
+) -> str:
+    """What may go wrong with a stage, in words: the worst first."""
+    if not replicas:
+        return f"stage {stage} has nobody: training waits"
+    if len(replicas) == 1:
+        return f"stage {stage}: one failure from loss"
+    machines = {machine_of(r.peer_id) for r in replicas}
+    if num_thin:
+        return f"stage {stage}: {num_thin} of {num_shards} shards have fewer than {wanted} owners"
+    if len(machines) == 1:
+        return f"stage {stage}: all its replicas are one machine"
+    return ""
+
+
+def _state(seen: _Seen) -> str:
+    if not seen.live and seen.record.state != LEFT:
+        return "lost"
+    return "paused" if seen.record.paused else seen.record.state
+
+
+def _strikes(record: Record, known: dict[str, int], unix_s: float) -> list[Event]:
+    """What a primary newly says of bad contributions."""
+    return [
+        ContributionDropped(unix_s, sender, count - known.get(sender, 0), record.peer_id)
+        for sender, count in sorted(record.strikes.items())
+        if count > known.get(sender, 0)
+    ]
+
+
+def _lost(record: Record, served: int, unix_s: float) -> PeerLost:
+    """`served`: the stage that it served last; a record of one that left names none."""
+    clean = record.state in (LEFT, LEAVING)
+    stage = served if record.stage == OBSERVER_STAGE else record.stage
+    return PeerLost(unix_s, record.peer_id, stage, clean)

@@ -1,0 +1,221 @@
+"""A peer's numbers for Prometheus, at `/metrics` (`swarmnet peer --metrics-port PORT`).
+
+Two kinds: what this peer itself did (its traffic, by direction and method), and what it believes of
+the run (coverage, round, loss, owners of shards), which is the same at every peer but for what
+gossip has not brought yet. Names and units follow Prometheus' conventions. The library's own server
+answers, in a thread; the numbers are taken on the event loop, so that nothing changes while it is
+looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from swarmnet import __version__
+from swarmnet.errors import UserError
+from swarmnet.protocol.histogram import Histogram
+from swarmnet.protocol.membership.records import STATES
+from swarmnet.protocol.pipeline import progress
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.update.replica import Replica
+
+COLLECT_TIMEOUT_S = 5.0
+"""For the event loop to say its numbers."""
+COUNTED = {
+    "rerouted": "Microbatches sent to another replica because one failed.",
+    "retracted": "Microbatches taken out of a gradient again.",
+    "samples_lost": "Samples whose gradient died with a peer.",
+    "shard_promoted": "Optimizer shards taken over from an owner that was lost.",
+    "shard_reset": "Optimizer shards begun afresh because every owner was lost.",
+    "shard_stale": "Optimizer shards that went on from a state that lacks steps.",
+    "shard_unlike": "Backups of optimizer shards that had seen other gradients than the primary.",
+    "moved": "Moves of this peer to another stage.",
+    "contributions_dropped": "Contributions refused because they were not finite.",
+    "contributions_clipped": "Contributions made smaller by robust aggregation.",
+    "checkpoints": "Checkpoints saved.",
+    "diverged": "Times that this peer went over to another result after a partition.",
+}
+"""Of the own record's totals."""
+
+
+class PeerCollector(Collector):
+    """Reads a peer, and the run as it sees it."""
+
+    def __init__(self, peer: Peer, spec: RunSpec, loop: asyncio.AbstractEventLoop) -> None:
+        self._peer, self._spec, self._loop = peer, spec, loop
+
+    def collect(self) -> Iterator[Any]:
+        """On the server's thread. Nothing where the loop is too busy to answer."""
+        taken: concurrent.futures.Future[list[Any]] = asyncio.run_coroutine_threadsafe(
+            self._take(), self._loop
+        )
+        try:
+            yield from taken.result(COLLECT_TIMEOUT_S)
+        except TimeoutError:
+            taken.cancel()
+
+    async def _take(self) -> list[Any]:
+        return [*self._of_peer(), *self._of_run()]
+
+    def _of_peer(self) -> Iterator[Any]:
+        own, traffic = self._peer.gossip.own, self._peer.transport.traffic
+        about = GaugeMetricFamily(
+            "swarmnet_peer_info",
+            "About this peer.",
+            labels=["peer_id", "stage", "state", "version"],
+        )
+        about.add_metric([own.peer_id, str(own.stage), own.state, __version__], 1)
+        yield about
+        bytes_ = CounterMetricFamily(
+            "swarmnet_transport_bytes", "Bytes on the wire.", labels=["direction", "method"]
+        )
+        for method, amount in sorted(traffic.sent_bytes.items()):
+            bytes_.add_metric(["sent", method], amount)
+        for method, amount in sorted(traffic.received_bytes.items()):
+            bytes_.add_metric(["received", method], amount)
+        yield bytes_
+        yield CounterMetricFamily(
+            "swarmnet_direct_bytes",
+            "Of the bytes sent, those over direct connections.",
+            value=traffic.direct_sent_bytes,
+        )
+        yield GaugeMetricFamily(
+            "swarmnet_direct_links",
+            "Peers with a direct connection.",
+            value=traffic.direct_links,
+        )
+        calls = HistogramMetricFamily(
+            "swarmnet_call_seconds", "Calls to other peers that were answered.", labels=["method"]
+        )
+        for method, histogram in sorted(traffic.call_s.items()):
+            calls.add_metric([method], *_buckets(histogram))
+        yield calls
+        failed = CounterMetricFamily(
+            "swarmnet_failed_calls",
+            "Calls that no peer answered, or too late.",
+            labels=["method"],
+        )
+        for method, amount in sorted(traffic.failed_calls.items()):
+            failed.add_metric([method], amount)
+        yield failed
+        if self._peer.replica is not None:
+            yield from _times_of(self._peer.replica)
+        yield GaugeMetricFamily(
+            "swarmnet_queue_length", "Pieces of work that wait.", value=own.queue_length
+        )
+        yield GaugeMetricFamily(
+            "swarmnet_device_samples_per_second",
+            "What the device could do of its stage, were it never idle.",
+            value=own.samples_per_s,
+        )
+        for name, text in COUNTED.items():
+            yield CounterMetricFamily(f"swarmnet_{name}", text, value=own.totals.get(name, 0))
+
+    def _of_run(self) -> Iterator[Any]:
+        now, view = self._loop.time(), self._peer.view
+        live = view.live(now)
+        stages = range(self._spec.pipeline.num_stages)
+        peers = GaugeMetricFamily(
+            "swarmnet_peers", "Live peers, by stage and state.", labels=["stage", "state"]
+        )
+        for k in stages:
+            for state in STATES:
+                count = sum(r.stage == k and r.state == state for r in live)
+                peers.add_metric([str(k), state], count)
+        yield peers
+        owners = GaugeMetricFamily(
+            "swarmnet_shard_owners_min",
+            "Live owners of the optimizer shard of a stage that has the fewest.",
+            labels=["stage"],
+        )
+        for k in stages:
+            replicas = [r for r in live if r.stage == k and r.is_replica]
+            num_shards = max((len(r.digests) // 8 for r in replicas), default=0)
+            if num_shards:
+                fewest = min(sum(r.holds_shard(j) for r in replicas) for j in range(num_shards))
+                owners.add_metric([str(k)], fewest)
+        yield owners
+        newest = progress.newest_round(view, now)
+        yield GaugeMetricFamily("swarmnet_round", "The round being made.", value=newest)
+        made = progress.round_progress(view, newest, now, self._spec.pipeline.global_batch)
+        samples = GaugeMetricFamily(
+            "swarmnet_round_samples", "Samples of the present round.", labels=["state"]
+        )
+        samples.add_metric(["launched"], made.launched)
+        samples.add_metric(["committed"], made.committed)
+        samples.add_metric(["due"], self._spec.pipeline.global_batch)
+        yield samples
+        yield GaugeMetricFamily(
+            "swarmnet_spread_ratio",
+            "Largest distance of two replicas that met, over the norm of their parameters.",
+            value=max((r.spread for r in live if r.is_replica), default=0.0),
+        )
+        yield from self._losses(newest, live)
+
+    def _losses(self, newest: int, live: Sequence[Any]) -> Iterator[Any]:
+        counts = [r.count(newest - 1) for r in live] if newest else []
+        tokens = sum(c.tokens for c in counts)
+        if tokens:
+            yield GaugeMetricFamily(
+                "swarmnet_loss_nats",
+                "Training loss of the last round, nats per token.",
+                value=sum(c.loss_sum for c in counts) / tokens,
+            )
+            yield GaugeMetricFamily(
+                "swarmnet_round_tokens", "Tokens of the last round.", value=tokens
+            )
+        measured = [r.held_out for r in live if r.held_out is not None]
+        if measured:
+            best = max(measured, key=lambda h: h.round)
+            yield GaugeMetricFamily(
+                "swarmnet_held_out_loss_nats",
+                "Newest loss on held-out data, nats per token.",
+                value=best.loss,
+            )
+
+
+def _times_of(replica: Replica) -> Iterator[Any]:
+    for name, text, histogram in (
+        (
+            "swarmnet_microbatch_device_seconds",
+            "Device time of a microbatch, by every forward and every backward pass.",
+            replica.services,
+        ),
+        ("swarmnet_round_seconds", "Rounds, from opening to opening.", replica.rounds),
+        ("swarmnet_exchange_seconds", "Exchanges of gradients.", replica.exchanges),
+    ):
+        family = HistogramMetricFamily(name, text)
+        family.add_metric([], *_buckets(histogram))
+        yield family
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, int]], float]:
+    ends = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
+    return ends, histogram.sum
+
+
+def serve_metrics(peer: Peer, spec: RunSpec, host: str, port: int) -> Any:
+    """Serves `/metrics` until the result's `shutdown()`. Raises `UserError` where the port is
+    taken."""
+    registry = CollectorRegistry()
+    registry.register(PeerCollector(peer, spec, asyncio.get_running_loop()))
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as e:
+        raise UserError(
+            f"cannot serve metrics on {host}:{port}: {e.strerror}; choose another --metrics-port"
+        ) from None
+    return server

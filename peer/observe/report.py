@@ -1,0 +1,210 @@
+"""From view to screen and metrics: what every command that watches a run does at each look."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+
+from peer.observe.dashboard.hub import Hub, state_of
+from peer.observe.events import Event
+from peer.observe.metrics import MetricsFile
+from peer.observe.monitor import Monitor
+from peer.observe.screen import PeerConsole, Screen
+from peer.observe.text import listed, short_id
+from peer.observe.view_model import ViewModel
+from peer.options import ScreenName
+from swarmnet.errors import UserError
+from swarmnet.protocol.membership.addresses import others_to_name, peer_of
+from swarmnet.protocol.membership.view import View
+from swarmnet.spec import RunSpec, describe
+
+log = logging.getLogger("swarmnet.peer")
+
+LOOK_EVERY_S = 0.1
+"""Between two looks of a peer at its own view: records tell of the newest `KEPT_ROUNDS` rounds
+only, and those of a small model are short."""
+
+
+LAST_WORDS_S = 10.0
+"""How long the last round and measurement are waited for before the run is said to be done."""
+STATE_EVERY_S, STATE_EVERY_S_PER_PEER = 10.0, 0.2
+"""Between two `state` lines of a metrics file."""
+MAX_OTHERS_CHARS = 400
+"""Of the list of a peer's further addresses."""
+PLAIN_WIDTH = 120
+"""Columns of output that goes to no terminal."""
+
+
+class Running(Protocol):
+    """A peer at work; `peer.daemon.RunningPeer` is one."""
+
+    @property
+    def spec(self) -> RunSpec: ...
+
+    @property
+    def view(self) -> View: ...
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """At which others can join, the one to use first; at least one."""
+
+    @property
+    def limits(self) -> Callable[[], str]:
+        """What its owner lets it take, and why it is paused; a line, or nothing."""
+
+
+def monitor_of(spec: RunSpec) -> Monitor:
+    """A monitor for a run."""
+    return Monitor(
+        num_stages=spec.pipeline.num_stages,
+        global_batch=spec.pipeline.global_batch,
+        rounds=spec.optimizer.rounds,
+        replication=spec.sync.replication,
+        measures=bool(spec.data.paths)
+        and spec.data.held_out_fraction > 0
+        and spec.data.held_out_microbatches > 0,
+    )
+
+
+def make_console() -> Console:
+    """Wide enough for the tables where there is no terminal to ask."""
+    console = PeerConsole(highlight=False)
+    return console if console.is_terminal else PeerConsole(highlight=False, width=PLAIN_WIDTH)
+
+
+def speaks_for_all(view: View, now: float) -> bool:
+    """Whether this peer prints what is of the whole run, where all print to one log: the first of
+    the live replicas does, by peer id; and everybody while there is none."""
+    replicas = [record.peer_id for record in view.live(now) if record.is_replica]
+    return not replicas or view.own_peer_id == min(replicas)
+
+
+class Reporter:
+    """A monitor, a screen and, where asked for, a metrics file and a web page. A context manager
+    that opens and closes the screen; file and page belong to the caller."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        mode: ScreenName = "auto",
+        metrics: MetricsFile | None = None,
+        hub: Hub | None = None,
+    ) -> None:
+        self.spec = spec
+        self.monitor = monitor_of(spec)
+        self.screen = Screen(make_console(), mode)
+        self._is_shared = mode == "shared"
+        self.metrics = metrics
+        self.hub = hub
+        self._state_at = float("-inf")
+
+    def look(self, view: View, now: float, unix_s: float, limits: str = "") -> list[Event]:
+        """Tells screen and file what is new in `view`. `now`: the clock of the view, seconds;
+        `unix_s`: for the events; `limits`: of this machine's peer."""
+        live = frozenset(record.peer_id for record in view.live(now))
+        events = self.monitor.observe(view.records(), live, now, unix_s)
+        model = self.monitor.view_model()
+        if self.metrics is not None:
+            try:
+                self.metrics.write(events)
+                self._write_state(self.metrics, model, now, unix_s)
+            except UserError as e:  # the disk is full, say: the run goes on, and so does the screen
+                log.warning("%s; nothing more is written there", e)
+                self.metrics = None
+        if self.hub is not None:
+            self.hub.tell(model, events, now, unix_s)
+        if self._is_shared and not speaks_for_all(view, now):
+            return events
+        self.screen.show(self.spec, model, events, limits)
+        return events
+
+    def _write_state(
+        self, metrics: MetricsFile, model: ViewModel, now: float, unix_s: float
+    ) -> None:
+        """What a replay shows between the events; the more peers, the more seldom."""
+        if now - self._state_at < max(STATE_EVERY_S, STATE_EVERY_S_PER_PEER * len(model.peers)):
+            return
+        self._state_at = now
+        metrics.write_state(state_of(self.spec, model), unix_s)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.screen.close()
+
+    def __enter__(self) -> Reporter:
+        self.screen.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+async def open_page(
+    stack: AsyncExitStack, spec: RunSpec, host: str, listener: socket.socket
+) -> tuple[Hub, str]:
+    """A dashboard of a run that the caller will look at, and its address. `host`: as the user
+    named it."""
+    from peer.observe.dashboard.app import live_app
+    from peer.observe.dashboard.server import serving
+
+    hub = Hub(spec)
+    return hub, await stack.enter_async_context(serving(live_app(hub, host), listener))
+
+
+async def report_peer(
+    running: Running,
+    mode: ScreenName,
+    metrics: MetricsFile | None,
+    page: tuple[str, socket.socket] | None = None,
+    *,
+    stays: bool = True,
+) -> None:
+    """Says how to join, and then what the peer sees, until it is cancelled. `page`: host and socket
+    of the dashboard, where one is wanted. `stays`: after the end of the run too."""
+    and_now = "this peer goes on serving the model (Ctrl-C ends it)" if stays else "this peer ends"
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        hub = None
+        if page is not None:
+            hub, shown_at = await open_page(stack, running.spec, *page)
+        reporter = stack.enter_context(Reporter(running.spec, mode, metrics, hub))
+        say = reporter.screen.say
+        if not reporter.screen.is_quiet:
+            say(describe(running.spec))
+            own = short_id(peer_of(running.addresses[0]))
+            say(f"to join this run (this peer is {own}):")
+        say(f"swarmnet peer --join {running.addresses[0]}")
+        if (others := others_to_name(running.addresses)) and not reporter.screen.is_quiet:
+            say(f"or, where that cannot be reached: {listed(others, ', ', MAX_OTHERS_CHARS)}")
+        if page is not None and not reporter.screen.is_quiet:
+            say(f"dashboard: {shown_at}")
+        if running.limits() and not reporter.screen.is_quiet:
+            say(f"limits: {running.limits()}")
+        done_at = float("inf")
+        is_told = reporter.screen.is_quiet
+        try:
+            while True:
+                reporter.look(running.view, loop.time(), time.time(), running.limits())
+                if reporter.monitor.done:
+                    done_at = min(done_at, loop.time())
+                    is_all = reporter.monitor.all_told or loop.time() - done_at > LAST_WORDS_S
+                    if is_all and not is_told:
+                        is_told = True
+                        rounds = running.spec.optimizer.rounds
+                        say(f"the run has done its {rounds} rounds; {and_now}")
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:  # the last measurement may have come since
+            reporter.look(running.view, loop.time(), time.time(), running.limits())

@@ -1,0 +1,131 @@
+"""Numbers and names as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peer.observe.events import (
+    CheckpointSaved,
+    ContributionDropped,
+    ContributionsClipped,
+    Diverged,
+    Event,
+    HeldOut,
+    Migrated,
+    PeerJoined,
+    PeerLost,
+    PeerPaused,
+    PeerResumed,
+    Rerouted,
+    Retracted,
+    RoundFinished,
+    SamplesLost,
+    ShardPromoted,
+    ShardReset,
+    SyncMode,
+)
+from peer.observe.view_model import ViewModel
+from swarmnet.protocol.membership.seats import SEPARATOR
+
+ID_CHARACTERS = 8
+"""The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""
+
+
+def listed(parts: Sequence[str], between: str, max_chars: int) -> str:
+    """In one line, cut between two parts and never within one; says how many are left out."""
+    shown, length = list(parts[:1]), len(parts[0]) if parts else 0
+    for part in parts[1:]:
+        length += len(between) + len(part)
+        if length > max_chars:
+            break
+        shown.append(part)
+    left = len(parts) - len(shown)
+    return between.join(shown) + (f" and {left} more" if left else "")
+
+
+def short_id(peer_id: str) -> str:
+    """The part of a peer id that people compare."""
+    machine, separator, seat = peer_id.partition(SEPARATOR)
+    return f"{machine[-ID_CHARACTERS:]}{separator}{seat}"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """With thousands separated; a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes, with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} PB"
+
+
+def stage_name(stage: int) -> str:
+    return f"stage {stage}" if stage >= 0 else "no stage yet"
+
+
+def sentence(event: Event, rounds: int) -> str:
+    """An event in one line. `rounds`: length of the run."""
+    match event:
+        case RoundFinished():
+            speed = f"  {number(event.tokens_per_s)} tokens/s" if event.tokens_per_s else ""
+            spread = f"  spread {event.spread:.2%}" if event.spread else ""
+            return (
+                f"round {event.round + 1}/{rounds}  loss {event.loss:.3f}"
+                f"{speed}  {event.peers} peers{spread}"
+            )
+        case HeldOut():
+            bits = f", {event.bits_per_byte:.3f} bits per byte" if event.bits_per_byte else ""
+            return f"held-out loss after {event.round} rounds: {event.loss:.3f}{bits}"
+        case SyncMode():
+            return (
+                f"sync: {event.mode} from round {event.round + 1} on (an exchange takes "
+                f"{event.exchange_s:.2f} s, a round {event.round_s:.2f} s)"
+            )
+        case PeerJoined():
+            return f"peer {short_id(event.peer_id)} joined ({stage_name(event.stage)})"
+        case PeerPaused():
+            return f"peer {short_id(event.peer_id)} paused because {event.reason}"
+        case PeerResumed():
+            return f"peer {short_id(event.peer_id)} goes on after its pause"
+        case PeerLost():
+            how = "left" if event.clean else "was lost"
+            return f"peer {short_id(event.peer_id)} {how} ({stage_name(event.stage)})"
+        case Migrated():
+            moved = f"from stage {event.from_stage} to stage {event.to_stage}"
+            return f"peer {short_id(event.peer_id)} moved {moved}"
+        case Rerouted():
+            return f"peer {short_id(event.peer_id)} sent {event.count} microbatches another way"
+        case Retracted():
+            return f"peer {short_id(event.peer_id)} took {event.count} orphans out again"
+        case SamplesLost():
+            return f"peer {short_id(event.peer_id)} lost {event.count} samples"
+        case Diverged():
+            return f"peer {short_id(event.peer_id)} took over the result of the other side of a cut"
+        case ShardReset():
+            return f"optimizer state of {event.count} shards was lost with all its holders"
+        case ShardPromoted():
+            return f"peer {short_id(event.peer_id)} took over {event.count} shards"
+        case ContributionsClipped():
+            return (
+                f"peer {short_id(event.peer_id)} cut {event.count} gradients to the median norm: "
+                "far larger than the others'"
+            )
+        case ContributionDropped():
+            return (
+                f"peer {short_id(event.peer_id)} sent gradients of {event.count} shards that are "
+                "not finite; they do not count"
+            )
+        case CheckpointSaved():
+            return f"peer {short_id(event.peer_id)} saved a checkpoint"
+    return event.name
+
+
+def coverage(model: ViewModel) -> str:
+    """How many replicas each stage has, in one line."""
+    rows = [f"{r.num_replicas}" + (f"+{r.num_joining}" * (r.num_joining > 0)) for r in model.stages]
+    joining = " (+ joining)" if any(r.num_joining for r in model.stages) else ""
+    return f"replicas by stage{joining}: " + " ".join(rows)

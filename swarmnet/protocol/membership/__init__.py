@@ -1,0 +1,1 @@
+"""Who is in the run, where each serves, and how lost members are found again."""

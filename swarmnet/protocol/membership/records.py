@@ -1,0 +1,274 @@
+"""What a peer says of itself.
+
+A record is small, versioned and signed (the signature is kept beside it, see
+`swarm.membership.gossip`). Of two records of one peer the one with the higher (incarnation,
+version) holds, so that records may arrive in any order. Counters of a round only grow, but for
+`launched`: a microbatch that its feeder gives up is taken out of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from swarmnet.protocol.update.sync_modes import Switch
+
+OBSERVER_STAGE = -1
+KEPT_ROUNDS = 4
+"""Rounds whose counters a feeder's record carries."""
+DIGEST_BYTES = 8
+MAX_ADDRESSES = 16
+MAX_TEXT = 256
+MAX_SHARDS = 65_536
+MAX_CREDENTIAL_BYTES = 1024
+MAX_SWITCHES = 8
+MAX_RESTORABLE = 16
+"""Checkpoints that a peer offers at most."""
+MAX_STRIKES = 32
+"""Senders of bad contributions that a record names at most."""
+
+JOINING = "joining"
+ACTIVE = "active"
+LEAVING = "leaving"
+LEFT = "left"
+OBSERVING = "observing"
+STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
+MAX_COUNT = 1 << 47
+"""Of samples or tokens of one feeder in a round: what all that a view holds (`view.MAX_PEERS`) may
+say adds up below 2^62."""
+MAX_LOSS_SUM = 1e20
+"""Likewise of its loss, nats: sums stay finite."""
+MAX_RATE = 1e15
+"""Of what is said by the second, and of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCount:
+    """A feeder's counters for one round, in samples."""
+
+    round: int
+    launched: int = 0
+    committed: int = 0
+    sealed: bool = False
+    """No flight of this feeder is in the air and it will launch no more in this round."""
+    tokens: int = 0
+    loss_sum: float = 0.0
+    """Sum over the committed tokens of the loss, in nats."""
+
+    def __post_init__(self) -> None:
+        counts = (self.launched, self.committed, self.tokens)
+        if any(not 0 <= n < MAX_COUNT for n in counts) or not 0 <= self.round < 2**62:
+            raise ValueError("a round's counter is out of range")
+        if not abs(self.loss_sum) <= MAX_LOSS_SUM:
+            raise ValueError("the loss of a round is out of range")
+        if self.committed > self.launched:
+            raise ValueError("more samples committed than launched")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A feeder's newest measurement on held-out data."""
+
+    round: int
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    """NaN-free; 0 where the model is not of text."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.loss) and math.isfinite(self.bits_per_byte)) or self.round < 0:
+            raise ValueError("a held-out loss is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """A checkpoint that a peer could go on from (see `protocol.recovery`)."""
+
+    round: int
+    """The round that begins with this state."""
+    stage: int
+    num_shards: int
+    holds: bytes
+    """As `Record.holds`: shards whose optimizer state is in the checkpoint."""
+    history: int = 0
+    """`Record.history` at the time."""
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= n < 2**62 for n in (self.round, self.history)):
+            raise ValueError("a number of a checkpoint is out of range")
+        if not (0 <= self.stage < MAX_SHARDS and 0 < self.num_shards <= MAX_SHARDS):
+            raise ValueError("a checkpoint of an impossible stage")
+        if len(self.holds) != (self.num_shards + 7) // 8:
+            raise ValueError("the shards of a checkpoint are of an impossible number")
+
+    def holds_shard(self, shard_index: int) -> bool:
+        return has_bit(self.holds, shard_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a peer says of itself."""
+
+    peer_id: str
+    run_id: str
+    incarnation: int
+    """Unix milliseconds at which the process started: a restarted peer overrules its past."""
+    version: int
+    """Grows with every change while the process lives."""
+    state: str = JOINING
+    stage: int = OBSERVER_STAGE
+    round: int = 0
+    addresses: tuple[str, ...] = ()
+    active_from: int = 0
+    """First round for which this replica counts as a possible owner of shards."""
+    has_data: bool = False
+    counts: tuple[RoundCount, ...] = ()
+    """Of the newest `KEPT_ROUNDS` rounds that it fed, oldest first."""
+    samples_per_s: float = 0.0
+    """What its device could do of this stage, forward and backward, were it never idle: measured,
+    before that as it expects of itself, 0 while unknown."""
+    queue_length: int = 0
+    upload_bytes_per_s: float = 0.0
+    """Measured; 0 while unknown."""
+    digests: bytes = b""
+    """`DIGEST_BYTES` a shard: of the parameters with which `round` began."""
+    holds: bytes = b""
+    """Bit j % 8 of byte j // 8: holds the optimizer state of shard j as of the beginning of
+    `round`."""
+    held_out: HeldOut | None = None
+    totals: dict[str, int] = field(default_factory=dict)
+    """Counters since its start, such as `rerouted` or `sent_bytes`."""
+    strikes: dict[str, int] = field(default_factory=dict)
+    """By peer, how many of its contributions to gradients were not finite and did not count."""
+    agent: str = ""
+    started_unix_s: float = 0.0
+    restorable: tuple[Restorable, ...] = ()
+    """Checkpoints of `stage` on its disk; only while it is joining."""
+    history: int = 0
+    """Incarnation of the peer that began the run as it goes on now, or went on with it from a
+    checkpoint; the highest one among the active replicas holds. Rounds of different histories
+    have nothing in common but their number."""
+    credential: bytes = b""
+    """What admits this peer to a closed run (see `swarmnet.admission`)."""
+    samples: int = 0
+    """Committed in the round before `round` and in its update, as far as this replica knew when it
+    closed it: how much its parameters weigh where others have different ones (see
+    `protocol.update.divergence`)."""
+
+    spread: float = 0.0
+    """In mode `gossip`: distance of the parameters from those of the partner of the last meeting,
+    over the norm of the parameters."""
+    round_s: float = 0.0
+    """In mode `auto`: how long rounds are open, a moving average; 0 while unknown."""
+    exchange_s: float = 0.0
+    """Likewise, how long exchanges take."""
+    switches: tuple[Switch, ...] = ()
+    """In mode `auto`: the newest changes that are known, by ascending round."""
+    last_open_s: float = 0.0
+    """How long the last round that ended here was open to microbatches; 0 before the first."""
+    last_busy_s: float = 0.0
+    """Of it and its exchange, how long the device worked."""
+    last_exchange_s: float = 0.0
+    """How long its exchange took."""
+    moving_to: int = OBSERVER_STAGE
+    """The stage that this replica will serve when the round that is being fed is done here."""
+    paused: str = ""
+    """Why an `observing` peer serves no stage for now, by its owner's wish; it comes back."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
+            raise ValueError("a peer id or run id is too long")
+        if self.state not in STATES:
+            raise ValueError(f"unknown state {self.state[:32]!r}")
+        if not all(OBSERVER_STAGE <= s < MAX_SHARDS for s in (self.stage, self.moving_to)):
+            raise ValueError("a stage index is out of range")
+        numbers = (self.incarnation, self.version, self.round, self.active_from, self.queue_length)
+        if not 0 <= self.history < 2**62 or len(self.restorable) > MAX_RESTORABLE:
+            raise ValueError("a history or its checkpoints are out of range")
+        if any(not 0 <= n < 2**62 for n in (*numbers, self.samples)):
+            raise ValueError("a number of a record is out of range")
+        rates = (
+            self.samples_per_s,
+            self.upload_bytes_per_s,
+            self.started_unix_s,
+            self.spread,
+            self.round_s,
+            self.exchange_s,
+            self.last_open_s,
+            self.last_busy_s,
+            self.last_exchange_s,
+        )
+        if any(not 0 <= x <= MAX_RATE for x in rates):
+            raise ValueError("a rate of a record is out of range")
+        if len(self.addresses) > MAX_ADDRESSES or any(
+            len(a) > MAX_TEXT * 2 for a in self.addresses
+        ):
+            raise ValueError("too many or too long addresses")
+        if len(self.digests) > MAX_SHARDS * DIGEST_BYTES or len(self.digests) % DIGEST_BYTES:
+            raise ValueError("digests of an impossible length")
+        if len(self.holds) > MAX_SHARDS // 8 or len(self.counts) > KEPT_ROUNDS:
+            raise ValueError("a field of a record is too long")
+        if len(self.totals) > 64 or any(
+            len(k) > 64 or not 0 <= v < 2**62 for k, v in self.totals.items()
+        ):
+            raise ValueError("the totals of a record are out of range")
+        if len(self.credential) > MAX_CREDENTIAL_BYTES:
+            raise ValueError("the credential of a record is too long")
+        if len(self.strikes) > MAX_STRIKES or any(
+            len(k) > MAX_TEXT or not 0 <= v < 2**62 for k, v in self.strikes.items()
+        ):
+            raise ValueError("the strikes of a record are out of range")
+        if len(self.switches) > MAX_SWITCHES:
+            raise ValueError("too many switches in a record")
+        if len(self.paused) > MAX_TEXT:
+            raise ValueError("the reason of a pause is too long")
+        if len(self.agent) > MAX_TEXT:
+            raise ValueError("the agent of a record is too long")
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Of two records of one peer, the one with the higher stamp holds."""
+        return (self.incarnation, self.version)
+
+    @property
+    def is_moving(self) -> bool:
+        """Has decided to serve another stage, and does not serve it yet."""
+        return self.moving_to != OBSERVER_STAGE
+
+    @property
+    def is_replica(self) -> bool:
+        """Serves microbatches of its stage now."""
+        return self.stage >= 0 and self.state == ACTIVE
+
+    def count(self, round_index: int) -> RoundCount:
+        """Its counters for a round; zeros where it has none."""
+        for c in self.counts:
+            if c.round == round_index:
+                return c
+        return RoundCount(round_index)
+
+    def digest(self, shard_index: int) -> bytes:
+        return self.digests[shard_index * DIGEST_BYTES : (shard_index + 1) * DIGEST_BYTES]
+
+    def holds_shard(self, shard_index: int) -> bool:
+        return has_bit(self.holds, shard_index)
+
+    def with_count(self, count: RoundCount) -> Record:
+        """This record with the counters of one round replaced; old rounds fall off."""
+        counts = {c.round: c for c in self.counts}
+        counts[count.round] = count
+        kept = sorted(counts.values(), key=lambda c: c.round)[-KEPT_ROUNDS:]
+        return replace(self, counts=tuple(kept))
+
+
+def bitmap(indices: list[int], num_shards: int) -> bytes:
+    """Shard indices as `Record.holds`."""
+    out = bytearray((num_shards + 7) // 8)
+    for j in indices:
+        out[j // 8] |= 1 << (j % 8)
+    return bytes(out)
+
+
+def has_bit(bits: bytes, index: int) -> bool:
+    """Reads what `bitmap` wrote; False beyond its end."""
+    byte = index // 8
+    return byte < len(bits) and bool(bits[byte] >> (index % 8) & 1)

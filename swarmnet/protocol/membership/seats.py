@@ -1,0 +1,100 @@
+"""Several stages on one machine: who sits where, and how many seats a machine takes.
+
+A machine that serves K stages has K seats, each a peer to everybody else: with a record, a stage
+and an id of its own. The first has the machine's peer id, the others that id, a slash and the
+number of the seat: `12D3Koo.../1`. One key signs for all of them, and one channel carries them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.membership.view import View
+
+MAX_SEATS = 64
+"""Of one machine, the first among them."""
+SEPARATOR = "/"
+MEMORY_PART = 0.7
+"""Of the memory that is free, what stages may take together."""
+
+
+def machine_of(peer_id: str) -> str:
+    """The machine's peer id, which is that of its first seat. Cheap; checks nothing."""
+    return peer_id.partition(SEPARATOR)[0]
+
+
+def seat_id(machine: str, seat: int) -> str:
+    """The peer id of a machine's seat, counted from 0."""
+    return f"{machine}{SEPARATOR}{seat}" if seat else machine
+
+
+def split_seat(peer_id: str) -> tuple[str, int]:
+    """The machine's peer id and the number of the seat. Raises `ProtocolViolation` where the text
+    is not what `seat_id` writes: a seat has one name."""
+    machine, separator, text = peer_id.partition(SEPARATOR)
+    if not separator:
+        return machine, 0
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= 2 else 0
+    if not 0 < number < MAX_SEATS or text != str(number):
+        raise ProtocolViolation(f"{peer_id[:80]!r} is no seat of a machine")
+    return machine, number
+
+
+def stages_beside(view: View, own_peer_id: str, num_stages: int, now: float) -> frozenset[int]:
+    """Stages that other seats of the same machine serve or are on the way to. A second copy of a
+    stage on one machine would die with the first."""
+    machine = machine_of(own_peer_id)
+    return frozenset(
+        k
+        for k in range(num_stages)
+        if any(
+            r.peer_id != own_peer_id and machine_of(r.peer_id) == machine and r.state != LEAVING
+            for r in view.members(k, now)
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many stages a machine serves, and why."""
+
+    num_seats: int
+    by_memory: int
+    """Stages that fit into the memory."""
+    by_speed: int
+    """Stages that it could serve as fast each as the others serve theirs."""
+    uncovered: int
+    """Stages without a replica, when it looked."""
+
+
+def room_for(
+    stage_bytes: Sequence[float],
+    free_bytes: float,
+    own_samples_per_s: float,
+    rates: Sequence[Sequence[float]],
+) -> Room:
+    """How many stages a newcomer takes.
+
+    More than one costs memory, and an exchange of gradients each; it pays where a stage would have
+    nobody otherwise, and where the machine is so much faster than the others that it can serve
+    several as fast as they serve one. Whatever the reason, no more than memory allows, and never
+    the same stage twice.
+
+    Args:
+        stage_bytes: what a replica of each stage holds, bytes.
+        free_bytes: memory that is free before the first is built.
+        own_samples_per_s: of this machine, serving one stage alone.
+        rates: per stage, samples a second of each replica that others serve (0: not measured).
+    """
+    num_stages = len(stage_bytes)
+    dearest = max([*stage_bytes, 1.0])
+    by_memory = max(1, int(min(num_stages, MEMORY_PART * free_bytes / dearest)))
+    uncovered = sum(not replicas for replicas in rates)
+    known = [rate for replicas in rates for rate in replicas if rate > 0]
+    by_speed = max(1, int(min(own_samples_per_s / median(known), MAX_SEATS))) if known else 1
+    wanted = max(1, uncovered, min(by_speed, num_stages))
+    return Room(min(wanted, by_memory), by_memory, by_speed, uncovered)

@@ -1,0 +1,1 @@
+"""Microbatches on their way: routing, feeding, and when a round is drained."""

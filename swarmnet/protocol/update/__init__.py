@@ -1,0 +1,1 @@
+"""When replicas exchange what, who owns which shard, and how contributions are summed."""

@@ -1,0 +1,123 @@
+"""Mode `auto`: should exchanges run beside the rounds or between them?
+
+Between them (`zero`) an update is exact, and every round waits for its exchange. Beside them
+(`delayed`) nobody waits, and what is learned is one update late. So: `delayed` where an exchange
+takes a good part of a round, `zero` where it hardly matters, and between the two no change.
+`local` and `gossip` are no candidates: they take the memory back that sharding saves, and what a
+token teaches depends on them in a way that no clock shows. Where not even `delayed` hides the
+exchange, people are told what would (`Adviser`).
+
+One feeder decides (`swarm.update.auto_sync`), by the medians that replicas publish, for some rounds
+ahead, and everybody passes the decision on in its record. Every replica that drains a round has
+seen the record of each feeder that launched in it, so it knows by then what the feeder decided
+before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.update.sync_modes import DELAYED, ZERO, Switch, SyncPlan
+
+DELAYED_ABOVE, ZERO_BELOW = 0.25, 0.1
+"""Exchange over round."""
+AHEAD_ROUNDS = 3
+"""From the decision to the first exchange in the new mode."""
+IN_A_ROW = 3
+"""Rounds that must want the same change."""
+REST_ROUNDS = 10
+"""Between two changes."""
+KEPT_SWITCHES = 4
+LONG_ABOVE, SHORT_BELOW = 1.25, 0.9
+"""Exchange over round: a round that it runs beside waits for it; it does not any more."""
+EXCHANGE_PART = 0.1
+"""Of the time, that exchanges between steps of each replica's own are to take."""
+LEAST_S = 1e-6
+"""A round that is said to be shorter counts as this: peers may say anything."""
+MOST_STEPS = 1e9
+
+
+def merge(*several: Iterable[Switch]) -> tuple[Switch, ...]:
+    """The newest switches, ascending. Of two for one round the first in the alphabet holds."""
+    by_round: dict[int, Switch] = {}
+    for switch in (s for switches in several for s in switches):
+        known = by_round.setdefault(switch.round, switch)
+        if (switch.mode, switch.round_s, switch.exchange_s) < (
+            known.mode,
+            known.round_s,
+            known.exchange_s,
+        ):
+            by_round[switch.round] = switch
+    return tuple(by_round[r] for r in sorted(by_round))[-KEPT_SWITCHES:]
+
+
+def pace(records: Iterable[Record]) -> tuple[float, float]:
+    """Seconds of a round and of an exchange: medians over a stage's replicas, and of these the
+    longest; 0 and 0 where nothing was measured."""
+    by_stage: dict[int, list[Record]] = {}
+    for r in records:
+        if r.is_replica and r.round_s > 0:
+            by_stage.setdefault(r.stage, []).append(r)
+    round_s = max((median(r.round_s for r in rs) for rs in by_stage.values()), default=0.0)
+    exchange_s = max((median(r.exchange_s for r in rs) for rs in by_stage.values()), default=0.0)
+    return round_s, exchange_s
+
+
+@dataclass
+class Chooser:
+    """What the deciding feeder remembers."""
+
+    votes: int = 0
+
+    def decide(
+        self, plan: SyncPlan, round_index: int, round_s: float, exchange_s: float
+    ) -> Switch | None:
+        """A change, or the first word on the matter; None to leave it as it is. To be asked once a
+        round."""
+        if round_s <= 0:
+            return None
+        first = max(round_index + AHEAD_ROUNDS, plan.warmup_rounds)
+        present = plan.mode_at(first)
+        share = exchange_s / round_s
+        wanted = DELAYED if share > DELAYED_ABOVE else ZERO if share < ZERO_BELOW else present
+        if wanted == present and plan.switches:
+            self.votes = 0
+            return None
+        self.votes += 1
+        rests = bool(plan.switches) and round_index < plan.switches[-1].round + REST_ROUNDS
+        if self.votes < IN_A_ROW or rests:
+            return None
+        self.votes = 0
+        return Switch(first, wanted, round_s, exchange_s)
+
+
+def local_steps_for(round_s: float, exchange_s: float) -> int:
+    """How many steps of their own replicas would have to make between two exchanges for these to
+    take `EXCHANGE_PART` of the time: from H rounds + exchange = exchange / part."""
+    steps = exchange_s * (1 - EXCHANGE_PART) / (EXCHANGE_PART * max(round_s, LEAST_S))
+    return max(1, math.ceil(min(steps, MOST_STEPS)))
+
+
+@dataclass
+class Adviser:
+    """Notices when exchanges take longer than the rounds that they run beside."""
+
+    votes: int = 0
+    has_told: bool = False
+
+    def steps(self, round_s: float, exchange_s: float) -> int:
+        """The number of own steps that would hide the exchanges, when it is to be told; else 0. To
+        be asked once a round. Told once, and again only after exchanges were short."""
+        if round_s <= 0:
+            return 0
+        share = exchange_s / round_s
+        self.votes = self.votes + 1 if share > LONG_ABOVE else 0
+        if share < SHORT_BELOW:
+            self.has_told = False
+        if self.votes < IN_A_ROW or self.has_told:
+            return 0
+        self.has_told = True
+        return local_steps_for(round_s, exchange_s)

@@ -1,0 +1,147 @@
+"""Which replica owns which shard: weighted rendezvous hashing.
+
+Every peer computes, from names and weights alone, the same ordered list of owners of each
+shard. Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); with the
+score -weight / ln(h), h uniform in (0, 1), a peer comes first with probability proportional to
+its weight, and whether a peer beats another does not depend on a third: a peer that joins or
+leaves moves only the shards that it gains or loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from hashlib import blake2b
+from statistics import fmean
+
+from swarmnet.protocol.membership.records import Record
+
+HASH_BITS = 52
+"""Of the hash that are used: (x + 1/2) / 2^52 is exact in a double and never 0 or 1."""
+MAX_RATIO = 16.0
+"""Of the weight of a peer over the mean of all but the largest."""
+SLOW_BYTES_PER_S = 10e3
+"""What is slower counts as this."""
+FAST_BYTES_PER_S = 125e6
+"""1 Gbit/s. A faster link is not what limits an update: what is measured beyond says how busy the
+machine was. All such links count alike."""
+
+
+def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[str]:
+    """All peers of `weights`, the best owner of the shard first. Weights must be positive."""
+    return sorted(weights, key=lambda p: (-_score(stage, shard_index, p, weights[p]), p))
+
+
+def _score(stage: int, shard_index: int, peer_id: str, weight: float) -> float:
+    if not 0 < weight < math.inf:
+        raise ValueError(f"the weight of a peer must be positive and finite, not {weight}")
+    return -weight / _log_draw(stage, shard_index, peer_id)
+
+
+KEPT_DRAWS = 1 << 16
+"""Peers times shards whose hash is remembered: memberships change by a peer at a time."""
+
+
+@lru_cache(maxsize=KEPT_DRAWS)
+def _log_draw(stage: int, shard_index: int, peer_id: str) -> float:
+    name = f"{stage}|{shard_index}|{peer_id}".encode()
+    x = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> (64 - HASH_BITS)
+    return math.log((x + 0.5) / 2**HASH_BITS)
+
+
+KEPT_PLACEMENTS = 64
+"""Memberships whose placement is remembered."""
+
+
+class Placement:
+    """The owners of every shard of one stage under one membership."""
+
+    def __init__(
+        self, stage: int, num_shards: int, weights: Mapping[str, float], replication: int
+    ) -> None:
+        """`replication`: owners a shard (fewer where there are fewer peers)."""
+        if replication < 1:
+            raise ValueError("a shard needs at least one owner")
+        self.stage = stage
+        self.num_shards = num_shards
+        self.replication = replication
+        self.weights = dict(weights)
+        self._orders = [tuple(owners(stage, j, self.weights)) for j in range(num_shards)]
+        self._owned: dict[str, list[int]] = {p: [] for p in self.weights}
+        for j in range(num_shards):
+            for peer_id in self.owners(j):
+                self._owned[peer_id].append(j)
+
+    def order(self, shard_index: int) -> tuple[str, ...]:
+        """All peers, best owner first."""
+        return self._orders[shard_index]
+
+    def owners(self, shard_index: int) -> tuple[str, ...]:
+        """The first `replication` of the order."""
+        return self._orders[shard_index][: self.replication]
+
+    def primary(self, shard_index: int) -> str | None:
+        """The first owner; None where there are no peers."""
+        order = self._orders[shard_index]
+        return order[0] if order else None
+
+    def owned_by(self, peer_id: str) -> list[int]:
+        """Shards of which the peer is an owner, ascending."""
+        return list(self._owned.get(peer_id, ()))
+
+
+@lru_cache(maxsize=KEPT_PLACEMENTS)
+def placed(
+    stage: int, num_shards: int, weights: tuple[tuple[str, float], ...], replication: int
+) -> Placement:
+    """The placement under a membership, made once: asked for with every shard of every update."""
+    return Placement(stage, num_shards, dict(weights), replication)
+
+
+def short_of_owners(placement: Placement, records: Iterable[Record], peer_id: str) -> list[int]:
+    """Shards that a peer is to own and does not say it holds, and that fewer replicas hold than
+    there should be owners: one more death could be that of the last. `records`: of the live
+    replicas that count as possible owners. Ascending."""
+    known = {r.peer_id: r for r in records}
+    own = known.get(peer_id)
+    if own is None:
+        return []
+    wanted = [j for j in placement.owned_by(peer_id) if not own.holds_shard(j)]
+    enough = min(placement.replication, len(known))
+    return [j for j in wanted if sum(r.holds_shard(j) for r in known.values()) < enough]
+
+
+def comes_after_a_holder(
+    placement: Placement, records: Iterable[Record], peer_id: str, shard_index: int
+) -> bool:
+    """A peer that says now that it holds a shard does not become its primary by that: one that
+    comes before it in the order holds it too."""
+    holders = {r.peer_id for r in records if r.holds_shard(shard_index)}
+    order = placement.order(shard_index)
+    return peer_id in order and any(p in holders for p in order[: order.index(peer_id)])
+
+
+def weights_from(records: Iterable[Record]) -> dict[str, float]:
+    """Weights of replicas: their upload bandwidth (bytes/s), between `SLOW_BYTES_PER_S` and
+    `FAST_BYTES_PER_S`, rounded to a power of two so that the noise of measuring does not move
+    shards. One that is not known yet counts as the geometric mean of the others.
+
+    So the weight of a measured peer is its own affair, and does not change when another comes or
+    goes; but for that of one far above the rest, for none is above `MAX_RATIO` times the mean of
+    all but the largest: a huge link does not make its owner hold everything, nor a false claim of
+    one. That bound moves smoothly with the swarm, and so do the shards of who is at it."""
+    rates = {r.peer_id: r.upload_bytes_per_s for r in records}
+    exponents = {p: _exponent(rate) for p, rate in rates.items() if rate > 0}
+    usual = fmean(exponents.values()) if exponents else 0.0
+    weights = {p: 2.0 ** exponents.get(p, usual) for p in rates}
+    if len(weights) < 2:
+        return weights
+    others = sorted(weights.values())[:-1]
+    bound = MAX_RATIO * sum(others) / len(others)
+    return {p: min(w, bound) for p, w in weights.items()}
+
+
+def _exponent(bytes_per_s: float) -> int:
+    within = min(max(bytes_per_s, SLOW_BYTES_PER_S), FAST_BYTES_PER_S)
+    return round(math.log2(within))

@@ -1,0 +1,104 @@
+"""How much each contribution to a gradient counts: by its tokens, and by its norm.
+
+A contribution is a sum over the tokens that its sender says it worked on. Both may be false. These
+decisions need the norms and the words of the contributors alone, never their gradients; what needs
+those (trimmed mean, CenteredClip) is in `training.optimizer.aggregation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median_low
+
+MEAN, MEDIAN_CLIP, TRIMMED_MEAN, CENTERED_CLIP = (
+    "mean",
+    "median_clip",
+    "trimmed_mean",
+    "centered_clip",
+)
+RULES = (MEAN, MEDIAN_CLIP, TRIMMED_MEAN, CENTERED_CLIP)
+MIN_CONTRIBUTORS = 4
+"""With fewer there is no majority to tell who is wrong: every rule is the mean."""
+CLIP_TOLERANCE = 2.0
+"""A contribution is left alone up to so many times its fair norm."""
+TOKEN_SLACK = 1.25
+"""The claims of all contributors may add up to so many times the tokens that the feeders counted:
+what a feeder counted just before it died may be missing from its last record."""
+
+
+LARGEST_PER_TOKEN = 1e15
+"""Norm of a contribution to a shard, per token. Parameters are never larger either."""
+
+
+def is_sound(squares: float, num_tokens: int) -> bool:
+    """May a contribution with this sum of squares count at all? Not where it is not finite, nor
+    where it is so large that no stage would take the result."""
+    return math.isfinite(squares) and math.sqrt(squares) <= LARGEST_PER_TOKEN * num_tokens
+
+
+def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
+    """The token counts to believe.
+
+    Claims that together are within `TOKEN_SLACK` of what the feeders counted stand as they are, so
+    that among honest peers nothing changes. Beyond that somebody lies, and the largest claims are
+    cut down to one level at which the sum fits. `counted` = 0: unknown, all stand.
+    """
+    room = math.floor(counted * TOKEN_SLACK)
+    if counted <= 0 or sum(claims.values()) <= room:
+        return dict(claims)
+    left = room
+    level = 0
+    ascending = sorted(claims.values())
+    for i, claim in enumerate(ascending):
+        level = left // (len(ascending) - i)
+        if claim > level:
+            break
+        left -= claim
+    return {p: min(claim, max(level, 1)) for p, claim in claims.items()}
+
+
+def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """By contributor, what its sum is to be multiplied by: 1, or less where its norm is too large.
+
+    `squares`: sum of squares of the whole contribution (all shards that are known), `tokens` behind
+    it. Of honest contributors the gradient *per token* has a norm that is alike where the signal
+    prevails, and one that shrinks as 1/sqrt(tokens) where the noise does. The fair norm of a
+    contributor is the larger of the two medians, so that one with few tokens is not taken for an
+    attacker. The lower median makes sure that half of the contributors cannot raise it.
+
+    Up to `CLIP_TOLERANCE` times its fair norm a contribution is left alone. Beyond, at k times the
+    fair norm, it is cut to the fair norm, and its tokens count 1/k. So the grossest count least.
+    (Cut to the fair norm alone, noise still hides the smallest gradients, and AdamW makes as large
+    steps on those as on others.) The weighted sum is divided by all tokens, those that do not count
+    in full too: that would shorten the step, which an outer step in mode `local` feels; so all
+    factors are larger by as much. Nobody cut, or fewer than `MIN_CONTRIBUTORS`: all factors are 1.
+    """
+    if len(squares) < MIN_CONTRIBUTORS:
+        return dict.fromkeys(squares, 1.0)
+    norms = {p: math.sqrt(s) / tokens[p] for p, s in squares.items()}
+    signal = median_low(norms.values())
+    noise = median_low(n * math.sqrt(tokens[p]) for p, n in norms.items())
+    weights = {}
+    for p, norm in norms.items():
+        fair = max(signal, noise / math.sqrt(tokens[p]))
+        weights[p] = 1.0 if norm <= CLIP_TOLERANCE * fair else fair / norm
+    if min(weights.values()) == 1.0:
+        return weights
+    fullness = sum(weights[p] * tokens[p] for p in weights) / sum(tokens[p] for p in weights)
+    return {
+        p: weight**2 / fullness if weight < 1.0 else 1 / fullness for p, weight in weights.items()
+    }
+
+
+def is_alike(own_squares: float, own_tokens: int, squares: float, tokens: int) -> bool:
+    """May a gradient be added to one's own without changing what others think of it? Both are sums
+    over tokens; the rule is that of `clip_factors`, among two. Never where it is not finite; where
+    there is none of one's own, it is for the primary to judge."""
+    if not math.isfinite(squares) or tokens <= 0:
+        return False
+    if own_tokens <= 0:
+        return True
+    own_norm, norm = math.sqrt(own_squares) / own_tokens, math.sqrt(squares) / tokens
+    fair = max(own_norm, own_norm * math.sqrt(own_tokens / tokens))
+    return norm <= CLIP_TOLERANCE * fair

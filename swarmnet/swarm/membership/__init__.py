@@ -1,0 +1,1 @@
+"""Knowing the other peers: gossip, detection of failures, the directory, links and relays."""

@@ -1,0 +1,174 @@
+"""The directory: how a peer that knows one address finds peers of every stage.
+
+A Kademlia DHT (hivemind's `DHTNode`, in our own event loop, over the daemon that carries our
+channels too). Under `swarmnet/<run id>/stage/<k>` lie the signed records of that stage's peers,
+each under its peer id; they expire and are refreshed. What is found is checked like any gossip:
+nothing in the DHT is trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swarmnet.errors import ProtocolViolation, SwarmnetError
+from swarmnet.protocol.membership.addresses import peer_of
+from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import SignedRecord
+from swarmnet.wire import pack, unpack
+
+log = logging.getLogger("swarmnet.discovery")
+
+REFRESH_S = 60.0
+EXPIRY_S = 180.0
+FIRST_PUBLISH_S = 2.0
+LONELY_LOOK_S = 5.0
+"""How often a peer without live partners looks into the directory."""
+CALL_TIMEOUT_S = 20.0
+MAX_CONNECTED = 8
+"""Addresses of known peers through which the DHT is joined."""
+CONNECT_TIMEOUT_S = 3.0
+"""Those of peers that are gone hold nobody up for longer."""
+MAX_FOUND = 64
+"""Records taken from one key."""
+
+
+def stage_key(run_id: str, stage_index: int) -> str:
+    """The DHT key under which a stage's peers are found."""
+    return f"swarmnet/{run_id}/stage/{stage_index}"
+
+
+class Directory:
+    """Publishes the own record, and finds those of others."""
+
+    def __init__(
+        self, gossip: Gossip, num_stages: int, p2p: Callable[[], Any], rng: random.Random
+    ) -> None:
+        self._gossip = gossip
+        self._num_stages = num_stages
+        self._p2p = p2p
+        self._rng = rng
+        self._node: Any = None
+        self._initial: list[str] = []
+        self._published = [gossip]
+        self._stale = False
+
+    async def start(self, initial_peers: Sequence[str]) -> None:
+        """Joins the DHT through known addresses; none for the first peer of a run."""
+        from hivemind.dht.node import DHTNode
+
+        await asyncio.gather(*(self._connect(a) for a in initial_peers[:MAX_CONNECTED]))
+        # Of those that answer: one that is gone would be waited for.
+        connected = self._gossip.transport.connected()
+        self._initial = [a for a in initial_peers if peer_of(a) in connected][:MAX_CONNECTED]
+        self._node = await DHTNode.create(
+            p2p=self._p2p(),
+            initial_peers=self._initial,
+            ensure_bootstrap_success=False,
+            num_workers=2,
+            strict=False,
+        )
+
+    def also(self, gossip: Gossip) -> None:
+        """Publishes the record of another seat of this machine too."""
+        self._published.append(gossip)
+
+    async def _connect(self, address: str) -> None:
+        """hivemind's DHT talks only to peers that the daemon has a connection to."""
+        try:
+            await self._gossip.transport.dial(address, CONNECT_TIMEOUT_S)
+        except SwarmnetError as e:
+            log.debug("%s: %s", address, e)
+
+    def daemon_restarted(self) -> None:
+        """The daemon is a new one: the DHT node is made again with the next use."""
+        self._stale = True
+
+    async def run(self) -> None:
+        """Refreshes the own entry, and looks for others: often when alone, now and then when not,
+        for the swarm may be in two parts. Until cancelled."""
+        next_publish_s = FIRST_PUBLISH_S
+        loop = asyncio.get_running_loop()
+        publish_at, looked_at = loop.time() + next_publish_s, loop.time()
+        try:
+            while True:
+                await asyncio.sleep(LONELY_LOOK_S * self._rng.uniform(0.5, 1.0))
+                try:
+                    async with asyncio.timeout(CALL_TIMEOUT_S):
+                        await self._renew_node()
+                        if loop.time() >= publish_at and await self.publish():
+                            publish_at = loop.time() + REFRESH_S
+                        if self._is_alone() or loop.time() - looked_at >= REFRESH_S:
+                            looked_at = loop.time()
+                            await self.find_all()
+                except Exception as e:  # hivemind has many
+                    log.debug("the directory does not answer: %s", e)
+        finally:
+            await self.close()
+
+    async def _renew_node(self) -> None:
+        if self._stale:
+            self._stale = False
+            known = [
+                a
+                for record in self._gossip.view.records()[:MAX_FOUND]
+                for a in record.addresses
+                if record.peer_id != self._gossip.own.peer_id
+            ]
+            try:
+                await self.close()
+                await self.start(known or self._initial)
+            except BaseException:
+                self._stale = True  # the daemon may not be there yet
+                raise
+
+    def _is_alone(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return len(self._gossip.view.live(now)) <= 1
+
+    async def publish(self) -> bool:
+        """Stores the own signed record under its stage; False while it has none."""
+        return all([await self._publish(gossip) for gossip in self._published])
+
+    async def _publish(self, gossip: Gossip) -> bool:
+        from hivemind.utils import get_dht_time
+
+        own = gossip.own
+        if own.stage == OBSERVER_STAGE or own.state == LEFT:
+            return False
+        envelope = gossip.envelope()
+        return bool(
+            await self._node.store(
+                stage_key(own.run_id, own.stage),
+                subkey=own.peer_id,
+                value=pack(envelope),
+                expiration_time=get_dht_time() + EXPIRY_S,
+            )
+        )
+
+    async def find(self, stage_index: int) -> int:
+        """Takes the records of a stage's peers into the view; returns how many were news."""
+        key = stage_key(self._gossip.own.run_id, stage_index)
+        found = await self._node.get(key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return 0
+        news = 0
+        for _, entry in sorted(found.value.items(), key=lambda item: str(item[0]))[:MAX_FOUND]:
+            try:
+                news += self._gossip.take(unpack(entry.value, SignedRecord))
+            except ProtocolViolation as e:
+                log.debug("an entry of the directory was dropped: %s", e)
+        return news
+
+    async def find_all(self) -> int:
+        """`find` for every stage."""
+        return sum([await self.find(k) for k in range(self._num_stages)])
+
+    async def close(self) -> None:
+        """Stops the DHT node; the daemon stays."""
+        if self._node is not None:
+            node, self._node = self._node, None
+            await node.shutdown()

@@ -1,0 +1,74 @@
+"""What a peer does for others who want to know how they are connected (`swarmnet doctor`).
+
+It dials back, which shows whether somebody can be reached from outside, and it takes and gives a
+few bytes, which shows how fast. Both are cheap, bounded and rare for each asker; a peer that trains
+does not notice them. Dialling back is libp2p's handshake and nothing else, so nobody can be made
+to speak to a stranger's service (cf. libp2p AutoNAT)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from swarmnet.errors import Busy, SwarmnetError
+from swarmnet.protocol.rate import RateLimiter
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import (
+    MAX_PROBE_BYTES,
+    BandwidthRequest,
+    DialBackReply,
+    DialBackRequest,
+)
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+DIAL_BACK_TIMEOUT_S = 8.0
+PROBES_PER_S, PROBE_BURST = 0.1, 6.0
+"""Of one asker."""
+MAX_PROBES = 2
+"""Served at a time."""
+MAX_REASON_CHARS = 200
+
+
+class Probes:
+    """Answers the questions of `swarmnet doctor`."""
+
+    def __init__(self, transport: Transport, gossip: Gossip) -> None:
+        self._transport = transport
+        self._gossip = gossip
+        self._askers = RateLimiter(PROBES_PER_S, PROBE_BURST)
+        self._running = 0
+        transport.handle("dial_back", self._on_dial_back)
+        transport.handle("bandwidth", self._on_bandwidth)
+
+    def _admit(self, request: Request) -> None:
+        self._gossip.check_stranger(request)
+        now = asyncio.get_running_loop().time()
+        if self._running >= MAX_PROBES or not self._askers.allows(request.remote, now):
+            raise Busy("too many probes", backlog_s=1.0)
+
+    async def _on_dial_back(self, request: Request) -> Message:
+        asked = convert(request.message.body, DialBackRequest)
+        self._admit(request)
+        self._running += 1
+        try:
+            reasons = []
+            for address in asked.addresses:
+                try:
+                    await self._transport.dial(address, timeout_s=DIAL_BACK_TIMEOUT_S)
+                    reasons.append("")
+                except SwarmnetError as e:
+                    reasons.append(str(e)[:MAX_REASON_CHARS] or type(e).__name__)
+            return Message(DialBackReply(tuple(reasons), time.time()))
+        finally:
+            self._running -= 1
+
+    async def _on_bandwidth(self, request: Request) -> Message:
+        asked = convert(request.message.body, BandwidthRequest)
+        self._admit(request)
+        self._running += 1
+        try:
+            size = min(asked.reply_bytes, MAX_PROBE_BYTES)
+            return Message(None, (Array("uint8", (size,), bytes(size)),))
+        finally:
+            self._running -= 1

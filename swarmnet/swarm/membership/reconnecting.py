@@ -1,0 +1,117 @@
+"""Finding members of the run again that are remembered and not seen, for as long as a peer lives.
+
+`protocol.membership.reconnect` decides whom and when. Whoever answers is gossiped with: where it
+was on another side of a cut, each side learns of all on the other with that, and the two are one
+swarm by the rules that heal a partition."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.membership.reconnect import LEAST_PAUSE_S, Reconnect, Row
+from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.swarm.membership.gossip import Gossip, Tasks
+
+log = logging.getLogger("swarmnet.peer")
+
+FIRST_DIAL_S, DIAL_S = 2.0, 5.0
+"""Longest wait for an answer: of the first dials, which follow each other closely, and later."""
+LOOK_EVERY_S, LOOK_PER_PEER_S, LONGEST_LOOK_S = 1.0, 0.02, 10.0
+"""Between two looks at who is missing; longer in large swarms, where each takes longer."""
+DROP_AFTER_S = 15.0
+"""Who has been missing for longer than this, and whose connection is open, has moved, or the way
+there has: a connection that leads nowhere takes a minute to notice."""
+NAMED = 4
+"""Peers that a line for people names."""
+Remembered = Callable[[], Mapping[str, Sequence[str]]]
+"""Addresses by peer id, those met last first."""
+
+
+class Reconnecting:
+    """Of one peer, or of an observer."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        rng: random.Random,
+        remembered: Remembered = dict[str, Sequence[str]],
+    ) -> None:
+        """`remembered`: members beside those in the view, from other times or places."""
+        self._gossip = gossip
+        self.remembered = remembered
+        self._table = Reconnect(rng)
+        self._looked_at = float("-inf")
+        self._tasks = Tasks("reconnecting")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                now = loop.time()
+                if now - self._looked_at >= self._look_every_s():
+                    self._looked_at = now
+                    self._table.look(self._missing(now), now)
+                row = self._table.next(now)
+                if row is not None:
+                    self._tasks.start(self._try(row))
+                await asyncio.sleep(LEAST_PAUSE_S if self._table.rows() else LOOK_EVERY_S)
+        finally:
+            await self._tasks.close()
+
+    def _look_every_s(self) -> float:
+        return min(max(LOOK_EVERY_S, LOOK_PER_PEER_S * len(self._gossip.view)), LONGEST_LOOK_S)
+
+    def _missing(self, now: float) -> dict[str, tuple[str, ...]]:
+        """Machines that are not live, those seen last first, with their addresses, the newest
+        first: what a record says, then what was remembered."""
+        view, own = self._gossip.view, machine_of(self._gossip.own.peer_id)
+        remembered = self.remembered()
+        live = view.live(now)
+        if len(live) == len(view) and not remembered:
+            return {}
+        seen = {machine_of(r.peer_id) for r in live} | {own}
+        gone = [r for r in view.records() if machine_of(r.peer_id) not in seen]
+        gone.sort(key=lambda r: (r.state == LEFT, view.silent_s(r.peer_id, now), r.peer_id))
+        missing: dict[str, dict[str, None]] = {}
+        for record in gone:
+            addresses = missing.setdefault(machine_of(record.peer_id), {})
+            addresses.update(dict.fromkeys(record.addresses))
+        for peer_id, saved in remembered.items():
+            if peer_id not in seen:
+                missing.setdefault(peer_id, {}).update(dict.fromkeys(saved))
+        return {p: tuple(addresses) for p, addresses in missing.items()}
+
+    async def _try(self, row: Row) -> None:
+        """All addresses of a member; the transport begins with the first of them."""
+        gossip, peer_id = self._gossip, row.peer_id
+        transport = gossip.transport
+        loop = asyncio.get_running_loop()
+        try:
+            if loop.time() - row.since > DROP_AFTER_S and peer_id in transport.connected():
+                await transport.drop(peer_id)
+            if row.addresses:
+                transport.learn(peer_id, row.addresses)
+            if await gossip.exchange(peer_id, min(max(FIRST_DIAL_S, row.rest_s), DIAL_S)):
+                log.info("%s answers again", peer_id[-8:])
+        except SwarmnetError as e:  # it is of another run by now, say
+            log.debug("%s was looked for: %s", peer_id[-8:], e)
+        finally:
+            self._table.ended(row, loop.time())
+
+    def is_looking(self) -> bool:
+        """Somebody who is remembered has not been tried at all yet."""
+        return self._looked_at == float("-inf") or self._table.is_looking()
+
+    def describe(self) -> str:
+        """Who could not be reached, and where, in a part of a line; empty where nobody is looked
+        for."""
+        rows = self._table.rows()
+        named = [f"...{r.peer_id[-8:]} ({', '.join(r.addresses) or 'no address'})" for r in rows]
+        more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+        return f"none of these answers: {', '.join(named[:NAMED])}{more}" if rows else ""

@@ -1,0 +1,329 @@
+"""A peer that nobody can dial is reached through others: it finds out, keeps a place at two relays,
+and tells their addresses in its record. One that can be dialled offers such places.
+
+Most may reach a peer, and one of them not (a firewall, two networks that do not talk). Who cannot
+reach it takes it for dead, time and again, and it refutes that; so it keeps places at relays too.
+
+`transport.relay` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from swarmnet.errors import Busy, Refused, SwarmnetError
+from swarmnet.protocol.membership.reachability import (
+    Sight,
+    forwarded_addresses,
+    host_and_port,
+    is_reachable,
+)
+from swarmnet.protocol.membership.records import LEFT, Record
+from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.protocol.rate import RateLimiter
+from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
+from swarmnet.transport.base import Handler, Request
+from swarmnet.wire import Message, convert
+
+log = logging.getLogger("swarmnet.peer")
+
+NUM_RELAYS = 2
+"""At which a peer that cannot be dialled keeps a place: one may die."""
+NUM_JUDGES = 3
+"""Peers that are asked what they see."""
+LOOK_EVERY_S = 300.0
+"""Between two looks at whether this peer can be dialled; networks change."""
+FIRST_LOOKS_S = 0.5
+"""The same until somebody has said something."""
+WANTING_S = 3.0
+"""Between two tries to find more relays."""
+RENEW_EVERY_S = 20.0
+GRANT_S = 90.0
+"""A place at a relay ends so long after it was asked for last."""
+DOUBTED_S, DOUBTS_IN_S = 10.0, 60.0
+"""Somebody has taken this peer for dead, though it lives, for so long within so long, rather than
+in one bad moment: then it keeps places although it can be dialled."""
+DOUBTS_LOOK_S = 5.0
+DOUBTED_FOR_S = 6 * 3600.0
+"""How long it keeps them then."""
+MAX_GRANTS = 64
+"""Places that a peer offers."""
+REFUSED_FOR_S = 120.0
+"""A peer that gave no place is not asked again for so long."""
+CALL_TIMEOUT_S = 12.0
+LOOKS_PER_S, LOOK_BURST = 0.05, 6.0
+"""Of one asker."""
+MAX_LOOKS = 4
+"""Served at a time."""
+FIRST_PORT = 1024
+"""No port below is knocked at: what listens there is no peer of a user's."""
+MAX_ADDRESSES = 16
+
+
+class RelayTransport(Protocol):
+    """A transport that has circuits."""
+
+    peer_id: str
+
+    def addresses(self) -> list[str]: ...
+
+    def own_addresses(self) -> list[str]:
+        """Without those that were announced."""
+
+    def announce(self, addresses: Sequence[str]) -> None:
+        """Further addresses to tell others, in place of those announced before."""
+
+    def connected(self) -> list[str]: ...
+
+    def on_disconnected(self, callback: Callable[[str], None]) -> None: ...
+
+    def handle(self, method: str, handler: Handler) -> None: ...
+
+    async def call(
+        self, peer_id: str, method: str, message: Message, *, timeout_s: float
+    ) -> Message: ...
+
+    async def observed(self, peer_id: str) -> str:
+        """The multiaddr that a connected peer comes from; empty where unknown."""
+
+    async def knock(self, host: str, port: int) -> bool:
+        """Does something listen there?"""
+
+    def grant_relay(self, peer_id: str, for_s: float) -> None:
+        """Lets others call a peer through this one."""
+
+    @property
+    def num_grants(self) -> int: ...
+
+    def has_grant(self, peer_id: str) -> bool: ...
+
+
+def circuit_address(relay_address: str, relay_id: str, peer_id: str) -> str:
+    """Where a peer can be called through a relay."""
+    end = f"/p2p/{relay_id}"
+    full = relay_address if relay_address.endswith(end) else relay_address + end
+    return f"{full}/p2p-circuit/p2p/{peer_id}"
+
+
+class Relaying:
+    """Of one peer."""
+
+    def __init__(
+        self,
+        transport: RelayTransport,
+        gossip: Gossip,
+        rng: random.Random,
+        *,
+        offers: bool = True,
+    ) -> None:
+        """`offers`: gives places to others, where it can be dialled itself."""
+        self.reachable: bool | None = None
+        """Can others dial this peer? None while unknown."""
+        self.sights: list[Sight] = []
+        self.relays: dict[str, tuple[str, ...]] = {}
+        """Where this peer has a place, with their addresses."""
+        self._transport = transport
+        self._gossip = gossip
+        self._rng = rng
+        self._offers = offers
+        self._askers = RateLimiter(LOOKS_PER_S, LOOK_BURST)
+        self._looking = 0
+        self._own: list[str] = []
+        self._doubted_at: float | None = None
+        self._refused: dict[str, float] = {}
+        self._wake = asyncio.Event()
+        self._tasks = Tasks("relaying")
+        transport.handle("look_back", self._on_look_back)
+        transport.handle("relay_reserve", self._on_reserve)
+        transport.on_disconnected(self._on_disconnected)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        looked_at = float("-inf")
+        while True:
+            own = self._transport.own_addresses()
+            if own != self._own:  # on another network, maybe
+                self._own, looked_at = own, float("-inf")
+            every_s = FIRST_LOOKS_S if self.reachable is None else LOOK_EVERY_S
+            if loop.time() - looked_at >= every_s:
+                looked_at = loop.time()
+                await self._look()
+            if self._needs_relays():
+                await self._keep_places()
+            elif self.relays:
+                self.relays = {}
+            self._tell()
+            self._wake.clear()
+            wait_s = RENEW_EVERY_S if self.relays else DOUBTS_LOOK_S
+            if self.reachable is None:
+                wait_s = FIRST_LOOKS_S
+            elif self._is_wanting():
+                wait_s = WANTING_S
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _needs_relays(self) -> bool:
+        return self.reachable is False or self._is_doubted()
+
+    def _is_doubted(self) -> bool:
+        """Somebody does not reach this peer, though others do."""
+        now = asyncio.get_running_loop().time()
+        recent = [at for at in self._gossip.doubts if at > now - DOUBTS_IN_S]
+        if recent and recent[-1] - recent[0] >= DOUBTED_S:
+            if self._doubted_at is None:
+                log.warning("somebody cannot reach this peer: it can be reached through relays too")
+            self._doubted_at = now
+        elif self._doubted_at is not None and now - self._doubted_at > DOUBTED_FOR_S:
+            self._doubted_at = None
+        return self._doubted_at is not None
+
+    def _is_wanting(self) -> bool:
+        return self._needs_relays() and len(self.relays) < NUM_RELAYS and bool(self._others())
+
+    # ---- can this peer be dialled? ----------------------------------------------------------
+
+    async def _look(self) -> None:
+        judges = self._others()
+        self._rng.shuffle(judges)
+        sights = await look_from(self._transport, [r.peer_id for r in judges[:NUM_JUDGES]])
+        verdict = is_reachable(sights)
+        if verdict is None:
+            return
+        self.sights = sights
+        if verdict is not self.reachable and not verdict:
+            log.warning("nobody can dial this peer: it is reached through relays")
+        self.reachable = verdict
+
+    def _others(self) -> list[Record]:
+        """Live peers that can be dialled themselves, by what they say."""
+        now = asyncio.get_running_loop().time()
+        own = self._transport.peer_id
+        return [
+            r
+            for r in self._gossip.view.live(now)
+            if r.peer_id not in (own, self._gossip.own.peer_id)
+            and r.peer_id == machine_of(r.peer_id)  # the first seat of a machine
+            and r.state != LEFT
+            and r.addresses
+            and not any("/p2p-circuit" in a for a in r.addresses)
+        ]
+
+    # ---- places at relays -------------------------------------------------------------------
+
+    async def _keep_places(self) -> None:
+        """Renews them, and finds others for those that are lost."""
+        for relay_id in list(self.relays):
+            await self._reserve(relay_id)
+        now = asyncio.get_running_loop().time()
+        self._refused = {p: until for p, until in self._refused.items() if until > now}
+        candidates = self._others()
+        self._rng.shuffle(candidates)
+        for record in candidates:
+            if len(self.relays) >= NUM_RELAYS:
+                return
+            if record.peer_id not in self.relays and record.peer_id not in self._refused:
+                await self._reserve(record.peer_id)
+
+    async def _reserve(self, relay_id: str) -> None:
+        try:
+            reply = await self._transport.call(
+                relay_id, "relay_reserve", Message(), timeout_s=CALL_TIMEOUT_S
+            )
+            grant = convert(reply.body, RelayGrant)
+        except SwarmnetError as e:
+            log.info("no place at relay %s: %s", relay_id[-8:], e)
+            self.relays.pop(relay_id, None)
+            self._refused[relay_id] = asyncio.get_running_loop().time() + REFUSED_FOR_S
+            return
+        usable = tuple(a for a in grant.addresses if host_and_port(a) is not None)
+        if not usable:
+            self._refused[relay_id] = asyncio.get_running_loop().time() + REFUSED_FOR_S
+            return
+        if relay_id not in self.relays:
+            at = circuit_address(usable[0], relay_id, self._transport.peer_id)
+            log.warning("relay %s: others reach this peer through it, at %s", relay_id[-8:], at)
+        self.relays[relay_id] = usable
+
+    def _on_disconnected(self, peer_id: str) -> None:
+        if peer_id in self.relays:
+            log.warning("relay %s is gone; looking for another", peer_id[-8:])
+            del self.relays[peer_id]
+            self._tell()
+            self._wake.set()
+
+    def _tell(self) -> None:
+        """Makes known where this peer can be reached beside its own addresses."""
+        extra: list[str] = []
+        if self.reachable:
+            end = f"/p2p/{self._transport.peer_id}"
+            own = self._transport.own_addresses()
+            extra = [a + end for a in forwarded_addresses(own, self.sights)]
+        for relay_id, addresses in self.relays.items():
+            extra.append(circuit_address(addresses[0], relay_id, self._transport.peer_id))
+        self._transport.announce(extra)
+        totals = self._gossip.own.totals
+        if totals.get("relays", 0) != len(self.relays):
+            self._gossip.update(totals={**totals, "relays": len(self.relays)})
+        self._gossip.tell_addresses()
+
+    # ---- for others -------------------------------------------------------------------------
+
+    async def _on_look_back(self, request: Request) -> Message:
+        """Says where a peer comes from, and knocks there."""
+        asked = convert(request.message.body, LookBackRequest)
+        self._gossip.check_stranger(request)
+        now = asyncio.get_running_loop().time()
+        if self._looking >= MAX_LOOKS or not self._askers.allows(request.remote, now):
+            raise Busy("too many looks", backlog_s=1.0)
+        self._looking += 1
+        try:
+            observed = host_and_port(await self._transport.observed(request.remote))
+            if observed is None:
+                raise Refused("this peer does not see where you come from")
+            host, port = observed
+            ports = [p for p in dict.fromkeys(asked.ports) if p >= FIRST_PORT]
+            knocks = [self._transport.knock(host, p) for p in ports]
+            heard = await asyncio.gather(*knocks)
+            reached = tuple(p for p, is_there in zip(ports, heard, strict=True) if is_there)
+            return Message(LookBackReply(host, port, reached))
+        finally:
+            self._looking -= 1
+
+    async def _on_reserve(self, request: Request) -> Message:
+        """A place here, for a while."""
+        self._gossip.check_run(request)
+        if not self._offers or self.reachable is False:
+            raise Refused("this peer relays for nobody")
+        remote = request.remote
+        if not self._transport.has_grant(remote) and self._transport.num_grants >= MAX_GRANTS:
+            raise Busy("every place at this relay is taken", backlog_s=GRANT_S)
+        self._transport.grant_relay(remote, GRANT_S)
+        own = [a for a in self._transport.addresses() if "/p2p-circuit" not in a]
+        return Message(RelayGrant(tuple(own[:MAX_ADDRESSES]), GRANT_S))
+
+
+async def look_from(transport: RelayTransport, peer_ids: Sequence[str]) -> list[Sight]:
+    """What these peers see of this one; those that do not answer are left out."""
+    pairs = [pair for pair in map(host_and_port, transport.own_addresses()) if pair is not None]
+    ports = tuple(dict.fromkeys(port for _, port in pairs))[:4]
+
+    async def ask(peer_id: str) -> Sight | None:
+        message = Message(LookBackRequest(ports))
+        try:
+            reply = await transport.call(peer_id, "look_back", message, timeout_s=CALL_TIMEOUT_S)
+            seen = convert(reply.body, LookBackReply)
+        except SwarmnetError as e:
+            log.debug("%s does not say what it sees: %s", peer_id[-8:], e)
+            return None
+        return Sight(peer_id, seen.host, seen.port, tuple(p for p in seen.reached if p in ports))
+
+    return [sight for sight in await asyncio.gather(*map(ask, peer_ids)) if sight is not None]

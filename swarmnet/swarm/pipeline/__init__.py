@@ -1,0 +1,1 @@
+"""Microbatches on their way: feeders, wiring, and the steps of a stage."""

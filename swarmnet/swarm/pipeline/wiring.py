@@ -1,0 +1,368 @@
+"""Choosing and calling a replica of a stage, and another when that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from swarmnet.errors import (
+    Busy,
+    DeadlineExceeded,
+    NoRoute,
+    NotReady,
+    ProtocolViolation,
+    Refused,
+    RemoteError,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
+from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, Router
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
+from swarmnet.swarm.pipeline.asking import NOT_READY_BACKLOG_S, Asking
+from swarmnet.swarm.pipeline.deadline import Patience
+from swarmnet.swarm.settings import Limits
+from swarmnet.transport.base import Handler, Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.wiring")
+
+LOOK_AGAIN_S = 0.25
+DEPTH_GRACE_S = 0.5
+"""Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices
+first."""
+FIRST_DEADLINE_A_STAGE_S = 15.0
+"""For each stage that a call goes through whose duration nobody has measured yet."""
+MAX_EXTENSIONS = 20
+"""Times that a callee which says that it is at work is waited for again."""
+LOOKS = 5
+"""Times that a callee is asked whether it is there at all, until the deadline."""
+FIRST_LOOK_S = 1.0
+LONGEST_CALL_S = 1200.0
+MAX_AHEAD = 2
+"""So many replicas of a stage must say that a round is over where no record does."""
+MAX_REFUSALS = 3
+"""After so many replicas, or all that there are, have found the same arrays wrong, the fault is
+theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A microbatch went through the next stages and came back."""
+
+    peer_id: str
+    reply: StepReply
+    grad_inputs: Array | None
+
+
+Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
+
+
+@dataclass
+class Wiring:
+    """Calls to the replicas of other stages."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    num_stages: int
+    samples_per_call: int
+    rng: random.Random
+    overlaps: bool = False
+    """Replicas may work on the round after the one that their record names."""
+    local: dict[str, Handler] = field(default_factory=dict)
+    """The own handlers: a peer that serves the next stage itself is a link of zero length."""
+    _routers: dict[int, Router] = field(default_factory=dict)
+    _waiting: dict[str, list[Patience]] = field(default_factory=dict)
+    """Deadlines of the open calls, by callee."""
+
+    def __post_init__(self) -> None:
+        self._asking = Asking(
+            self.transport, self.gossip, lambda m: self.call_self("admit", m, lambda _: None)
+        )
+        self.gossip.on_suspected(self._give_up)
+
+    def router(self, stage_index: int) -> Router:
+        """The router to a stage, told of the replicas that are alive now."""
+        if stage_index not in self._routers:
+            self._routers[stage_index] = Router(
+                random.Random(self.rng.random()),
+                samples_per_call=self.samples_per_call,
+                first_deadline_s=max(
+                    FIRST_DEADLINE_S, FIRST_DEADLINE_A_STAGE_S * (self.num_stages - stage_index)
+                ),
+            )
+        router = self._routers[stage_index]
+        now = asyncio.get_running_loop().time()
+        replicas = self.gossip.view.replicas(stage_index, now)
+        router.update({r.peer_id: r.samples_per_s for r in replicas}, now)
+        return router
+
+    async def step(
+        self,
+        request: StepRequest,
+        arrays: tuple[Array, ...],
+        *,
+        accept: Accept,
+        on_path: Callable[[tuple[str, ...]], None],
+        prefer_self: bool = False,
+        waits_here: bool = False,
+    ) -> Passed:
+        """Sends a microbatch into `request.stage` and returns when its gradient is back.
+
+        `accept` checks a reply's arrays; a `ProtocolViolation` that it raises counts as a failure
+        of the callee. `on_path` hears where the microbatch is. `prefer_self`: the own replica does
+        it where it can, unless the work is long and its way to others short, for then whoever is
+        free does. `waits_here`: it may wait in a long queue of the own device. Raises `Stale` when
+        the round is over, `NoRoute` when no replica did it in time, `Refused` when the arrays are
+        to blame.
+        """
+        loop = asyncio.get_running_loop()
+        longest = loop.time() + LONGEST_CALL_S
+        hint = request.hint
+        last_error: SwarmnetError | None = None
+        refusers: dict[str, None] = {}
+        ahead: dict[str, None] = {}
+        prefer_self = prefer_self and not self.shares(request.stage, arrays)
+        for _ in range(self.limits.max_attempts):
+            give_up = loop.time() + self.limits.route_wait_s
+            asks = self._asks(request.stage, arrays)
+            peer_id = await self._choose(request, hint, give_up, longest, prefer_self, asks)
+            if peer_id is None:
+                break
+            known: list[tuple[str, ...]] = []
+
+            def heard(
+                message: Message, known: list[tuple[str, ...]] = known, peer_id: str = peer_id
+            ) -> None:
+                path = convert(message.body, StepProgress).path
+                known.append(path)
+                on_path((peer_id, *path))
+
+            on_path((peer_id,))
+            body = StepRequest(
+                round=request.round,
+                microbatch_id=request.microbatch_id,
+                stage=request.stage,
+                feeder=request.feeder,
+                num_samples=request.num_samples,
+                hint=hint[1:],
+                asked=(prefer_self and waits_here) or asks,
+            )
+            try:
+                return await self._attempt(peer_id, Message(body, arrays), accept, heard)
+            except Stale as e:
+                theirs = e.details.get("round")
+                if not isinstance(theirs, int) or theirs == request.round:
+                    raise
+                if theirs > request.round:
+                    ahead[peer_id] = None
+                    if len(ahead) >= MAX_AHEAD or self._is_over(request, ahead):
+                        raise
+                last_error = e
+            except Refused as e:
+                last_error = e
+                refusers[peer_id] = None
+                if len(refusers) >= MAX_REFUSALS or self._is_last(request.stage, refusers):
+                    raise
+            except SwarmnetError as e:
+                last_error = e
+                log.debug("stage %d at %s: %s", request.stage, peer_id[-8:], e)
+            if known:  # what lies beyond the dead callee need not be done again
+                hint = (peer_id, *known[-1])
+            prefer_self = False
+            if loop.time() >= longest:
+                break
+        raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {last_error}")
+
+    def _is_last(self, stage_index: int, refusers: Collection[str]) -> bool:
+        """There is no live replica left that might find the arrays right."""
+        now = asyncio.get_running_loop().time()
+        return all(r.peer_id in refusers for r in self.gossip.view.replicas(stage_index, now))
+
+    def _is_over(self, request: StepRequest, ahead: Collection[str]) -> bool:
+        """Records show it too, or there is nobody else to ask."""
+        now = asyncio.get_running_loop().time()
+        is_past = self.gossip.view.is_past(request.round, now)
+        return is_past or self._is_last(request.stage, ahead)
+
+    async def _choose(
+        self,
+        request: StepRequest,
+        hint: tuple[str, ...],
+        give_up: float,
+        longest: float,
+        prefer_self: bool,
+        asks: bool,
+    ) -> str | None:
+        """None where no replica is to be had by `give_up`; where they are only full, by
+        `longest`."""
+        loop = asyncio.get_running_loop()
+        own = self.gossip.own.peer_id
+        while True:
+            router = self.router(request.stage)
+            now = loop.time()
+            prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
+            behind = self._behind(request, now)
+            if prefer is None and asks:
+                peer_id = await self._asking.around(router, request, behind)
+                now = loop.time()
+            else:
+                peer_id = router.pick(now, prefer=prefer, exclude=behind)
+            if peer_id is not None:
+                return peer_id
+            if now >= (longest if self._asking.is_full(request.stage) else give_up):
+                return None
+            ready_at = router.ready_at(now)
+            wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
+            await self.gossip.news.wait(max(0.005, wait_s))
+
+    def _behind(self, request: StepRequest, now: float) -> list[str]:
+        """Replicas that have not opened the round yet, as long as some other has. In a large swarm,
+        where it takes a while until that is known of all, those one round behind are asked: the
+        call itself tells them that the round before is over."""
+        slack = 0 if self.gossip.is_small and not self.overlaps else 1
+        replicas = self.gossip.view.replicas(request.stage, now)
+        behind = [r.peer_id for r in replicas if r.round < request.round - slack]
+        return behind if len(behind) < len(replicas) else []
+
+    async def _attempt(
+        self,
+        peer_id: str,
+        message: Message,
+        accept: Accept,
+        on_progress: Callable[[Message], None],
+    ) -> Passed:
+        """One call; its outcome is told to the router."""
+        router = self._routers[message.body.stage]
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        router.sent(peer_id, start)
+        try:
+            depth = self.num_stages - 1 - message.body.stage
+            deadline_s = router.deadline_s(peer_id)
+            silence_s = deadline_s + DEPTH_GRACE_S * depth
+            look_s = min(silence_s, max(FIRST_LOOK_S, deadline_s / LOOKS))
+            reply = await self._call(peer_id, message, silence_s, look_s, on_progress)
+            body = convert(reply.body, StepReply)
+            grad_inputs = accept(body, reply.arrays)
+        except Busy as e:
+            router.busy(peer_id, loop.time(), e.backlog_s)
+            self._asking.turned_away(message.body.stage, e.backlog_s)
+            raise
+        except (NotReady, Stale, NoRoute):
+            router.busy(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            raise
+        except (TransportError, RemoteError, ProtocolViolation) as e:
+            router.failed(peer_id, loop.time(), loop.time() - start)
+            self.gossip.add_total("rerouted")
+            if isinstance(e, (TransportError, DeadlineExceeded)):
+                self.gossip.probe(peer_id)
+            raise
+        except asyncio.CancelledError:
+            router.abandoned(peer_id, loop.time())
+            raise
+        router.succeeded(peer_id, loop.time(), loop.time() - start)
+        return Passed(peer_id, body, grad_inputs)
+
+    def _asks(self, stage_index: int, arrays: tuple[Array, ...]) -> bool:
+        return self._asking.pays(stage_index, _num_bytes(arrays), self.router(stage_index).usual_s)
+
+    def shares(self, stage_index: int, arrays: tuple[Array, ...] = ()) -> bool:
+        """Does whoever is free do the first work for what this peer feeds?"""
+        return self._asking.shares(_num_bytes(arrays), self.router(stage_index).usual_s)
+
+    async def _call(
+        self,
+        peer_id: str,
+        message: Message,
+        silence_s: float,
+        look_s: float,
+        on_progress: Callable[[Message], None],
+    ) -> Message:
+        """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s` and the
+        callee, asked, does not say that it has the microbatch: one that re-routes, or is slower
+        than it used to be, gets the time for it. After each `look_s` it is asked too: who then says
+        nothing at all is not waited for."""
+        loop = asyncio.get_running_loop()
+        if peer_id == self.gossip.own.peer_id:
+            return await self.call_self("step", message, on_progress)
+        traffic = self.transport.traffic
+        num_bytes = traffic.queued_bytes() + _num_bytes(message.arrays)
+        silent_since = loop.time() + traffic.upload_s(num_bytes)
+        patience = Patience(silent_since + look_s)
+
+        def heard(progress: Message) -> None:
+            nonlocal silent_since
+            silent_since = loop.time()
+            patience.until(silent_since + look_s)
+            on_progress(progress)
+
+        waiting = self._waiting.setdefault(peer_id, [])
+        waiting.append(patience)
+        call = loop.create_task(
+            self.transport.call(
+                peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
+            )
+        )
+        try:
+            for _ in range(MAX_EXTENSIONS * LOOKS):
+                if await patience.wait(call):
+                    return call.result()
+                if patience.is_over:
+                    break
+                if not traffic.queued_bytes():  # all of it is sent
+                    has_it = await self._asking.is_at_work(peer_id, message.body, look_s)
+                    is_late = loop.time() >= silent_since + silence_s
+                    if has_it is None or (is_late and not has_it):
+                        break
+                    if is_late:
+                        silent_since = loop.time()
+                if patience.is_over:  # found dead while it was asked
+                    break
+                patience.until(loop.time() + look_s)
+            raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
+        finally:
+            waiting.remove(patience)
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            elif not call.cancelled():
+                call.exception()  # seen, where nobody waits for it any more
+
+    def _give_up(self, peer_id: str) -> None:
+        """Nobody waits any longer for a peer that is taken for dead."""
+        for patience in self._waiting.get(peer_id, ()):
+            patience.end()
+
+    async def call_self(
+        self, method: str, message: Message, on_progress: Callable[[Message], None]
+    ) -> Message:
+        """The own handler, as if it were a peer's."""
+        if method not in self.local:
+            raise NotReady("this peer serves no stage")
+        own = self.gossip.own
+        request = Request(own.peer_id, own.run_id, method, message, on_progress)
+        try:
+            return await self.local[method](request)
+        except ProtocolViolation as e:  # as the transport tells it to another peer
+            raise Refused(str(e)) from None
+        except SwarmnetError:
+            raise
+        except Exception as e:
+            log.exception("%s failed", method)
+            raise RemoteError(f"{type(e).__name__}: {e}") from None
+
+    def blame(self, stage_index: int, peer_id: str) -> None:
+        """A reply of this peer turned out to be unusable after all."""
+        now = asyncio.get_running_loop().time()
+        self.router(stage_index).failed(peer_id, now, 0.0)
+        self.gossip.add_total("rerouted")
+
+
+def _num_bytes(arrays: tuple[Array, ...]) -> int:
+    return sum(a.num_bytes for a in arrays)

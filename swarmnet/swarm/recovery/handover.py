@@ -1,0 +1,306 @@
+"""Who leaves in the middle of a round gives its gradient to another replica of its stage.
+
+Rounds may be long, and nobody who wants to leave waits for the end of one. So the leaver sends the
+sum over its samples, shard by shard (`adopt`), and then, in one small message, that these samples
+are the heir's from now on (`adopted`). The heir keeps the sum beside its own gradient and brings
+both into the exchange as one contribution.
+
+At most once. Given is only what feeders count: no microbatch is under way, none waits for its
+commit. Before the last message the leaver takes the samples out of its own books. Where the heir
+says no (its round is over, say), they come back; where no answer comes, they may be lost, and are
+in no update twice.
+
+An heir vouches for what it brings. An adopted gradient that is not finite is left out; under a
+robust rule, one too that is far larger than its own, token by token: it would be taken for an
+attacker itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING
+from swarmnet.protocol.pipeline.ledger import Entry
+from swarmnet.protocol.update import robust
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
+from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.handover")
+
+MAX_ADOPTED = 2
+"""Gradients a round that a replica keeps beside its own: each takes as much memory."""
+MAX_AT_ONCE = 4
+"""Shards on their way to an heir."""
+MAX_HEIRS = 3
+"""That are asked one after the other."""
+ANSWER_S = 10.0
+"""For the last message; the leaver does not end its round meanwhile."""
+
+
+@dataclass
+class Adopted:
+    """A gradient sum that another replica left here, or is about to."""
+
+    round: int
+    shards: dict[int, Array] = field(default_factory=dict)
+    num_samples: int = 0
+    num_tokens: int = 0
+
+
+@dataclass
+class Handover:
+    """Of one replica's gradients."""
+
+    transport: Transport
+    gossip: Gossip
+    settings: RunSettings
+    replica: Replica
+    averaging: Averaging
+    rng: Random
+
+    def __post_init__(self) -> None:
+        self.is_giving = False
+        self._coming: dict[str, Adopted] = {}
+        """By leaver, what is not whole yet."""
+        self._adopted: list[Adopted] = []
+        self.transport.handle("adopt", self._on_adopt)
+        self.transport.handle("adopted", self._on_adopted)
+
+    # ---- the leaver -------------------------------------------------------------------------
+
+    def may_give(self) -> bool:
+        """There is a gradient of the present round here, and nothing will change it any more."""
+        replica, r = self.replica, self.replica.round
+        ledger = replica.ledger
+        return (
+            replica.local is None
+            and replica.is_open(r)
+            and not replica.ahead
+            and not ledger.running(r)
+            and not ledger.pending(r)
+            and self._num_tokens(r) > 0
+        )
+
+    def has_any(self, round_index: int) -> bool:
+        """Others' gradients of a round are here."""
+        return any(a.round == round_index for a in self._adopted)
+
+    async def give(self) -> bool:
+        """Gives the gradient of the present round away; False where nobody took it."""
+        r = self.replica.round
+        heirs = self._heirs(r)
+        if not heirs or not self.may_give():
+            return False
+        self.is_giving = True
+        try:
+            num_tokens = self._num_tokens(r)
+            shards = await self._shards(r)
+            for heir in heirs:
+                if not self.may_give() or self._num_tokens(r) != num_tokens:
+                    return False
+                if await self._give_to(heir, r, shards):
+                    return True
+            return False
+        finally:
+            self.is_giving = False
+
+    def _heirs(self, r: int) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        heirs = [
+            m.peer_id
+            for m in self.gossip.view.members(self.replica.index, now)
+            if m.state == ACTIVE
+            and m.round == r
+            and not m.is_moving
+            and m.peer_id != self.gossip.own.peer_id
+        ]
+        return self.rng.sample(heirs, min(MAX_HEIRS, len(heirs)))
+
+    def _num_tokens(self, r: int) -> int:
+        """Own ones, and those that others have left here."""
+        adopted = sum(a.num_tokens for a in self._adopted if a.round == r)
+        return self.replica.ledger.num_tokens(r) + adopted
+
+    async def _shards(self, r: int) -> list[Array]:
+        """Copies of the whole gradient."""
+        replica = self.replica
+        shards = []
+        for j in range(replica.num_shards):
+            own = await replica.worker.run(lambda j=j: replica.stage.copy_gradient(j))  # type: ignore[misc]
+            shards.append(await self._sum(j, own, self._of(r)))
+        return shards
+
+    async def _give_to(self, heir: str, r: int, shards: Sequence[Array]) -> bool:
+        at_once = asyncio.Semaphore(MAX_AT_ONCE)
+        stage = self.replica.index
+
+        async def send(j: int) -> None:
+            async with at_once:
+                message = Message(AdoptRequest(r, stage, j), (shards[j],))
+                await self.averaging.call_while_live(heir, "adopt", message)
+
+        refusals: list[Exception] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for j in range(len(shards)):
+                    group.create_task(send(j))
+        except* SwarmnetError as several:
+            refusals = list(several.exceptions)
+        if refusals:
+            log.debug("%s does not take the gradient: %s", heir[-8:], refusals[0])
+            return False
+        return self.may_give() and await self._pass_on(heir, r)
+
+    async def _pass_on(self, heir: str, r: int) -> bool:
+        """The last message. No round ends here before its answer."""
+        replica, ledger = self.replica, self.replica.ledger
+        num_samples = ledger.num_samples(r) + sum(a.num_samples for a in self._of(r))
+        request = AdoptedRequest(r, replica.index, num_samples, self._num_tokens(r))
+        entries: dict[int, Entry] = ledger.take(r)
+        adopted, self._adopted = self._adopted, []
+        given_before, replica.given = replica.given, r
+        replica.is_giving = True
+        try:
+            await self.transport.call(heir, "adopted", Message(request), timeout_s=ANSWER_S)
+            log.info("%s has taken over %d samples of round %d", heir[-8:], num_samples, r)
+            return True
+        except RemoteError as e:
+            log.debug("%s does not take the gradient: %s", heir[-8:], e)
+            ledger.put_back(r, entries)
+            self._adopted, replica.given = adopted, given_before
+            return False
+        except SwarmnetError as e:
+            log.warning(
+                "round %d: %s did not say whether it took over %d samples: %s",
+                r,
+                heir[-8:],
+                num_samples,
+                e,
+            )
+            return True
+        finally:
+            replica.is_giving = False
+            replica.news.tell()
+
+    # ---- the heir ---------------------------------------------------------------------------
+
+    async def _on_adopt(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        body = convert(request.message.body, AdoptRequest)
+        self.replica.check_shard(body.stage, body.shard)
+        self._check(request.remote, body.round)
+        arrays, size = request.message.arrays, self.replica.stage.shard_sizes[body.shard]
+        if len(arrays) != 1 or (arrays[0].dtype, arrays[0].shape) != ("float32", (size,)):
+            raise ProtocolViolation(f"a gradient of shard {body.shard} is {size} fp32 numbers")
+        coming = self._coming.get(request.remote)
+        if coming is None or coming.round != body.round:
+            self._forget_dead()
+            here = [*self._coming.values(), *self._adopted]
+            if sum(a.round == body.round for a in here) >= MAX_ADOPTED:
+                raise Busy("no room for another gradient")
+            coming = self._coming[request.remote] = Adopted(body.round)
+        coming.shards[body.shard] = arrays[0]
+        return Message()
+
+    async def _on_adopted(self, request: Request) -> Message:
+        """Nothing is awaited here: the round cannot end in between."""
+        self.gossip.check_run(request)
+        body = convert(request.message.body, AdoptedRequest)
+        self.replica.check_shard(body.stage, 0)
+        self._check(request.remote, body.round)
+        coming = self._coming.pop(request.remote, None)
+        whole = coming is not None and len(coming.shards) == self.replica.num_shards
+        if coming is None or coming.round != body.round or not whole:
+            raise NotReady("the gradient is not whole")
+        coming.num_samples, coming.num_tokens = body.num_samples, body.num_tokens
+        self._adopted.append(coming)
+        return Message()
+
+    def _check(self, remote: str, r: int) -> None:
+        own, record = self.gossip.own, self.gossip.view.get(remote)
+        if record is None or record.stage != self.replica.index or record.state != LEAVING:
+            raise NotReady(f"{remote[-8:]} is not known here as leaving this stage")
+        if own.state != ACTIVE or own.is_moving or self.replica.local is not None:
+            raise NotReady("this peer takes over no gradient")
+        if not self.replica.is_open(r):
+            raise Stale(f"round {r} is not open here", round=self.replica.round)
+
+    def _forget_dead(self) -> None:
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        self._coming = {p: a for p, a in self._coming.items() if view.is_live(p, now)}
+
+    # ---- the end of the round ---------------------------------------------------------------
+
+    def _of(self, r: int) -> list[Adopted]:
+        return [a for a in self._adopted if a.round == r]
+
+    async def contribution(
+        self, r: int, num_tokens: int, shards: Sequence[Array]
+    ) -> tuple[int, Sequence[Array]]:
+        """The replica's contribution to the exchange: its own gradient (no shards for no tokens)
+        and what it has adopted. To be asked once, when the round is closed here."""
+        adopted = self._of(r)
+        self.finish_round(r)
+        if adopted:
+            adopted = await self._sound(num_tokens, shards, adopted)
+        if not adopted:
+            return num_tokens, shards
+        own: Sequence[Array | None] = shards or [None] * self.replica.num_shards
+        summed = [await self._sum(j, shard, adopted) for j, shard in enumerate(own)]
+        return num_tokens + sum(a.num_tokens for a in adopted), summed
+
+    def forget(self) -> None:
+        """What is here belongs to parameters that do not hold."""
+        self._adopted.clear()
+        self._coming.clear()
+
+    def finish_round(self, r: int) -> None:
+        """Forgets the gradients of a round."""
+        self._adopted = [a for a in self._adopted if a.round > r]
+        self._coming = {p: a for p, a in self._coming.items() if a.round > r}
+
+    async def _sum(self, j: int, own: Array | None, adopted: Sequence[Adopted]) -> Array:
+        if not adopted and own is not None:
+            return own
+        parts = [a.shards[j] for a in adopted]
+        if own is not None:
+            parts.insert(0, own)
+        return await self.replica.worker.run(lambda: self.replica.optimizer.sum(parts))
+
+    async def _sound(
+        self, num_tokens: int, shards: Sequence[Array], adopted: Sequence[Adopted]
+    ) -> list[Adopted]:
+        """Those that do not spoil the own contribution."""
+        is_mean = self.settings.aggregation == robust.MEAN
+        own = 0.0 if is_mean else await self._squares(shards)
+        found = []
+        for a in adopted:
+            squares = await self._squares([a.shards[j] for j in sorted(a.shards)])
+            is_alike = is_mean or robust.is_alike(own, num_tokens, squares, a.num_tokens)
+            if is_alike and math.isfinite(squares):
+                found.append(a)
+            else:
+                self.gossip.add_total("contributions_dropped")
+                log.warning(
+                    "round %d: a gradient that was left here is %s and does not count",
+                    a.round,
+                    "far too large" if math.isfinite(squares) else "not finite",
+                )
+        return found
+
+    async def _squares(self, shards: Sequence[Array]) -> float:
+        worker, optimizer = self.replica.worker, self.replica.optimizer
+        return math.fsum(
+            [await worker.run(lambda s=s: optimizer.sum_of_squares(s)) for s in shards]  # type: ignore[misc]
+        )

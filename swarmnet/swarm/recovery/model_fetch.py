@@ -1,0 +1,136 @@
+"""Fetching the whole model from a live swarm, all stages of one and the same round.
+
+For onlookers. Each shard comes from any of the stage's replicas and is checked against the digest
+in its donor's signed record, as a joiner does it (`swarm.recovery.state_sync`). Replicas serve the
+parameters of their present round only: where the run moves on before all is here, it is begun
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import xxhash
+
+from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
+from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.settings import Limits
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Array, Message, convert
+
+MAX_ROUNDS = 10
+"""Rounds that may pass under a download before it is given up."""
+MAX_TRIES = 20
+"""Tries for one shard."""
+COVER_WAIT_S = 20.0
+"""How long to wait until every stage has a replica in the same round."""
+RETRY_S = 0.1
+
+
+async def fetch_model(
+    transport: Transport,
+    gossip: Gossip,
+    shard_sizes: Sequence[Sequence[int]],
+    limits: Limits,
+    rng: random.Random,
+) -> tuple[int, list[list[Array]]]:
+    """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
+    of each stage. Raises `UserError` where a stage is not served, or the run is faster than the
+    link."""
+    for _ in range(MAX_ROUNDS):
+        round_index = await _common_round(gossip, shard_sizes)
+        at_once = asyncio.Semaphore(limits.max_fetching)
+        fetching = [
+            asyncio.ensure_future(
+                _fetch(transport, gossip, round_index, (k, j), sizes, limits, rng, at_once)
+            )
+            for k, sizes in enumerate(shard_sizes)
+            for j in range(len(sizes))
+        ]
+        try:
+            shards = iter(await asyncio.gather(*fetching))
+            return round_index, [[next(shards) for _ in sizes] for sizes in shard_sizes]
+        except Stale:
+            continue
+        finally:
+            for task in fetching:
+                task.cancel()
+            await asyncio.gather(*fetching, return_exceptions=True)
+    raise UserError(
+        f"the run made {MAX_ROUNDS} updates while the model was on its way; export from the peers' "
+        "--state-dir, or when the run is done"
+    )
+
+
+def _donors(gossip: Gossip, stage: int, num_shards: int) -> list[Record]:
+    """Live replicas of a stage that have published digests."""
+    now = asyncio.get_running_loop().time()
+    return [
+        r for r in gossip.view.replicas(stage, now) if len(r.digests) == num_shards * DIGEST_BYTES
+    ]
+
+
+async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) -> int:
+    """The newest round in which every stage has a replica."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + COVER_WAIT_S
+    while True:
+        rounds = [
+            {r.round for r in _donors(gossip, k, len(sizes))} for k, sizes in enumerate(shard_sizes)
+        ]
+        common = set.intersection(*rounds)
+        if common:
+            return max(common)
+        if loop.time() >= end:
+            missing = [k for k, have in enumerate(rounds) if not have]
+            what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
+            raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")
+        await gossip.news.wait(RETRY_S)
+
+
+async def _fetch(
+    transport: Transport,
+    gossip: Gossip,
+    round_index: int,
+    wanted: tuple[int, int],
+    sizes: Sequence[int],
+    limits: Limits,
+    rng: random.Random,
+    at_once: asyncio.Semaphore,
+) -> Array:
+    """One shard (stage, shard). Raises `Stale` where nobody has that round any more."""
+    k, j = wanted
+    error: SwarmnetError = Stale("no donor")
+    async with at_once:
+        for _ in range(MAX_TRIES):
+            having = [r for r in _donors(gossip, k, len(sizes)) if r.round == round_index]
+            if not having:
+                raise Stale(f"round {round_index} is over")
+            donor = rng.choice(having)
+            try:
+                reply = await transport.call(
+                    donor.peer_id,
+                    "fetch_parameters",
+                    Message(FetchRequest(round_index, k, j)),
+                    timeout_s=limits.fetch_timeout_s,
+                )
+                convert(reply.body, FetchReply)
+                return _checked(reply.arrays, sizes[j], donor.digest(j))
+            except SwarmnetError as e:
+                error = e
+                await asyncio.sleep(RETRY_S)
+    if isinstance(error, Stale):
+        raise error
+    raise UserError(f"shard {j} of stage {k} is not to be had: {error}")
+
+
+def _checked(arrays: tuple[Array, ...], size: int, digest: bytes) -> Array:
+    if len(arrays) != 1 or arrays[0].dtype != "float32" or arrays[0].shape != (size,):
+        raise ProtocolViolation(f"not {size} parameters")
+    if xxhash.xxh3_64_digest(arrays[0].data) != digest:
+        raise ProtocolViolation("the parameters do not match the digest in the donor's record")
+    return arrays[0]

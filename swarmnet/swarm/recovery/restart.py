@@ -1,0 +1,498 @@
+"""Checkpoints: taken while training goes on, and gone on from when everybody was gone.
+
+`Checkpointing` copies a replica's state right after a round has opened, on the worker thread, a
+shard at a time, and has it written by a thread of its own: neither the device nor the event loop
+waits for the disk.
+
+`Recovery` does what `protocol.recovery` decides, for a peer that finds no replica of its stage.
+Where replicas make steps of their own, each goes on with those that it saved itself, also where
+others of its stage were there first (`Recovery.resume`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol import recovery
+from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update.sync_modes import GOSSIP
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
+from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.recovery")
+
+LOOK_AGAIN_S = 0.2
+SAY_EVERY_S = 10.0
+"""Between two lines that say what is being waited for."""
+SAY_ENDLESS_EVERY_S = 60.0
+"""Likewise where only a person, or a peer that is not there, can help."""
+WAY_OUT = (
+    "start the peer that has it, or one peer with --begin-anew to begin from initial parameters"
+)
+OLDER_AFTER_S = 12.0
+"""How long a running swarm must have had no replica of a stage before the stage goes on from an
+older round; longer than a dead peer is taken for live."""
+LOAD_PATIENCE_S = 600.0
+"""How long a peer may take to load what it offers, before the others go on without it."""
+LAST_SAVE_S = 60.0
+"""Longest wait for the checkpoint of a peer that leaves."""
+MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
+MAX_SNAPSHOTS = 3
+"""Tries for one checkpoint: a round that ends meanwhile spoils the copy."""
+
+
+@dataclass
+class Disk:
+    """Where a machine keeps checkpoints."""
+
+    checkpoints: Checkpoints
+    worker: Worker
+    """A thread of its own."""
+    every: int = 10
+    """Rounds between checkpoints."""
+    found: Sequence[Saved] = ()
+    """What was there at the start."""
+    unreadable: Sequence[str] = ()
+    """What was there and cannot be read: a line for each."""
+
+
+@dataclass
+class Checkpointing:
+    """Saves the state of one peer's replica."""
+
+    gossip: Gossip
+    disk: Disk
+    rounds: int
+    """Length of the run."""
+
+    def __post_init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._last: tuple[int, int] | None = None
+        """(stage, round) of the newest state that is on the disk."""
+        self._stride = 1
+
+    async def opened(self, replica: Replica, averaging: Averaging) -> None:
+        """A round has opened: saves its beginning when it is due. A checkpoint that is due
+        while the one before is still being written is left out, but never the run's last. A disk
+        that is too slow for the interval gets every second, fourth or eighth, which the others
+        keep for longer: some round must be on the disks of all."""
+        r = replica.round
+        is_last = r >= self.rounds
+        due = self.disk.every * self._stride
+        if not is_last and (r == 0 or r % due or self._turn.locked()):
+            return
+        await self._save(replica, averaging)
+        self._choose_stride(replica.round - r)
+
+    def _choose_stride(self, took: int) -> None:
+        """After writing took so many rounds. Comes down a step at a time, for round times vary."""
+        fitting = [s for s in recovery.STRIDES if took < self.disk.every * s]
+        if not fitting:
+            log.warning(
+                "writing a checkpoint took %d rounds; where all peers end at once the run may have "
+                "to go on from much earlier, or begin anew: use a larger --checkpoint-every",
+                took,
+            )
+        wanted = fitting[0] if fitting else recovery.STRIDES[-1]
+        if wanted > self._stride:
+            log.info("the disk is slow: a checkpoint every %d rounds", self.disk.every * wanted)
+        self._stride = max(wanted, self._stride // 2) if wanted < self._stride else wanted
+
+    async def leaving(self, replica: Replica, averaging: Averaging) -> None:
+        """The peer is about to leave: saves what it has now."""
+        if replica.round == 0:
+            return
+        try:
+            async with asyncio.timeout(LAST_SAVE_S):
+                await self._save(replica, averaging)
+        except TimeoutError:
+            log.warning("left before its last checkpoint was written")
+
+    def restored(self, replica: Replica) -> None:
+        """The replica's state came from the disk."""
+        self._last = (replica.index, replica.round)
+
+    async def _save(self, replica: Replica, averaging: Averaging) -> None:
+        async with self._turn:
+            if self._last == (replica.index, replica.round):
+                return
+            try:
+                for _ in range(MAX_SNAPSHOTS):
+                    snapshot = await self._snapshot(replica, averaging)
+                    if snapshot is not None:
+                        await self._write(snapshot)
+                        return
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+            except (SwarmnetError, OSError) as e:
+                log.warning("no checkpoint of round %d: %s", replica.round, e)
+
+    async def _write(self, snapshot: Snapshot) -> None:
+        await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
+        self._last = (snapshot.stage, snapshot.round)
+        self.gossip.add_total("checkpoints")
+
+    async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
+        """The beginning of the present round; None where the round ended meanwhile. Moments first:
+        they change before the parameters do."""
+        r, digests, worker = replica.round, replica.digests, replica.worker
+        optimizer = replica.optimizer
+        history = self.gossip.own.history
+        moments = {}
+        own_steps: tuple[OwnSteps, ...] | None = ()
+        averaging.exporting += 1
+        try:
+            for j in optimizer.owned():
+                state = await worker.run(
+                    lambda j=j: optimizer.export(j) if averaging.ownership.follows(j, r) else None  # type: ignore[misc]
+                )
+                if state is not None:
+                    moments[j] = state
+            if replica.local is not None:
+                own_steps = await _own_steps(replica)
+        finally:
+            averaging.exporting -= 1
+            averaging.news.tell()
+        if own_steps is None:
+            return None
+        parameters: list[Array] = []
+        for j in range(replica.num_shards):
+            shard, digest = await worker.run(lambda j=j: _copied(replica, j))  # type: ignore[misc]
+            if digest != digests[8 * j : 8 * j + 8]:
+                return None
+            parameters.append(shard)
+        return Snapshot(r, history, replica.index, tuple(parameters), digests, moments, own_steps)
+
+
+def _copied(replica: Replica, j: int) -> tuple[Array, bytes]:
+    copied = _copy(replica.common_shard(j))
+    return copied, xxhash.xxh3_64_digest(copied.data)
+
+
+def _copy(shard: Array) -> Array:
+    return Array(shard.dtype, shard.shape, bytes(shard.data))
+
+
+async def _own_steps(replica: Replica) -> tuple[OwnSteps, ...] | None:
+    """Of the present round, a shard at a time; None where something changes them meanwhile. What
+    changes them does so on the worker first, hence never in the middle of a shard."""
+    local = replica.local
+    assert local is not None
+    if replica.closed:
+        return None
+    changes, tokens = local.changes, list(local.tokens)
+
+    def copied(j: int) -> OwnSteps | None:
+        if local.changes != changes:
+            return None
+        return OwnSteps(_copy(replica.stage.parameter_shard(j)), tokens[j], local.export(j))
+
+    shards = []
+    for j in range(replica.num_shards):
+        shard = await replica.worker.run(lambda j=j: copied(j))  # type: ignore[misc]
+        if shard is None:
+            return None
+        shards.append(shard)
+    return tuple(shards)
+
+
+@dataclass
+class Recovery:
+    """Goes on from checkpoints, this peer's own or others'."""
+
+    gossip: Gossip
+    num_stages: int
+    disk: Disk | None = None
+    begin_anew: bool = False
+    """Where no replica is active, the run begins from its initial parameters, whatever anybody has.
+    Once only: not when this peer joins again."""
+    reconnecting: Reconnecting | None = None
+    """Looks for peers that were met before, who may be in a run that lives."""
+
+    def __post_init__(self) -> None:
+        self.restored: tuple[int, int] | None = None
+        """(history, round) of the checkpoint that this peer has loaded."""
+        self._settling = recovery.Settling(begin_anew=self.begin_anew)
+        self._damaged = bool(self.disk and self.disk.unreadable)
+        """Something was saved here, and cannot be used."""
+        self._offers = [_offer(s) for s in (self.disk.found if self.disk else ())][-MAX_RESTORABLE:]
+        self._chosen: recovery.Candidate | None = None
+        self._chosen_at = 0.0
+        self._given_up: dict[str, None] = {}
+        self._empty_since: float | None = None
+        self._told_ahead = False
+        self._may_resume = True
+        """Nothing has come from elsewhere yet."""
+        self._said_at = self._said_endless_at = float("-inf")
+
+    # ---- what this peer has -----------------------------------------------------------------
+
+    def offers(self, stage: int | None = None) -> tuple[Restorable, ...]:
+        """For the own record: the checkpoints of the chosen stage, or of all."""
+        return tuple(o for o in self._offers if stage is None or o.stage == stage)
+
+    def old_stage(self) -> int | None:
+        """The stage that this peer should serve again, if any: its last one, unless that one is
+        served and another is not."""
+        if not self._offers:
+            return None
+        old = max(self._offers, key=lambda o: (o.history, o.round)).stage
+        now, view = asyncio.get_running_loop().time(), self.gossip.view
+        uncovered = any(not view.members(k, now) for k in range(self.num_stages))
+        if old >= self.num_stages or (uncovered and view.replicas(old, now)):
+            return None
+        return old
+
+    def found(self, saved: Sequence[Saved]) -> None:
+        """What is on the disk now: the peer is about to join once more."""
+        self._offers = [_offer(s) for s in saved][-MAX_RESTORABLE:]
+        self.restored, self._chosen, self._empty_since = None, None, None
+        self._may_resume = True
+
+    def forget_loaded(self) -> None:
+        """What was loaded is no longer what the replica has: it is in a round of the run."""
+        self.restored = None
+        self._may_resume = self._damaged = self._settling.begin_anew = False
+
+    def opened(self, round_index: int, history: int) -> None:
+        """The replica has become active in this round. What this machine has of later ones is not
+        part of the run any more, and its owner hears of it."""
+        lost = [o.round for o in self._offers if o.history < history and o.round > round_index]
+        if lost and not self._told_ahead:
+            log.warning(
+                "the run is in round %d, and this machine has a checkpoint of round %d that is not "
+                "part of it any more; it stays on the disk until the run is as far: "
+                "swarmnet export --round %d writes that model",
+                round_index,
+                max(lost),
+                max(lost),
+            )
+        self._told_ahead = True
+
+    # ---- histories --------------------------------------------------------------------------
+
+    def history(self) -> int:
+        """Of the run as it goes on now, by what the active replicas say."""
+        now = asyncio.get_running_loop().time()
+        active = [r.history for r in self.gossip.view.live(now) if r.state == ACTIVE]
+        return max([self.gossip.own.history, *active])
+
+    def new_history(self) -> int:
+        """For a run that begins, or goes on from a checkpoint; above all that is known."""
+        records = self.gossip.view.records()
+        known = [r.history for r in records]
+        known += [o.history for r in records for o in r.restorable]
+        own = self.gossip.own.incarnation
+        # A clock may be wrong by years; what is beyond that would leave no number above it.
+        known = [h for h in known if h < own + MAX_CLOCK_ERROR_MS]
+        return max(own, 1 + max(known, default=0))
+
+    # ---- going on ---------------------------------------------------------------------------
+
+    async def attend(self, replica: Replica, averaging: Averaging) -> bool:
+        """For a peer that finds no replica of its stage. True: it has opened a round
+        (`replica.synced`), or there is something to wait for and it has waited a moment. False:
+        there is nothing to go on from."""
+        now = asyncio.get_running_loop().time()
+        live = [r for r in self.gossip.view.live(now) if r.peer_id not in self._given_up]
+        if recovery.is_running(live):
+            return await self._attend_running(replica, averaging, now)
+        decision = self._settling.decide(live, self.num_stages, now)
+        if isinstance(decision, recovery.Begin) and self._damaged and not self._settling.begin_anew:
+            decision = recovery.Wait("the checkpoints of this machine cannot be read", True)
+        if isinstance(decision, recovery.Begin):
+            if self._settling.begin_anew:
+                log.warning("the run begins from its initial parameters, as this peer was told to")
+            if self.restored is not None:  # what was loaded did not suffice
+                self.restored = None
+                self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
+            return False
+        if isinstance(decision, recovery.Wait):
+            self._say(decision.reason, now, decision.is_endless)
+            await self.gossip.news.wait(LOOK_AGAIN_S)
+            return True
+        await self._restore(decision.candidate, replica, averaging, now)
+        return True
+
+    async def _restore(
+        self, candidate: recovery.Candidate, replica: Replica, averaging: Averaging, now: float
+    ) -> None:
+        """Nobody is active: loads the chosen round, and opens it when the others have it too."""
+        if self._chosen != candidate:
+            self._chosen, self._chosen_at = candidate, now
+            self._said_at = now  # nothing to say as long as it is quick
+        key = (candidate.history, candidate.round)
+        mine = next((o for o in self._offers if (o.history, o.round) == key), None)
+        if mine is not None and self.restored != key:
+            if not await self._load(mine, mine.round, replica, averaging):
+                return
+            self.gossip.update(
+                round=replica.round,
+                digests=replica.digests,
+                holds=averaging.ownership.holds(),
+                urgent=True,
+            )
+        live = self.gossip.view.live(now)
+        others = [r for r in live if r.peer_id not in self._given_up]
+        waits = replica.local is not None and recovery.is_loading(others, candidate)
+        is_covered = recovery.is_covered(live, candidate, self.num_stages)
+        if mine is not None and is_covered and not waits:
+            log.warning("stage %d: the run goes on from round %d", replica.index, candidate.round)
+            self.gossip.update(history=self.new_history())
+            await replica.open_round(candidate.round, synced=True)
+            return
+        if now - self._chosen_at > LOAD_PATIENCE_S:
+            slow = [
+                r.peer_id
+                for r in live
+                if any((o.history, o.round) == key for o in recovery.offers(r))
+                and not recovery.is_loaded(r, candidate)
+            ]
+            self._given_up.update(dict.fromkeys(slow))
+        self._say(f"others are still loading round {candidate.round}", now)
+        await self.gossip.news.wait(LOOK_AGAIN_S)
+
+    async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
+        """The run lives, but this stage has no replica."""
+        r = progress.newest_round(self.gossip.view, now)
+        best = recovery.for_running(self.offers(replica.index), r)
+        if best is not None and best.round == r:
+            await self._open(best, r, replica, averaging)
+            return True
+        members = self.gossip.view.members(replica.index, now)
+        others = [recovery.for_running(recovery.offers(m), r) for m in members]
+        theirs = max(((o.round, o.history) for o in others if o), default=None)
+        if theirs is None:
+            self._empty_since = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = now
+        is_mine = best is not None and (best.round, best.history) >= theirs
+        waited_s = now - self._empty_since
+        if best is not None and is_mine and waited_s >= OLDER_AFTER_S:
+            log.warning(
+                "stage %d had no replica left: it goes on from its checkpoint of round %d",
+                replica.index,
+                best.round,
+            )
+            self.gossip.add_total("stage_restarted")
+            await self._open(best, r, replica, averaging)
+            return True
+        if waited_s >= recovery.RESTORE_PATIENCE_S:
+            return False
+        await self.gossip.news.wait(LOOK_AGAIN_S)
+        return True
+
+    async def resume(
+        self, replica: Replica, averaging: Averaging, donors: Sequence[Record]
+    ) -> bool:
+        """Where replicas make steps of their own, for a peer that has just been started, while
+        others of its stage are active: goes on with the steps that it saved, where the others have
+        had no exchange since. True: it has opened their round."""
+        if replica.local is None or not self._may_resume:
+            return False
+        self._may_resume = False
+        donor = max(donors, key=lambda d: (d.history, d.round))
+        offer = recovery.for_running(self.offers(replica.index), donor.round)
+        if offer is None or not _is_same(replica, offer.round, donor.round):
+            return False
+        key = (offer.history, offer.round)
+        was_loaded = self.restored == key
+        if replica.plan.mode == GOSSIP and not was_loaded and offer.history != donor.history:
+            return False  # digests differ among replicas, and prove nothing
+        if not was_loaded and not await self._load(offer, offer.round, replica, averaging):
+            return False
+        if replica.plan.mode != GOSSIP and replica.digests != donor.digests:
+            await averaging.forget_state()
+            return False
+        await replica.open_round(donor.round, synced=True)
+        if was_loaded or replica.plan.mode == GOSSIP:
+            averaging.ownership.restored(replica.optimizer.owned())
+        else:  # others own the shards by now
+            self.restored = None
+            await averaging.forget_state()
+        log.info("stage %d: goes on with its own steps of round %d", replica.index, offer.round)
+        return True
+
+    async def _open(
+        self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
+    ) -> None:
+        key = (offer.history, offer.round)
+        loaded = self.restored == key and replica.round == round_index
+        if loaded or await self._load(offer, round_index, replica, averaging):
+            await replica.open_round(round_index, synced=True)
+
+    async def _load(
+        self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
+    ) -> bool:
+        """Puts a checkpoint into the replica, which then is at the beginning of `round_index`, but
+        not open. A checkpoint that cannot be loaded is no longer offered."""
+        disk = self.disk
+        assert disk is not None
+        try:
+            snapshot = await disk.worker.run(lambda: disk.checkpoints.load(offer.round))
+            await replica.worker.run(lambda: _put(snapshot, replica))
+        except (SwarmnetError, OSError) as e:
+            log.warning("a checkpoint cannot be used: %s", e)
+            self._offers = [o for o in self._offers if o != offer]
+            self._damaged = True
+            self.gossip.update(restorable=self.offers(replica.index), urgent=True)
+            return False
+        await replica.open_round(round_index, synced=False)
+        averaging.ownership.restored(sorted(snapshot.optimizer))
+        await replica.measure_digests()
+        self.restored = (snapshot.history, snapshot.round)
+        return True
+
+    def _say(self, reason: str, now: float, is_endless: bool = False) -> None:
+        missing = self.reconnecting
+        if is_endless and missing is not None and missing.is_looking():
+            reason, is_endless = f"{reason}; looking for peers that were met before", False
+        if is_endless and now - self._said_endless_at >= SAY_ENDLESS_EVERY_S:
+            self._said_endless_at = now
+            unreached = missing.describe() if missing is not None else ""
+            log.warning("waiting: %s", "; ".join(filter(None, (reason, unreached, WAY_OUT))))
+        elif reason and not is_endless and now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning("waiting: %s", reason)
+
+
+def _put(snapshot: Snapshot, replica: Replica) -> None:
+    """On the worker: the parameters beside the present ones, the moments in place of all others.
+    Moments first: those that do not fit are found before anything is put aside."""
+    local = replica.local if snapshot.own_steps else None
+    for j in replica.optimizer.owned():
+        replica.optimizer.drop(j)
+    for j, (values, arrays) in sorted(snapshot.optimizer.items()):
+        replica.optimizer.load(j, values, arrays)
+    if local is not None:
+        for j, own in enumerate(snapshot.own_steps):
+            local.load(j, *own.moments)
+    for j, parameters in enumerate(snapshot.parameters):
+        replica.put_common(j, parameters)
+    if local is not None:
+        for j, own in enumerate(snapshot.own_steps):
+            replica.stage.stage_parameters(j, own.parameters)
+        local.tokens = [own.tokens for own in snapshot.own_steps]
+
+
+def _is_same(replica: Replica, before: int, now: int) -> bool:
+    """Replicas that make steps of their own had no exchange between the beginnings of two
+    rounds."""
+    last = replica.plan.last_exchange
+    return all(last(j, before) == last(j, now) for j in range(replica.num_shards))
+
+
+def _offer(saved: Saved) -> Restorable:
+    holds = bitmap(list(saved.held), saved.num_shards)
+    return Restorable(saved.round, saved.stage, saved.num_shards, holds, saved.history)

@@ -1,0 +1,166 @@
+"""Fetching a stage's parameters by digest: joining, repairing and recovering are this one thing.
+
+Shards come from several donors at once, each serving at most `Limits.max_serving` at a time and
+never on its device thread; each shard is checked against the digest in the donor's signed
+record; what has arrived stays when a donor vanishes, when the download is begun again, or when the
+round moves on under the same digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+import xxhash
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
+from swarmnet.protocol.update import divergence
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.state_sync")
+
+RETRY_S = 0.1
+MAX_TRIES = 20
+"""Tries for one shard before the whole download is begun again."""
+
+
+@dataclass
+class StateSync:
+    """Gives the own parameters to others, and fetches those that the own replica lacks."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    replica: Replica
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self._waiting = 0
+        self.transport.handle("fetch_parameters", self._on_fetch)
+
+    # ---- donor ------------------------------------------------------------------------------
+
+    async def _on_fetch(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        fetch = convert(request.message.body, FetchRequest)
+        replica = self.replica
+        if fetch.stage != replica.index or fetch.shard >= replica.num_shards:
+            raise NotReady(f"stage {fetch.stage} is not served here")
+        if self._waiting >= 2 * self.limits.max_serving:
+            raise Busy("serving others", backlog_s=RETRY_S)
+        self._waiting += 1
+        try:
+            async with self._serving:
+                if not replica.synced or not self._is_same(fetch):
+                    raise Stale(f"this replica is in round {replica.round}", round=replica.round)
+                shard = replica.common_shard(fetch.shard)
+                copied = await replica.worker.run(lambda: bytes(shard.data))
+                if not self._is_same(fetch):  # the copy may be of two rounds
+                    raise Stale(f"this replica is in round {replica.round}", round=replica.round)
+                return Message(
+                    FetchReply(replica.round, {}), (Array(shard.dtype, shard.shape, copied),)
+                )
+        finally:
+            self._waiting -= 1
+
+    def _is_same(self, fetch: FetchRequest) -> bool:
+        """The shard is that of the round asked for. Rounds without an exchange do not change it."""
+        replica = self.replica
+        if not replica.plan.is_local:
+            return replica.round == fetch.round
+        last = replica.plan.last_exchange
+        return last(fetch.shard, replica.round) == last(fetch.shard, fetch.round)
+
+    # ---- joiner -----------------------------------------------------------------------------
+
+    def donors(self, round_index: int | None = None) -> list[Record]:
+        """Live replicas of the stage that have published digests, of one round or of any; where
+        they differ in a round, those whose parameters hold. Those that leave only where no other
+        is there."""
+        now = asyncio.get_running_loop().time()
+        known = [
+            r
+            for r in self.gossip.view.members(self.replica.index, now)
+            if r.peer_id != self.gossip.own.peer_id
+            and r.state != JOINING
+            and len(r.digests) == len(self.replica.stage.shard_sizes) * 8
+            and (round_index is None or r.round == round_index)
+        ]
+        staying = [r for r in known if r.state == ACTIVE]
+        return divergence.holding(staying or known)
+
+    async def fetch(self, round_index: int) -> bool:
+        """Puts the shards of `round_index` that differ from the own ones aside, ready for
+        `Replica.open_round`; False where that round is not to be had any more."""
+        donors = self.donors(round_index)
+        if not donors:
+            return False
+        self.replica.samples = donors[0].samples
+        digests = self.replica.digests or await self.replica.measure_digests()
+        wanted = []
+        for j in range(self.replica.num_shards):
+            coming = await self.replica.worker.run(lambda j=j: self._coming_digest(j))  # type: ignore[misc]
+            if (coming or digests[8 * j : 8 * j + 8]) != donors[0].digest(j):
+                wanted.append(j)
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        log.info("stage %d: %d shards to fetch", self.replica.index, len(wanted))
+        results = await asyncio.gather(
+            *(self._fetch(round_index, j, at_once) for j in wanted), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, SwarmnetError):
+                raise result
+        return all(result is True for result in results)
+
+    def _coming_digest(self, j: int) -> bytes:
+        """On the worker: of what an earlier try has put aside; empty where it has nothing."""
+        coming = self.replica.stage.coming_shard(j)
+        return b"" if coming is None else xxhash.xxh3_64_digest(coming.data)
+
+    async def _fetch(self, round_index: int, j: int, at_once: asyncio.Semaphore) -> bool:
+        async with at_once:
+            for _ in range(MAX_TRIES):
+                donors = self.donors(round_index)
+                if not donors:
+                    return False
+                donor = self.rng.choice(donors)
+                try:
+                    values = await self.ask(donor, round_index, j)
+                    await self.replica.worker.run(
+                        lambda v=values: self.replica.stage.stage_parameters(j, v)  # type: ignore[misc]
+                    )
+                    return True
+                except Stale:
+                    await self.gossip.news.wait(RETRY_S)
+                except SwarmnetError as e:
+                    log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)
+                    await self.gossip.news.wait(RETRY_S)
+            return False
+
+    async def ask(self, donor: Record, round_index: int, j: int) -> Array:
+        """A shard from one donor, checked against the digest in its record. Raises
+        `SwarmnetError`."""
+        reply = await self.transport.call(
+            donor.peer_id,
+            "fetch_parameters",
+            Message(FetchRequest(round_index, self.replica.index, j)),
+            timeout_s=self.limits.fetch_timeout_s,
+        )
+        convert(reply.body, FetchReply)
+        size = self.replica.stage.shard_sizes[j]
+        if len(reply.arrays) != 1 or reply.arrays[0].shape != (size,):
+            raise ProtocolViolation(f"shard {j} has {size} parameters")
+        values = reply.arrays[0]
+        digest = await self.replica.worker.run(lambda: xxhash.xxh3_64_digest(values.data))
+        if digest != donor.digest(j):
+            raise ProtocolViolation(f"shard {j} does not match the digest in the donor's record")
+        return values

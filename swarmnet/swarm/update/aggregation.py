@@ -1,0 +1,315 @@
+"""A primary's aggregate of the contributions to one shard, by the rule of the run.
+
+What is not finite, or beyond all bounds, does not count, under any rule, and its sender is
+reported: a strike in the own record (`Record.strikes`), which every peer sees by gossip.
+
+`median_clip` clips by the norm of a contribution over *all* shards of its stage, which no single
+primary sees: a shard of rare words is all zero at most contributors, and one that knows such a word
+would be taken for an attacker there. So the primaries tell the root of the stage the sums of
+squares of their shards, contributor by contributor, and get the sums over all shards
+(`ContributionNorms`). The other rules work on every shard for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol.membership.records import MAX_STRIKES
+from swarmnet.protocol.update import robust
+from swarmnet.swarm.condition import News
+from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.messages import ContributionsReply, ContributionsRequest
+from swarmnet.swarm.ports import Optimizer, Worker
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.aggregation")
+
+TOGETHER_S = 0.002
+"""Shards that are ready within this time travel to the root in one message."""
+WAIT_S = 6.0
+"""Longest wait for the norms over all shards; then those of the own shards are judged by."""
+ATTEMPT_S = 2.0
+RETRY_S = 0.1
+KEPT_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One contribution to one shard."""
+
+    peer_id: str
+    num_tokens: int
+    gradient: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """`total` is None where there was nothing to sum."""
+
+    total: Array | None
+    squares: float
+    """Its sum of squares."""
+    num_tokens: int
+
+
+@dataclass
+class Aggregator:
+    """Sums contributions for the primary of shards of one stage."""
+
+    rule: str
+    worker: Worker
+    optimizer: Optimizer
+    gossip: Gossip
+    norms: ContributionNorms
+    _clipped: tuple[str, ...] = ()
+    """Who was clipped in the last round that had any."""
+
+    async def __call__(
+        self, round_index: int, shard_index: int, parts: list[Part], counted: int
+    ) -> Aggregate:
+        """`parts` by ascending peer id; `counted`: tokens of the round by the word of the feeders.
+        Raises `ProtocolViolation` where finite contributions overflow."""
+        if self.rule == robust.MEAN or len(parts) < robust.MIN_CONTRIBUTORS:
+            if self.rule == robust.MEDIAN_CLIP and self.norms.may_be_waited_for():
+                self.norms.tell(round_index, shard_index, await self._squares(parts))
+            return await self._sum(round_index, shard_index, parts)
+        squares = await self._squares(parts)
+        parts = self._only_sound(round_index, shard_index, parts, squares)
+        tokens = robust.fair_tokens({p.peer_id: p.num_tokens for p in parts}, counted)
+        factors = dict.fromkeys(tokens, 1.0)
+        if self.rule == robust.MEDIAN_CLIP:
+            finite = {p: s for p, s in squares.items() if p in tokens}
+            whole = await self.norms.whole(round_index, shard_index, finite)
+            factors = robust.clip_factors({p: whole.get(p, s) for p, s in finite.items()}, tokens)
+            if shard_index == 0:
+                self._report_clipped(round_index, factors)
+        if not parts:
+            return Aggregate(None, 0.0, 0)
+        total = await self.worker.run(
+            lambda: self.optimizer.aggregate(
+                self.rule,
+                [p.gradient for p in parts],
+                [tokens[p.peer_id] for p in parts],
+                [factors[p.peer_id] for p in parts],
+            )
+        )
+        total_squares = await self.worker.run(lambda: self.optimizer.sum_of_squares(total))
+        if not math.isfinite(total_squares):
+            raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
+        return Aggregate(total, total_squares, sum(tokens.values()))
+
+    async def _sum(self, round_index: int, shard_index: int, parts: list[Part]) -> Aggregate:
+        """The mean: one pass over the sum tells whether all was finite."""
+
+        def work() -> tuple[Array, float]:
+            total = self.optimizer.sum([p.gradient for p in parts])
+            return total, self.optimizer.sum_of_squares(total)
+
+        while parts:
+            total, squares = await self.worker.run(work)
+            num_tokens = sum(p.num_tokens for p in parts)
+            if robust.is_sound(squares, num_tokens):
+                return Aggregate(total, squares, num_tokens)
+            sound = self._only_sound(round_index, shard_index, parts, await self._squares(parts))
+            if len(sound) == len(parts) and math.isfinite(squares):
+                return Aggregate(total, squares, num_tokens)
+            if len(sound) == len(parts):
+                raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
+            parts = sound
+        return Aggregate(None, 0.0, 0)
+
+    async def _squares(self, parts: list[Part]) -> dict[str, float]:
+        """By peer; not finite where the gradient is not."""
+
+        def work() -> dict[str, float]:
+            return {p.peer_id: self.optimizer.sum_of_squares(p.gradient) for p in parts}
+
+        return await self.worker.run(work)
+
+    def _only_sound(
+        self, round_index: int, shard_index: int, parts: list[Part], squares: Mapping[str, float]
+    ) -> list[Part]:
+        for p in parts:
+            if not robust.is_sound(squares[p.peer_id], p.num_tokens):
+                is_finite = math.isfinite(squares[p.peer_id])
+                log.warning(
+                    "round %d shard %d: the gradient of %s is %s and does not count",
+                    round_index,
+                    shard_index,
+                    p.peer_id[-8:],
+                    "beyond all bounds" if is_finite else "not finite",
+                )
+                strike(self.gossip, p.peer_id)
+        return [p for p in parts if robust.is_sound(squares[p.peer_id], p.num_tokens)]
+
+    def _report_clipped(self, round_index: int, factors: Mapping[str, float]) -> None:
+        clipped = tuple(sorted(p for p, f in factors.items() if f < 1.0))
+        if clipped:
+            self.gossip.add_total("contributions_clipped", len(clipped))
+        if set(clipped) - set(self._clipped):  # said once while it is always the same ones
+            log.warning(
+                "round %d: gradients far larger than the others', cut to the median norm: %s",
+                round_index,
+                ", ".join(f"{p[-8:]} x {factors[p]:.2g}" for p in clipped),
+            )
+        self._clipped = clipped or self._clipped
+
+
+def strike(gossip: Gossip, peer_id: str) -> None:
+    """Reports a contribution that was not finite, for all to see; of too many senders, the first
+    `MAX_STRIKES` by name are kept."""
+    gossip.add_total("contributions_dropped")
+    strikes = {**gossip.own.strikes, peer_id: gossip.own.strikes.get(peer_id, 0) + 1}
+    gossip.own = replace(gossip.own, strikes=dict(sorted(strikes.items())[:MAX_STRIKES]))
+
+
+@dataclass
+class RoundContributions:
+    """What a root has heard of one round: by shard, by contributor, sums of squares."""
+
+    shards: dict[int, dict[str, float]] = field(default_factory=dict)
+    whole: dict[str, float] | None = None
+    """By contributor, over all shards; once every shard is known."""
+
+
+@dataclass
+class Batch:
+    """Shards that go to the root in one message."""
+
+    round: int
+    shards: dict[int, Mapping[str, float]]
+    whole: asyncio.Task[dict[str, float]]
+
+
+@dataclass
+class ContributionNorms:
+    """Sums of squares of contributions over all shards of one stage."""
+
+    transport: Transport
+    gossip: Gossip
+    stage_index: int
+    num_shards: int
+    roots: Callable[[int], list[str]]
+    """As in `norms.Norms`."""
+    num_due: Callable[[int], int] | None = None
+    """By round, how many shards are exchanged in it; all of them where it is left out."""
+
+    def __post_init__(self) -> None:
+        self._rounds: dict[int, RoundContributions] = {}
+        self._batch: Batch | None = None
+        self._oldest = 0
+        self._news = News()
+        self._tasks = Tasks("contributions")
+        self.transport.handle("contributions", self._on_contributions)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def may_be_waited_for(self) -> bool:
+        """The stage is large enough for other primaries to have enough contributors."""
+        now = asyncio.get_running_loop().time()
+        return len(self.gossip.view.members(self.stage_index, now)) >= robust.MIN_CONTRIBUTORS
+
+    def tell(self, round_index: int, shard_index: int, squares: Mapping[str, float]) -> None:
+        """For the sake of other primaries; does not wait."""
+        self._add(round_index, shard_index, squares)
+
+    async def whole(
+        self, round_index: int, shard_index: int, squares: Mapping[str, float]
+    ) -> dict[str, float]:
+        """By contributor, the sum of squares over all shards. Where they are not all known in time,
+        over the shards that are known here."""
+        batch = self._add(round_index, shard_index, squares)
+        return await asyncio.shield(batch.whole)
+
+    def _add(self, round_index: int, shard_index: int, squares: Mapping[str, float]) -> Batch:
+        batch = self._batch
+        if batch is None or batch.round != round_index:
+            shards: dict[int, Mapping[str, float]] = {}
+            task = self._tasks.start(self._send(round_index, shards))
+            batch = self._batch = Batch(round_index, shards, task)
+        batch.shards[shard_index] = {p: s for p, s in squares.items() if math.isfinite(s)}
+        return batch
+
+    async def _send(
+        self, round_index: int, shards: dict[int, Mapping[str, float]]
+    ) -> dict[str, float]:
+        await asyncio.sleep(TOGETHER_S)
+        if self._batch is not None and self._batch.shards is shards:
+            self._batch = None
+        peers = sorted({p for by_peer in shards.values() for p in by_peer})
+        indices = sorted(shards)
+        sums = tuple(shards[j].get(p, 0.0) for j in indices for p in peers)
+        request = ContributionsRequest(
+            round_index, self.stage_index, tuple(indices), tuple(peers), sums
+        )
+        loop = asyncio.get_running_loop()
+        end = loop.time() + WAIT_S
+        while (left := end - loop.time()) > 0:
+            for peer_id in self.roots(self.stage_index)[:2]:
+                try:
+                    if peer_id == self.transport.peer_id:
+                        return await self._collect(request, min(left, ATTEMPT_S))
+                    reply = await self.transport.call(
+                        peer_id, "contributions", Message(request), timeout_s=ATTEMPT_S + RETRY_S
+                    )
+                    body = convert(reply.body, ContributionsReply)
+                    return dict(zip(body.peers, body.sums, strict=True))
+                except SwarmnetError as e:
+                    log.debug("norms of contributions from %s: %s", peer_id[-8:], e)
+            await self.gossip.news.wait(min(RETRY_S, left))
+        log.info("round %d: clipping by the norms of the own shards only", round_index)
+        return _summed(shards)
+
+    async def _on_contributions(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        body = convert(request.message.body, ContributionsRequest)
+        record = self.gossip.view.get(request.remote)
+        if body.stage != self.stage_index or record is None or record.stage != body.stage:
+            raise NotReady(f"stage {body.stage} is not served here, or not by the caller")
+        if any(j >= self.num_shards for j in body.shards):
+            raise ProtocolViolation("no such shard")
+        whole = await self._collect(body, ATTEMPT_S)
+        peers = tuple(sorted(whole))
+        return Message(ContributionsReply(peers, tuple(whole[p] for p in peers)))
+
+    async def _collect(self, body: ContributionsRequest, wait_s: float) -> dict[str, float]:
+        """As root: takes the sums of shards; returns those over all shards when all are known."""
+        if body.round < self._oldest:
+            raise Stale("the norms of that round are gone")
+        if body.round not in self._rounds and len(self._rounds) >= 2 * KEPT_ROUNDS:
+            raise NotReady("a round too far ahead")
+        heard = self._rounds.setdefault(body.round, RoundContributions())
+        width = len(body.peers)
+        for i, j in enumerate(body.shards):
+            row = body.sums[i * width : (i + 1) * width]
+            heard.shards.setdefault(j, dict(zip(body.peers, row, strict=True)))
+        due = self.num_shards if self.num_due is None else self.num_due(body.round)
+        if heard.whole is None and len(heard.shards) >= due:
+            heard.whole = _summed(heard.shards)
+        self._news.tell()
+        if not await self._news.until(lambda: heard.whole is not None, wait_s):
+            raise NotReady("not every shard's norms are known yet")
+        assert heard.whole is not None
+        return heard.whole
+
+    def finish_round(self, round_index: int) -> None:
+        """Forgets rounds that nobody can ask about any more."""
+        self._oldest = max(self._oldest, round_index - KEPT_ROUNDS)
+        for r in [r for r in self._rounds if r < self._oldest]:
+            del self._rounds[r]
+
+
+def _summed(shards: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """By contributor, over shards in ascending order."""
+    total: dict[str, float] = {}
+    for j in sorted(shards):
+        for peer_id, squares in shards[j].items():
+            total[peer_id] = total.get(peer_id, 0.0) + squares
+    return total

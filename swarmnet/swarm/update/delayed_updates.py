@@ -1,0 +1,180 @@
+"""`[sync] mode = "delayed"`: the exchange of round r runs beside the microbatches of round r + 1.
+
+A round begins at once when the last one is drained: the gradient is copied, the parameters of the
+exchange before are put in place, and the new exchange goes its way while microbatches come and
+go. What a round learns from is therefore one update old (Ren et al. 2021, "ZeRO-Offload",
+section 5.2). One gradient buffer more a replica. After the last round both exchanges that are left
+are made, so that a run of n rounds ends with n updates; so it is in mode `auto` when exchanges
+return between the rounds.
+
+The exchange of round r - 1 gives the parameters of round r + 1. Where it is done before round r is,
+round r + 1 opens ahead of the last microbatches of round r (`replica`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.ports import OTHER
+from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.update.auto_sync import AutoSync
+from swarmnet.swarm.update.averaging import Averaging, Pushed
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.delayed_updates")
+
+SETTLE_S = 2.0
+"""How long an exchange waits for the others to open the round that it runs beside."""
+LOOK_AGAIN_S = 0.2
+FOLLOW_S = 15.0
+"""How long an exchange may take longer because this replica fetches state of new shards."""
+
+
+@dataclass
+class Gradient:
+    """A copy of a round's gradient."""
+
+    num_tokens: int = 0
+    shards: tuple[Array, ...] = ()
+
+    async def part(self, j: int) -> Pushed:
+        return self.num_tokens, self.shards[j] if self.num_tokens else None
+
+
+@dataclass
+class DelayedUpdates:
+    """Implements `swarm.update.rounds.Updates`."""
+
+    gossip: Gossip
+    replica: Replica
+    averaging: Averaging
+    handover: Handover
+
+    def __post_init__(self) -> None:
+        self.auto = AutoSync(self.gossip, self.replica, self.averaging)
+        self._gradient = Gradient()
+        self._exchange: asyncio.Task[None] | None = None
+        self._last = -1
+        self._arrived = -1
+        """The newest exchange whose result was put aside here."""
+
+    @property
+    def is_owing(self) -> bool:
+        """A gradient of this replica is not averaged yet."""
+        if not self._gradient.num_tokens:
+            return False
+        return self._exchange is None or not self.averaging.needs_nothing_of(self._last)
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        if not self.replica.plan.is_delayed(round_index):
+            return False
+        current = self.averaging.current
+        return current == round_index or self._arrived == current
+
+    def attend(self) -> None:
+        self.auto.learn()
+        if not self.replica.synced:
+            return
+        self._begin()
+        self.repair()
+
+    def repair(self) -> None:
+        if not self.replica.synced:
+            return
+        if self._exchange is None or self._exchange.done():
+            self.averaging.ownership.repair(self.replica.round)
+        else:
+            self.averaging.repair_beside()
+
+    def _begin(self) -> None:
+        """The exchange that runs beside the present round, where one does."""
+        current = self.averaging.current
+        if current == self.replica.round or self._last == current:
+            return
+        self._last = current
+        self._exchange = asyncio.get_running_loop().create_task(self._beside(self._gradient))
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        self.auto.learn()
+        is_late = self.averaging.current < round_index
+        is_beside = self.replica.plan.is_delayed(round_index)
+        if is_late or is_beside:
+            gradient = await self._copied(num_tokens)
+        else:
+            gradient = self._present(num_tokens)
+        tokens, shards = await self.handover.contribution(round_index, num_tokens, gradient.shards)
+        gradient = Gradient(tokens, tuple(shards))
+        self._begin()  # of a newcomer, which has not been in the round before
+        if self._exchange is not None:
+            await self._exchange
+            self._exchange = None
+        self._gradient = gradient
+        if is_beside:
+            return True
+        if is_late:
+            await self.replica.device.run(
+                OTHER, self.replica.stage.finish_round, self.replica.round
+            )
+            self.averaging.finish_round(round_index - 1)
+            self.replica.flushed = True
+            self.replica.news.tell()
+        await self._run(gradient)
+        return True
+
+    def finish_round(self, round_index: int) -> None:
+        self.replica.flushed = False
+        self.averaging.finish_round(self.averaging.current - 1)
+        self.auto.finish_round(round_index, self.replica.open_s)
+
+    async def close(self) -> None:
+        self._gradient, self._last, self._arrived = Gradient(), -1, -1
+        self.replica.flushed = False
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.cancel()
+            await asyncio.gather(exchange, return_exceptions=True)
+
+    async def _beside(self, gradient: Gradient) -> None:
+        """The exchange beside a round. It begins when the others have opened the round too, for
+        then everybody knows who holds what. New owners fetch their state after it, when that stays
+        as it is for the rest of the round."""
+        loop = asyncio.get_running_loop()
+        r, end = self.replica.round, loop.time() + SETTLE_S
+        while loop.time() < end and any(
+            m.round < r and m.state in (ACTIVE, LEAVING)
+            for m in self.gossip.view.members(self.replica.index, loop.time())
+        ):
+            await self.gossip.news.wait(LOOK_AGAIN_S)
+        await self._run(gradient)
+        try:
+            async with asyncio.timeout(FOLLOW_S):
+                await self.averaging.ownership.follow_owners(self.averaging.current + 1)
+        except TimeoutError:
+            log.info("the optimizer state of new shards is taking long; asked again next round")
+
+    async def _run(self, gradient: Gradient) -> None:
+        current = self.averaging.current
+        await self.averaging.update(gradient.part)
+        self._gradient, self._arrived = Gradient(), current
+
+    def _present(self, num_tokens: int) -> Gradient:
+        """The gradient where it lies, for an exchange that is over before the next round."""
+        stage = self.replica.stage
+        shards = range(self.replica.num_shards) if num_tokens else ()
+        return Gradient(num_tokens, tuple(stage.gradient_shard(j) for j in shards))
+
+    async def _copied(self, num_tokens: int) -> Gradient:
+        if not num_tokens:
+            return Gradient()
+
+        stage, worker = self.replica.stage, self.replica.worker
+        shards = [
+            await worker.run(lambda j=j: stage.copy_gradient(j))  # type: ignore[misc]
+            for j in range(self.replica.num_shards)
+        ]
+        return Gradient(num_tokens, tuple(shards))

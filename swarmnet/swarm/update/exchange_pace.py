@@ -1,0 +1,215 @@
+"""How long an exchange may take, and how much of the uplink it gets.
+
+Deadlines come from what exchanges took lately, or, while nobody knows, from the slowest uplink. Who
+only is slow must not be taken for dead, for its work would be lost; who is dead must not hold up a
+stage. A newcomer may be primary of shards in its first exchange: what it has not measured yet it
+takes from the records of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from statistics import median_high
+
+from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.update.pacing import (
+    URGENT_SHARE,
+    feeding_left_s,
+    gradient_share,
+    share_beside,
+)
+from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.swarm.membership.gossip import STALL_S, Gossip
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.ownership import Ownership
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.turns import Turns
+from swarmnet.wire import Array
+
+STALLS_S = 2 * STALL_S + 4.0
+"""An update that waits for peers that have stalled may take so much longer, with the last look
+whether they answer."""
+WAIT_FACTOR = 4.0
+"""The deadline for contributions, over what a round's exchange took lately."""
+EXCHANGE_SMOOTHING = 0.3
+UPLOAD_SLACK = 3.0
+"""Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
+LONGEST_UPLOAD_S = 600.0
+"""A slower uplink is not waited for: by its owner's word alone, it might hold everybody up."""
+CLOSING_MICROBATCHES = 3
+"""Of the slowest replica: so much work lies between the end of a round and its contributions."""
+BESIDE_PART = 0.8
+"""Of the length of a round: how long an exchange beside one may wait for contributions."""
+BEHIND_PART = 0.5
+"""Of the length of the rounds between two exchanges: how long one may wait, where replicas make
+steps of their own."""
+
+
+class ExchangePace:
+    """Of the exchanges of one replica's stage."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        settings: RunSettings,
+        limits: Limits,
+        replica: Replica,
+        ownership: Ownership,
+    ) -> None:
+        self._gossip = gossip
+        self._settings = settings
+        self._limits = limits
+        self._replica = replica
+        self._ownership = ownership
+        self._turns = Turns()
+        self._exchange_s = 0.0
+        self._stage_bytes = 4 * sum(replica.stage.shard_sizes)
+        self.last_s = 0.0
+        """What the last exchange took."""
+
+    def close(self) -> None:
+        self._turns.close()
+
+    @property
+    def _plan(self) -> SyncPlan:
+        return self._replica.plan
+
+    @property
+    def _current(self) -> int:
+        return self._replica.current_exchange
+
+    # ---- time -------------------------------------------------------------------------------
+
+    def took(self, seconds: float, *, is_usual: bool = True) -> None:
+        """An exchange is over. One with nobody, or to which this replica had nothing to give, says
+        nothing of others. (A clock that leaves out its own stalls may have gone back a little.)"""
+        seconds = max(0.0, seconds)
+        self.last_s = seconds
+        if is_usual:
+            self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
+
+    def usual_s(self) -> float:
+        """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while nobody
+        knows."""
+        return self._usual_exchange_s() or self._upload_s() / UPLOAD_SLACK
+
+    def contributions_s(self) -> tuple[float, float]:
+        """After the own contribution: when those of others should be there, and how long a primary
+        waits for them. Where nothing is known yet, who is slow is not to be taken for stuck."""
+        measured_s = max(WAIT_FACTOR * self._usual_exchange_s(), self._upload_s())
+        longest_s = self._longest_wait_s()
+        due_s = measured_s + self._limits.reduce_wait_min_s + self._closing_s()
+        due_s = min(due_s, longest_s)
+        return due_s, due_s if measured_s else longest_s
+
+    def norm_s(self) -> float:
+        """Longest wait for the norm over all stages: until the last shard has been summed."""
+        _, longest_s = self.contributions_s()  # where nothing is known yet, they are waited for
+        longest_s += STALLS_S
+        return max(self._limits.norm_wait_s, longest_s, self._upload_s(), self._beside_s())
+
+    def call_s(self) -> float:
+        """Longest call for a shard, to a peer that lives."""
+        return 2 * (self._longest_wait_s() + self._upload_s())
+
+    def _upload_s(self) -> float:
+        """What sending a gradient may take the slowest replica whose bandwidth is known, as it
+        sends results too: some slack on twice the stage's bytes."""
+        now = asyncio.get_running_loop().time()
+        members = self._gossip.view.members(self._replica.index, now)
+        rates = [r.upload_bytes_per_s for r in members if r.upload_bytes_per_s > 0]
+        upload_s = UPLOAD_SLACK * self._stage_bytes / min(rates) if rates else 0.0
+        return min(upload_s, LONGEST_UPLOAD_S)
+
+    def _closing_s(self) -> float:
+        """Until the last replica has heard that a round is over, and its device has ended the work
+        that was under way when it closed the round, settled it and opened the next one."""
+        now = asyncio.get_running_loop().time()
+        members = self._gossip.view.members(self._replica.index, now)
+        slowest = min((r.samples_per_s for r in members if r.samples_per_s > 0), default=math.inf)
+        work_s = self._settings.samples_per_microbatch / slowest
+        return self._gossip.spread_s + CLOSING_MICROBATCHES * work_s
+
+    def _longest_wait_s(self) -> float:
+        lengths = (self._upload_s(), self._beside_s(), self._behind_s())
+        return max(self._limits.reduce_wait_s, *lengths)
+
+    def _behind_s(self) -> float:
+        """The more rounds of own steps are behind an exchange, the more is lost with a slow one."""
+        plan = self._plan
+        steps = plan.steps_until_due(self._current)
+        return BEHIND_PART * steps * self._usual_open_s() if plan.is_local else 0.0
+
+    def _beside_s(self) -> float:
+        """An exchange that runs beside a round holds nobody up as long as it ends with it."""
+        is_beside = self._plan.is_delayed(self._current)
+        return BESIDE_PART * self._usual_open_s() if is_beside else 0.0
+
+    def _usual_exchange_s(self) -> float:
+        # One other: it has exchanged with nobody yet, or with others than are here now.
+        return self._exchange_s or self._told(lambda record: record.last_exchange_s, least=2)
+
+    def _usual_open_s(self) -> float:
+        """A round is open for so long: of a newcomer's first one, it has seen the end only."""
+        return max(self._replica.open_s, self._told(lambda record: record.last_open_s))
+
+    def _told(self, what: Callable[[Record], float], least: int = 1) -> float:
+        """By most of the others of the stage; 0 where fewer than `least` are there, or nobody says
+        anything."""
+        now = asyncio.get_running_loop().time()
+        members = self._gossip.view.members(self._replica.index, now)
+        values = [what(m) for m in members if m.peer_id != self._gossip.own.peer_id]
+        known = [x for x in values if x > 0]
+        return median_high(known) if known and len(values) >= least else 0.0
+
+    # ---- the uplink -------------------------------------------------------------------------
+
+    async def turn(self, array: Array | None, exchange: int, *, is_result: bool = False) -> None:
+        """Beside a round, waits until the uplink has room beside the microbatches. A gradient that
+        has to be sent again, for its primary has died, goes at once: behind all others it would
+        come too late."""
+        if array is None or not self._plan.is_delayed(self._current):
+            return
+
+        def rate() -> float:
+            share = self._result_share(exchange) if is_result else self._gradient_share()
+            return share * self._gossip.own.upload_bytes_per_s
+
+        await self._turns.take(array.num_bytes, rate)
+
+    def _gradient_share(self) -> float:
+        """Of the uplink, for gradients and for what the backups need."""
+        rate = self._gossip.own.upload_bytes_per_s
+        return gradient_share(self._stage_bytes, rate, self._feeding_left_s())
+
+    def _feeding_left_s(self) -> float | None:
+        """Until all of the present round is launched, which is when the result of this exchange is
+        needed."""
+        replica, batch = self._replica, self._settings.global_batch
+        age_s = asyncio.get_running_loop().time() - replica.began_at
+        launched = self._gossip.view.launched_at_most(replica.round)
+        return feeding_left_s(launched, batch, age_s)
+
+    def _result_share(self, exchange: int) -> float:
+        """Of the uplink, for results: nothing of them is lost with a machine, but the round after
+        the one that the exchange runs beside cannot be fed before they are there. Who has all of
+        its own results is in that round already, and others wait for these."""
+        replica = self._replica
+        now = asyncio.get_running_loop().time()
+        is_late = exchange + 1 < replica.round
+        if is_late or replica.is_fed(
+            replica.round, self._gossip.view, now, self._settings.global_batch
+        ):
+            return URGENT_SHARE
+        rate = self._gossip.own.upload_bytes_per_s
+        return share_beside(self._result_bytes(), rate, self._feeding_left_s())
+
+    def _result_bytes(self) -> float:
+        """That this replica sends in an exchange: of the shards whose primary it is, to all."""
+        own = self._gossip.own.peer_id
+        now = asyncio.get_running_loop().time()
+        owned = self._ownership.placement(self._current).owned_by(own)
+        num_primary = len(owned) / self._settings.replication
+        num_others = len(self._gossip.view.members(self._replica.index, now)) - 1
+        return self._stage_bytes / self._replica.num_shards * num_primary * max(1, num_others)

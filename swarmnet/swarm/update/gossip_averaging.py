@@ -1,0 +1,280 @@
+"""`[sync] mode = "gossip"`: own steps, and now and then an average with one random partner.
+
+No group and no owner. Every `local_steps` rounds, and in every round of the warm-up, replicas of a
+stage pair off (`protocol.update.pairing`); each asks its partner for its *offer* (parameters of its
+last meeting, change since then, moments of its own steps) and makes the outer step of the pair for
+itself (NoLoCo, Kolehmainen et al. 2025). Who has no partner, or loses it, steps alone. A meeting
+ends when both have the other's offer, or one of them is gone.
+
+Replicas never become equal; random pairs and random routing keep them close. How far a replica was
+from its partner when they met, relative to its parameters, is in its record (`spread`).
+
+A newcomer takes everything from one donor: it begins as its copy. So does who was cut off for more
+than a meeting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnet.errors import NotReady, Stale, SwarmnetError
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
+from swarmnet.protocol.update.pairing import partner
+from swarmnet.swarm.condition import News
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.ports import LocalSteps
+from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.update.averaging import Averaging, Behind
+from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
+from swarmnet.swarm.update.ownership import BEHIND_ROUNDS
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.rounds import Rounds
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.gossip_averaging")
+
+LOOK_AGAIN_S = 0.2
+OFFER_WAIT_S = 10.0
+"""How long a replica that is done stays in a round for its partner to ask."""
+MAX_TRIES = 8
+"""Times that a newcomer asks its donor for a shard that changes meanwhile."""
+MAX_COPIES = 3
+"""Downloads of a newcomer before it begins with what has become old on the way."""
+
+Offer = tuple[dict[str, Any], tuple[Array, ...]]
+
+
+@dataclass
+class GossipAveraging:
+    """Implements `swarm.update.rounds.Updates`."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    replica: Replica
+    averaging: Averaging
+
+    def __post_init__(self) -> None:
+        self._offering = -1
+        """The round of the meeting that is going on."""
+        self._asked: set[tuple[str, int]] = set()
+        """Who has got which shard of the offer."""
+        self._news = News()
+        self._copies = 0
+        """Of donors that had moved on when they were complete."""
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
+        self.transport.handle("offer", self._on_offer)
+
+    @property
+    def local(self) -> LocalSteps:
+        """The own steps."""
+        assert self.replica.local is not None
+        return self.replica.local
+
+    @property
+    def is_owing(self) -> bool:
+        return any(self.local.tokens)
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        return False
+
+    def attend(self) -> None:
+        pass
+
+    def repair(self) -> None:
+        pass
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        replica = self.replica
+        await self.averaging.until_exported()
+        self._check_in_touch(round_index)
+        await own_step(replica, self.gossip, num_tokens, round_index)
+        if replica.plan.is_due(0, round_index):
+            await self._meet(round_index)
+            self._forget_tokens()
+        self.averaging.ownership.skip(range(replica.num_shards))
+        return True
+
+    def _check_in_touch(self, r: int) -> None:
+        """Raises `Behind` where others have had a whole meeting more than this replica: alone it
+        would run through their rounds with old parameters, and pull back whoever it meets then."""
+        now = asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        newest = max((m.round for m in members if m.state == ACTIVE), default=r)
+        if newest - r > self._slack(newest):
+            raise Behind(f"the stage is in round {newest}, this replica in {r}")
+
+    def _slack(self, newest: int) -> int:
+        """Rounds by which parameters may be older than those of others in the stage."""
+        return max(BEHIND_ROUNDS, self.replica.plan.steps_until_due(newest))
+
+    def finish_round(self, round_index: int) -> None:
+        self.averaging.finish_round(round_index)
+
+    async def close(self) -> None:
+        self._offering = -1
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
+        self.local.tokens = [0] * self.replica.num_shards
+
+    # ---- meeting ----------------------------------------------------------------------------
+
+    async def _meet(self, r: int) -> None:
+        """The outer step, with the partner of this round where there is one."""
+        self._offering, self._asked = r, set()
+        self._news.tell()
+        other = self._partner(r)
+        offers: dict[int, Offer] = {}
+        if other is not None:
+            at_once = asyncio.Semaphore(self.limits.max_fetching)
+            shards = range(self.replica.num_shards)
+            await asyncio.gather(*(self._ask(other, r, j, at_once, offers) for j in shards))
+            if offers:
+                await self._until_asked(other)
+        self._offering = -1
+        if not offers and not self.is_owing:
+            return  # nothing new: momentum alone leads nowhere
+        apart = total = 0.0
+        for j in range(self.replica.num_shards):
+            distance, norm = await self.replica.worker.run(
+                lambda j=j: self._step(j, offers.get(j), r)  # type: ignore[misc]
+            )
+            apart, total = apart + distance, total + norm
+        if offers:
+            spread = math.sqrt(apart / total) if total else 0.0
+            self.gossip.update(spread=min(spread, MAX_RATE))  # an offer may be very far away
+
+    def _step(self, j: int, offer: Offer | None, r: int) -> tuple[float, float]:
+        """On the worker. An offer that does not fit is as none."""
+        try:
+            return self.local.meet(j, offer, r)
+        except SwarmnetError as e:
+            log.warning("shard %d: the partner's offer is refused: %s", j, e)
+            return self.local.meet(j, None, r)
+
+    def _partner(self, r: int) -> str | None:
+        """By the replicas that are not past the round."""
+        now = asyncio.get_running_loop().time()
+        members = self.gossip.view.members(self.replica.index, now)
+        others = [m.peer_id for m in members if m.state in (ACTIVE, LEAVING) and m.round <= r]
+        return partner(self.gossip.own.peer_id, others, self.replica.index, r)
+
+    async def _ask(
+        self, other: str, r: int, j: int, at_once: asyncio.Semaphore, offers: dict[int, Offer]
+    ) -> None:
+        async with at_once:
+            try:
+                message = Message(FetchRequest(r, self.replica.index, j))
+                reply = await self.averaging.call_while_live(other, "offer", message)
+                offers[j] = (convert(reply.body, FetchReply).values, reply.arrays)
+            except SwarmnetError as e:
+                log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)
+
+    async def _until_asked(self, other: str) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + OFFER_WAIT_S
+        wanted = {(other, j) for j in range(self.replica.num_shards)}
+        while loop.time() < end and not wanted <= self._asked:
+            if not self.gossip.view.is_live(other, loop.time()):
+                return
+            await self._news.wait(LOOK_AGAIN_S)
+
+    async def _on_offer(self, request: Request) -> Message:
+        """A partner asks, in the same round."""
+        self.gossip.check_run(request)
+        fetch = convert(request.message.body, FetchRequest)
+        replica, r, j = self.replica, fetch.round, fetch.shard
+        if fetch.stage != replica.index or j >= replica.num_shards or not replica.synced:
+            raise NotReady(f"stage {fetch.stage} is not served here")
+        await self._news.until(
+            lambda: self._offering >= r or replica.round > r, self.limits.enter_wait_s
+        )
+        if self._offering != r:
+            if replica.round >= r:
+                raise Stale("that meeting is over here", round=replica.round)
+            raise NotReady(f"round {r} has not ended here", round=replica.round)
+        async with self._serving:
+            values, arrays = await replica.worker.run(lambda: self.local.offer(j))
+        if self._offering != r:
+            raise Stale("that meeting is over here", round=replica.round)
+        self._asked.add((request.remote, j))
+        self._news.tell()
+        return Message(FetchReply(r, values), arrays)
+
+    # ---- newcomers --------------------------------------------------------------------------
+
+    async def follow(self, sync: StateSync, rounds: Rounds) -> None:
+        """Becomes a copy of one donor, in the newest round."""
+        replica = self.replica
+        donor = sync.rng.choice(sync.donors())
+        log.info("stage %d: %d shards to fetch", replica.index, replica.num_shards)
+        await self.moments.fetch(donor)
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        copied = await asyncio.gather(
+            *(self._copy(sync, donor.peer_id, j, at_once) for j in range(replica.num_shards))
+        )
+        donors = sync.donors()
+        if min(copied) < 0 or not donors:
+            await self.gossip.news.wait(LOOK_AGAIN_S)
+            return
+        newest = max(d.round for d in donors)
+        self._copies += 1
+        if newest - min(copied) > self._slack(newest) and self._copies < MAX_COPIES:
+            log.info("the copy is of round %d, the stage in %d: once more", min(copied), newest)
+            return
+        self._copies = 0
+        await replica.open_round(newest, synced=True)
+        self.averaging.ownership.restored(list(range(replica.num_shards)))
+        await replica.measure_digests()
+
+    async def _copy(
+        self, sync: StateSync, donor_id: str, j: int, at_once: asyncio.Semaphore
+    ) -> int:
+        """Parameters and momentum of one shard; their round, or -1 where they are not to be had."""
+        async with at_once:
+            for _ in range(MAX_TRIES):
+                donor = _record(sync, donor_id)
+                if donor is None:
+                    return -1
+                try:
+                    values = await common_of(sync, donor, j)
+                    is_new = self.replica.plan.last_exchange(j, donor.round) < 0
+                    momentum = None if is_new else await self._momentum(donor, j)
+                    await self.replica.worker.run(
+                        lambda v=values, m=momentum: self._put(j, v, m)  # type: ignore[misc]
+                    )
+                    return donor.round
+                except SwarmnetError as e:
+                    log.debug("shard %d from %s: %s", j, donor_id[-8:], e)
+                    await self.gossip.news.wait(LOOK_AGAIN_S)
+            return -1
+
+    async def _momentum(self, donor: Record, j: int) -> Offer:
+        reply = await self.transport.call(
+            donor.peer_id,
+            "fetch_optimizer",
+            Message(FetchRequest(max(donor.round - 1, 0), self.replica.index, j)),
+            timeout_s=self.limits.fetch_timeout_s,
+        )
+        return convert(reply.body, FetchReply).values, reply.arrays
+
+    def _put(self, j: int, values: Array, momentum: Offer | None) -> None:
+        """`momentum`: None before the first meeting."""
+        self.replica.put_common(j, values)
+        if momentum is None:
+            self.replica.optimizer.create(j)
+        else:
+            self.replica.optimizer.load(j, *momentum)
+
+
+def _record(sync: StateSync, peer_id: str) -> Record | None:
+    return next((d for d in sync.donors() if d.peer_id == peer_id), None)

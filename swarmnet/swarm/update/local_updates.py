@@ -1,0 +1,247 @@
+"""`[sync] mode = "local"`: steps of each replica's own, and an outer step every so often.
+
+A round ends with an AdamW step of each replica on the gradient of the microbatches that it happened
+to get. In the rounds in which a shard is due (`protocol.update.sync_modes`), every replica pushes
+how far it has come since the last exchange, weighted by the tokens behind it, to the shard's
+primary, which makes the outer step on the mean; owners, backups, stragglers and the dead are what
+they are in `averaging`. The result is where all replicas go on from.
+
+What replicas have in common between exchanges are the parameters of the last one: digests,
+checkpoints and newcomers are about those. A newcomer begins with them, and takes the moments of the
+own steps from one donor where it can, so that its first steps are no wilder than the others'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.membership.records import Record
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.ports import LocalSteps
+from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.update.aggregation import strike
+from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.rounds import Rounds
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.local_updates")
+
+RETRY_S = 0.2
+
+
+@dataclass
+class Moments:
+    """The moments of the own steps: given to newcomers, and fetched as one."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    replica: Replica
+
+    def __post_init__(self) -> None:
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self.transport.handle("fetch_moments", self._on_fetch)
+
+    async def fetch(self, donor: Record) -> None:
+        """Those of one donor; a shard's begin at zero where it does not give them, or has made no
+        step yet."""
+        if not donor.round:
+            return
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        shards = range(self.replica.num_shards)
+        await asyncio.gather(*(self._fetch(donor, j, at_once) for j in shards))
+
+    async def _fetch(self, donor: Record, j: int, at_once: asyncio.Semaphore) -> None:
+        local = self.replica.local
+        assert local is not None
+        request = Message(FetchRequest(donor.round, self.replica.index, j))
+        async with at_once:
+            try:
+                reply = await self.transport.call(
+                    donor.peer_id, "fetch_moments", request, timeout_s=self.limits.fetch_timeout_s
+                )
+                values = convert(reply.body, FetchReply).values
+                await self.replica.worker.run(lambda: local.load(j, values, reply.arrays))
+            except SwarmnetError as e:
+                log.info("shard %d: the moments begin at zero: %s", j, e)
+
+    async def _on_fetch(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        fetch = convert(request.message.body, FetchRequest)
+        replica, j, local = self.replica, fetch.shard, self.replica.local
+        if fetch.stage != replica.index or j >= replica.num_shards or not replica.synced:
+            raise NotReady(f"stage {fetch.stage} is not served here")
+        assert local is not None
+        async with self._serving:
+            values, arrays = await replica.worker.run(lambda: local.export(j))
+            return Message(FetchReply(replica.round, values), arrays)
+
+
+async def own_step(replica: Replica, gossip: Gossip, num_tokens: int, round_index: int) -> None:
+    """A replica's own step at the end of a round. None on a gradient that is not finite, such as a
+    backward pass leaves that failed half way: it is reported as primaries report one in the other
+    modes, and the microbatches behind it are lost."""
+    local = replica.local
+    assert local is not None
+    try:
+        await replica.worker.run(lambda: local.step(num_tokens, round_index))
+    except ProtocolViolation as e:
+        strike(gossip, gossip.own.peer_id)
+        log.warning("round %d: no step of its own here: %s", round_index, e)
+
+
+async def common_of(sync: StateSync, donor: Record, j: int) -> Array:
+    """A shard of a donor's common parameters: the own ones where they are the same, as at the
+    beginning of a run. Raises as `StateSync.ask`."""
+    replica = sync.replica
+    local = replica.local
+    assert local is not None
+    if await replica.worker.run(lambda: local.digest(j)) == donor.digest(j):
+        return local.common_shard(j)
+    return await sync.ask(donor, donor.round, j)
+
+
+@dataclass
+class LocalUpdates:
+    """Implements `swarm.update.rounds.Updates`."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    replica: Replica
+    averaging: Averaging
+
+    def __post_init__(self) -> None:
+        self._have: dict[int, int] = {}
+        """Of a newcomer: shards that it has, and the exchange that they come from."""
+        self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
+
+    @property
+    def local(self) -> LocalSteps:
+        """The own steps."""
+        assert self.replica.local is not None
+        return self.replica.local
+
+    @property
+    def is_owing(self) -> bool:
+        return any(self.local.tokens)
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        return False
+
+    def attend(self) -> None:
+        self.repair()
+
+    def repair(self) -> None:
+        if self.replica.synced:
+            self.averaging.ownership.repair(self.averaging.current)
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        replica, plan = self.replica, self.replica.plan
+        await self.averaging.until_exported()
+        self.averaging.note_counted(round_index)
+        if replica.synced:
+            await own_step(replica, self.gossip, num_tokens, round_index)
+        due = plan.due(round_index, replica.num_shards)
+        if due:
+
+            def store(j: int, values: Array) -> None:
+                self.local.set_common(j, values)
+                self._have[j] = round_index
+
+            await self.averaging.update(self._part, store, due)
+            for j in due:
+                self.local.tokens[j] = 0
+        skipped = set(range(replica.num_shards)) - set(due)
+        self.averaging.ownership.skip(sorted(skipped))
+        return replica.synced or self._is_whole(round_index + 1)
+
+    def finish_round(self, round_index: int) -> None:
+        self.averaging.finish_round(round_index)
+
+    async def close(self) -> None:
+        self.local.tokens = [0] * self.replica.num_shards
+
+    async def _part(self, j: int) -> Pushed:
+        num_tokens = self.local.tokens[j] if self.replica.synced else 0
+        if not num_tokens:
+            return 0, None
+        change = await self.replica.worker.run(lambda: self.local.change(j, float(num_tokens)))
+        return num_tokens, change
+
+    # ---- newcomers --------------------------------------------------------------------------
+
+    async def follow(self, sync: StateSync, rounds: Rounds) -> None:
+        """Fetches the common parameters while rounds go by; a shard that is exchanged meanwhile
+        comes with its exchange. Returns when the replica is synced or nobody is left to fetch
+        from."""
+        replica, loop = self.replica, asyncio.get_running_loop()
+        self._have = {}
+        replica.round = max(d.round for d in sync.donors())
+        fetching = loop.create_task(self._fetch_all(sync))
+        try:
+            while not replica.synced and sync.donors():
+                if fetching.done():
+                    fetching.result()
+                if self._is_whole(replica.round):
+                    await replica.open_round(replica.round, synced=True)
+                    await replica.measure_digests()
+                elif replica.round < replica.plan.rounds and rounds.is_drained(replica.round):
+                    try:
+                        await rounds.finish(replica.round)
+                    except Behind:
+                        donors = sync.donors()
+                        replica.round = max((d.round for d in donors), default=replica.round)
+                else:
+                    await self.gossip.news.wait(RETRY_S)
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+
+    def _is_whole(self, round_index: int) -> bool:
+        plan = self.replica.plan
+        return all(
+            self._have.get(j, -2) == plan.last_exchange(j, round_index)
+            for j in range(self.replica.num_shards)
+        )
+
+    async def _fetch_all(self, sync: StateSync) -> None:
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        log.info("stage %d: %d shards to fetch", self.replica.index, self.replica.num_shards)
+        donors = sync.donors()
+        if donors:
+            await self.moments.fetch(donors[0])
+        while True:
+            shards = range(self.replica.num_shards)
+            await asyncio.gather(*(self._fetch(sync, j, at_once) for j in shards))
+            await self.gossip.news.wait(RETRY_S)
+
+    async def _fetch(self, sync: StateSync, j: int, at_once: asyncio.Semaphore) -> None:
+        """One shard, where a donor has a newer one than this replica."""
+        plan = self.replica.plan
+        async with at_once:
+            donors = sync.donors()
+            if not donors:
+                return
+            donor = sync.rng.choice(donors)
+            exchange = plan.last_exchange(j, donor.round)
+            if self._have.get(j, -2) >= exchange:
+                return
+            try:
+                values = await common_of(sync, donor, j)
+
+                def store() -> None:
+                    if self._have.get(j, -2) < exchange:
+                        self.local.set_common(j, values)
+                        self._have[j] = exchange
+
+                await self.replica.worker.run(store)
+            except SwarmnetError as e:
+                log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)

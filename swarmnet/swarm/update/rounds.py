@@ -1,0 +1,375 @@
+"""Rounds at one replica: open, drained, settled, averaged, the next one.
+
+Nobody coordinates. A replica closes its round when its view says that the round is drained
+(`protocol.pipeline.progress`), settles the microbatches that it was never told to count, takes part
+in the update of its stage, and opens the next round. All do so at the same round number."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
+from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
+from swarmnet.protocol.update import divergence
+from swarmnet.protocol.update.sync_modes import ZERO
+from swarmnet.swarm.membership.gossip import STALL_S, Gossip, Tasks
+from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
+from swarmnet.swarm.pipeline.feeder import Feeder
+from swarmnet.swarm.pipeline.step import StepService
+from swarmnet.swarm.ports import BACKWARD
+from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Message, convert
+
+log = logging.getLogger("swarmnet.rounds")
+
+LOOK_AGAIN_S = 0.5
+ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
+"""Before a feeder that lives is asked again what it counted, and for how long: the exchange does
+not wait for a replica that asks a dead one."""
+PROBE_ASKED_S = 0.5
+"""A feeder that has not answered for so long is asked whether it lives."""
+
+
+class Updates(Protocol):
+    """What becomes of a round's gradient: one class for each `[sync] mode`."""
+
+    @property
+    def is_owing(self) -> bool:
+        """Work of this replica is not in the common parameters yet, though its round is over."""
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        """The parameters of the round after this one are here, and the microbatches of this one do
+        not change them."""
+
+    def attend(self) -> None:
+        """Called while a round is open, often: sees to exchanges that run beside it."""
+
+    def repair(self) -> None:
+        """A part of `attend`, which is called too while the device is waited for: sees to shards
+        that have lost an owner."""
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        """The round is over, `num_tokens` are behind the gradient: puts the parameters of the next
+        round aside. True where these are whole, False where a newcomer lacks some. Raises
+        `Behind`."""
+
+    def finish_round(self, round_index: int) -> None:
+        """The next round has been opened."""
+
+    async def close(self) -> None:
+        """Ends what is under way; the replica is about to stop, or to begin anew."""
+
+
+@dataclass
+class ZeroUpdates:
+    """`[sync] mode = "zero"`: the exchange lies between two rounds."""
+
+    replica: Replica
+    averaging: Averaging
+    handover: Handover
+    is_owing = False
+
+    def is_ready_ahead(self, round_index: int) -> bool:
+        return False
+
+    def attend(self) -> None:
+        self.repair()
+
+    def repair(self) -> None:
+        if self.replica.synced:
+            self.averaging.ownership.repair(self.averaging.current)
+
+    async def make(self, round_index: int, num_tokens: int) -> bool:
+        stage = self.replica.stage
+        own = range(self.replica.num_shards) if num_tokens else ()
+        tokens, shards = await self.handover.contribution(
+            round_index, num_tokens, [stage.gradient_shard(j) for j in own]
+        )
+
+        async def part(j: int) -> Pushed:
+            return tokens, shards[j] if tokens else None
+
+        await self.averaging.update(part)
+        return True
+
+    def finish_round(self, round_index: int) -> None:
+        replica = self.replica
+        replica.samples = self.averaging.samples_in(round_index, replica.samples)
+        self.averaging.finish_round(round_index)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Rounds:
+    """Drives one replica from round to round."""
+
+    transport: Transport
+    gossip: Gossip
+    settings: RunSettings
+    limits: Limits
+    replica: Replica
+    steps: StepService
+    updates: Updates
+    feeder: Feeder | None
+    on_open: Callable[[], Awaitable[None]]
+    """Called when a round has begun here: publishes it."""
+
+    def __post_init__(self) -> None:
+        self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
+        self.replica.began_at = self._opened_at
+        self._settling = asyncio.Lock()
+        self._tasks = Tasks("rounds")
+        self._gone: set[str] = set()
+        """Feeders of orphans that did not live at the last look in the middle of a round."""
+
+    async def run(self) -> None:
+        """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
+        touch with its stage, `Diverged` when it has parameters that do not hold."""
+        while self.replica.round < self.settings.rounds:
+            self.gossip.awake_s()  # after a stall of one's own, nobody is silent
+            r = self.replica.round
+            self.updates.attend()
+            self._check_parameters(r)
+            if not self.is_drained(r):
+                if self._may_open_ahead(r):
+                    await self._open_ahead()
+                    self.replica.ahead_at = asyncio.get_running_loop().time()
+                await self.gossip.news.wait(LOOK_AGAIN_S)
+                continue
+            await self.finish(r)
+
+    async def _open_ahead(self) -> None:
+        """Behind all that the device has to do, which may take long."""
+        opening = asyncio.get_running_loop().create_task(self.replica.open_ahead())
+        try:
+            while not opening.done():
+                self.updates.repair()
+                await asyncio.wait((opening,), timeout=LOOK_AGAIN_S)
+            await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+    def _may_open_ahead(self, r: int) -> bool:
+        """All of the round is launched, or this replica has nothing more of it to launch while some
+        of many other feeders have, and the next one's parameters are here."""
+        replica, settings = self.replica, self.settings
+        if replica.ahead or not (replica.is_open(r) and replica.stage.can_open_ahead):
+            return False
+        own = self.gossip.own
+        if r + 1 >= settings.rounds or own.state != ACTIVE or own.is_moving:
+            return False
+        if not self.updates.is_ready_ahead(r):
+            return False
+        now = asyncio.get_running_loop().time()
+        is_done = self.feeder is not None and self.feeder.leaves_to_others(r)
+        return is_done or replica.is_fed(r, self.gossip.view, now, settings.global_batch)
+
+    def is_drained(self, r: int) -> bool:
+        """The round's samples are all home, or others have finished it already."""
+        now = asyncio.get_running_loop().time()
+        view = self.gossip.view
+        if progress.is_drained(view, r, now, self.settings.global_batch):
+            return True
+        return view.is_past(r, now) or self.replica.is_over(r)
+
+    def _check_parameters(self, r: int) -> None:
+        """After a partition, replicas may be in one round with different parameters. In the other
+        modes they differ on purpose, or for a while."""
+        if self.replica.plan.mode != ZERO:
+            return
+        now = asyncio.get_running_loop().time()
+        own = self.gossip.own
+        if own.round != r:
+            return
+        others = self.gossip.view.replicas(self.replica.index, now)
+        winner = divergence.winner_over(own, [o for o in others if o.peer_id != own.peer_id])
+        if winner is not None:
+            raise Diverged(
+                f"{winner.peer_id[-8:]} began round {r} with other parameters, and those hold"
+            )
+
+    async def finish(self, r: int) -> None:
+        """Settle, average, open the next round."""
+        replica = self.replica
+        loop = asyncio.get_running_loop()
+        closed_at = loop.time()
+        replica.open_s = closed_at - self._opened_at
+        await replica.close_round()
+        self.steps.drop_round(r)
+        if replica.synced:
+            await self._settle_at_last(r)
+        num_tokens = replica.ledger.num_tokens(r) if replica.synced else 0
+        settled_at = loop.time()
+        synced = await self.updates.make(r, num_tokens)
+        averaged_at = loop.time()
+        state = progress.round_progress(
+            self.gossip.view, r, averaged_at, self.settings.global_batch
+        )
+        replica.samples = state.committed
+        began_at = replica.ahead_at if replica.ahead else loop.time()
+        await replica.open_round(r + 1, synced=synced)
+        replica.began_at = began_at
+        self.updates.finish_round(r)
+        if synced:
+            await self.on_open()
+        log.debug(
+            "round %d: open for %.3f s, device at work for %.3f s; settled in %.3f s, averaged in "
+            "%.3f s, the next one open after %.3f s",
+            r,
+            closed_at - self._opened_at,
+            replica.device.busy_s - self._busy_s,
+            settled_at - closed_at,
+            averaged_at - settled_at,
+            loop.time() - averaged_at,
+        )
+        replica.rounds.add(loop.time() - self._opened_at)
+        self._opened_at, self._busy_s = loop.time(), replica.device.busy_s
+
+    # ---- orphans ----------------------------------------------------------------------------
+
+    async def settle(self, r: int, *, is_over: bool = True) -> None:
+        """Asks the feeders about microbatches that no commit came for; takes out those that do not
+        count, so that no sample is counted twice at a stage. In a round that is not over here,
+        those in flight may count yet, and stay."""
+        # A task of its own: who waits may be cancelled, and what is out of the books must come out
+        # of the gradient.
+        await asyncio.shield(self._tasks.start(self._settle_alone(r, is_over)))
+
+    async def _settle_at_last(self, r: int) -> None:
+        """The round is over here; the device may have more to do than its queue holds."""
+        while True:
+            try:
+                return await self.settle(r)
+            except Busy:
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    @property
+    def is_settling(self) -> bool:
+        """Books and gradient may differ."""
+        return self._settling.locked()
+
+    async def close(self) -> None:
+        """Ends what is under way; the replica is about to stop, or to begin anew."""
+        await self._tasks.close()
+
+    async def _settle_alone(self, r: int, is_over: bool) -> None:
+        async with self._settling:
+            await self._settle(r, is_over)
+
+    async def _settle(self, r: int, is_over: bool) -> None:
+        ledger = self.replica.ledger
+        pending = ledger.pending(r)
+        by_feeder: dict[str, list[int]] = {}
+        for entry in pending:
+            by_feeder.setdefault(entry.feeder, []).append(entry.key[1])
+        answers = await asyncio.gather(
+            *(self._ask(f, CommittedRequest(r, self.replica.index, tuple(ids), is_over))
+              for f, ids in by_feeder.items())
+        )  # fmt: skip
+        counted = {i for answer in answers for i in answer.microbatch_ids}
+        in_flight = set() if is_over else {i for answer in answers for i in answer.in_flight}
+        for entry in pending:
+            key = entry.key
+            if not is_over and not self.replica.takes(r):
+                return  # it is over now, and asked about again; or it does not hold
+            if ledger.get(key) is not entry or entry.state == COMMITTED:
+                continue  # given away, or a commit came meanwhile
+            if key[1] in counted:
+                self.steps.commit(Commit(r, (key[1],)), entry.feeder)
+            elif key[1] not in in_flight:
+                await self._take_out(entry)
+
+    async def _take_out(self, entry: Entry) -> None:
+        """Its gradient out of the buffer again."""
+        key, replica = entry.key, self.replica
+
+        def still_holds() -> None:
+            if not replica.synced:
+                raise NotReady("the gradient is of no use any more")
+
+        # First here: a commit, or a caller, that comes now must not find it.
+        replica.ledger.retracted(key)
+        self.steps.settled(key)
+        try:
+            await replica.device.run(
+                BACKWARD, lambda: replica.stage.retract(key), key[0], still_holds
+            )
+        except Busy:
+            replica.ledger.put_back(key[0], {key[1]: entry})
+            raise
+        except SwarmnetError:
+            raise
+        except Exception as e:  # of the device: the stage has made the whole sum one of no use
+            log.warning("round %d: a microbatch could not be taken out: %s", key[0], e)
+            return
+        self.gossip.add_total("retracted")
+
+    async def _ask(self, feeder: str, question: CommittedRequest) -> CommittedReply:
+        """Which of these count, by the word of their feeder; none where it is gone."""
+        own = self.gossip.own.peer_id
+        if feeder == own:
+            nothing = CommittedReply(())
+            return nothing if self.feeder is None else self.feeder.committed(question, own)
+        loop, gossip = asyncio.get_running_loop(), self.gossip
+        began, wait_s = gossip.awake_s(), self.limits.commit_question_s
+        keep_s, was_back = KEEP_ASKING_S, False
+        while True:
+            # So that the others of the stage know why this replica's contribution is late.
+            probing = loop.call_later(PROBE_ASKED_S, gossip.probe, feeder)
+            stood_still_s = gossip.stood_still_s()
+            try:
+                left_s = max(0.001, began + wait_s - gossip.awake_s())
+                reply = await self.transport.call(
+                    feeder, "committed", Message(question), timeout_s=left_s
+                )
+                return convert(reply.body, CommittedReply)
+            except SwarmnetError as e:
+                log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
+                is_live = gossip.view.is_live(feeder, loop.time())
+                # A channel that breaks is opened again: what counts is not taken out for that.
+                may_answer = is_live and isinstance(e, TransportError | Busy)
+            finally:
+                probing.cancel()
+            so_far_s = gossip.awake_s() - began
+            if may_answer and gossip.stood_still_s() > stood_still_s:
+                keep_s = max(keep_s, so_far_s + KEEP_ASKING_S)  # it may have answered meanwhile
+            if question.is_over and so_far_s >= wait_s:
+                await gossip.look_into([feeder])
+                is_live = gossip.view.is_live(feeder, loop.time())
+                if is_live and not was_back:  # now it is known that it hears: it need not be late
+                    may_answer = was_back = True
+                    wait_s = keep_s = gossip.awake_s() - began + KEEP_ASKING_S
+            if question.is_over and gossip.has_stalled(feeder):
+                may_answer = True
+                wait_s = keep_s = max(wait_s, self.limits.commit_question_s + STALL_S)
+            if not may_answer or gossip.awake_s() + ASK_AGAIN_S > began + keep_s:
+                break
+            await asyncio.sleep(ASK_AGAIN_S)
+        if question.is_over:
+            if is_live:
+                log.warning(
+                    "round %d: feeder %s lives and does not say what it counted; %d microbatches "
+                    "are taken out",
+                    question.round,
+                    feeder[-8:],
+                    len(question.microbatch_ids),
+                )
+            return CommittedReply(())
+        # Its last commits may be on their way yet: only at the next look it counts as gone.
+        if not is_live and feeder in self._gone:
+            return CommittedReply(())
+        (self._gone.discard if is_live else self._gone.add)(feeder)
+        return CommittedReply((), question.microbatch_ids)

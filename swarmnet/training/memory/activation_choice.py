@@ -1,0 +1,157 @@
+"""Which activation policy a stage can afford, from what it keeps and the memory that is free."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from swarmnet.protocol.pipeline.feeding import IN_FLIGHT_PER_REPLICA
+from swarmnet.spec import RunSpec
+from swarmnet.training.computing import ActivationsName
+from swarmnet.training.memory.plan import Activations, Precision, stage_activations
+from swarmnet.training.models.base import TensorSpec
+from swarmnet.training.models.registry import model_plan, split_stages
+
+log = logging.getLogger("swarmnet.training")
+
+FREE_PART = 0.8
+"""Of the free memory that a peer plans with."""
+MIN_IN_FLIGHT = 2
+"""Fewer would leave the device waiting for the stages behind."""
+MAX_IN_FLIGHT = 1 << 16
+
+POLICIES: tuple[ActivationsName, ...] = ("keep", "blocks", "recompute", "offload")
+"""The quickest first. `blocks` and `recompute` both compute forward twice; of many microbatches the
+one keeps more, of the one in its backward pass the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy, and what it comes to."""
+
+    activations: ActivationsName
+    max_in_flight: int
+    """Microbatches that memory has room for; at least `MIN_IN_FLIGHT`."""
+    needed_bytes: float | None
+    """With the expected number in flight; None where nobody knows."""
+
+
+def expected_in_flight(spec: RunSpec) -> int:
+    """Microbatches between their passes at a replica of the first stage, which has the most: as
+    many as keep all stages of a small swarm at work. Those of large swarms have more where there is
+    room for them; a slower policy would cost more than fewer do."""
+    pipeline = spec.pipeline
+    most = -(-pipeline.global_batch // pipeline.microbatch)
+    wanted = IN_FLIGHT_PER_REPLICA * pipeline.num_stages
+    if pipeline.max_in_flight:
+        wanted = pipeline.max_in_flight * pipeline.num_stages
+    return max(MIN_IN_FLIGHT, min(most, int(-(-wanted // 1))))
+
+
+def choose_activations(
+    one: Activations | None,
+    *,
+    free_bytes: float,
+    in_flight: int,
+    policies: Sequence[ActivationsName] = POLICIES,
+) -> Choice:
+    """The quickest of `policies` whose activations fit into `free_bytes` with `in_flight`
+    microbatches; where none does, the one that has room for most of them."""
+    if one is None:
+        return Choice(policies[0], MAX_IN_FLIGHT, None)
+    for policy in policies:
+        if one.held(policy, in_flight)[0] <= free_bytes:
+            break
+    else:
+        policy = max(policies, key=lambda p: (_room(one, p, free_bytes), -one.held(p, 1)[0]))
+    room = max(MIN_IN_FLIGHT, _room(one, policy, free_bytes))
+    return Choice(policy, room, float(one.held(policy, in_flight)[0]))
+
+
+def _room(one: Activations, policy: str, free_bytes: float) -> int:
+    """Microbatches in flight that fit."""
+    first, second = one.held(policy, 1)[0], one.held(policy, 2)[0]
+    if first > free_bytes:
+        return 0
+    if second <= first:
+        return MAX_IN_FLIGHT
+    return min(MAX_IN_FLIGHT, 1 + int((free_bytes - first) / (second - first)))
+
+
+def known_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
+    """By the formula, or, for a custom model, by a pass over shapes without numbers; None where
+    its layers cannot do that."""
+    found = stage_activations(spec, stage, precision)
+    if found is not None:
+        return found
+    try:
+        return traced_activations(spec, stage, precision)
+    except Exception as error:  # whatever the author's code does there
+        log.debug("a custom layer cannot be traced: %s", error)
+        return None
+
+
+def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations:
+    """What autograd keeps of each layer, from a pass on torch's `meta` device, which takes no
+    memory. Raises what the layers raise there."""
+    plan = model_plan(spec)
+    stages = split_stages(plan, spec.pipeline.num_stages)
+    is_first, is_last = stage == 0, stage == len(stages) - 1
+    is_low = precision.name in ("bf16", "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name, torch.float32)
+    came = plan.inputs if is_first else TensorSpec("float32", stages[stage - 1][-1].output_shape)
+    batch = spec.pipeline.microbatch
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        modules = [layer.build().to(dtype) for layer in stages[stage]]
+        x = torch.empty((batch, *came.shape), dtype=getattr(torch, came.dtype))
+        targets = torch.empty(
+            (batch, *plan.targets.shape), dtype=getattr(torch, plan.targets.dtype)
+        )
+    if x.is_floating_point():
+        x = x.to(dtype)
+    inputs = x
+    parameters = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
+    borders, parts = [x], []
+    seen: dict[int, Tensor] = {}
+    for module in modules:
+        x, kept = _kept_by(module, x, parameters)
+        parts.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+        seen |= kept
+        borders.append(x)
+    if is_last:
+        _, kept = _kept_by(lambda out: plan.loss(out.float(), targets), x, parameters)
+        parts.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+        seen |= kept
+    is_float = came.dtype == "float32"
+    sent = 0 if is_last else 4 * x.numel()
+    return Activations(
+        graph=sum(t.untyped_storage().nbytes() for t in seen.values()),
+        came=4 * inputs.numel() if is_low and is_float else 0,
+        inputs=inputs.nbytes,
+        outputs=x.nbytes if is_low and not is_last else 0,
+        sent=sent,
+        borders=sum(a.nbytes for a, _ in pairwise(borders)),
+        largest_layer=max(parts),
+        is_input_in_graph=inputs.untyped_storage()._cdata in seen,
+        is_last=is_last,
+    )
+
+
+def _kept_by(
+    module: Callable[[Tensor], Tensor], x: Tensor, parameters: set[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        at = t.untyped_storage()._cdata
+        if at not in parameters:
+            kept[at] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        return module(x), kept

@@ -1,0 +1,296 @@
+"""What a replica of each stage holds in memory, by formula.
+
+ZeRO (Rajbhandari et al., 2020) counts 16 bytes a parameter for mixed-precision Adam: 2 for the
+weight, 2 for its gradient, 12 for the optimizer (fp32 master copy and two moments). Of Psi
+parameters on N replicas its first stage leaves 4 Psi + 12 Psi / N on each. Here the optimizer
+state of a shard is on R replicas, so a replica holds in mode `zero`
+
+    weights * Psi + gradients * Psi + (master + moments) * Psi * min(R, N) / N
+
+In fp32 the weights are their own master copy: 4 + 4 + 8 R / N bytes a parameter. In bf16 there is
+the copy that layers compute with besides: 2 + 4 + 4 + 8 R / N; and in fp16, while a pass runs, the
+gradient of that pass: 2 more. (That fp32 weights are on every replica, and not in R places, is
+what lets any replica answer for any shard.) Everything is in bytes; the share of the optimizer is
+that of a replica with the average upload bandwidth.
+
+The other sync modes need more:
+
+- `delayed`, and `auto` which may choose it: a second pair of weights and gradients, since a round
+  opens before the last one has ended; and until its exchange is over a copy of a gradient, 4,
+  where the next round was not open yet when it was taken. With the owners, how far parameters are
+  ahead, 4 R / N.
+- `local`: the moments of own steps cannot be shared out, so that there are all of them, and the
+  parameters of the last exchange, 4; the owners' outer momentum, 4 R / N.
+- `gossip`: the same, with an outer momentum of everybody's own, 4.
+
+What a replica sends in a round on average: `sent_bytes`.
+
+Beside it there are activations, by microbatch in flight: what the stage keeps between the passes by
+the policy (`Activations`), and the activation as it came and as it went, in fp32.
+
+Activations of the built-in Llama are those that autograd keeps (`layer_bytes`): B samples, S
+positions, D width, K width of keys and values, I width of the feed-forward layer, H heads,
+V tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarmnet.errors import SpecError
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
+from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.stage import stage_parameter_ranges
+
+FP32_BYTES, LOW_BYTES = 4, 2
+MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
+OFFERED_BYTES = 4 * FP32_BYTES
+"""A parameter, from each partner to the other: parameters, their change, two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes a parameter."""
+
+    name: str
+    weights: int
+    gradients: int
+    master: int
+    moments: int
+
+    @property
+    def optimizer(self) -> int:
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+FP32 = Precision("fp32", weights=4, gradients=4, master=0, moments=8)
+BF16 = Precision("bf16", weights=2 + 4, gradients=4, master=0, moments=8)
+FP16 = Precision("fp16", weights=2 + 4, gradients=4 + 2, master=0, moments=8)
+MIXED = Precision("mixed", weights=2, gradients=2, master=4, moments=8)
+"""The ZeRO paper's: fp16 or bf16 weights and gradients, everything else fp32."""
+PRECISIONS = {p.name: p for p in (FP32, BF16, FP16, MIXED)}
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Of one replica of a stage, in bytes."""
+
+    stage: int
+    num_parameters: int
+    weights: float
+    gradients: float
+    optimizer: float
+    """Master copy and moments."""
+    exchange: float
+    """What the run's sync mode needs beside: see the module's text."""
+    sent: float
+    """To other replicas of the stage in a round, on average."""
+    activations: float | None
+    """None for a custom model: nobody knows but its author."""
+    offloaded: float
+    """Of the activations: what is not in the device's memory."""
+    unsharded: float
+    """Weights, gradients, optimizer and what exchanges need, without ZeRO."""
+
+    @property
+    def state(self) -> float:
+        """All but activations."""
+        return self.weights + self.gradients + self.optimizer + self.exchange
+
+    @property
+    def total(self) -> float:
+        return self.state + (self.activations or 0.0)
+
+
+def optimizer_share(num_replicas: int, replication: int) -> float:
+    """Part of a stage's optimizer state that a replica of average bandwidth holds."""
+    return min(replication, num_replicas) / num_replicas
+
+
+def state_bytes(
+    num_parameters: int,
+    num_replicas: int,
+    replication: int,
+    precision: Precision = FP32,
+    mode: str = ZERO,
+) -> tuple[float, float, float, float]:
+    """(weights, gradients, optimizer, what exchanges need beside) of one replica."""
+    share = optimizer_share(num_replicas, replication)
+    return (
+        float(precision.weights * num_parameters),
+        float(precision.gradients * num_parameters),
+        precision.optimizer * num_parameters * (1.0 if mode in (LOCAL, GOSSIP) else share),
+        exchange_bytes(mode, share, precision) * num_parameters,
+    )
+
+
+def exchange_bytes(mode: str, share: float, precision: Precision = FP32) -> float:
+    """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
+    if mode in (DELAYED, AUTO):
+        return precision.weights + precision.gradients + FP32_BYTES * (1 + share)
+    if mode == LOCAL:
+        return FP32_BYTES * (1 + share)
+    return 2.0 * FP32_BYTES if mode == GOSSIP else 0.0
+
+
+def sent_bytes(
+    num_parameters: int, num_replicas: int, replication: int, mode: str, local_steps: int
+) -> float:
+    """What a replica sends to others of its stage in a round, on average. To each of N primaries
+    its part of the gradient, to each replica the results of its own shards, to R - 1 backups their
+    sums: 4 Psi (2 (N - 1) + R - 1) / N, and in mode `local` so much every `local_steps` rounds. In
+    mode `gossip` every `local_steps` rounds an offer to the partner; of an odd number one has
+    none."""
+    n, psi = num_replicas, num_parameters
+    if mode == GOSSIP:
+        return OFFERED_BYTES * psi * (n - n % 2) / n / local_steps
+    each = FP32_BYTES * psi * (2 * (n - 1) + min(replication, n) - 1) / n
+    return each / local_steps if mode == LOCAL else each
+
+
+def layer_bytes(model: ModelSpec, layer: str, batch: int, element: int = FP32_BYTES) -> int:
+    """Bytes that one layer of the Llama keeps between forward and backward, for a microbatch of
+    `batch` samples whose passes are made in numbers of `element` bytes.
+
+    A decoder layer, for each position: what both norms keep (their input and the normed value
+    before the weight, and one number, all in fp32; the result), rotated queries, keys, values, the
+    attention's output and one fp32 number a head, gate, its SiLU, up, and their product. In fp32
+    the norms' inputs are the layer's input and the residual between.
+    """
+    positions = batch * model.max_position_embeddings
+    width, inner = model.hidden_size, model.intermediate_size
+    kv_width = model.num_key_value_heads * model.head_size
+    if layer == "model.embed_tokens":
+        return positions * FP32_BYTES  # the tokens
+    if layer == "model.norm":
+        return positions * (FP32_BYTES * (2 * width + 1) + element * width)
+    if layer == "lm_head":
+        return positions * FP32_BYTES * (model.vocab_size + 2)  # log-probabilities; int64 targets
+    exact = 4 * width + model.num_attention_heads + 2
+    return positions * (FP32_BYTES * exact + element * (4 * width + 2 * kv_width + 4 * inner))
+
+
+def plan_memory(
+    spec: RunSpec,
+    *,
+    num_replicas: int,
+    in_flight: int,
+    replication: int | None = None,
+    precision: Precision = FP32,
+    activations: str | None = None,
+    mode: str | None = None,
+) -> list[StageMemory]:
+    """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
+    backward pass. The last stage does both at once: one microbatch, whatever is in flight.
+    `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
+    `[sync]`; None for the spec's.
+
+    Raises:
+        SpecError: the model cannot be built or cut so; a number is not positive.
+    """
+    if num_replicas < 1 or in_flight < 0:
+        raise SpecError("a stage needs at least one replica, and no fewer than 0 microbatches")
+    copies = spec.sync.replication if replication is None else replication
+    policy = activations or spec.pipeline.activations
+    mode = mode or spec.sync.mode
+    stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
+    rows = []
+    for k in range(len(stages)):
+        num_parameters = stage_parameter_ranges(spec, k)[-1].stop
+        of_stage = num_parameters, num_replicas, copies
+        weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode)
+        one = stage_activations(spec, k, precision)
+        held = None if one is None else one.held(policy, in_flight)
+        rows.append(
+            StageMemory(
+                stage=k,
+                num_parameters=num_parameters,
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                exchange=exchange,
+                sent=sent_bytes(*of_stage, mode, spec.sync.local_steps),
+                activations=None if held is None else float(held[0]),
+                offloaded=0.0 if held is None else float(held[1]),
+                unsharded=sum(state_bytes(num_parameters, 1, copies, precision, mode)),
+            )
+        )
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Of one microbatch at one stage, in bytes. Every tensor counts once."""
+
+    graph: int
+    """What autograd keeps of all layers and of the loss."""
+    came: int
+    """What the stage got, where that is not in the graph: in low precision."""
+    inputs: int
+    """The copy of it that layers compute with."""
+    outputs: int
+    """What the layers gave, and the graph hangs on; 0 where that is what is sent."""
+    sent: int
+    """What goes to the next stage, in fp32."""
+    borders: int
+    """What autograd keeps where each layer is computed again: their inputs."""
+    largest_layer: int
+    """What autograd keeps of one layer, or of the loss, beside its input."""
+    is_input_in_graph: bool
+    is_last: bool
+
+    def held(self, policy: str, in_flight: int) -> tuple[int, int]:
+        """(in the device's memory, elsewhere) with so many microbatches in flight and one of them
+        in its backward pass."""
+        if in_flight == 0:
+            return 0, 0
+        inputs = 0 if self.is_input_in_graph else self.inputs
+        each = self.came + inputs + self.outputs + self.sent + self.graph
+        if self.is_last:
+            in_flight = 1
+        if policy == "recompute" and not self.is_last:
+            waiting = self.came + self.inputs + self.sent
+            return (in_flight - 1) * waiting + each + (0 if self.outputs else self.sent), 0
+        if policy == "blocks":
+            waiting = self.came + self.borders + self.outputs + self.sent
+            return in_flight * waiting + self.largest_layer, 0
+        if policy == "offload":
+            waiting = self.came + self.inputs + self.outputs + self.sent
+            return in_flight * waiting + self.largest_layer, in_flight * self.graph
+        return in_flight * each, 0
+
+
+def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
+    """Of one microbatch at a stage; None for a custom model: nobody knows but its author. Raises
+    `SpecError`."""
+    model, batch = spec.model, spec.pipeline.microbatch
+    if model.kind != "llama":
+        return None
+    stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
+    names = [layer.name for layer in stages[stage]]
+    element = FP32_BYTES if precision is FP32 else LOW_BYTES
+    is_low, is_first, is_last = precision is not FP32, stage == 0, stage == len(stages) - 1
+    positions = batch * model.max_position_embeddings
+    border = positions * model.hidden_size
+    parts = {name: layer_bytes(model, name, batch, element) for name in names}
+    again = [name for name in names if name not in ("model.embed_tokens", "lm_head")]
+    loss = parts.get("lm_head", 0)
+    tokens = FP32_BYTES * positions if is_first else 0
+    num_borders = len(again) + ("lm_head" in parts)
+    shared_input = 0 if is_low else FP32_BYTES * border
+    return Activations(
+        graph=sum(parts.values()),
+        came=FP32_BYTES * border if is_low and not is_first else 0,
+        inputs=tokens or element * border,
+        outputs=element * border if is_low and not is_last else 0,
+        sent=0 if is_last else FP32_BYTES * border,
+        borders=tokens + element * border * num_borders,
+        largest_layer=max([loss, *(parts[name] - shared_input for name in again)]),
+        is_input_in_graph=is_first or not is_low,
+        is_last=is_last,
+    )

@@ -1,0 +1,1 @@
+"""Steps on parameters: AdamW on shards, own steps, outer steps, and where state lies."""

@@ -1,0 +1,201 @@
+"""A replica's own AdamW steps between two exchanges, over its whole stage.
+
+Memory, beside parameters and gradients: the common parameters (4 bytes a parameter) and AdamW's
+moments (8), all of the stage, for a replica that steps alone cannot share them out.
+
+The gradient is clipped by the norm of the replica's own stage: there is no exchange in such a
+round, hence no norm over all stages.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.spec import OptimizerSpec, RunSpec
+from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
+from swarmnet.training.optimizer.outer import OuterNesterov
+from swarmnet.training.optimizer.shards import ShardedAdamW
+from swarmnet.training.optimizer.shards import build_optimizer as build_adamw
+from swarmnet.training.optimizer.store import Store
+from swarmnet.training.stage import TorchStage
+from swarmnet.wire import Array
+
+CLIP_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`."""
+
+
+class TorchLocalSteps:
+    """Implements `swarm.ports.LocalSteps` for one stage."""
+
+    def __init__(
+        self, stage: TorchStage, optimizer: ShardedAdamW, outer: OuterNesterov, spec: OptimizerSpec
+    ) -> None:
+        """`optimizer`: of this replica alone; it comes to own every shard. `outer`: for `meet`."""
+        self._stage = stage
+        self._outer = outer
+        self._betas = (spec.beta1, spec.beta2)
+        self._optimizer = optimizer
+        self._clip = spec.grad_clip_norm
+        self._shards = range(len(stage.shard_sizes))
+        self._common: list[Tensor] = [_copy(stage.parameter_shard(j)) for j in self._shards]
+        self._coming: dict[int, Tensor] = {}
+        self._stepped: dict[int, Array] = {}
+        self.tokens = [0] * len(self._shards)
+        self.changes = 0
+        for j in self._shards:
+            optimizer.create(j)
+
+    def common_shard(self, shard_index: int) -> Array:
+        return from_tensor(self._common[shard_index])
+
+    def set_common(self, shard_index: int, values: Array) -> None:
+        self.changes += 1
+        self._stage.stage_parameters(shard_index, values)
+        self._coming[shard_index] = to_tensor(values)
+
+    def digest(self, shard_index: int) -> bytes:
+        return xxhash.xxh3_64_digest(self.common_shard(shard_index).data)
+
+    def step(self, num_tokens: int, round_index: int) -> None:
+        self._stepped.clear()
+        if num_tokens <= 0:
+            return
+        gradients = [self._stage.gradient_shard(j) for j in self._shards]
+        norm = math.sqrt(sum(self._optimizer.sum_of_squares(g) for g in gradients)) / num_tokens
+        if not math.isfinite(norm):
+            raise ProtocolViolation("the gradient of this replica is not finite")
+        self.changes += 1
+        clip = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0 else 1.0
+        for j, gradient in enumerate(gradients):
+            before = self._stage.parameter_shard(j)
+            after = self._optimizer.step(j, before, gradient, clip / num_tokens, round_index)
+            self._stepped[j] = after
+            self._stage.stage_parameters(j, after)
+            self.tokens[j] += num_tokens
+
+    def change(self, shard_index: int, weight: float) -> Array:
+        return from_tensor((self._common[shard_index] - self._fast(shard_index)) * weight)
+
+    def offer(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        values, moments = self._optimizer.export(shard_index)
+        common = from_tensor(self._common[shard_index].clone())
+        return values, (common, self.change(shard_index, 1.0), *moments)
+
+    def meet(
+        self,
+        shard_index: int,
+        theirs: tuple[dict[str, Any], tuple[Array, ...]] | None,
+        round_index: int,
+    ) -> tuple[float, float]:
+        self.changes += 1
+        common, fast = self._common[shard_index], self._fast(shard_index)
+        change, mean, apart = common - fast, common, 0.0
+        if theirs is None:
+            new = self._outer.pair_step(shard_index, common, change, mean, round_index)
+        else:
+            values, arrays = theirs
+            if len(arrays) != 4:
+                raise ProtocolViolation("an offer is four arrays")
+            their_common, their_change = (self._checked(shard_index, a) for a in arrays[:2])
+            apart = sum_of_squares(fast - (their_common - their_change))
+            change, mean = (change + their_change) / 2, (common + their_common) / 2
+            own = self._optimizer.export(shard_index)
+            try:
+                self._average_moments(shard_index, own, values, arrays[2:])
+                new = self._outer.pair_step(shard_index, common, change, mean, round_index)
+            except ProtocolViolation:
+                self._optimizer.load(shard_index, *own)  # nothing of theirs stays
+                raise
+        self.set_common(shard_index, from_tensor(new))
+        return apart, sum_of_squares(fast)
+
+    def _average_moments(
+        self,
+        shard_index: int,
+        exported: tuple[dict[str, Any], tuple[Array, ...]],
+        values: dict[str, Any],
+        arrays: tuple[Array, ...],
+    ) -> None:
+        """The mean of the own moments, `exported`, and a partner's. Moments begin at zero, so
+        that those of few steps are too small: they are compared with that taken out (Kingma and Ba,
+        2015, section 3)."""
+        own_values, own = exported
+        self._optimizer.load(shard_index, values, arrays)  # checks them
+        own_steps, their_steps = own_values["steps"], values["steps"]
+        if not own_steps:
+            return
+        averaged = []
+        for beta, mine, other in zip(self._betas, own, arrays, strict=True):
+            value = to_tensor(mine)
+            if their_steps:
+                bias, their_bias = 1 - beta**own_steps, 1 - beta**their_steps
+                value = (value + to_tensor(other) * (bias / their_bias)) / 2
+            averaged.append(from_tensor(value))
+        self._optimizer.load(shard_index, own_values, tuple(averaged))
+
+    def _fast(self, shard_index: int) -> Tensor:
+        """The own parameters after the newest step."""
+        stepped = self._stepped.get(shard_index)
+        return to_tensor(stepped or self._stage.parameter_shard(shard_index))
+
+    def _checked(self, shard_index: int, array: Array) -> Tensor:
+        size = self._stage.shard_sizes[shard_index]
+        if array.dtype != "float32" or array.shape != (size,):
+            raise ProtocolViolation(f"shard {shard_index} is {size} fp32 numbers")
+        values = to_tensor(array)
+        if not math.isfinite(sum_of_squares(values)):
+            raise ProtocolViolation(f"shard {shard_index} of a partner is not finite")
+        return values
+
+    def finish_round(self) -> None:
+        self._stepped.clear()
+        coming, self._coming = self._coming, {}
+        for j, values in coming.items():
+            self._common[j].copy_(values)
+
+    def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
+        return self._optimizer.export(shard_index)
+
+    def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        self.changes += 1
+        self._optimizer.load(shard_index, values, arrays)
+
+
+def build_local_steps(
+    spec: RunSpec,
+    stage: TorchStage,
+    outer: ShardedAdamW | OuterNesterov,
+    store: Store | None = None,
+) -> TorchLocalSteps | None:
+    """The own steps of a stage's replica; None where the run's mode has none."""
+    if not isinstance(outer, OuterNesterov):
+        return None
+    optimizer = build_adamw(spec, stage, store)
+    return TorchLocalSteps(stage, optimizer, outer, spec.optimizer)
+
+
+def build_optimizer(
+    spec: RunSpec, stage: TorchStage, store: Store | None = None
+) -> ShardedAdamW | OuterNesterov:
+    """What the owners of a stage's shards step with, by the run's mode; it owns none yet."""
+    sync = spec.sync
+    if sync.mode not in ("local", "gossip"):
+        return build_adamw(spec, stage, store)
+    momentum = sync.gossip_momentum if sync.mode == "gossip" else sync.outer_momentum
+    return OuterNesterov(
+        stage.shard_sizes,
+        sync.outer_learning_rate,
+        momentum,
+        spec.sync_warmup_rounds,
+        spec.optimizer.rounds - 1,
+        store,
+    )
+
+
+def _copy(array: Array) -> Tensor:
+    return to_tensor(array).clone()

@@ -1,0 +1,1 @@
+"""Several ranks of one machine behind one stage: tensor parallelism and FSDP."""

@@ -1,0 +1,199 @@
+"""Rank 0 leads: a stage that tells the other ranks each call before it makes it, and what the
+others do with it. For tensor parallelism and for fully sharded stages alike."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.training.computing import Computing
+from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.stage import TorchStage
+from swarmnet.wire import Array
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+
+    class _Base(TorchStage):
+        """What `Leading` is mixed into."""
+
+        _shared: SharedFloats
+        on_cpu: bool
+        _gradients: Tensor
+
+        def fetch_parameters(self) -> None: ...
+
+        def store_gradients(self) -> None: ...
+else:
+    _Base = object
+
+
+class Leading(_Base):
+    """Rank 0's: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each call
+    before it makes it. All that the swarm sees of it is a stage."""
+
+    def __init__(self, *arguments: Any, group: LocalGroup, **options: Any) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._forgotten: deque[StepKey] = deque()
+        self._is_whole = True
+        super().__init__(*arguments, **options)
+        about = {"stage": self.stage_index, "computing": self.computing.values()}
+        group.send("build", about, fd=self._shared.fd)
+        group.join()
+        self._shared.close_fd()
+
+    def forward(self, key: StepKey, inputs: Array) -> Array:
+        return self._together("forward", lambda: super(Leading, self).forward(key, inputs),
+                              {"key": list(key)}, (inputs,))  # fmt: skip
+
+    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+        return self._together(
+            "backward", lambda: super(Leading, self).backward(key, grad_outputs),
+            {"key": list(key)}, (grad_outputs,), adds=True,
+        )  # fmt: skip
+
+    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+        return self._together(
+            "forward_backward",
+            lambda: super(Leading, self).forward_backward(key, inputs, targets),
+            {"key": list(key)}, (inputs, targets), adds=True,
+        )  # fmt: skip
+
+    def retract(self, key: StepKey) -> None:
+        self._together(
+            "retract", lambda: super(Leading, self).retract(key), {"key": list(key)}, adds=True
+        )
+
+    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+        arrays = (inputs,) if targets is None else (inputs, targets)
+        return self._together(
+            "evaluate", lambda: super(Leading, self).evaluate(inputs, targets), arrays=arrays
+        )
+
+    def forget(self, key: StepKey) -> None:
+        """From any thread. While a call runs it waits for the end of it, so that it comes between
+        the same two calls at all ranks."""
+        self._forgotten.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_all()
+            finally:
+                self._lock.release()
+
+    def gradient_shard(self, shard_index: int) -> Array:
+        if not self._is_whole:
+            self._collect()
+        return super().gradient_shard(shard_index)
+
+    def finish_round(self) -> None:
+        with self._lock:
+            self._group.join()  # nobody computes with the parameters that change now
+            self._forgotten.clear()
+            TorchStage.finish_round(self)
+            self._shared.values[2 * self.num_parameters :].zero_()  # the slots
+            self._group.send("finish_round")
+            self.fetch_parameters()
+            self._is_whole = True
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _together(
+        self,
+        call: str,
+        work: Callable[[], T],
+        values: dict[str, Any] | None = None,
+        arrays: Sequence[Array] = (),
+        *,
+        adds: bool = False,
+    ) -> T:
+        with self._lock:
+            self._forget_all()
+            number = self._group.send(call, values, arrays)
+            is_refused = False
+            if adds:
+                self._is_whole = False
+            try:
+                result = work()
+            except (SwarmnetError, ValueError):
+                is_refused = True
+                raise
+            except RuntimeError as error:  # of a collective: another rank is gone
+                self._group.fail(f"rank 0: {' '.join(str(error).split())[:200]}")
+                self._group.join()
+                raise
+            finally:
+                self._group.report(number, is_refused)
+            self._forget_all()
+            return result
+
+    def _or_forget(self, key: StepKey, work: Callable[[], T]) -> T:
+        """The other ranks forget by themselves, for they fail in the same place."""
+        try:
+            return work()
+        except BaseException:
+            self._kept.pop(key, None)
+            raise
+
+    def _forget_all(self) -> None:
+        """With the lock held."""
+        keys = []
+        while self._forgotten:
+            keys.append(self._forgotten.popleft())
+        if keys and self._group.failure is None:
+            self._group.send("forget", {"keys": [list(key) for key in keys]})
+        for key in keys:
+            self._kept.pop(key, None)
+
+    def _collect(self) -> None:
+        """Makes the canonical gradient whole."""
+        with self._lock:
+            if not self.on_cpu:
+                self._group.send("store_gradients")
+                self.store_gradients()
+            self._group.join()
+            self._add_slots()
+            self._is_whole = True
+
+    def _add_slots(self) -> None:
+        """Adds up what ranks have of the same gradient."""
+
+
+def following(
+    build_rank: Callable[[int, Computing, int | None], TorchStage],
+) -> dict[str, Callable[..., None]]:
+    """The calls of a rank other than 0; `build_rank(stage_index, computing, fd)` makes its
+    stage."""
+    stage: TorchStage | None = None
+
+    def build(values: dict[str, Any], _: list[Array], fd: int | None) -> None:
+        nonlocal stage
+        stage = None
+        stage = build_rank(values["stage"], Computing(**values["computing"]), fd)
+
+    def forget(values: dict[str, Any], _: list[Array], __: int | None) -> None:
+        assert stage is not None
+        for key in values["keys"]:
+            stage.forget(tuple(key))
+
+    def call(name: str) -> Callable[..., None]:
+        def run(values: dict[str, Any], arrays: list[Any], _: int | None) -> None:
+            if name == "evaluate" and len(arrays) == 1:
+                arrays = [*arrays, None]
+            keys = [tuple(values["key"])] if "key" in values else []
+            getattr(stage, name)(*keys, *arrays)
+
+        return run
+
+    names = (
+        "forward", "backward", "forward_backward", "retract", "evaluate",
+        "fetch_parameters", "store_gradients", "finish_round",
+    )  # fmt: skip
+    return {"build": build, "forget": forget} | {name: call(name) for name in names}

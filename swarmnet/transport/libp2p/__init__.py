@@ -1,0 +1,1 @@
+"""What carries streams: hivemind's p2pd, or py-libp2p."""

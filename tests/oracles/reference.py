@@ -1,0 +1,137 @@
+"""Training in plain PyTorch: the oracle that the swarm's numbers are compared with.
+
+One process, the whole model, `torch.optim.AdamW` and `clip_grad_norm_`. Of the swarm's code it uses
+the model's layers, the data and the learning rate, and nothing that a stage or shard is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import Data
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.data import open_data
+from swarmnet.training.models.base import build_layer
+from swarmnet.training.models.registry import model_plan
+from swarmnet.training.optimizer.schedule import learning_rate
+
+
+class ReferenceTrainer:
+    """The run of a spec on one machine."""
+
+    def __init__(self, spec: RunSpec, data: Data | None = None) -> None:
+        """`data`: the spec's where it is not given. Raises `SpecError` and `DataError`."""
+        self._spec = spec
+        self._plan = model_plan(spec)
+        self._data = open_data(spec) if data is None else data
+        self._layers = {
+            layer.name: build_layer(self._plan, layer, spec.seed) for layer in self._plan.layers
+        }
+        self._model = nn.Sequential(*self._layers.values())
+        parameters = list(self._model.parameters())
+        optimizer = spec.optimizer
+        self._optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [p for p in parameters if p.ndim >= 2],
+                    "weight_decay": optimizer.weight_decay,
+                },
+                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+        )
+
+    def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
+        """One update from these microbatches; returns the mean loss before it, nats per token."""
+        loss_sum, num_tokens = self.accumulate(microbatch_ids)
+        self.update(round_index, num_tokens)
+        return loss_sum / num_tokens
+
+    def update(self, round_index: int, num_tokens: int) -> None:
+        """One update from the gradients that are there, sums over `num_tokens`."""
+        for p in self._model.parameters():
+            if p.grad is not None:
+                p.grad /= num_tokens
+        if self._spec.optimizer.grad_clip_norm:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.grad_clip_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._spec.optimizer, round_index)
+        self._optimizer.step()
+
+    def adam_step(
+        self, round_index: int, mean_part: float, gradient_part: float
+    ) -> dict[str, Tensor]:
+        """A step, by name and without decay, along `mean_part` of the running mean of the gradients
+        and `gradient_part` of the newest one."""
+        steps: dict[str, Tensor] = {}
+        for name, p in self._named_parameters().items():
+            state, options = self._optimizer.state[p], self._spec.optimizer
+            t = state["step"].item()
+            assert p.grad is not None
+            mean = mean_part * state["exp_avg"] + gradient_part * p.grad
+            mean /= 1 - options.beta1**t
+            square = state["exp_avg_sq"] / (1 - options.beta2**t)
+            rate = learning_rate(options, round_index)
+            steps[name] = -rate * mean / (square.sqrt() + options.eps)
+        return steps
+
+    def accumulate(self, microbatch_ids: Sequence[int]) -> tuple[float, int]:
+        """Fresh gradients, summed over the tokens of these microbatches; returns the summed loss in
+        nats and the number of tokens."""
+        self._optimizer.zero_grad()
+        loss_sum, num_tokens = 0.0, 0
+        for microbatch_id in microbatch_ids:
+            inputs, targets = self._microbatch(microbatch_id)
+            loss = self._plan.loss(self._model(inputs), targets)
+            loss.backward()
+            loss_sum += loss.item()
+            num_tokens += self._plan.count(targets)
+        return loss_sum, num_tokens
+
+    def held_out_loss(self) -> float:
+        """Mean loss on the held-out data, nats per token."""
+        loss_sum, num_tokens = 0.0, 0
+        with torch.no_grad():
+            for index in range(self._data.num_held_out):
+                inputs, targets = (to_tensor(a) for a in self._data.held_out(index))
+                loss_sum += self._plan.loss(self._model(inputs), targets).item()
+                num_tokens += self._plan.count(targets)
+        return loss_sum / max(num_tokens, 1)
+
+    def swap_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Puts other gradients in place of those that are there, and returns copies of these."""
+        old = {n: g.clone() for n, g in self.gradients().items()}
+        for name, p in self._named_parameters().items():
+            p.grad = gradients[name].clone() if gradients else None
+        return old
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters by name (Hugging Face's for a Llama)."""
+        return {name: p.detach() for name, p in self._named_parameters().items()}
+
+    def load_state_dict(self, parameters: Mapping[str, Tensor]) -> None:
+        """Takes parameters by name in place of its own, for a measurement of its loss."""
+        with torch.no_grad():
+            for name, p in self._named_parameters().items():
+                p.copy_(parameters[name])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by name."""
+        return {n: p.grad for n, p in self._named_parameters().items() if p.grad is not None}
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{layer}.{name}": p
+            for layer, module in self._layers.items()
+            for name, p in module.named_parameters()
+        }
+
+    def _microbatch(self, microbatch_id: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._data.microbatch(microbatch_id)
+        return to_tensor(inputs), to_tensor(targets)

@@ -1,0 +1,330 @@
+"""The other sync modes in plain PyTorch: oracles beside `reference.ReferenceTrainer`.
+
+`DelayedReference`: one process whose updates come a round late. `LocalReference`: the replicas of a
+swarm as so many models in one process, each with `torch.optim.AdamW`, and `torch.optim.SGD` with
+Nesterov's momentum as the outer step; which replica saw which microbatch is told to it.
+`GossipReference`: the same with pairs in place of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.spec import RunSpec
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.data import open_data
+from swarmnet.training.models.base import build_layer
+from swarmnet.training.models.registry import model_plan, split_stages
+from swarmnet.training.optimizer.schedule import learning_rate
+from tests.oracles.reference import ReferenceTrainer
+
+
+class DelayedReference:
+    """One process; after the warm-up the gradient of round r is applied after the gradient of round
+    r + 1 was taken, at parameters that are ahead by the update that is missing, foretold."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._warmup_rounds = spec.sync_warmup_rounds
+        self._beta1 = spec.optimizer.beta1
+        self.trainer = ReferenceTrainer(spec)
+        self._waiting: tuple[int, int, dict[str, Tensor]] | None = None
+        self._ahead: dict[str, Tensor] = {}
+        """What the coming update is thought to be, where the next round will lack it."""
+
+    def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
+        """One round; returns its mean loss, nats per token."""
+        own = {n: p.clone() for n, p in self.trainer.state_dict().items()}
+        self.trainer.load_state_dict({n: p + self._ahead.get(n, 0.0) for n, p in own.items()})
+        loss_sum, num_tokens = self.trainer.accumulate(microbatch_ids)
+        self.trainer.load_state_dict(own)
+        gradients = self.trainer.swap_gradients({})
+        if self._waiting is not None:
+            late_round = self._waiting[0]
+            self.finish()
+            self._ahead = self.trainer.adam_step(
+                late_round, 0.45 * self._beta1, 1.2 * self._beta1 * (1 - self._beta1)
+            )
+        self._waiting = (round_index, num_tokens, gradients)
+        if round_index < self._warmup_rounds:
+            self.finish()
+        return loss_sum / num_tokens
+
+    def finish(self) -> None:
+        """Makes the update that is left."""
+        if self._waiting is not None:
+            round_index, num_tokens, gradients = self._waiting
+            self.trainer.swap_gradients(gradients)
+            self.trainer.update(round_index, num_tokens)
+            self._waiting, self._ahead = None, {}
+
+
+class ReferenceReplica:
+    """One replica of one stage."""
+
+    def __init__(self, spec: RunSpec, stage_index: int) -> None:
+        plan = model_plan(spec)
+        layers = split_stages(plan, spec.pipeline.num_stages)[stage_index]
+        self.layers = {layer.name: build_layer(plan, layer, spec.seed) for layer in layers}
+        self.model = nn.Sequential(*self.layers.values())
+        self._clip = spec.optimizer.grad_clip_norm
+        self._spec = spec
+        parameters = list(self.model.parameters())
+        options = spec.optimizer
+        decay: dict[str, Any] = {"params": [p for p in parameters if p.ndim >= 2]}
+        vectors = [p for p in parameters if p.ndim < 2]
+        none: dict[str, Any] = {"params": vectors, "weight_decay": 0.0}
+        self.inner = torch.optim.AdamW(
+            [decay, none] if vectors else [decay],
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        self.tokens_of_round = 0
+        self.tokens = 0
+        """Since the last outer step."""
+
+    def step(self, round_index: int) -> None:
+        """A step of its own on what it has gathered."""
+        if self.tokens_of_round:
+            for p in self.model.parameters():
+                assert p.grad is not None
+                p.grad /= self.tokens_of_round
+            if self._clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            for group in self.inner.param_groups:
+                group["lr"] = learning_rate(self._spec.optimizer, round_index)
+            self.inner.step()
+        self.tokens += self.tokens_of_round
+        self.tokens_of_round = 0
+        self.inner.zero_grad()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {
+            f"{layer}.{name}": p.detach()
+            for layer, module in self.layers.items()
+            for name, p in module.named_parameters()
+        }
+
+
+class Replicas:
+    """The replicas of a swarm, each a model of its own."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
+        """`replicas`: the stage of each, by name."""
+        self._plan = model_plan(spec)
+        self._data = open_data(spec)
+        self.by_name = {n: ReferenceReplica(spec, s) for n, s in sorted(replicas.items())}
+        self.stages = {
+            s: {n: self.by_name[n] for n in sorted(replicas) if replicas[n] == s}
+            for s in sorted(set(replicas.values()))
+        }
+
+    def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
+        """Each replica's own step; `paths`: through which replicas each microbatch went. Returns
+        the mean loss, nats per token."""
+        loss_sum, num_tokens = 0.0, 0
+        for microbatch_id, path in sorted(paths.items()):
+            inputs, targets = (to_tensor(a) for a in self._data.microbatch(microbatch_id))
+            x = inputs
+            for name in path:
+                x = self.by_name[name].model(x)
+            loss = self._plan.loss(x, targets)
+            loss.backward()
+            tokens = self._plan.count(targets)
+            for name in path:
+                self.by_name[name].tokens_of_round += tokens
+            loss_sum += loss.item()
+            num_tokens += tokens
+        for replica in self.by_name.values():
+            replica.step(round_index)
+        return loss_sum / num_tokens
+
+
+class LocalReference:
+    """A swarm in mode `local`; shards are pieces of a stage's parameters, one after the other."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
+        """`replicas`: the stage of each, by name."""
+        self._spec = spec
+        self.replicas = Replicas(spec, replicas)
+        size = spec.sync.shard_parameters
+        self._common = {
+            s: [
+                nn.Parameter(piece.clone()) for piece in _flat(next(iter(own.values()))).split(size)
+            ]
+            for s, own in self.replicas.stages.items()
+        }
+        self._outer = {
+            s: [
+                torch.optim.SGD(
+                    [shard],
+                    lr=spec.sync.outer_learning_rate,
+                    momentum=spec.sync.outer_momentum,
+                    nesterov=spec.sync.outer_momentum > 0,
+                )
+                for shard in shards
+            ]
+            for s, shards in self._common.items()
+        }
+        self._tokens = {
+            n: [0] * len(self._common[s]) for s, own in self.replicas.stages.items() for n in own
+        }
+        """By replica and shard, behind what it did alone."""
+
+    def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
+        """One round; `paths`: through which replicas each microbatch went. Returns the mean loss,
+        nats per token."""
+        loss = self.replicas.step(round_index, paths)
+        for name, replica in self.replicas.by_name.items():
+            self._tokens[name] = [t + replica.tokens for t in self._tokens[name]]
+            replica.tokens = 0
+        is_plain = _is_plain(self._spec, round_index)
+        for stage, shards in self._common.items():
+            due = [j for j in range(len(shards)) if is_plain or self._is_turn(j, round_index)]
+            if due:
+                self._exchange(stage, due, is_plain)
+        return loss
+
+    def _is_turn(self, shard: int, round_index: int) -> bool:
+        """The fragments' turns lie evenly between two of the first one, which comes last."""
+        sync = self._spec.sync
+        fragment = shard % sync.fragments
+        return (round_index + 1 + fragment * sync.local_steps // sync.fragments) % (
+            sync.local_steps
+        ) == 0
+
+    def _exchange(self, stage: int, due: Sequence[int], is_plain: bool) -> None:
+        replicas, shards = self.replicas.stages[stage], self._common[stage]
+        flats = {n: _flat(r) for n, r in replicas.items()}
+        pieces = {n: flat.split(self._spec.sync.shard_parameters) for n, flat in flats.items()}
+        for j in due:
+            total = sum(self._tokens[n][j] for n in replicas)
+            if not total:
+                continue
+            shard = shards[j]
+            with torch.no_grad():
+                change = sum(
+                    (shard - pieces[n][j]) * (self._tokens[n][j] / total) for n in replicas
+                )
+                shard.grad = torch.as_tensor(change)
+                if is_plain:
+                    shard.sub_(shard.grad)
+                else:
+                    self._outer[stage][j].step()
+                for n in replicas:
+                    pieces[n][j].copy_(shard)
+                    self._tokens[n][j] = 0
+        for n, replica in replicas.items():
+            nn.utils.vector_to_parameters(flats[n], replica.model.parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The common parameters by name."""
+        state: dict[str, Tensor] = {}
+        for stage, shards in self._common.items():
+            names = next(iter(self.replicas.stages[stage].values())).state_dict()
+            flat = torch.cat([shard.detach() for shard in shards])
+            sizes = [p.numel() for p in names.values()]
+            for (name, p), values in zip(names.items(), flat.split(sizes), strict=True):
+                state[name] = values.view_as(p)
+        return state
+
+
+class GossipReference:
+    """A swarm in mode `gossip`. Moments of partners are averaged with their bias taken out."""
+
+    def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
+        """`replicas`: the stage of each, by name."""
+        self._spec = spec
+        self.replicas = Replicas(spec, replicas)
+        self._slow = {n: _copies(r) for n, r in self.replicas.by_name.items()}
+        self._momentum = {n: [torch.zeros_like(p) for p in slow] for n, slow in self._slow.items()}
+        self.spread: dict[str, float] = {}
+        """How far each replica was from its partner when they met last, over its own norm."""
+
+    def step(
+        self,
+        round_index: int,
+        paths: Mapping[int, Sequence[str]],
+        partners: Mapping[str, str | None],
+    ) -> float:
+        """One round; `partners`: who meets whom if this is a round of meetings."""
+        loss = self.replicas.step(round_index, paths)
+        if _is_exchanged(self._spec, round_index):
+            self._meet(partners, _is_plain(self._spec, round_index))
+        return loss
+
+    def _meet(self, partners: Mapping[str, str | None], is_plain: bool) -> None:
+        sync, replicas = self._spec.sync, self.replicas.by_name
+        rate, decay = sync.outer_learning_rate, sync.gossip_momentum
+        fast = {n: _copies(r) for n, r in replicas.items()}
+        moments = {n: _unbiased(r) for n, r in replicas.items()}
+        slow = {n: [p.clone() for p in values] for n, values in self._slow.items()}
+        for name, other in partners.items():
+            if other is not None:
+                flat, their_flat = _flat(replicas[name]), _flat(replicas[other])
+                self.spread[name] = float((flat - their_flat).norm() / flat.norm())
+        for name, replica in replicas.items():
+            pair = [name] if partners[name] is None else [name, str(partners[name])]
+            with torch.no_grad():
+                for i, p in enumerate(replica.model.parameters()):
+                    change = sum(fast[n][i] - slow[n][i] for n in pair) / len(pair)
+                    middle = sum(slow[n][i] for n in pair) / len(pair)
+                    step = change + middle - slow[name][i]
+                    if not is_plain:
+                        step = self._momentum[name][i].mul_(decay).add_(rate * step)
+                    self._slow[name][i] += step
+                    p.copy_(self._slow[name][i])
+                    _set_moments(replica, p, [moments[n][i] for n in pair])
+
+    def state_dict(self, name: str) -> dict[str, Tensor]:
+        """The parameters of one replica by name."""
+        return self.replicas.by_name[name].state_dict()
+
+
+def _is_exchanged(spec: RunSpec, round_index: int) -> bool:
+    return _is_plain(spec, round_index) or (round_index + 1) % spec.sync.local_steps == 0
+
+
+def _is_plain(spec: RunSpec, round_index: int) -> bool:
+    """Is an outer step the plain mean?"""
+    is_last = round_index == spec.optimizer.rounds - 1
+    return round_index < spec.sync_warmup_rounds or is_last
+
+
+def _flat(replica: ReferenceReplica) -> Tensor:
+    """A copy of all of its parameters in one vector."""
+    return nn.utils.parameters_to_vector(replica.model.parameters()).detach()
+
+
+def _copies(replica: ReferenceReplica) -> list[Tensor]:
+    return [p.detach().clone() for p in replica.model.parameters()]
+
+
+def _unbiased(replica: ReferenceReplica) -> list[tuple[Tensor, Tensor]]:
+    out = []
+    for p in replica.model.parameters():
+        state = replica.inner.state[p]
+        b1, b2 = replica.inner.param_groups[0]["betas"]
+        t = state["step"].item()
+        out.append((state["exp_avg"] / (1 - b1**t), state["exp_avg_sq"] / (1 - b2**t)))
+    return out
+
+
+def _set_moments(
+    replica: ReferenceReplica, p: nn.Parameter, of_pair: list[tuple[Tensor, Tensor]]
+) -> None:
+    state = replica.inner.state[p]
+    t = state["step"].item()
+    for key, beta, values in zip(
+        ("exp_avg", "exp_avg_sq"),
+        replica.inner.param_groups[0]["betas"],
+        zip(*of_pair, strict=True),
+        strict=True,
+    ):
+        state[key].copy_(sum(values) / len(values) * (1 - beta**t))

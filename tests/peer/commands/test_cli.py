@@ -1,0 +1,303 @@
+"""The command line: its options are frozen here, and so are exit codes and error lines."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from peer.cli import app, run_command
+from peer.options import PeerOptions
+from swarmnet.errors import SwarmnetError, UserError
+
+COMMANDS = {
+    "peer": {
+        "--spec",
+        "--join",
+        "--begin-anew",
+        "--tokenizer",
+        "--stage",
+        "--port",
+        "--host",
+        "--announce",
+        "--transport",
+        "--no-direct",
+        "--direct-port",
+        "--no-relay",
+        "--state-dir",
+        "--data",
+        "--builder",
+        "--no-feed",
+        "--threads",
+        "--stages",
+        "--tp",
+        "--sequence-parallel",
+        "--local",
+        "--device",
+        "--precision",
+        "--activations",
+        "--compile",
+        "--rounds",
+        "--seed",
+        "--metrics",
+        "--dashboard",
+        "--dashboard-host",
+        "--exit-when-done",
+        "--checkpoint-every",
+        "--keep-checkpoints",
+        "--plain",
+        "--quiet",
+        "--shared-log",
+        "--debug",
+        "--ready-file",
+        "--parent-pid",
+        "--invite",
+        "--patience",
+        "--health-file",
+        "--metrics-port",
+        "--metrics-host",
+        "--max-upload",
+        "--max-memory",
+        "--max-device-share",
+        "--hours",
+        "--pause-when-busy",
+    },
+    "limits": {
+        "--state-dir",
+        "--max-upload",
+        "--max-memory",
+        "--max-device-share",
+        "--hours",
+        "--pause-when-busy",
+        "--pause",
+        "--debug",
+    },
+    "local": {
+        "--peers",
+        "--spec",
+        "--rounds",
+        "--seed",
+        "--metrics",
+        "--dashboard",
+        "--dashboard-host",
+        "--transport",
+        "--no-direct",
+        "--threads",
+        "--tp",
+        "--sequence-parallel",
+        "--local",
+        "--device",
+        "--precision",
+        "--activations",
+        "--compile",
+        "--chaos",
+        "--invite",
+        "--plain",
+        "--debug",
+    },
+    "counted": {"state_dirs", "--run-id", "--json", "--debug"},
+    "plan": {
+        "--spec",
+        "--replicas",
+        "--in-flight",
+        "--precision",
+        "--measure",
+        "--write",
+        "--device",
+        "--json",
+        "--debug",
+    },
+    "simulate": {
+        "--peers",
+        "--stages",
+        "--hours",
+        "--churn",
+        "--seed",
+        "--speed-ratio",
+        "--links",
+        "--service",
+        "--microbatches",
+        "--sequences",
+        "--sync",
+        "--local-steps",
+        "--assignment",
+        "--rebalance-every",
+        "--check-every",
+        "--trace",
+        "--sweep",
+        "--replay",
+        "--plot",
+        "--json",
+        "--debug",
+    },
+    "status": {"address", "--json", "--watch", "--transport", "--debug"},
+    "dashboard": {"--join", "--replay", "--port", "--host", "--transport", "--debug"},
+    "export": {
+        "--out",
+        "--join",
+        "--state-dir",
+        "--round",
+        "--run-id",
+        "--invite",
+        "--transport",
+        "--debug",
+    },
+    "doctor": {
+        "--join",
+        "--spec",
+        "--port",
+        "--state-dir",
+        "--transport",
+        "--json",
+        "--debug",
+    },
+    "invite": {
+        "--key",
+        "--spec",
+        "--join",
+        "--valid",
+        "--peer",
+        "--rounds",
+        "--seed",
+        "--transport",
+        "--debug",
+    },
+}
+"""Additions are welcome; a name that vanishes breaks somebody's script."""
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_the_options_of_each_command_are_frozen(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    names = {option for param in group.commands[command].params for option in param.opts}
+    assert names - {"--help"} == COMMANDS[command]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("peer", 2, "give --spec FILE to start a run, or --join ADDR to join one"),
+        ("peer --spec a --join b", 2, "give --spec FILE to start a run, or --join ADDR"),
+        ("peer --join b --rounds 3", 2, "--rounds and --seed go with --spec"),
+        ("peer --port 70000 --join b", 2, "--port"),
+        ("local --peers 0", 2, "--peers"),
+        ("local --peers 1", 2, "2 stages need at least --peers 2"),
+        ("local --peres 3", 2, "No such option: --peres"),
+        ("local --spec missing.toml", 1, "cannot read missing.toml: No such file"),
+        ("local --metrics no/such/folder", 1, "cannot write --metrics no/such/folder"),
+        ("status", 2, "Missing argument 'ADDR'"),
+        ("status x --transport pigeon", 2, "'pigeon' is not one of"),
+        ("nonsense", 2, "No such command 'nonsense'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_an_exit_code(
+    line: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(line.split()) == code
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("swarmnet: ")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("say it\notherwise"), "swarmnet: say it otherwise\n"),
+        (SwarmnetError("lost"), "swarmnet: lost (--debug shows where)\n"),
+        (ValueError("x"), "swarmnet: ValueError: x (--debug shows where)\n"),
+    ],
+)
+def test_errors_are_one_line_and_a_traceback_only_with_debug(
+    error: Exception,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("peer.commands.status.show_status", fail)
+    assert run_command(["status", "x"]) == 1
+    assert capsys.readouterr().err == message
+    assert run_command(["status", "x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_peer_is_started_with_its_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[PeerOptions] = []
+
+    async def run_peer(options: PeerOptions, show: object) -> None:
+        seen.append(options)
+
+    module = type(sys)("peer.daemon")
+    module.run_peer = run_peer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "peer.daemon", module)
+    line = f"peer --join a --join b --stage 1 --no-feed --state-dir {tmp_path} --data d --quiet"
+    assert run_command(line.split()) == 0
+    (options,) = seen
+    assert options.join == ("a", "b")
+    assert (options.stage, options.feed, options.data) == (1, False, ("d",))
+    assert (options.state_dir, options.screen) == (tmp_path, "quiet")
+
+
+def test_a_dashboard_whose_port_is_taken_starts_no_peer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = f"peer --join a --state-dir {tmp_path} --dashboard {port}"
+        assert run_command(line.split()) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"cannot show the page on 127.0.0.1:{port}" in err
+    assert "choose another port" in err
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from peer.cli import run_command; run_command(['peer', '--help']);"
+        "heavy = {'torch', 'hivemind', 'uvloop', 'libp2p', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--join" in done.stdout
+
+
+SIGNALLED = """
+import asyncio, os, signal, sys
+from peer.loop import Stopped, run
+
+async def work(swallow):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        print("drained", flush=True)
+        if not swallow:
+            raise
+
+try:
+    run(work(sys.argv[2] == "swallow"))
+except Stopped:
+    print("stopped")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("mode", "printed"), [("swallow", "drained\n"), ("raise", "drained\nstopped\n")]
+)
+def test_a_signal_lets_a_command_drain(name: str, mode: str, printed: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, name, mode], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")

@@ -1,0 +1,180 @@
+"""`swarmnet doctor` on machines that have something wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peer.commands import doctor
+from peer.commands.doctor import BAD, GOOD, SKIPPED, WARNING
+from peer.options import default_spec_path
+from swarmnet.errors import Busy, Unreachable
+from swarmnet.identity import Identity
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.simulation.swarm import OpenSigner
+from swarmnet.spec import load_spec
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.probes import PROBE_BURST, Probes
+from swarmnet.swarm.messages import BandwidthRequest, DialBackReply, DialBackRequest
+from swarmnet.transport.memory import MemoryHub
+from swarmnet.wire import Message, convert
+
+SPEC = load_spec(default_spec_path())
+
+
+def only(findings: list[doctor.Finding], check: str) -> doctor.Finding:
+    [finding] = [f for f in findings if f.check == check]
+    if finding.level in (WARNING, BAD):
+        assert finding.mend, "what is wrong is said with how to mend it"
+    return finding
+
+
+def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert only(doctor.check_python(), "Python").level == BAD
+
+
+def test_a_platform_without_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "arm64")
+    assert "py-libp2p" in only(doctor.check_python(), "platform").mend
+
+
+@pytest.mark.parametrize(
+    ("tool", "cuda", "level", "said"),
+    [
+        (None, None, SKIPPED, "CPU"),
+        ("/usr/bin/nvidia-smi", None, WARNING, "this torch cannot use it"),
+        ("/usr/bin/nvidia-smi", "13.0", WARNING, "driver"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, tool: str | None, cuda: str | None, level: str, said: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: tool)
+    finding = only(doctor.check_torch(), "GPU")
+    assert finding.level == level
+    assert said in finding.found
+
+
+def test_a_full_disk_and_a_folder_of_somebody_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert only(doctor.check_disk(tmp_path), "disk").level == GOOD
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert only(doctor.check_disk(tmp_path), "disk").level == WARNING
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert only(doctor.check_disk(tmp_path), "disk").level == BAD
+
+
+def test_a_run_that_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import psutil
+
+    assert only(doctor.check_spec(SPEC, tmp_path), "the run").level == GOOD
+    little: Any = SimpleNamespace(available=1 << 20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    assert only(doctor.check_spec(SPEC, tmp_path), "the run").level == BAD
+
+
+@pytest.mark.parametrize(
+    ("address", "private"),
+    [
+        ("/ip4/192.168.1.7/tcp/1", True),
+        ("/ip4/127.0.0.1/tcp/1", True),
+        ("/ip6/fe80::1/tcp/1", True),
+        ("/ip4/93.184.215.14/tcp/1", False),
+        ("/dns4/example.org/tcp/1", False),
+    ],
+)
+def test_which_addresses_are_private(address: str, private: bool) -> None:
+    assert doctor._is_private(address) is private
+
+
+class Helper:
+    """A peer that answers, and somebody who asks."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        transport = self.hub.transport("helper")
+        transport.set_run("run")
+        own = Record("helper", "run", 1, 1, state=ACTIVE, stage=0)
+        import random
+
+        gossip = Gossip(transport, View("helper"), OpenSigner(), own, random.Random(0))
+        self.probes = Probes(transport, gossip)
+        self.asker = self.hub.transport("asker")
+        self.listener = Identity(b"l" * 32).peer_id
+        self.hub.transport(self.listener)
+
+    async def ask(self, *addresses: str) -> DialBackReply:
+        reply = await self.asker.call(
+            "helper", "dial_back", Message(DialBackRequest(addresses)), timeout_s=60.0
+        )
+        return convert(reply.body, DialBackReply)
+
+
+def test_a_peer_dials_back_and_says_why_it_could_not() -> None:
+    async def main() -> None:
+        helper = Helper()
+        reached = f"/memory/p2p/{helper.listener}"
+        answer = await helper.ask(reached, "/memory/p2p/nobody")
+        assert answer.reasons[0] == ""
+        assert answer.reasons[1]
+
+    run_virtual(main())
+
+
+def test_a_peer_helps_each_asker_a_few_times_only() -> None:
+    async def main() -> None:
+        helper = Helper()
+        for _ in range(int(PROBE_BURST)):
+            await helper.asker.call(
+                "helper", "bandwidth", Message(BandwidthRequest(1000)), timeout_s=5.0
+            )
+        with pytest.raises(Busy):
+            await helper.ask("/memory/p2p/x")
+        await asyncio.sleep(20.0)
+        assert (await helper.ask("/memory/p2p/x")).reasons[0]
+
+    run_virtual(main())
+
+
+def test_the_report_of_a_machine_that_nobody_reaches() -> None:
+    async def main() -> None:
+        helper = Helper()
+        own = ["/ip4/192.168.1.7/tcp/4001/p2p/x", "/ip4/10.0.0.7/tcp/4001/p2p/x"]
+        found = await doctor._check_way_in(helper.asker, "helper", own)
+        finding = only(found, "the way in")
+        assert finding.level == WARNING
+        assert "NAT" in finding.found
+        assert "--announce" in finding.mend
+        reached = [f"/memory/p2p/{helper.listener}"]
+        found = await doctor._check_way_in(helper.asker, "helper", reached)
+        assert only(found, "the way in").level == GOOD
+
+    run_virtual(main())
+
+
+def test_a_clock_that_is_wrong() -> None:
+    assert doctor._clock(2.0).level == GOOD
+    assert doctor._clock(-300.0).level == WARNING
+
+
+def test_a_peer_that_cannot_help_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        helper = Helper()
+        helper.hub.kill("helper")
+        with pytest.raises(Unreachable):
+            await doctor._check_speed(helper.asker, "helper")
+
+    run_virtual(main())

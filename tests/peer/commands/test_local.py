@@ -1,0 +1,175 @@
+"""`swarmnet local` with stand-ins for the peers and for the network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peer.commands import local
+from peer.commands.local import LocalOptions, run_local
+from peer.daemon import _sample as _sample_byte
+from peer.options import UsageError, default_spec_path
+from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.spec import RunSpec, load_spec
+from swarmnet.training.arrays import from_numpy
+from tests.peer.fakes import FakeObserver, fake_command
+
+ROUNDS = 5
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    return load_spec(default_spec_path()).with_rounds(ROUNDS)
+
+
+@pytest.fixture(autouse=True)
+def temp_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "temp"
+    root.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(root))
+    return root
+
+
+def ready_pids(root: Path) -> list[int]:
+    return [json.loads(ready.read_text())["pid"] for ready in root.glob("*/*.json")]
+
+
+def options(**values: object) -> LocalOptions:
+    return replace(LocalOptions(num_peers=3, rounds=ROUNDS, screen="plain"), **values)  # type: ignore[arg-type]
+
+
+def run(tmp_path: Path, mode: str, observer: FakeObserver, **values: object) -> None:
+    command = fake_command(tmp_path, mode)
+    asyncio.run(run_local(options(**values), command=command, join=observer.join))
+
+
+def test_a_run_ends_with_a_summary_a_sample_and_nothing_left(
+    tmp_path: Path, temp_root: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observer = FakeObserver(spec, last_round=ROUNDS)
+    metrics = tmp_path / "metrics.jsonl"
+    run(tmp_path, "good", observer, metrics=metrics)
+    out = capsys.readouterr().out
+    assert "join it from this machine: swarmnet peer --join /fake/p2p/first" in out
+    assert f"round {ROUNDS}/{ROUNDS}  loss 1.000" in out
+    assert "8.000 -> 3.000" in out
+    assert "def f():" in out
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [x["round"] for x in lines if x["event"] == "round"] == list(range(ROUNDS))
+    assert observer.closed
+    assert list(temp_root.iterdir()) == []
+
+
+def test_a_peer_that_dies_is_reported_and_the_run_goes_on(
+    tmp_path: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def all_reported() -> bool:
+        told.append(capsys.readouterr().out)
+        return all(f"peer-{n} (pid" in "".join(told) for n in (2, 3))
+
+    class Patient(FakeObserver):
+        async def wait_news(self, timeout_s: float) -> None:
+            await super().wait_news(timeout_s)
+            if all_reported():
+                self._last_round = ROUNDS
+
+    observer = Patient(spec, last_round=ROUNDS - 1)
+    run(tmp_path, "one-dies", observer)
+    out = "".join(told) + capsys.readouterr().out
+    assert "ended with exit code 3; the run goes on" in out
+    assert "peer-2: the last thing that I saw" in out
+    assert "held-out bits per byte" in out
+
+
+def test_when_every_peer_is_gone_the_run_is_a_failure_and_the_logs_stay(
+    tmp_path: Path, temp_root: Path, spec: RunSpec
+) -> None:
+    observer = FakeObserver(spec, last_round=1)
+    with pytest.raises(SwarmnetError, match="every peer has ended; their logs are in"):
+        run(tmp_path, "all-die", observer)
+    (folder,) = temp_root.iterdir()
+    assert sorted(p.name for p in folder.glob("*.log")) == [f"peer-{n}.log" for n in (1, 2, 3)]
+    assert not [p for p in folder.iterdir() if p.is_dir()]
+
+
+def test_what_the_first_peer_found_wrong_is_the_error(tmp_path: Path, spec: RunSpec) -> None:
+    observer = FakeObserver(spec, last_round=1)
+    with pytest.raises(UserError, match=r"^port 1 is taken; choose another --port$"):
+        run(tmp_path, "refuse", observer)
+    with pytest.raises(UserError, match="peer-1 ended with exit code 1 before it listened"):
+        run(tmp_path, "crash", observer)
+
+
+def test_a_swarm_that_cannot_speak_has_still_done_its_run(
+    tmp_path: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "good", FakeObserver(spec, last_round=ROUNDS, sample=None))
+    assert "no sample: nobody serves stage 1" in capsys.readouterr().out
+
+
+def test_too_few_peers_are_wrong_use(tmp_path: Path, spec: RunSpec) -> None:
+    with pytest.raises(UsageError, match="2 stages need at least --peers 2"):
+        run(tmp_path, "good", FakeObserver(spec, last_round=1), num_peers=1)
+
+
+def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
+    tmp_path: Path, spec: RunSpec
+) -> None:
+    text = default_spec_path().read_text().replace('["python-stdlib"]', '["/corpus", "b.txt"]')
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    opts = options(spec=path)
+    own = load_spec(path)
+    first = local._first_arguments(opts)
+    joiner = local._joiner_arguments(opts, own, "/fake")
+    assert first[:4] == ["--spec", str(path), "--rounds", str(ROUNDS)]
+    assert joiner[:6] == ["--join", "/fake", "--data", "/corpus", "--data", "b.txt"]
+    assert "--data" not in local._joiner_arguments(opts, spec, "/fake")
+    path.write_text(text.replace('tokenizer = "bytes"', 'tokenizer = "/t.json"'))
+    joiner = local._joiner_arguments(opts, load_spec(path), "/fake")
+    assert joiner[joiner.index("--tokenizer") + 1] == "/t.json"
+
+
+def test_cancelling_ends_the_children_and_says_what_happened_until_then(
+    tmp_path: Path, temp_root: Path, spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observer = FakeObserver(spec, last_round=1)
+    pids: list[int] = []
+
+    async def scenario() -> None:
+        command = fake_command(tmp_path, "good")
+        task = asyncio.ensure_future(run_local(options(), command=command, join=observer.join))
+        async with asyncio.timeout(20):
+            while observer._version < 3:
+                assert not task.done()
+                await asyncio.sleep(0.02)
+        pids.extend(ready_pids(temp_root))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert pids
+    assert observer.closed
+    assert list(temp_root.iterdir()) == []
+    out = capsys.readouterr().out
+    assert "samples lost" in out
+    assert "the model writes" not in out
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_sample_is_of_bytes_though_the_model_knows_more() -> None:
+    logits = np.zeros((1, 2, 300), dtype=np.float32)
+    logits[0, -1, 299], logits[0, -1, 65] = 1e4, 1e3
+    assert _sample_byte(from_numpy(logits), random.Random(0)) == 65

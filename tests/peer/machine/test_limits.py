@@ -1,0 +1,285 @@
+"""`limits.toml`, `swarmnet limits`, and who applies them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from peer.cli import run_command
+from peer.machine.limit_keeper import MEASURE_EVERY_S, Keeper
+from peer.machine.limits import (
+    LIMITS_FILE,
+    LimitOptions,
+    change_limits,
+    limits_text,
+    parse_limits,
+    read_limits,
+    the_state_dir,
+)
+from peer.machine.memory_cap import MemoryCap, StageNeed, stage_needs
+from peer.machine.others_load import OthersLoad, load_of_others
+from peer.options import default_spec_path
+from swarmnet.errors import UserError
+from swarmnet.protocol.resource_limits import BUSY_AFTER_S, QUIET_AFTER_S, GuestLimits
+from swarmnet.spec import load_spec
+from swarmnet.swarm.resource_limits import Guest
+
+FULL = """
+max_upload = "10Mbit"
+max_memory = "4GB"
+max_device_share = "50%"
+hours = ["22:00-07:00", "12:00-13:00"]
+pause_when_busy = true
+paused = false
+"""
+
+
+def test_a_file_is_read_and_written_as_the_same() -> None:
+    limits = parse_limits(FULL.encode(), "here")
+    assert limits == GuestLimits(1.25e6, 4e9, 0.5, ((1320, 420), (720, 780)), True, False)
+    assert parse_limits(limits_text(limits).encode(), "here") == limits
+    nothing = GuestLimits()
+    assert parse_limits(limits_text(nothing).encode(), "here") == nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_upload = ", "here is not TOML"),
+        ("\xff", "here is not TOML"),
+        ("max_uplaod = '1Mbit'", "here: unknown key 'max_uplaod'; did you mean max_upload?"),
+        ("max_upload = 5", "here: max_upload: it is written in quotes"),
+        ("max_upload = '1bit'", "here: max_upload: at least"),
+        ("max_device_share = '0%'", "here: max_device_share: from 1% to 100%"),
+        ("hours = '22:00-07:00'", "here: hours: it is a list"),
+        ("hours = ['22:00']", "here: hours: '22:00': hours are written"),
+        ("paused = 1", "here: paused: it is true or false"),
+    ],
+)
+def test_a_bad_file_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_limits(text.encode("latin-1"), "here")
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_shows_changes_and_takes_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def limits(line: str) -> str:
+        assert run_command(["limits", "--state-dir", str(tmp_path), *line.split()]) == 0
+        return capsys.readouterr().out.strip().removeprefix(f"{tmp_path}: ")
+
+    assert limits("") == "no limits"
+    assert not (tmp_path / LIMITS_FILE).exists()
+    assert limits("--max-upload 10Mbit --hours 22:00-07:00") == ("upload 10Mbit; hours 22:00-07:00")
+    assert limits("--max-device-share 50% --pause").endswith("device 50% of the time; hours "
+                                                            "22:00-07:00; paused")  # fmt: skip
+    assert read_limits(tmp_path / LIMITS_FILE).paused
+    assert limits("--max-upload none --hours none --resume --pause-when-busy") == (
+        "device 50% of the time; pauses when the machine is in use"
+    )
+    assert limits("") == "device 50% of the time; pauses when the machine is in use"
+    assert [p.name for p in tmp_path.iterdir()] == [LIMITS_FILE]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--max-upload fast", "--max-upload: 'fast': a rate is written"),
+        ("--max-device-share 200%", "max_device_share: from 1% to 100%"),
+        ("--hours 7", "--hours: '7': hours are written"),
+    ],
+)
+def test_wrong_words_change_nothing(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["limits", "--state-dir", str(tmp_path), *line.split()]) == 1
+    assert capsys.readouterr().err.startswith(f"swarmnet: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_which_peer_is_meant(tmp_path: Path) -> None:
+    one, two = tmp_path / "peer-1", tmp_path / "peer-2"
+    with pytest.raises(UserError, match="no peer has run here"):
+        the_state_dir(None, [one, two])
+    one.mkdir()
+    assert the_state_dir(None, [one, two]) == one
+    two.mkdir()
+    with pytest.raises(UserError, match="several peers"):
+        the_state_dir(None, [one, two])
+    assert the_state_dir(two, [one, two]) == two
+    with pytest.raises(UserError, match="no peer's state folder"):
+        the_state_dir(tmp_path / "none", [])
+
+
+def test_options_of_a_start_stay(tmp_path: Path) -> None:
+    change_limits(tmp_path, LimitOptions(max_memory="4GB", pause_when_busy=True))
+    assert change_limits(tmp_path, LimitOptions()) == GuestLimits(
+        max_memory_bytes=4e9, pause_when_busy=True
+    )
+
+
+@dataclass
+class Bench:
+    """A keeper with everything that it reads and tells in the test's hands."""
+
+    folder: Path
+    guest: Guest = field(default_factory=Guest)
+    upload: list[float | None] = field(default_factory=list)
+    share: float | None = None
+    stages: list[int] = field(default_factory=lambda: [0])
+    minute: int = 0
+    others: float = 0.0
+    used: float = 0.0
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        needs = [StageNeed(100.0, 10.0), StageNeed(50.0, None)]
+        self.keeper = Keeper(
+            self.folder / LIMITS_FILE,
+            self.guest,
+            self,
+            self,
+            MemoryCap(needs, 1000.0),
+            lambda: self.stages,
+            lambda: self.minute,
+            lambda: self.others,
+            lambda: self.used,
+        )
+
+    def limit_upload(self, bytes_per_s: float | None) -> None:
+        self.upload.append(bytes_per_s)
+
+    def limit_share(self, share: float | None) -> None:
+        self.share = share
+
+    def write(self, text: str) -> None:
+        beside = self.folder / "new"
+        beside.write_text(text)
+        os.utime(beside, ns=(0, int(1e9 * (self.now + 1))))
+        beside.replace(self.folder / LIMITS_FILE)
+
+    async def pass_time(self, seconds: float) -> None:
+        for _ in range(int(seconds / MEASURE_EVERY_S) + 1):
+            self.now += MEASURE_EVERY_S
+            await self.keeper.look_again(self.now)
+
+
+def test_a_changed_file_is_applied_and_a_bad_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.keeper.start()
+        assert (bench.upload, bench.share, bench.keeper.line) == ([], None, "")
+        bench.write(FULL)
+        bench.minute = 23 * 60
+        await bench.pass_time(2)
+        assert (bench.upload, bench.share) == ([1.25e6], 0.5)
+        assert bench.keeper.line.startswith("upload 10Mbit; memory 4GB; device 50%")
+        bench.write("max_upload = 'a lot'")
+        await bench.pass_time(20)
+        assert (bench.upload, bench.share) == ([1.25e6], 0.5)
+        complaints = [r.message for r in caplog.records if "a rate is written" in r.message]
+        assert len(complaints) == 1, "one line, not one a look"
+        assert complaints[0].endswith("the limits stay as they were")
+        (tmp_path / LIMITS_FILE).unlink()
+        await bench.pass_time(2)
+        assert (bench.upload, bench.share, bench.keeper.line) == ([1.25e6, None], None, "")
+
+    asyncio.run(main())
+
+
+def test_reasons_to_pause_come_and_go(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path, minute=12 * 60)
+        bench.write('hours = ["22:00-07:00"]\npause_when_busy = true')
+        bench.keeper.start()
+        assert bench.guest.why_paused == "it is outside its hours 22:00-07:00"
+        assert "paused because it is outside" in bench.keeper.line
+        bench.minute = 22 * 60
+        await bench.pass_time(0)
+        assert bench.guest.why_paused == ""
+        bench.others = 0.8
+        await bench.pass_time(BUSY_AFTER_S + 2)
+        assert bench.guest.why_paused == "the machine is in use"
+        bench.others = 0.0
+        await bench.pass_time(QUIET_AFTER_S - 10)
+        assert bench.guest.why_paused
+        await bench.pass_time(20)
+        assert bench.guest.why_paused == ""
+        bench.write("paused = true")
+        await bench.pass_time(0)
+        assert bench.guest.why_paused == "its owner paused it"
+        assert bench.guest.changed.is_set()
+
+    asyncio.run(main())
+
+
+def test_memory_bounds_what_comes_in_and_which_stage(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.write("max_memory = '1135B'")
+        bench.keeper.start()
+        assert bench.guest.max_open_steps(0) == 3
+        assert bench.guest.has_room(0, 2)
+        assert not bench.guest.has_room(0, 3)
+        bench.used = 1135.0
+        await bench.pass_time(2)
+        assert bench.guest.has_room(0, 0)
+        assert not bench.guest.has_room(0, 1)
+        bench.used = 1134.0
+        await bench.pass_time(2)
+        assert bench.guest.has_room(0, 1)
+        bench.write("max_memory = '1060B'")  # too little for this stage, enough for the other
+        await bench.pass_time(2)
+        assert bench.guest.why_paused.startswith("stage 0 takes 0 MiB with one microbatch")
+        bench.stages = []
+        await bench.pass_time(2)
+        assert bench.guest.why_paused == ""
+        assert bench.guest.unfit(0)
+        assert not bench.guest.unfit(1)
+        bench.stages = [1]
+        assert bench.guest.unfit(1) == ""
+        bench.write("max_memory = '1110B'")
+        await bench.pass_time(2)
+        assert "stage 0 beside 1 more takes" in bench.guest.unfit(0)
+        bench.stages = []
+        await bench.pass_time(2)
+        assert bench.guest.unfit(0) == ""
+        bench.write("max_memory = '10B'")
+        await bench.pass_time(2)
+        assert bench.guest.why_paused
+
+    asyncio.run(main())
+
+
+def test_a_machine_on_which_no_stage_fits_is_refused_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        bench.write("max_memory = '1020B'")
+        with pytest.raises(UserError, match=r"stage 0 takes .* --max-memory.* allows"):
+            bench.keeper.start()
+
+    asyncio.run(main())
+
+
+def test_the_needs_of_a_real_run() -> None:
+    spec = load_spec(default_spec_path())
+    needs = stage_needs(spec)
+    assert len(needs) == spec.pipeline.num_stages
+    assert all(need.state > 0 and need.microbatch for need in needs)
+    cap = MemoryCap(needs, 0.0, needs[0].state + 3.5 * (needs[0].microbatch or 0))
+    assert cap.max_open_steps(0) == 3
+
+
+def test_what_others_use_is_the_machines_load_without_ours() -> None:
+    assert load_of_others(6.0, 2.0, 2.0, 4) == pytest.approx(0.5)
+    assert load_of_others(1.0, 2.0, 2.0, 4) == 0.0
+    assert load_of_others(1.0, 0.0, 0.0, 4) == 0.0
+    assert 0.0 <= OthersLoad().measure() <= 1.0

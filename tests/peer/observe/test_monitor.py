@@ -1,0 +1,363 @@
+"""What an onlooker tells of a run, from the records alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from peer.commands.local import summary_table
+from peer.observe.events import (
+    ContributionDropped,
+    Event,
+    Migrated,
+    PeerJoined,
+    PeerLost,
+    Rerouted,
+    RoundFinished,
+    ShardReset,
+    SyncMode,
+)
+from peer.observe.monitor import Monitor
+from peer.observe.text import sentence
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    JOINING,
+    KEPT_ROUNDS,
+    LEFT,
+    OBSERVING,
+    HeldOut,
+    Record,
+    RoundCount,
+)
+from swarmnet.protocol.update.sync_modes import Switch
+
+GLOBAL_BATCH = 8
+TOKENS_PER_SAMPLE = 10
+
+
+def record(peer_id: str, stage: int = 0, **values: Any) -> Record:
+    defaults: dict[str, Any] = {"incarnation": 1, "version": 1, "state": ACTIVE}
+    return Record(peer_id, "run", **(defaults | {"stage": stage} | values))
+
+
+def count(round_index: int, committed: int, launched: int | None = None) -> RoundCount:
+    return RoundCount(
+        round=round_index,
+        launched=committed if launched is None else launched,
+        committed=committed,
+        tokens=committed * TOKENS_PER_SAMPLE,
+        loss_sum=committed * TOKENS_PER_SAMPLE * 2.0,
+    )
+
+
+class Onlooker:
+    """A monitor and a clock that advances a second a look."""
+
+    def __init__(self, *, num_stages: int = 2, rounds: int = 100) -> None:
+        self.monitor = Monitor(num_stages=num_stages, global_batch=GLOBAL_BATCH, rounds=rounds)
+        self.now = 0.0
+
+    def look(self, *records: Record, dead: Sequence[str] = ()) -> list[Event]:
+        self.now += 1.0
+        live = [r.peer_id for r in records if r.peer_id not in dead]
+        return self.monitor.observe(records, live, self.now, 1e9 + self.now)
+
+    def rounds(self, *records: Record) -> list[int]:
+        return [e.round for e in self.look(*records) if isinstance(e, RoundFinished)]
+
+
+def test_a_round_is_told_once_when_committed_and_left_behind() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0), record("b", 1)
+    assert onlooker.rounds(a, b) == []
+    a = replace(a, counts=(count(0, 4),))
+    assert onlooker.rounds(a, b) == []
+    b = replace(b, counts=(count(0, 4),))
+    assert onlooker.rounds(a, b) == [], "committed, but nobody has made the update yet"
+    b = replace(b, round=1)
+    assert onlooker.rounds(a, b) == [0]
+    a = replace(a, round=1)
+    assert onlooker.rounds(a, b) == []
+
+
+def test_what_others_did_before_this_onlooker_came_is_no_news() -> None:
+    """A newcomer sees itself first, and hears of the others later."""
+    onlooker = Onlooker()
+    own = record("a", 0, started_unix_s=1e9)
+    onlooker.look(own)
+    old = record("b", 1, started_unix_s=1e9 - 600, totals={"rerouted": 7}, strikes={"x": 1})
+    young = record("c", 1, started_unix_s=1e9 + 2, totals={"rerouted": 2})
+    assert onlooker.look(own, old) == [PeerJoined(1e9 + 2, "b", 1)]
+    assert Rerouted(1e9 + 3, "c", 2) in onlooker.look(own, old, young)
+    old = replace(old, totals={"rerouted": 9}, strikes={"x": 2})
+    assert [e for e in onlooker.look(own, old, young) if isinstance(e, Rerouted)] == [
+        Rerouted(1e9 + 4, "b", 2)
+    ]
+
+
+def test_a_round_waits_for_the_counts_that_are_still_on_their_way() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0, counts=(count(0, 4),)), record("b", 1)
+    onlooker.look(a, b)
+    b = replace(b, round=1)
+    assert onlooker.rounds(a, b) == []
+    assert onlooker.rounds(replace(a, counts=(count(0, 8),)), b) == [0]
+
+
+def test_the_line_of_a_round_has_the_fields_of_the_contract() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0, counts=(count(0, 2, launched=8),)), record("b", 1)
+    observer = record("o", -1, state=OBSERVING)
+    onlooker.look(a, b, observer)
+    (event,) = onlooker.look(replace(a, round=1, counts=(count(0, 8),)), b, observer)
+    assert json.loads(json.dumps(event.to_json())) == {
+        "event": "round",
+        "round": 0,
+        "loss": 2.0,
+        "samples": 8,
+        "tokens": 80,
+        "seconds": 1.0,
+        "tokens_per_s": 80.0,
+        "peers": 2,
+        "time_unix_s": 1e9 + 2,
+    }
+
+
+def test_a_round_tells_how_far_replicas_are_apart() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0, counts=(count(0, 2, launched=8),)), record("b", 1)
+    onlooker.look(a, b)
+    (event,) = onlooker.look(replace(a, round=1, counts=(count(0, 8),), spread=0.25), b)
+    assert event.to_json()["spread"] == 0.25
+
+
+def test_rounds_told_together_share_the_time() -> None:
+    onlooker = Onlooker()
+    onlooker.look(record("a", counts=(count(0, 2),)))
+    events = onlooker.look(record("a", round=2, counts=(count(0, 8), count(1, 8))))
+    assert [(e.round, e.seconds) for e in events if isinstance(e, RoundFinished)] == [
+        (0, 0.5),
+        (1, 0.5),
+    ]
+
+
+def test_who_comes_late_tells_the_rounds_that_the_records_still_have() -> None:
+    onlooker = Onlooker()
+    counts = tuple(count(r, 8) for r in range(36, 40))
+    events = onlooker.look(record("a", 0, round=40, counts=counts), record("b", 1, round=40))
+    told = [e for e in events if isinstance(e, RoundFinished)]
+    assert [e.round for e in told] == [36, 37, 38, 39]
+    assert all(e.seconds == 0 and e.tokens_per_s == 0 for e in told)
+
+
+def test_who_was_away_goes_on_with_what_is_known_and_never_repeats() -> None:
+    onlooker = Onlooker()
+    assert onlooker.rounds(record("a", round=1, counts=(count(0, 8),))) == [0]
+    counts = tuple(count(r, 8) for r in range(17, 21))
+    assert onlooker.rounds(record("a", round=21, counts=counts)) == [17, 18, 19, 20]
+    assert onlooker.rounds(record("a", round=21, counts=counts)) == []
+
+
+def test_a_round_whose_counts_died_is_told_with_what_was_seen() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0, counts=(count(0, 4),)), record("b", 1)
+    onlooker.look(a, b)
+    later = tuple(count(r, 8) for r in range(2, 6))
+    events = onlooker.look(a, replace(b, round=6, counts=later), dead=["a"])
+    told = [(e.round, e.samples) for e in events if isinstance(e, RoundFinished)]
+    assert told == [(0, 4), (2, 8), (3, 8), (4, 8), (5, 8)]
+
+
+def test_a_lie_about_the_round_costs_nothing() -> None:
+    onlooker = Onlooker(rounds=10)
+    onlooker.look(record("a", counts=(count(0, 2),)))
+    assert onlooker.rounds(record("a", round=2**61, counts=(count(2**60, 8),))) == [0]
+    assert onlooker.monitor.view_model().round == 10
+
+
+def test_a_restarted_feeder_adds_to_what_it_committed_before() -> None:
+    onlooker = Onlooker()
+    b = record("b", 1)
+    onlooker.look(record("a", counts=(count(0, 4),)), b)
+    again = record("a", incarnation=2, counts=(count(0, 4),))
+    assert onlooker.rounds(again, replace(b, round=1)) == [0]
+
+
+def test_who_left_is_told_with_the_stage_that_it_served() -> None:
+    onlooker = Onlooker()
+    onlooker.look(record("a", 1))
+    gone = record("a", -1, state=LEFT)
+    assert onlooker.look(gone) == [PeerLost(1e9 + 2, "a", 1, clean=True)]
+
+
+def test_peers_come_go_and_come_back() -> None:
+    onlooker = Onlooker()
+    a, b = record("a", 0), record("b", 1, state=JOINING)
+    assert onlooker.look(a, b) == [PeerJoined(1e9 + 1, "a", 0), PeerJoined(1e9 + 1, "b", 1)]
+    assert onlooker.look(a, b, dead=["b"]) == [PeerLost(1e9 + 2, "b", 1, clean=False)]
+    assert onlooker.look(a, b) == [PeerJoined(1e9 + 3, "b", 1)]
+    assert onlooker.look(a, replace(b, state=LEFT)) == [PeerLost(1e9 + 4, "b", 1, clean=True)]
+    assert onlooker.look(a) == []
+    assert onlooker.look() == [PeerLost(1e9 + 6, "a", 0, clean=False)]
+
+
+def test_only_a_change_of_the_stage_that_was_served_is_a_migration() -> None:
+    onlooker = Onlooker()
+    onlooker.look(record("a", 0, state=JOINING))
+    assert onlooker.look(record("a", 1, state=ACTIVE)) == []
+    assert onlooker.look(record("a", 0, state=JOINING)) == []
+    assert onlooker.look(record("a", 0, state=ACTIVE)) == [Migrated(1e9 + 4, "a", 1, 0)]
+    assert onlooker.look(record("a", 1, state=ACTIVE, incarnation=2)) == []
+
+
+def test_growing_counters_become_events_but_not_the_past() -> None:
+    onlooker = Onlooker()
+    a = record("a", totals={"rerouted": 5, "sent_bytes": 100})
+    assert not [e for e in onlooker.look(a) if isinstance(e, Rerouted)]
+    a = replace(a, totals={"rerouted": 7, "shard_reset": 1, "sent_bytes": 300})
+    assert onlooker.look(a) == [Rerouted(1e9 + 2, "a", 2), ShardReset(1e9 + 2, "a", 1)]
+    assert onlooker.look(a) == []
+    restarted = replace(a, incarnation=2, totals={"rerouted": 1})
+    assert onlooker.look(restarted) == [Rerouted(1e9 + 4, "a", 1)]
+    assert onlooker.monitor.view_model().totals["rerouted"] == 8
+
+
+def test_event_names_are_those_of_the_contract() -> None:
+    from peer.observe import events
+
+    names = {cls(0.0, "a", 1).to_json()["event"] for cls in events.COUNTED.values()}
+    names |= {PeerJoined(0.0, "a", 1).name, PeerLost(0.0, "a", 1, True).name}
+    names.add(Migrated(0.0, "a", 1, 0).name)
+    names.add(ContributionDropped(0.0, "a", 1, "b").name)
+    assert names == {
+        "peer_joined",
+        "peer_lost",
+        "rerouted",
+        "migrated",
+        "shard_promoted",
+        "shard_reset",
+        "samples_lost",
+        "diverged",
+        "retracted",
+        "checkpoint_saved",
+        "contributions_clipped",
+        "contribution_dropped",
+    }
+
+
+def test_strikes_name_the_sender() -> None:
+    onlooker = Onlooker()
+    a = record("a", strikes={"x": 1})
+    onlooker.look(a)
+    a = replace(a, strikes={"x": 3, "y": 1})
+    assert onlooker.look(a) == [
+        ContributionDropped(1e9 + 2, "x", 2, "a"),
+        ContributionDropped(1e9 + 2, "y", 1, "a"),
+    ]
+    assert onlooker.look(a) == []
+
+
+def test_the_held_out_curve_is_told_once_a_round() -> None:
+    onlooker = Onlooker(num_stages=1, rounds=2)
+    first = HeldOut(0, 5.5, 8.0)
+    assert [e.name for e in onlooker.look(record("a", held_out=first))][-1] == "held_out"
+    assert onlooker.look(record("a", held_out=first)) == []
+    last = record("a", round=2, held_out=HeldOut(2, 2.0, 2.9), counts=(count(0, 8), count(1, 8)))
+    onlooker.look(last)
+    summary = onlooker.monitor.summary()
+    assert (summary.bits_per_byte_first, summary.bits_per_byte_last) == (8.0, 2.9)
+    assert summary.rounds == 2
+    assert onlooker.monitor.all_told
+
+
+def test_done_means_every_stage_has_made_the_last_update() -> None:
+    onlooker = Onlooker(num_stages=2, rounds=1)
+    a, b = record("a", 0, round=1, counts=(count(0, 8),)), record("b", 1, round=0)
+    onlooker.look(a, b)
+    assert not onlooker.monitor.done
+    onlooker.look(a, replace(b, round=1))
+    assert onlooker.monitor.done
+    assert onlooker.monitor.all_told
+
+
+def test_the_view_model_shows_coverage_progress_and_peers() -> None:
+    onlooker = Onlooker(num_stages=3)
+    onlooker.look(
+        record("b", 1, state=JOINING),
+        record("a", 0, round=3, samples_per_s=2.0, counts=(count(3, 2, launched=6),)),
+        record("c", 0, round=3, samples_per_s=1.0, counts=(count(3, 1, launched=2),)),
+        record("o", -1, state=OBSERVING),
+    )
+    model = onlooker.monitor.view_model()
+    assert (model.round, model.committed, model.launched) == (3, 3, 8)
+    assert [(s.num_replicas, s.num_joining, s.samples_per_s) for s in model.stages] == [
+        (2, 0, 3.0),
+        (0, 1, 0.0),
+        (0, 0, 0.0),
+    ]
+    assert model.uncovered == (1, 2)
+    assert [row.peer_id for row in model.peers] == ["a", "c", "b"]
+    assert json.loads(json.dumps(model.to_json()))["num_live"] == 3
+
+
+def test_the_summary_tells_what_faults_have_cost() -> None:
+    onlooker = Onlooker(num_stages=1)
+    onlooker.look(record("a", round=1))
+    totals = {"shard_reset": 14, "stage_restarted": 1, "moved": 2, "samples_lost": 8}
+    onlooker.look(record("a", round=2, totals=totals))
+    shown = Console(width=80, file=io.StringIO())
+    shown.print(summary_table(onlooker.monitor.summary()))
+    assert isinstance(shown.file, io.StringIO)
+    rows = dict(line.rsplit(maxsplit=1) for line in shown.file.getvalue().splitlines())
+    told = {name.strip(): value for name, value in rows.items()}
+    assert told["optimizer shards reset"] == "14"
+    assert told["stages begun afresh"] == "1"
+    assert told["moves to another stage"] == "2"
+    assert told["samples lost"] == "8"
+
+
+def test_bytes_per_token_count_what_was_watched_only() -> None:
+    onlooker = Onlooker(num_stages=1)
+    onlooker.look(record("a", round=1, totals={"sent_bytes": 1000}, counts=(count(0, 8),)))
+    onlooker.look(record("a", round=2, totals={"sent_bytes": 1160}, counts=(count(1, 8),)))
+    assert onlooker.monitor.summary().bytes_per_token == 2.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=40))
+def test_every_round_is_told_once_and_in_order_however_views_arrive(
+    looks: list[tuple[int, int]],
+) -> None:
+    """A feeder and a replica advance; the onlooker sees their records at different times, never
+    more than `KEPT_ROUNDS` rounds apart."""
+    onlooker = Onlooker(num_stages=1, rounds=1000)
+    told: list[int] = []
+    fed = made = 0
+    for ahead, steps in looks:
+        made = max(made, min(fed, made + ahead))
+        fed = min(fed + steps, made + KEPT_ROUNDS)
+        counts = tuple(count(r, 8) for r in range(max(0, fed - KEPT_ROUNDS), fed))
+        told += onlooker.rounds(
+            record("feeder", 0, state=JOINING, counts=counts), record("replica", 0, round=made)
+        )
+    assert told == list(range(made))
+
+
+def test_what_mode_auto_has_decided_is_told_once() -> None:
+    onlooker = Onlooker()
+    switch = Switch(4, "delayed", 2.0, 0.5)
+    own, other = record("a", 0, switches=(switch,)), record("b", 1, switches=(switch,))
+    events = onlooker.look(own, other)
+    (told,) = [e for e in events if isinstance(e, SyncMode)]
+    assert (told.round, told.mode, told.round_s, told.exchange_s) == (4, "delayed", 2.0, 0.5)
+    assert not [e for e in onlooker.look(own, other) if isinstance(e, SyncMode)]
+    assert sentence(told, 100) == (
+        "sync: delayed from round 5 on (an exchange takes 0.50 s, a round 2.00 s)"
+    )

@@ -1,0 +1,210 @@
+"""What people and programs are shown."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from peer.commands.status import show_status, watch_status
+from peer.observe.events import HeldOut, PeerJoined, RoundFinished
+from peer.observe.metrics import MetricsFile
+from peer.observe.monitor import Monitor
+from peer.observe.report import Reporter
+from peer.observe.screen import PeerConsole, Screen
+from peer.observe.text import sentence, size
+from peer.observe.view_model import ViewModel
+from peer.options import default_spec_path
+from swarmnet.errors import UserError
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.spec import RunSpec, load_spec
+from tests.peer.fakes import FakeObserver
+
+SPEC = load_spec(default_spec_path())
+ROUND = RoundFinished(5.0, 2, 3.25, 8, 80, 2.0, 40.0, 4)
+
+
+def model_of(spec: RunSpec, *records: Record) -> ViewModel:
+    monitor = Monitor(num_stages=2, global_batch=spec.pipeline.global_batch, rounds=10)
+    monitor.observe(records, [r.peer_id for r in records], 0.0, 0.0)
+    return monitor.view_model()
+
+
+def record(peer_id: str, stage: int) -> Record:
+    return Record(peer_id, SPEC.run_id, 1, 1, state=ACTIVE, stage=stage)
+
+
+def test_without_a_terminal_there_is_one_plain_line_an_event() -> None:
+    out = io.StringIO()
+    with Screen(Console(file=out, width=40)) as screen:
+        assert not screen.is_live
+        screen.show(SPEC, model_of(SPEC, record("a", 0)), [ROUND])
+        screen.show(SPEC, model_of(SPEC, record("a", 0)), [])
+    assert out.getvalue().splitlines() == [
+        "round 3/10  loss 3.250  40 tokens/s  4 peers",
+        "replicas by stage: 1 0",
+    ]
+
+
+def test_a_terminal_shows_coverage_progress_and_peers() -> None:
+    out = io.StringIO()
+    with Screen(Console(file=out, force_terminal=True, width=100)) as screen:
+        assert screen.is_live
+        screen.show(SPEC, model_of(SPEC, record("Qm[red]lookalike", 0)), [ROUND])
+    drawn = out.getvalue()
+    for expected in ("stage 0", "nobody serves it", "global batch", "ookalike", "1 of 10"):
+        assert expected in drawn
+    assert "loss 3.250" not in drawn.split("nobody")[0], "rounds are not also said as lines"
+
+
+class Broken(io.StringIO):
+    """Like a pipe that nobody reads, or a full disk."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error: OSError | None = None
+        self.later = error
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return len(text)
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError(28, "No space left on device"), OSError(5, "I/O error")]
+)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_who_cannot_print_says_so_once_and_goes_on(
+    error: OSError, is_terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_stderr, out = sys.stderr, Broken(error)
+    with (
+        caplog.at_level(logging.WARNING, logger="swarmnet.peer"),
+        Screen(PeerConsole(file=out, force_terminal=is_terminal)) as screen,
+    ):
+        out.error = out.later
+        for _ in range(3):
+            screen.say("a line")
+            screen.show(SPEC, model_of(SPEC, record("a", 0)), [ROUND])
+            screen.draw("a table")
+        assert sys.stderr is own_stderr, "what is logged goes to a screen that is gone"
+    assert len([r for r in caplog.records if "nothing more is printed" in r.message]) == 1
+
+
+def test_how_far_replicas_are_apart_is_shown() -> None:
+    out = io.StringIO()
+    apart = [replace(record(name, 0), spread=spread) for name, spread in (("a", 0.01), ("b", 0.02))]
+    with Screen(Console(file=out, force_terminal=True, width=100)) as screen:
+        screen.show(SPEC, model_of(SPEC, *apart), [])
+    assert "2.00% between replicas that met last" in out.getvalue()
+    assert sentence(replace(ROUND, spread=0.02), 10).endswith("spread 2.00%")
+
+
+def test_a_quiet_screen_says_only_what_it_is_told_to() -> None:
+    out = io.StringIO()
+    with Screen(Console(file=out, force_terminal=True), "quiet") as screen:
+        screen.show(SPEC, model_of(SPEC, record("a", 0)), [ROUND])
+        screen.say("swarmnet peer --join [a]")
+    assert out.getvalue() == "swarmnet peer --join [a]\n"
+
+
+def test_sentences_and_sizes() -> None:
+    assert sentence(PeerJoined(0.0, "12D3KooWabcdefgh/2", 1), 10) == (
+        "peer abcdefgh/2 joined (stage 1)"
+    )
+    assert sentence(PeerJoined(0.0, "12D3KooWabcdefgh", -1), 10) == (
+        "peer abcdefgh joined (no stage yet)"
+    )
+    assert sentence(HeldOut(0.0, 10, 2.0, 2.885), 10) == (
+        "held-out loss after 10 rounds: 2.000, 2.885 bits per byte"
+    )
+    assert [size(n) for n in (12, 1500, 2_000_000)] == ["12 B", "1.5 kB", "2.0 MB"]
+
+
+def test_metrics_are_flushed_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write([ROUND])
+        assert json.loads(path.read_text()) == ROUND.to_json()
+    with MetricsFile(path, append=True) as metrics:
+        metrics.write([ROUND])
+    assert len(path.read_text().splitlines()) == 2
+    with MetricsFile(path) as metrics:
+        metrics.write([])
+    assert path.read_text() == ""
+
+
+def test_a_metrics_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write --metrics .*: Is a directory"):
+        MetricsFile(tmp_path)
+    with (
+        pytest.raises(UserError, match="No space left on device"),
+        MetricsFile(Path("/dev/full")) as metrics,
+    ):
+        metrics.write([ROUND])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_status_is_one_look(as_json: bool) -> None:
+    observer = FakeObserver(SPEC, last_round=3)
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    asyncio.run(
+        show_status(
+            "/fake/p2p/first",
+            as_json=as_json,
+            transport="p2pd",
+            console=console,
+            join=observer.join,
+            look_s=0.5,
+        )
+    )
+    assert observer.closed
+    if as_json:
+        values = json.loads(out.getvalue())
+        assert values["run_id"] == SPEC.run_id
+        assert (values["round"], values["uncovered"]) == (3, [])
+        assert values["loss"] == 3.0
+    else:
+        assert SPEC.name in out.getvalue()
+        assert "stage 1" in out.getvalue()
+
+
+def test_status_can_keep_looking() -> None:
+    observer = FakeObserver(SPEC, last_round=3)
+    out = io.StringIO()
+    asyncio.run(
+        watch_status(
+            "/fake/p2p/first",
+            transport="p2pd",
+            console=Console(file=out, width=100),
+            join=observer.join,
+            look_s=0.5,
+        )
+    )
+    assert observer.closed
+    assert "stage 1" in out.getvalue()
+
+
+def test_a_full_disk_ends_the_metrics_and_not_the_screen(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = View("a")
+    with MetricsFile(Path("/dev/full")) as metrics, Reporter(SPEC, "plain", metrics) as reporter:
+        for now in range(2):
+            view.merge(record(f"peer-{now}", now), float(now))
+            reporter.look(view, float(now), float(now))
+        assert reporter.metrics is None
+    said = [r.getMessage() for r in caplog.records if "/dev/full" in r.getMessage()]
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert "replicas by stage: 1 1" in capsys.readouterr().out

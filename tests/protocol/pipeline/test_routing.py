@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarmnet.protocol.pipeline import routing
+from swarmnet.protocol.pipeline.routing import Router
+from tests.protocol.queueing import Stage, bursts, closed_loop
+
+SERVICE_S = {"a": 0.01, "b": 0.02, "c": 0.05, "d": 0.1}
+CAPACITY = sum(1 / s for s in SERVICE_S.values())
+SAMPLES = 8
+
+
+def make_router(seed: int = 0, *, announce: bool = False) -> Router:
+    router = Router(random.Random(seed), samples_per_call=SAMPLES if announce else None)
+    router.update({p: SAMPLES / s if announce else 0.0 for p, s in SERVICE_S.items()}, 0.0)
+    return router
+
+
+def excess_of_share(stage: Stage) -> dict[str, float]:
+    """Share of each replica over its share of the capacity, minus 1."""
+    total = sum(stage.served.values())
+    capacity = sum(1 / s for s in stage.service_s.values())
+    return {
+        p: stage.served.get(p, 0) * stage.service_s[p] * capacity / total - 1
+        for p in stage.service_s
+    }
+
+
+def call(router: Router, now: float, took_s: float = 0.05, **kwargs: object) -> str:
+    peer_id = router.pick(now, **kwargs)  # type: ignore[arg-type]
+    assert peer_id is not None
+    router.sent(peer_id, now)
+    router.succeeded(peer_id, now + took_s, took_s)
+    return peer_id
+
+
+@pytest.mark.parametrize("in_flight", [8, 40])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_shares_follow_speeds_that_nobody_announced(in_flight: int, noise: float) -> None:
+    stage = Stage(SERVICE_S, noise=noise)
+    took_s = closed_loop([make_router()], stage, in_flight, num_calls=4000)
+    assert max(map(abs, excess_of_share(stage).values())) < 0.1
+    assert 4000 / took_s > 0.9 * CAPACITY
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize("in_flight", [8, 40, 120])
+def test_a_long_way_behind_the_stage_does_not_level_the_shares(
+    behind_s: float, in_flight: int
+) -> None:
+    stage = Stage(SERVICE_S, behind_s=behind_s, noise=0.2)
+    closed_loop([make_router(announce=True)], stage, in_flight, num_calls=4000)
+    assert max(map(abs, excess_of_share(stage).values())) < 0.1
+
+
+@pytest.mark.parametrize("burst", [16, 64])
+@pytest.mark.parametrize("behind_s", [0.0, 0.5])
+def test_shares_of_bursts_do_not_oscillate(burst: int, behind_s: float) -> None:
+    stage = Stage(SERVICE_S, behind_s=behind_s, noise=0.1)
+    took_s = bursts(make_router(announce=True), stage, burst, num_bursts=60)
+    assert max(map(abs, excess_of_share(stage).values())) < 0.1
+    assert 60 * burst / (took_s - 60 * behind_s) > 0.8 * CAPACITY
+
+
+def test_several_callers_share_a_stage() -> None:
+    stage = Stage(SERVICE_S, noise=0.2)
+    routers = [make_router(seed, announce=True) for seed in range(4)]
+    took_s = closed_loop(routers, stage, in_flight=4, num_calls=4000)
+    assert 4000 / took_s > 0.9 * CAPACITY
+
+
+def test_who_announces_too_much_gets_little_more_than_it_can_do() -> None:
+    stage = Stage(SERVICE_S, behind_s=0.2, noise=0.1)
+    router = make_router(announce=True)
+    lie = {p: SAMPLES / s for p, s in SERVICE_S.items()} | {"d": SAMPLES / SERVICE_S["a"]}
+    router.update(lie, 0.0)
+    closed_loop([router], stage, in_flight=60, num_calls=4000)
+    assert excess_of_share(stage)["d"] < 0.3
+
+
+def test_calls_interleave() -> None:
+    router = Router(random.Random(1), samples_per_call=1)
+    router.update({"fast": 20.0, "slow": 10.0}, 0.0)
+    for i in range(6):
+        call(router, float(i), 0.05)
+    order = [call(router, 10.0 + i, 0.1 if i % 3 == 2 else 0.05) for i in range(30)]
+    assert max(order[i : i + 4].count("slow") for i in range(26)) <= 2
+
+
+def test_a_new_replica_is_tried_at_once_and_only_once() -> None:
+    router = make_router()
+    for i in range(50):
+        call(router, float(i))
+    router.update(dict.fromkeys([*SERVICE_S, "new"], 0.0), 50.0)
+    picks = [router.pick(50.0) for _ in range(5)]
+    assert picks[0] == "new"
+    assert picks.count("new") <= 2
+
+
+def test_a_failed_replica_is_banned_and_the_ban_doubles() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0}, 0.0)
+    now, bans = 0.0, []
+    for _ in range(8):
+        assert router.pick(now) == "a"
+        router.sent("a", now)
+        router.failed("a", now, 0.0)
+        router.failed("a", now, 0.0)  # failing together counts once
+        assert router.is_banned("a", now)
+        assert router.pick(now) is None
+        ready_at = router.ready_at(now)
+        assert ready_at is not None
+        bans.append(ready_at - now)
+        now = ready_at
+    assert bans == [1, 2, 4, 8, 16, 30, 30, 30]
+    call(router, now)
+    router.failed("a", now, 0.0)
+    assert router.ready_at(now) == now + routing.BAN_S
+
+
+def test_a_replica_that_comes_back_does_not_get_what_it_missed() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0, "b": 0.0}, 0.0)
+    for i in range(10):
+        call(router, i / 10)
+    router.failed("a", 1.0, 0.0)
+    for i in range(100):
+        assert call(router, 1.0 + i / 200) == "b"
+    picks = [call(router, 10.0 + i) for i in range(10)]
+    assert 4 <= picks.count("a") <= 6
+
+
+def test_a_ban_survives_a_short_absence() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0, "b": 0.0}, 0.0)
+    router.failed("a", 0.0, 0.0)
+    router.update({"b": 0.0}, 0.1)
+    assert router.pick(0.1) == "b"
+    router.update({"a": 0.0, "b": 0.0}, 0.2)
+    assert router.is_banned("a", 0.2)
+
+
+def test_a_busy_replica_rests_for_about_its_backlog() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0}, 0.0)
+    router.sent("a", 0.0)
+    router.busy("a", 0.0, 0.4)
+    assert router.pick(0.2) is None
+    assert not router.is_banned("a", 0.2)
+    assert router.pick(0.6) == "a"
+    router.busy("a", 1.0, 1e9)
+    assert router.pick(1.0 + 1.3 * routing.MAX_BUSY_S) == "a"
+
+
+def test_exclusion_and_preference() -> None:
+    router = make_router()
+    assert router.pick(0.0, prefer="c") == "c"
+    assert router.pick(0.0, exclude=["a", "b", "d"]) == "c"
+    assert router.pick(0.0, exclude=list(SERVICE_S)) is None
+    assert router.pick(0.0, exclude=["c"], prefer="c") != "c"
+    router.failed("c", 0.0, 0.0)
+    assert router.pick(0.0, prefer="c") != "c"
+    assert router.pick(0.0, prefer="unknown") in ("a", "b", "d")
+
+
+def test_no_replica() -> None:
+    router = Router(random.Random(0))
+    assert router.pick(0.0) is None
+    assert router.ready_at(0.0) is None
+    router.update({"a": 0.0}, 0.0)
+    assert router.ready_at(3.0) == 3.0
+    router.update({}, 4.0)
+    assert router.ready_at(4.0) is None
+    router.succeeded("a", 5.0, 1.0)
+    router.failed("a", 5.0, 1.0)
+
+
+def test_a_silent_peer_is_noticed_within_two_seconds() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0}, 0.0)
+    assert router.deadline_s("a") == routing.FIRST_DEADLINE_S
+    rng = random.Random(0)
+    for i in range(50):
+        call(router, float(i), took_s=0.05 * rng.uniform(0.5, 2))
+    assert routing.MIN_DEADLINE_S <= router.deadline_s("a") < 2.0
+
+
+def test_the_deadline_follows_latency_queue_and_timeouts() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0}, 0.0)
+    for i in range(50):
+        call(router, 10.0 * i, took_s=3.0)
+    steady_s = router.deadline_s("a")
+    assert 3.0 * 1.5 < steady_s < 15.0
+    for _ in range(10):
+        router.sent("a", 600.0)
+    assert router.deadline_s("a") > 1.5 * steady_s
+    for _ in range(10):
+        router.abandoned("a", 601.0)
+    router.sent("a", 700.0)
+    router.failed("a", 700.0 + steady_s, steady_s)
+    assert router.deadline_s("a") > steady_s
+    assert router.deadline_s("a") <= routing.MAX_DEADLINE_S
+
+
+def test_a_timeout_costs_the_straggler_its_share() -> None:
+    router = Router(random.Random(0))
+    router.update({"a": 0.0, "b": 0.0}, 0.0)
+    for i in range(40):
+        call(router, float(i))
+    router.sent("a", 40.0)
+    router.failed("a", 42.0, 2.0)
+    picks = [call(router, 50.0 + i) for i in range(20)]
+    assert 0 < picks.count("a") < 8
+
+
+def test_a_seed_replays() -> None:
+    def history(seed: int) -> dict[str, int]:
+        stage = Stage(SERVICE_S, noise=0.2)
+        closed_loop([make_router(seed)], stage, 8, 500)
+        return stage.served
+
+    assert history(3) == history(3)

@@ -1,0 +1,204 @@
+"""Both sides of a partition have every stage and go on alone; healed, they are one run again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.swarm.messages import MirrorRequest
+from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.transport import memory
+from swarmnet.wire import Array
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+HEALED_WITHIN_S = 30.0
+ROUNDS_APART = 3
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
+def test_two_sides_that_went_on_alone_agree_again(tmp_path: Path, seed: int) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=400, global_batch=32)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(5)
+        pairs = [(f"peer-{a}", f"peer-{b}") for a in (0, 1) for b in (2, 3)]
+        for a, b in pairs:
+            swarm.hub.partition(a, b)
+        start = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) >= start + ROUNDS_APART)
+        await _meet(swarm)
+        await swarm.until(lambda: _are_apart(swarm, start + ROUNDS_APART))
+        for a, b in pairs:
+            swarm.hub.heal(a, b)
+        healed_at = max(swarm.rounds())
+        # Every peer hears of all others again, and replicas of one round have one result.
+        await swarm.until(lambda: _agree(swarm, healed_at), HEALED_WITHIN_S)
+        assert swarm.total("diverged") > 0, "the two sides did not meet in one round"
+        now = max(swarm.rounds())
+        await swarm.until_round(now + 5)  # training goes on
+        await swarm.until(lambda: _agree(swarm, now), HEALED_WITHIN_S)
+        assert _moments_agree(swarm), f"seed {seed}: owners have different moments"
+
+    in_virtual_time(scenario, spec, seed=seed)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_a_backup_that_has_seen_another_gradient_fetches_the_moments(
+    tmp_path: Path, mode: str
+) -> None:
+    """As after a partition in which both sides made as many steps: one sum that reaches the backups
+    is another than that which the primary used. With `delayed` nothing else would mend it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=60, sync={"mode": mode})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(5)
+        for member in swarm.members.values():
+            averaging = member.peer.averaging
+            assert averaging is not None
+            _send_other_sums(averaging)
+        await swarm.until(lambda: swarm.total("shard_unlike") > 0)
+        now = max(swarm.rounds())
+        await swarm.until_round(now + 5)
+        assert _moments_agree(swarm)
+        assert torch.equal(swarm.flat("peer-0"), swarm.flat("peer-1"))
+        assert swarm.total("shard_reset") == swarm.total("shard_stale") == 0
+        unlike = swarm.total("shard_unlike")
+        await swarm.until_round(now + 12)
+        assert swarm.total("shard_unlike") == unlike, "what was fetched is a copy"
+        assert _lineages_agree(swarm)
+
+    in_virtual_time(scenario, spec, seed=0)
+
+
+def test_whoever_does_not_know_its_lineage_is_taken_for_a_copy(tmp_path: Path) -> None:
+    """As after a checkpoint, which does not have it. With the next step all owners know it."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=20)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(5)
+        ownership = swarm.members["peer-0"].peer.averaging.ownership
+        num_owned = len(ownership._lineages)
+        ownership._lineages.clear()
+        await swarm.until_round(10)
+        assert len(ownership._lineages) == num_owned > 0
+        assert swarm.total("shard_unlike") == 0
+        assert _lineages_agree(swarm)
+
+    in_virtual_time(scenario, spec, seed=0)
+
+
+def _send_other_sums(averaging: Averaging) -> None:
+    """With the next sum to each backup, once."""
+    mirror, told = averaging._mirror, set()
+
+    async def other(peer_id: str, request: MirrorRequest, total: Array) -> None:
+        if peer_id not in told:
+            told.add(peer_id)
+            total = from_tensor(-to_tensor(total))
+        await mirror(peer_id, request, total)
+
+    averaging._mirror = other  # type: ignore[method-assign]
+
+
+async def _meet(swarm: Swarm) -> None:
+    """The side that noticed the partition first, and is ahead, waits for the other."""
+    rounds = {name: m.peer.gossip.own.round for name, m in swarm.members.items()}
+    ahead = [name for name, r in rounds.items() if r > min(rounds.values()) + 1]
+    for name in ahead:
+        swarm.hub.freeze(name)
+    there = [rounds[name] for name in ahead]
+    behind = [swarm.members[name].peer for name in rounds if name not in ahead]
+    await swarm.until(lambda: all(p.gossip.own.round >= max(there, default=0) for p in behind))
+    for name in ahead:
+        swarm.hub.thaw(name)
+
+
+def _are_apart(swarm: Swarm, least: int) -> bool:
+    rounds = swarm.rounds()
+    if min(rounds) < least or len(set(rounds)) != 1:
+        return False
+    return not torch.equal(swarm.flat("peer-0"), swarm.flat("peer-2")) and not torch.equal(
+        swarm.flat("peer-1"), swarm.flat("peer-3")
+    )
+
+
+def _agree(swarm: Swarm, after: int) -> bool:
+    rounds = swarm.rounds()
+    if min(rounds) <= after or len(set(rounds)) != 1:
+        return False
+    if any(len(m.peer.view.live(_now())) != 4 for m in swarm.members.values()):
+        return False
+    return torch.equal(swarm.flat("peer-0"), swarm.flat("peer-2")) and torch.equal(
+        swarm.flat("peer-1"), swarm.flat("peer-3")
+    )
+
+
+def _moments_agree(swarm: Swarm) -> bool:
+    """Owners of a shard that are equally far have the same bits."""
+    seen: dict[tuple[int, int, int], Any] = {}
+    compared = 0
+    for member in swarm.members.values():
+        replica = member.peer.replica
+        assert replica is not None
+        for j in replica.optimizer.owned():
+            _, arrays = replica.optimizer.export(j)
+            bits = [bytes(a.data) for a in arrays]
+            key = (replica.index, j, replica.optimizer.steps(j))
+            compared += key in seen
+            if seen.setdefault(key, bits) != bits:
+                return False
+    assert compared, "no shard has two owners"
+    return True
+
+
+def _lineages_agree(swarm: Swarm) -> bool:
+    """Of owners of a shard that are equally far, and they are known."""
+    seen: dict[tuple[int, int], bytes] = {}
+    compared = 0
+    for member in swarm.members.values():
+        replica, ownership = member.peer.replica, member.peer.averaging.ownership
+        assert replica is not None
+        for j in replica.optimizer.owned():
+            lineage = ownership.lineage(j)
+            key = (j, replica.optimizer.steps(j))
+            compared += key in seen
+            if not lineage or seen.setdefault(key, lineage) != lineage:
+                return False
+    assert compared, "no shard has two owners"
+    return True
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("seed", [3, 4, 7, 8])
+def test_two_that_took_each_other_for_dead_wrongly_wait_for_neither(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first round no deadline is known. Each has summed the other's shards by itself, and
+    waits with its own for the other's gradient."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4000)
+    monkeypatch.setattr(memory, "UNREACHABLE_AFTER_S", 0.0)  # as a router that says so
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.hub.partition("peer-1", "peer-3")
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await asyncio.sleep(20.0)
+        began_at = max(swarm.rounds())
+        swarm.hub.heal("peer-1", "peer-3")
+        await swarm.until(lambda: min(swarm.rounds()) > began_at + 3, HEALED_WITHIN_S)
+
+    in_virtual_time(scenario, spec, seed=seed, is_synthetic=True)

@@ -1,0 +1,31 @@
+"""The loss on held-out data is measured beside the training, and never holds it up; virtual time,
+memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarmnet.errors import Stale
+from swarmnet.swarm.messages import EVALUATE, InferRequest
+from swarmnet.swarm.pipeline.step import infer_through
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+
+def test_a_measurement_of_a_round_that_is_over_ends_at_once(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=6)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(3)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        wiring = swarm.members["peer-0"].peer.wiring
+        with pytest.raises(Stale):
+            await infer_through(wiring, InferRequest(0, EVALUATE, 1), swarm.data.held_out(0))
+        assert loop.time() - began < 1.0
+
+    in_virtual_time(scenario, spec)

@@ -1,0 +1,121 @@
+"""Machines that stop for seconds and go on: what they have done is in the update."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarmnet.simulation.clock import VirtualLoop
+from swarmnet.swarm.pipeline.feeder import RoundOfFeeder
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 30
+
+
+def _stalls(seed: int) -> Iterator[tuple[float, str, float]]:
+    """Pauses before a stall, who stalls, and for how long, seconds."""
+    rng = random.Random(seed)
+    while True:
+        yield rng.uniform(0.2, 2.0), f"peer-{rng.randrange(6)}", rng.uniform(0.5, 6.0)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+@pytest.mark.parametrize("seed", [0, 1, 10])
+def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed: int) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": mode})
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await swarm.until_round(1)
+        for pause_s, name, stall_s in _stalls(seed):
+            if min(swarm.rounds()) >= ROUNDS - 10:
+                break
+            await asyncio.sleep(pause_s)
+            swarm.hub.freeze(name)
+            await asyncio.sleep(stall_s)
+            swarm.hub.thaw(name)
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+        if mode == "zero":
+            trainer = replay(spec, swarm.counted, ROUNDS)
+            assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_machine_that_is_suspended_takes_nobody_for_dead(tmp_path: Path, seed: int) -> None:
+    """With all that run on it: their clocks jump, in the middle of everything."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        rng = random.Random(seed)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        swarm.start_grid(2, 3)
+        await swarm.until_round(1)
+        while min(swarm.rounds()) < ROUNDS - 10:
+            await asyncio.sleep(rng.uniform(1.0, 4.0))
+            loop.stand_still(rng.uniform(2.0, 20.0))
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
+    tmp_path: Path,
+) -> None:
+    """Who takes all feeders for dead for a moment feeds itself, and may do so when the first stage
+    has all that it needs, and waits for the norm of the second."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i, stage in enumerate((0, 1, 0, 1)):
+            swarm.start(f"peer-{i}", stage=stage)
+        await swarm.until_round(10)
+        struck = max(swarm.rounds()) + 1
+        loop = asyncio.get_running_loop()
+        launched: list[float] = []
+
+        def is_heard() -> bool:
+            return bool(launched) and loop.time() > launched[0] + 0.5
+
+        first = [swarm.members[name].peer.replica for name in ("peer-0", "peer-2")]
+        for name in ("peer-1", "peer-3"):  # they hear late that the round is over
+            rounds = swarm.members[name].peer.rounds
+            is_drained = rounds.is_drained
+            rounds.is_drained = (  # type: ignore[method-assign]
+                lambda r, ask=is_drained: (r != struck or is_heard()) and ask(r)  # type: ignore[misc]
+            )
+        feeder = swarm.members["peer-1"].peer.feeder
+        assert feeder is not None
+        is_feeder, may_launch = feeder._is_feeder, feeder._may_launch
+
+        def launches_one(mine: RoundOfFeeder) -> bool:
+            if mine.round != struck or launched:
+                return may_launch(mine)
+            launched.append(loop.time())
+            return True
+
+        def feeds() -> bool:
+            if all(r is not None and r.is_closed(struck) for r in first) and not launched:
+                return True
+            return is_feeder()
+
+        feeder._may_launch = launches_one  # type: ignore[method-assign]
+        feeder._is_feeder = feeds  # type: ignore[method-assign]
+        await swarm.until(lambda: bool(launched))
+        await swarm.until_round(struck + 2)
+        assert loop.time() - launched[0] < 3.0
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+        assert swarm.total("norm_missed") == 0
+
+    in_virtual_time(scenario, spec, is_synthetic=True)

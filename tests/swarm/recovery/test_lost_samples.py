@@ -1,0 +1,68 @@
+"""Samples that are counted and in no update are told, once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.simulation.network import FAST_LINK
+from swarmnet.swarm.recovery.lost_samples import Loss, LostSamples
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.one_replica import OneReplica
+
+ROUNDS = 20
+
+
+@pytest.mark.parametrize("sync", [{}, {"mode": "delayed"}, {"mode": "local", "local_steps": 4}])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_died_with_a_replica_is_told(
+    tmp_path: Path, sync: dict[str, object], is_killed: bool
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(6):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(6)
+        lost = 0
+        if is_killed:
+            victim = swarm.members["peer-5"].peer.replica
+            assert victim is not None
+            while not victim.ledger.committed(victim.round):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            lost = sum(e.num_samples for e in victim.ledger.committed(victim.round))
+            swarm.kill("peer-5")
+        await swarm.until_round(ROUNDS)
+        told = swarm.total("samples_lost")
+        own_steps = 4 if sync.get("mode") == "local" else 2
+        assert lost <= told <= own_steps * spec.pipeline.global_batch
+        assert (told > 0) == is_killed
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+@pytest.mark.parametrize(("their_round", "tells"), [(11, True), (15, False), (17, False)])
+def test_who_has_lost_touch_does_not_speak_for_the_stage(their_round: int, tells: bool) -> None:
+    """It will fetch the stage again, and close no books of what it missed; else the one with the
+    lowest id speaks."""
+
+    async def main() -> None:
+        pair = OneReplica()
+        now = asyncio.get_running_loop().time()
+        there = {"stage": 0, "state": ACTIVE}
+        pair.gossip.update(**there, round=17, active_from=0)
+        other = pair.join("a lower id", FAST_LINK, **there, round=their_round, active_from=11)
+        pair.gossip.view.merge(other.own, now)
+        books: list[Loss] = []
+        lost = LostSamples(pair.gossip, pair.replica, 16, books.append)
+        lost.averaged(15, 0)
+        lost.opened(15)
+        lost.opened(17)
+        assert [loss.round for loss in books] == ([15] if tells else [])
+        await pair.close()
+
+    run_virtual(main())

@@ -1,0 +1,456 @@
+"""All peers die at once and come back with their state folders, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from peer.counted import COUNTED_FILE, CountedMicrobatches, read_counted
+from swarmnet.protocol.membership.records import ACTIVE, JOINING
+from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
+from swarmnet.simulation.device import InlineWorker
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.ports import Snapshot
+from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.training.checkpoint import CheckpointError, CheckpointStore, read_metas
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 14
+EVERY = 3
+TOLERANCE = 1e-5
+
+
+def start(
+    swarm: Swarm,
+    folder: Path,
+    name: str,
+    store: CheckpointStore | None = None,
+    *,
+    begin_anew: bool = False,
+) -> Peer:
+    """A peer with a state folder, as a process that was started again would find it."""
+    state = folder / name
+    state.mkdir(exist_ok=True)
+    store = store or CheckpointStore(state, swarm.spec)
+    found = store.available()
+    disk = Disk(store, InlineWorker(), EVERY, found, store.unreadable)
+    peer = swarm.start(name, disk=disk, begin_anew=begin_anew)
+    assert peer.feeder is not None
+    on_record = CountedMicrobatches(
+        state / COUNTED_FILE, swarm.spec.run_id, lambda: peer.gossip.own.history
+    )
+    peer.feeder.on_commit, peer.on_history = on_record, on_record.renamed
+    return peer
+
+
+def kill_all(swarm: Swarm) -> None:
+    for name in list(swarm.members):
+        swarm.kill(name)
+
+
+def counted(folder: Path) -> dict[int, list[int]]:
+    return read_counted(sorted(folder.glob(f"*/{COUNTED_FILE}")))
+
+
+def newest_whole_round(folder: Path, num_stages: int) -> int:
+    """By what lies on the disks."""
+    rounds: dict[int, dict[int, set[int]]] = {}
+    shards: dict[int, int] = {}
+    for path in folder.glob("*/checkpoints/*"):
+        for meta in read_metas(path):
+            rounds.setdefault(meta.round, {}).setdefault(meta.stage, set()).update(meta.steps)
+            shards[meta.stage] = meta.num_shards
+    return max(
+        r
+        for r, stages in rounds.items()
+        if len(stages) == num_stages and all(len(stages[k]) == shards[k] for k in stages)
+    )
+
+
+async def first_rounds(swarm: Swarm, count: int) -> list[int]:
+    """The round in which each of `count` peers becomes active."""
+    seen: dict[str, int] = {}
+
+    def all_seen() -> bool:
+        for name, member in swarm.members.items():
+            own = member.peer.gossip.own
+            if own.state == ACTIVE:
+                seen.setdefault(name, own.round)
+        return len(seen) == count
+
+    await swarm.until(all_seen)
+    return sorted(seen.values())
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 8))]
+)
+def test_a_run_goes_on_from_its_newest_whole_round(tmp_path: Path, seed: int) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, global_batch=32)
+    rng = random.Random(seed)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        names = [f"peer-{i}" for i in range(4)]
+        for name in names:
+            start(swarm, folder, name)
+        await swarm.until_round(rng.randrange(EVERY + 1, ROUNDS - 2))
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+        kill_all(swarm)
+        whole = newest_whole_round(folder, 2)
+        assert whole >= EVERY
+        rng.shuffle(names)
+        for name in names:
+            start(swarm, folder, name)
+            await asyncio.sleep(rng.uniform(0.0, 0.8 * SETTLE_S))
+        assert (await first_rounds(swarm, 4))[0] == whole
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("shard_reset") == 0, "moments of the optimizer were lost"
+        again = counted(folder)
+        assert sorted(again) == list(range(ROUNDS))
+        assert all(len(ids) >= 8 for ids in again.values()), "a round counted too little"
+        everything = [i for ids in again.values() for i in ids]
+        assert len(set(everything)) == len(everything), "a feeder repeated itself"
+        trainer = replay(spec, again, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec, seed=seed)
+
+
+@pytest.mark.parametrize("slow_s", [2.0, 9.0])
+def test_disks_of_different_speed_have_a_round_in_common(tmp_path: Path, slow_s: float) -> None:
+    """A round takes half a second, writing one of its beginnings up to eighteen rounds."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=400, global_batch=16)
+    delays = {"peer-0": slow_s, "peer-1": 0.0, "peer-2": slow_s / 3}
+
+    async def scenario(swarm: Swarm) -> None:
+        def begin(name: str, stage: int | None = None) -> None:
+            store = CheckpointStore(tmp_path / name, spec, every=EVERY)
+            disk = Disk(store, InlineWorker(delays[name]), EVERY, store.available())
+            swarm.start(name, stage=stage, disk=disk)
+
+        for i, name in enumerate(delays):
+            begin(name, i % 2)
+        first = 2 * STRIDES[-1] * EVERY
+        behind = []
+        for r in range(first, first + 50):
+            await swarm.until_round(r)
+            behind.append(max(swarm.rounds()) - newest_whole_round(tmp_path, 2))
+        assert max(behind) <= 2 * STRIDES[-1] * EVERY + 2
+        kept = [len(CheckpointStore(tmp_path / name, spec).available()) for name in delays]
+        assert max(kept) <= 2 + len(STRIDES)
+        kill_all(swarm)
+        whole = newest_whole_round(tmp_path, 2)
+        await asyncio.sleep(1.0)
+        for name in delays:
+            begin(name)
+        assert (await first_rounds(swarm, len(delays)))[0] == whole
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_run_dies_twice_and_histories_are_not_mixed(tmp_path: Path) -> None:
+    """The second life begins at an older round, without the peers that were furthest; when those
+    come back for the third, their checkpoints are of a history that did not happen."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(2 * EVERY + 1)
+        await asyncio.sleep(0.2)
+        kill_all(swarm)
+        for i in range(4):  # in round 6 only peers 0 and 1 saved
+            if i >= 2:
+                shutil.rmtree(CheckpointStore(folder / f"peer-{i}", spec).path(6))
+        (folder / "peer-0").rename(folder / "absent")
+        for i in range(1, 4):
+            start(swarm, folder, f"peer-{i}")
+        assert (await first_rounds(swarm, 3))[0] in (EVERY, 2 * EVERY)
+        await swarm.until_round(3 * EVERY + 1)
+        await asyncio.sleep(0.2)
+        kill_all(swarm)
+        (folder / "absent").rename(folder / "peer-0")
+        for i in range(4):
+            start(swarm, folder, f"peer-{i}")
+        assert (await first_rounds(swarm, 4))[0] == 3 * EVERY
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_one_peer_that_comes_back_joins_the_others(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        stage = swarm.members["peer-3"].peer.gossip.own.stage
+        swarm.kill("peer-3")
+        await swarm.until_round(EVERY + 4)
+        peer = start(swarm, folder, "peer-3")
+        await swarm.until(lambda: peer.gossip.own.state == ACTIVE)
+        assert peer.gossip.own.stage == stage, "it serves another stage than before"
+        assert peer.gossip.own.round > EVERY + 3
+        await swarm.until_round(ROUNDS)
+        swarm.parameters()  # asserts that the replicas are equal
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_stage_that_died_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """The other stage lives and waits."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(2 * EVERY + 1)
+        await asyncio.sleep(0.1)
+        dead = [n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1]
+        for name in dead:
+            swarm.kill(name)
+        await asyncio.sleep(1.0)
+        peers = [start(swarm, folder, name) for name in dead]
+        await swarm.until(lambda: all(p.gossip.own.state == ACTIVE for p in peers))
+        assert all(p.gossip.own.stage == 1 for p in peers)
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        # One to three updates of one stage were lost; a stage from scratch is at distance 1.
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 0.1
+
+    in_virtual_time(scenario, spec)
+
+
+def saved_aside(folder: Path) -> list[Path]:
+    return sorted(folder.glob("aside-*"))
+
+
+def spoil(folder: Path) -> None:
+    """No meta.json in it can be read any more."""
+    for path in folder.glob("peer-*/checkpoints/*/round-*/meta.json"):
+        path.write_text("{")
+
+
+@pytest.fixture
+def half_gone(tmp_path: Path) -> tuple[RunSpec, Path, Callable[[Swarm], Awaitable[None]]]:
+    """A run of four peers that was killed, and has no checkpoint of stage 1 left but aside."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def run(swarm: Swarm) -> None:
+        for i in range(4):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        kill_all(swarm)
+        for path in folder.glob("*/checkpoints/*"):
+            if any(meta.stage == 1 for meta in read_metas(path)):
+                path.rename(tmp_path / f"aside-{path.parent.parent.name}-{path.name}")
+
+    return spec, folder, run
+
+
+HalfGone = tuple[RunSpec, Path, Callable[[Swarm], Awaitable[None]]]
+
+
+def test_who_alone_has_a_stage_is_waited_for_as_long_as_it_takes(
+    half_gone: HalfGone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, folder, run = half_gone
+
+    async def scenario(swarm: Swarm) -> None:
+        await run(swarm)
+        aside = saved_aside(tmp_path)
+        _, holder, run_folder = aside[0].name.rsplit("-", 2)
+        holder = f"peer-{holder}"
+        with caplog.at_level(logging.WARNING, logger="swarmnet"):
+            for i in range(4):
+                if f"peer-{i}" != holder:
+                    start(swarm, folder, f"peer-{i}")
+            await asyncio.sleep(20 * RESTORE_PATIENCE_S)
+        assert all(m.peer.gossip.own.state == JOINING for m in swarm.members.values())
+        said = [r.message for r in caplog.records if "lacks stage 1" in r.message]
+        assert any("--begin-anew" in line for line in said), said
+        assert len(said) < 3 * 40, "it is said again and again"
+        (folder / holder / "checkpoints").mkdir(exist_ok=True)
+        aside[0].rename(folder / holder / "checkpoints" / run_folder)
+        start(swarm, folder, holder)
+        assert (await first_rounds(swarm, 4))[0] == EVERY
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_one_peer_is_told_to_begin_anew_and_the_others_follow(
+    half_gone: HalfGone, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, folder, run = half_gone
+
+    async def scenario(swarm: Swarm) -> None:
+        await run(swarm)
+        with caplog.at_level(logging.WARNING, logger="swarmnet"):
+            for i in range(3):
+                start(swarm, folder, f"peer-{i}")
+            await asyncio.sleep(2 * RESTORE_PATIENCE_S)
+            start(swarm, folder, "peer-3", begin_anew=True)
+            assert (await first_rounds(swarm, 4))[0] == 0
+        lines = [r.message for r in caplog.records]
+        assert any(f"has a checkpoint of round {EVERY} that is not part" in line for line in lines)
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_who_cannot_read_what_it_saved_does_not_begin_anew_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path, "peer-0")
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        kill_all(swarm)
+        spoil(tmp_path)
+        with caplog.at_level(logging.WARNING, logger="swarmnet"):
+            start(swarm, tmp_path, "peer-0")
+            await asyncio.sleep(2 * RESTORE_PATIENCE_S)
+        assert swarm.members["peer-0"].peer.gossip.own.state == JOINING
+        assert any("cannot be read" in r.message for r in caplog.records)
+        swarm.kill("peer-0")
+        start(swarm, tmp_path, "peer-0", begin_anew=True)
+        assert (await first_rounds(swarm, 1))[0] == 0
+
+    in_virtual_time(scenario, spec)
+
+
+def test_missing_moments_begin_again_and_are_told(tmp_path: Path) -> None:
+    """Of each stage one peer came back, and the shards of the round were spread over three."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(6):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(2 * EVERY + 1)
+        await asyncio.sleep(0.1)
+        stages = {n: m.peer.gossip.own.stage for n, m in swarm.members.items()}
+        kill_all(swarm)
+        for path in folder.glob("*/checkpoints/*/round-00000003"):
+            shutil.rmtree(path)
+        for stage in range(2):
+            start(swarm, folder, next(n for n in stages if stages[n] == stage))
+        assert (await first_rounds(swarm, 2))[0] == 2 * EVERY
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("shard_reset") > 0
+        swarm.parameters()
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_fresh_run_begins_at_once(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        peer = start(swarm, tmp_path, "peer-0")
+        await swarm.until(lambda: peer.gossip.own.state == ACTIVE, limit_s=1.0)
+
+    in_virtual_time(scenario, spec)
+
+
+class FullDisk(CheckpointStore):
+    """Nothing fits any more."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        raise CheckpointError(f"{self.folder}: No space left on device")
+
+
+def test_a_full_disk_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            start(swarm, tmp_path, f"peer-{i}", FullDisk(tmp_path / f"peer-{i}", spec))
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("checkpoints") == 0
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    with caplog.at_level(logging.WARNING, logger="swarmnet"):
+        in_virtual_time(scenario, spec)
+    lines = [r.message for r in caplog.records if "No space left" in r.message]
+    assert 2 <= len(lines) <= 2 * (ROUNDS // EVERY + 1)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """It looks whole and is not: found when it is loaded, and the round before is taken."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(2 * EVERY + 1)
+        await asyncio.sleep(0.1)
+        kill_all(swarm)
+        path = CheckpointStore(folder / "peer-1", spec).path(6) / "stage.safetensors"
+        spoiled = bytearray(path.read_bytes())
+        spoiled[-5] ^= 1
+        path.write_bytes(spoiled)
+        for i in range(2):
+            start(swarm, folder, f"peer-{i}")
+        assert (await first_rounds(swarm, 2))[0] == EVERY
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_peer_that_leaves_saves_where_it_is(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            start(swarm, tmp_path, f"peer-{i}")
+        await swarm.until_round(EVERY + 2)
+        member = swarm.members["peer-2"]
+        member.peer.stop()
+        await swarm.until(lambda: member.life.done(), limit_s=30)
+        del swarm.members["peer-2"]
+        newest = CheckpointStore(tmp_path / "peer-2", spec).available()[-1]
+        assert newest.round >= EVERY + 2
+        await swarm.until_round(ROUNDS)
+        last = [s.round for s in CheckpointStore(tmp_path / "peer-0", spec).available()]
+        assert last[-1] == ROUNDS, "the end of the run was not saved"
+
+    in_virtual_time(scenario, spec)

@@ -1,0 +1,190 @@
+"""Downloading a stage: from several donors, a few shards of each at a time, each one checked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.errors import Busy, Unreachable
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.simulation.device import InlineWorker
+from swarmnet.swarm.messages import FetchRequest
+from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+NUM_DONORS = 3
+STAGE = 1
+SLOW = 0.05
+"""Speed of machines with which a round takes a minute."""
+
+
+def donors_of(swarm: Swarm, speed: float = 1.0) -> list[Peer]:
+    """One peer of stage 0, and several of stage 1."""
+    swarm.start("first", stage=0, speed=speed)
+    return [swarm.start(f"donor-{i}", stage=STAGE, speed=speed) for i in range(NUM_DONORS)]
+
+
+async def joined(swarm: Swarm, name: str = "joiner", limit_s: float = 300.0) -> Peer:
+    peer = swarm.start(name, stage=STAGE, feeds=False)
+    await swarm.until(lambda: peer.gossip.own.state == ACTIVE, limit_s)
+    return peer
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """Counts the shards that arrived whole, by donor and shard."""
+    got: Counter[tuple[str, int]] = Counter()
+    ask = StateSync.ask
+
+    async def counting(self: StateSync, donor: Record, round_index: int, j: int) -> Array:
+        values = await ask(self, donor, round_index, j)
+        got[donor.peer_id, j] += 1
+        return values
+
+    monkeypatch.setattr(StateSync, "ask", counting)
+    return got
+
+
+def test_a_newcomer_downloads_from_several_donors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=3, sync={"shard_parameters": 512})
+    got = watch(monkeypatch)
+
+    async def scenario(swarm: Swarm) -> None:
+        donors_of(swarm)
+        await swarm.until_round(1)
+        got.clear()
+        peer = await joined(swarm)
+        assert peer.replica is not None
+        assert peer.replica.num_shards >= 20
+        by_donor = Counter(donor for donor, _ in got.elements())
+        assert len(by_donor) == NUM_DONORS
+        assert max(by_donor.values()) < 0.7 * by_donor.total(), by_donor
+
+    in_virtual_time(scenario, spec)
+
+
+class CountingWorker(InlineWorker):
+    """How many calls are under way at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.now = self.most = 0
+
+    async def run(self, work: Any) -> Any:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().run(work)
+        finally:
+            self.now -= 1
+
+
+def test_a_donor_serves_a_few_at_a_time_and_says_busy_to_the_rest(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=3, global_batch=200)
+
+    async def scenario(swarm: Swarm) -> None:
+        donor = donors_of(swarm, SLOW)[0]
+        await swarm.until_round(1)
+        await asyncio.sleep(2.0)  # the round is long: nothing else is done on the worker now
+        asking = swarm.hub.transport("asking")
+        asking.set_run(spec.run_id)
+        replica = donor.replica
+        assert replica is not None
+        replica.worker = slow = CountingWorker()
+        request = FetchRequest(replica.round, STAGE, 0)
+        answers = await asyncio.gather(
+            *(
+                asking.call("donor-0", "fetch_parameters", Message(request), timeout_s=60.0)
+                for _ in range(40)
+            ),
+            return_exceptions=True,
+        )
+        most = donor.limits.max_serving
+        assert slow.most == most
+        assert sum(isinstance(a, Busy) for a in answers) >= 40 - 2 * most
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_shard_that_does_not_match_its_digest_is_taken_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=6, global_batch=32, sync={"shard_parameters": 512}
+    )
+    got = watch(monkeypatch)
+
+    async def scenario(swarm: Swarm) -> None:
+        donors = donors_of(swarm)
+        await swarm.until_round(1)
+        spoiled = [0]
+        for i in range(NUM_DONORS - 1):
+            spoil(swarm, f"donor-{i}", spoiled)
+        got.clear()
+        await joined(swarm)
+        assert spoiled[0] > 0
+        assert {donor for donor, _ in got} == {f"donor-{NUM_DONORS - 1}"}
+        await swarm.until_round(6)
+        assert donors[0].gossip.own.state == ACTIVE
+        trainer = replay(spec, swarm.counted, 6)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-5
+
+    in_virtual_time(scenario, spec)
+
+
+def spoil(swarm: Swarm, name: str, spoiled: list[int]) -> None:
+    """From now on this donor's shards are not what its record says: one number is another."""
+    transport = swarm.hub.transports[name]
+    honest = transport._handlers["fetch_parameters"]
+
+    async def on_fetch(request: Request) -> Message:
+        reply = await honest(request)
+        array = reply.arrays[0]
+        data = bytearray(array.data)
+        data[0] ^= 1
+        spoiled[0] += 1
+        return replace(reply, arrays=(Array(array.dtype, array.shape, bytes(data)),))
+
+    transport.handle("fetch_parameters", on_fetch)
+
+
+def test_a_download_that_is_begun_again_keeps_what_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One shard cannot be had for a while; the others are fetched once. (The round is long: in the
+    next one everything would be another.)"""
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=3, global_batch=200, sync={"shard_parameters": 512}
+    )
+    got = watch(monkeypatch)
+    ask = StateSync.ask
+    failures = [0]
+
+    async def failing(self: StateSync, donor: Record, round_index: int, j: int) -> Array:
+        if j == 4 and failures[0] < 50:
+            failures[0] += 1
+            raise Unreachable("the link is down")
+        return await ask(self, donor, round_index, j)
+
+    async def scenario(swarm: Swarm) -> None:
+        donors_of(swarm, SLOW)
+        await swarm.until_round(1)
+        await asyncio.sleep(1.0)
+        got.clear()
+        monkeypatch.setattr(StateSync, "ask", failing)
+        peer = await joined(swarm)
+        assert peer.gossip.own.round == 1, "the download took longer than the round"
+        assert failures[0] == 50
+        by_shard = Counter(j for _, j in got.elements())
+        assert set(by_shard.values()) == {1}, by_shard
+
+    in_virtual_time(scenario, spec)

@@ -1,0 +1,76 @@
+"""Contributors and primaries of an exchange whose views of each other differ."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarmnet.protocol.membership.records import ACTIVE
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+STRUCK = 3
+ROUNDS = 6
+APART_S = 20.0
+"""Of the network's time, that views differ: news take as long in large swarms."""
+
+
+def test_who_finds_no_primary_goes_on_looking_until_views_agree(tmp_path: Path) -> None:
+    """Two owners take each other for a shard's primary, and send everybody back and forth."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(STRUCK)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + APART_S
+        for name, other in (("peer-0", "peer-1"), ("peer-1", "peer-0"), ("peer-2", "peer-0")):
+            ownership = swarm.members[name].peer.averaging.ownership
+            primary = ownership.primary
+
+            def apart(r: int, j: int, other: str = other, primary=primary) -> str | None:  # type: ignore[no-untyped-def]
+                differs = r == STRUCK and j == 0 and loop.time() < end
+                return other if differs else primary(r, j)
+
+            ownership.primary = apart  # type: ignore[method-assign]
+        states = set()
+        while loop.time() < end + 5.0:
+            await asyncio.sleep(0.1)
+            states |= {m.peer.gossip.own.state for m in swarm.members.values()}
+        assert states == {ACTIVE}, "somebody gave up and fetched the stage again"
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
+    tmp_path: Path, mode: str
+) -> None:
+    """In mode `delayed` such an exchange is under way when they join."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=3 * ROUNDS, sync={"mode": mode})
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 2)
+        await swarm.until_round(STRUCK)
+        swarm.start("late")
+        ownership = swarm.members["peer-0"].peer.averaging.ownership
+        view = ownership.gossip.view
+
+        def is_active() -> bool:
+            record = view.get("late")
+            return record is not None and record.state == ACTIVE
+
+        await swarm.until(is_active)
+        joined = view.get("late")
+        assert joined is not None
+        waited_for = {
+            r: "late" in {c.peer_id for c in ownership.contributors(r)}
+            for r in (joined.round - 1, joined.round)
+        }
+        assert waited_for == {joined.round - 1: False, joined.round: True}
+
+    in_virtual_time(scenario, spec, is_synthetic=True)

@@ -1,0 +1,188 @@
+"""How long an exchange is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
+from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.membership.gossip import STALL_S
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.update.turns import LOOK_S
+from swarmnet.wire import Array
+
+ROUND_S, EXCHANGE_S = 1000.0, 200.0
+STAGE_BYTES = 40_000_000
+UPLOAD = 1e6
+SHARD = Array("uint8", (9_000_000,), bytes(9_000_000))
+"""Nine seconds of such an uplink."""
+
+
+def member(name: str, **said: Any) -> Record:
+    return Record(name, "run", 1, 1, state=ACTIVE, stage=0, **said)
+
+
+def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNamespace]:
+    """Of a replica that has just joined."""
+    replica = SimpleNamespace(
+        plan=SyncPlan(mode, 100),
+        current_exchange=7,
+        index=0,
+        stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
+        open_s=0.0,
+    )
+    gossip = SimpleNamespace(
+        view=SimpleNamespace(members=lambda stage, now: members),
+        own=SimpleNamespace(peer_id="newcomer"),
+        spread_s=2.0,
+    )
+    settings = RunSettings("run", 1, 64, 1, 100, 0.0, sync_mode=mode)
+    parts: Any = (gossip, settings, Limits(), replica, None)
+    return ExchangePace(*parts), replica
+
+
+def waits(mode: str, members: list[Record], open_s: float = 0.0) -> tuple[float, float, float]:
+    """For contributions, for the norm of all stages, for one shard."""
+
+    async def asked() -> tuple[float, float, float]:
+        pace, replica = pace_of(mode, members)
+        replica.open_s = open_s
+        found = pace.contributions_s()[1], pace.norm_s(), pace.call_s()
+        pace.close()
+        return found
+
+    return run(asked())
+
+
+def test_a_newcomer_goes_by_what_most_of_the_others_say() -> None:
+    others = [member(f"p{i}", last_open_s=ROUND_S, last_exchange_s=EXCHANGE_S) for i in range(3)]
+    boaster = member("boaster", last_open_s=1e9, last_exchange_s=1e9)
+    for known in (others, [*others, boaster]):
+        contributions_s, norm_s, call_s = waits(DELAYED, known, open_s=10.0)
+        assert EXCHANGE_S < contributions_s < ROUND_S
+        assert EXCHANGE_S < norm_s < ROUND_S
+        assert ROUND_S < call_s < 10 * ROUND_S
+
+
+def test_the_slowest_uplink_is_waited_for_and_not_longer_than_that() -> None:
+    limits = Limits()
+    fast, slow = member("fast", upload_bytes_per_s=1e9), member("slow", upload_bytes_per_s=5e5)
+    claims = member("claims", upload_bytes_per_s=1.0)
+    assert waits(ZERO, [fast])[0] < limits.reduce_wait_s
+    contributions_s, norm_s, _ = waits(ZERO, [fast, slow])
+    assert STAGE_BYTES / 5e5 < contributions_s < 10 * STAGE_BYTES / 5e5
+    assert norm_s > STAGE_BYTES / 5e5
+    assert waits(ZERO, [fast, claims])[0] <= LONGEST_UPLOAD_S
+
+
+def test_norms_are_waited_for_as_long_as_an_update_may_wait_for_who_has_stalled() -> None:
+    slow = member("slow", upload_bytes_per_s=5e5)
+    for mode, known in [(ZERO, []), (ZERO, [slow]), (DELAYED, [slow])]:
+        contributions_s, norm_s, _ = waits(mode, known)
+        assert norm_s > contributions_s + 2 * STALL_S
+
+
+def test_where_nothing_is_known_who_is_slow_is_not_taken_for_stuck() -> None:
+    assert waits(ZERO, [])[0] == Limits().reduce_wait_s
+
+
+def test_a_whole_round_that_was_seen_counts_however_short_the_others_are() -> None:
+    norm_s = waits(DELAYED, [member("p", last_open_s=100.0)], open_s=ROUND_S)[1]
+    assert norm_s > 0.5 * ROUND_S
+
+
+def test_what_one_that_had_nobody_to_exchange_with_says_is_no_measure() -> None:
+    for first_s in (0.001, EXCHANGE_S):
+        alone = member("first", last_open_s=ROUND_S, last_exchange_s=first_s)
+        assert waits(DELAYED, [alone])[0] > ROUND_S / 2  # the exchange runs beside a round
+    quick = [member(f"p{i}", last_open_s=ROUND_S, last_exchange_s=0.001) for i in range(2)]
+    assert waits(DELAYED, quick)[0] < 10.0
+
+
+def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
+    async def asked() -> None:
+        pace, _ = pace_of(ZERO, [])
+        pace.took(0.001, is_usual=False)
+        assert pace.last_s == 0.001
+        assert pace.contributions_s()[1] == Limits().reduce_wait_s
+        pace.took(0.001)
+        assert pace.contributions_s()[1] < 10.0
+        pace.close()
+
+    run(asked())
+
+
+def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
+    """Of a replica in an open round, of which nobody knows yet when it will be fed."""
+    pace, replica = pace_of(mode, [])
+    replica.round, replica.began_at, replica.num_shards = round_index, 0.0, 1
+    replica.is_fed = lambda r, *known: r < replica.round
+    gossip: Any = pace._gossip
+    gossip.own.upload_bytes_per_s = UPLOAD
+    gossip.view.launched_at_most = lambda r: 0
+    pace._ownership = SimpleNamespace(  # type: ignore[assignment]
+        placement=lambda exchange: SimpleNamespace(owned_by=lambda peer_id: [0])
+    )
+    return pace, replica
+
+
+def turn_s(mode: str, round_index: int, exchange: int, *, is_result: bool = True) -> float:
+    """How long one message has the uplink."""
+
+    async def asked() -> float:
+        pace, _ = beside(mode, round_index)
+        for _ in range(2):
+            await pace.turn(SHARD, exchange, is_result=is_result)
+        took_s = asyncio.get_running_loop().time()
+        pace.close()
+        return took_s
+
+    return run(asked())
+
+
+def test_results_that_others_wait_for_in_a_round_that_has_begun_are_urgent() -> None:
+    """The results of exchange 7 are what round 9 begins with: who has them is in it already."""
+    alone_s = SHARD.num_bytes / UPLOAD
+    at_leisure, urgent = (pytest.approx(alone_s / x) for x in (BULK_SHARE, URGENT_SHARE))
+    assert turn_s(DELAYED, 8, 7) == at_leisure
+    assert turn_s(DELAYED, 9, 7) == urgent
+    assert turn_s(DELAYED, 9, 8) == at_leisure
+    assert turn_s(DELAYED, 9, 7, is_result=False) == at_leisure
+    for mode in (ZERO, LOCAL):
+        assert turn_s(mode, 7, 7) == turn_s(mode, 9, 7) == 0.0
+
+
+def test_results_that_have_their_turn_when_the_next_round_begins_are_urgent_from_then_on() -> None:
+    async def asked() -> None:
+        pace, replica = beside(DELAYED, 8)
+        loop = asyncio.get_running_loop()
+        await pace.turn(SHARD, 7, is_result=True)
+        waiting = loop.create_task(pace.turn(SHARD, 7, is_result=True))
+        await asyncio.sleep(2 * LOOK_S)
+        replica.round = 9
+        await waiting
+        sent = 2 * LOOK_S * BULK_SHARE * UPLOAD
+        rest_s = (SHARD.num_bytes - sent) / (URGENT_SHARE * UPLOAD)
+        assert loop.time() == pytest.approx(2 * LOOK_S + rest_s, abs=LOOK_S)
+        pace.close()
+
+    run(asked())
+
+
+def test_an_exchange_takes_no_negative_time() -> None:
+    """The clock that leaves out stalls of one's own may go back a little."""
+
+    async def asked() -> None:
+        pace, _ = pace_of(DELAYED, [])
+        pace.took(-0.5)
+        assert pace.last_s == 0.0
+        pace.close()
+
+    run(asked())

@@ -1,0 +1,282 @@
+"""The gradient norm over all stages, and the death of who sums it up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarmnet.errors import NotReady, Unreachable
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.condition import News
+from swarmnet.swarm.messages import StageNormRequest
+from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.update.norms import KEPT_ROUNDS, Norms
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+WAIT_S = 60.0
+ROUND = 3
+SUMS = {0: 1.0, 1: 2.0, 2: 4.0}
+
+
+class Net:
+    """Norms of peers that call each other at once."""
+
+    def __init__(self, names: str, num_stages: int = 1) -> None:
+        self.live = list(names)
+        self.live_of_others: list[str] = []
+        self.handlers: dict[tuple[str, str], Any] = {}
+        self.missed: list[str] = []
+        self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
+        self.norms = {name: self._norms(name, num_stages) for name in names}
+
+    def _norms(self, name: str, num_stages: int, stage: int = 0) -> Norms:
+        async def call(peer_id: str, method: str, message: Message, timeout_s: float) -> Message:
+            if peer_id not in (*self.live, *self.live_of_others):
+                raise Unreachable("dead")
+            request: Any = SimpleNamespace(remote=name, message=message)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply: Message = await self.handlers[peer_id, method](request)
+            except TimeoutError:
+                raise Unreachable("no answer") from None
+            return reply
+
+        def handle(method: str, handler: Any) -> None:
+            self.handlers[name, method] = handler
+
+        def check_run(request: Request) -> None: ...
+
+        transport: Any = SimpleNamespace(call=call, handle=handle)
+        gossip: Any = SimpleNamespace(
+            own=SimpleNamespace(peer_id=name),
+            view=SimpleNamespace(get=self.records.get),
+            news=News(),
+            awake_s=lambda: asyncio.get_running_loop().time(),
+            check_run=check_run,
+            add_total=lambda total: self.missed.append(name),
+        )
+        return Norms(
+            transport,
+            gossip,
+            stage,
+            num_stages,
+            len(SUMS),
+            lambda of: self.live if of == 0 else self.live_of_others,
+            lambda: WAIT_S,
+            lambda: ROUND,
+        )
+
+    async def close(self) -> None:
+        for norms in self.norms.values():
+            await norms.close()
+
+
+def test_everybody_gets_the_sum_over_all_shards() -> None:
+    async def scenario() -> None:
+        net = Net("abc")
+        totals = await asyncio.gather(
+            *(net.norms[name].add(3, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        assert totals == [7.0, 7.0, 7.0]
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_the_total_outlives_the_root_that_told_it_to_some() -> None:
+    """The new root, and the one after it, never hear the sums of those that have it already."""
+
+    async def scenario() -> None:
+        net = Net("adebc")
+        loop = asyncio.get_running_loop()
+        totals = await asyncio.gather(
+            *(net.norms[name].add(3, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        net.live.remove("a")
+        began = loop.time()
+        again = await net.norms["d"].add(3, 0, 0.5)  # a's shard, summed anew without a's part
+        assert again == totals[1], "every shard is clipped by one norm"
+        assert loop.time() - began < WAIT_S / 4
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_the_total_outlives_all_of_its_stage_that_had_it() -> None:
+    """The root of another stage has it too: by the word of its own, who are asked as well."""
+
+    async def scenario() -> None:
+        net = Net("ab", num_stages=2)
+        net.norms["o"] = net._norms("o", 2, stage=1)
+        net.live_of_others.append("o")
+        net.records["o"] = SimpleNamespace(stage=1)
+        net.norms["o"].heard(ROUND, 17.0)
+        net.live.remove("a")  # it had stage 0's sum, and all the shards' but one
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await net.norms["b"].add(ROUND, 0, 0.5) == 17.0
+        assert loop.time() - began < WAIT_S / 4
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_who_is_told_the_total_with_a_result_takes_it_when_no_root_answers() -> None:
+    async def scenario() -> None:
+        net = Net("ab")
+        adding = [asyncio.create_task(net.norms[n].add(ROUND, 0, 1.0)) for n in "ab"]
+        await asyncio.sleep(1.0)
+        net.norms["a"].heard(ROUND, 7.0)
+        net.norms["a"].heard(ROUND, 9.0)
+        assert net.norms["a"].known(ROUND) == 7.0, "the first word holds"
+        net.norms["a"].heard(ROUND + KEPT_ROUNDS + 1, 9.0)
+        assert net.norms["a"].known(ROUND + KEPT_ROUNDS + 1) is None, "no such round is near"
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await asyncio.gather(*adding) == [7.0, 7.0]
+        assert loop.time() - began < WAIT_S / 4
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_what_is_told_with_a_result_does_not_outdo_the_root() -> None:
+    """One primary that lies would else scale down every shard that it does not own."""
+
+    async def scenario() -> None:
+        net = Net("abc")
+        net.norms["a"].heard(ROUND, 1e30)
+        net.norms["b"].heard(ROUND, 1e30)
+        totals = await asyncio.gather(
+            *(net.norms[name].add(ROUND, j, SUMS[j]) for j, name in enumerate("abc"))
+        )
+        assert totals == [7.0, 7.0, 7.0]
+        assert net.norms["a"].known(ROUND) == 7.0
+        await net.close()
+
+    run(scenario())
+
+
+def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
+    """Of three replicas one is primary of the only shard; the others never ask for its norm."""
+    spec = tiny_spec(tmp_path, num_stages=1, sync={"shard_parameters": 2**20, "replication": 2})
+
+    after_backup: list[float | None] = []
+
+    def note(peer: Peer) -> None:
+        async def back_up(request: Request) -> Message:
+            reply = await peer.averaging._on_mirror(request)
+            after_backup.append(peer.averaging.norms.known(request.message.body["round"]))
+            return reply
+
+        peer.transport.handle("mirror", back_up)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(1)
+        peers = [member.peer for member in swarm.members.values()]
+        for peer in peers:
+            note(peer)
+        await swarm.until_round(4)
+        replica = peers[0].replica
+        assert replica is not None
+        assert replica.num_shards == 1
+        norms = {peer.averaging.norms.known(3) for peer in peers}
+        assert len(norms) == 1, "all know the same"
+        assert norms != {None}
+        assert sum(bool(peer.averaging.norms._totals) for peer in peers) == 1, "one was primary"
+        assert after_backup
+        assert None not in after_backup
+
+    in_virtual_time(scenario, spec)
+
+
+def test_where_nobody_has_it_yet_the_new_root_sums_up() -> None:
+    async def scenario() -> None:
+        net = Net("abcd")
+        first = [
+            asyncio.create_task(net.norms[n].add(3, j, SUMS[j])) for n, j in (("b", 1), ("c", 2))
+        ]
+        await asyncio.sleep(1.0)
+        net.live.remove("a")
+        totals = await asyncio.gather(*first, net.norms["d"].add(3, 0, 0.5))
+        assert totals == [6.5, 6.5, 6.5]
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_who_does_not_know_says_so_at_once() -> None:
+    async def scenario() -> None:
+        net = Net("ab")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert await net.norms["a"]._from_others(3, 0) is None
+        assert loop.time() - began < 1.0
+        await net.close()
+
+    run(scenario())
+
+
+def test_what_does_not_hold_is_not_told() -> None:
+    async def scenario() -> None:
+        net = Net("ab")
+        adding = [net.norms["a"].add(3, j, SUMS[j]) for j in SUMS]
+        assert await asyncio.gather(*adding) == [7.0] * 3
+        net.norms["a"].forget()
+        assert await net.norms["b"]._from_others(3, 0) is None
+        await net.close()
+
+    run(scenario())
+
+
+def test_only_replicas_of_a_stage_say_its_norm() -> None:
+    """Whoever is believed first would be clipped by."""
+
+    async def scenario() -> None:
+        net = Net("a", num_stages=2)
+        for liar in ("stranger", "a"):
+            with pytest.raises(NotReady, match="not known here"):
+                await _say(net, liar, ROUND, 1e30)
+        heard = asyncio.create_task(_say(net, "other", ROUND, 10.0))
+        totals = await asyncio.gather(*(net.norms["a"].add(ROUND, j, SUMS[j]) for j in SUMS))
+        assert totals == [17.0] * 3
+        assert (await heard).body.sum == 7.0
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_nobody_fills_the_books_with_rounds_that_are_far_away() -> None:
+    async def scenario() -> None:
+        net = Net("a", num_stages=2)
+        for r in (ROUND + KEPT_ROUNDS + 1, 2**40):
+            with pytest.raises(NotReady, match="too far ahead"):
+                await _say(net, "other", r, 1.0)
+        heard = asyncio.create_task(_say(net, "other", ROUND, 10.0))
+        totals = await asyncio.gather(*(net.norms["a"].add(ROUND, j, SUMS[j]) for j in SUMS))
+        assert totals == [17.0] * 3
+        await heard
+        await net.close()
+
+    run(scenario())
+
+
+async def _say(net: Net, caller: str, round_index: int, squares: float) -> Message:
+    """What `caller` hears when it tells "a" the norm of stage 1."""
+    body = StageNormRequest(round_index, 1, squares)
+    request: Any = SimpleNamespace(remote=caller, message=Message(body))
+    reply: Message = await net.handlers["a", "stage_norm"](request)
+    return reply

@@ -1,0 +1,231 @@
+"""The sync modes while peers come and go."""
+
+from __future__ import annotations
+
+import logging
+import random
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.simulation.network import Link
+from swarmnet.simulation.scenario import Scenario
+from swarmnet.simulation.stage import Sizes
+from swarmnet.simulation.swarm import simulate
+from swarmnet.swarm.messages import ReduceRequest
+from swarmnet.swarm.update.exchange_pace import ExchangePace
+from swarmnet.training.arrays import to_tensor
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+ROUNDS = 24
+MODES: list[dict[str, Any]] = [
+    {"mode": "delayed"},
+    {"mode": "local", "local_steps": 5},
+    {"mode": "local", "local_steps": 6, "fragments": 3},
+]
+WARMED: list[dict[str, Any]] = [
+    {"mode": "delayed", "warmup_rounds": 9},
+    {"mode": "local", "local_steps": 6, "fragments": 3, "warmup_rounds": 7},
+]
+GOSSIP: dict[str, Any] = {"mode": "gossip", "local_steps": 4, "warmup_rounds": 6}
+
+
+@pytest.mark.parametrize(
+    "sync", [*MODES, *WARMED], ids=lambda sync: "-".join(map(str, sync.values()))
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_replicas_end_as_one_though_peers_are_replaced(
+    tmp_path: Path, sync: dict[str, Any], seed: int
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync)
+    rng = random.Random(f"{sync} {seed}")
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await replace_some(swarm, rng)
+        await swarm.until_round(ROUNDS)
+        parameters = swarm.parameters()  # asserts that replicas are bit-identical
+        assert all(torch.isfinite(p).all() for p in parameters.values())
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec, seed=seed)
+
+
+def test_gossip_goes_on_though_peers_are_replaced(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=GOSSIP)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await replace_some(swarm, random.Random("gossip"))
+        await swarm.until_round(ROUNDS)
+        flats: dict[int, list[torch.Tensor]] = {}
+        for name in swarm.members:
+            flats.setdefault(_stage(swarm, name), []).append(swarm.flat(name))
+        for replicas in flats.values():
+            mean = torch.stack(replicas).mean(0)
+            for flat in replicas:  # near each other, and nobody was left behind
+                assert (flat - mean).norm() < 0.1 * mean.norm()
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    "sync", [*MODES[:2], {"mode": "gossip", "local_steps": 4}], ids=lambda sync: sync["mode"]
+)
+def test_no_gradient_is_lost_when_a_peer_leaves_on_purpose(
+    tmp_path: Path, sync: dict[str, Any]
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=12, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+        leaver = swarm.members.pop("peer-1")
+        leaver.peer.stop()
+        await swarm.until(leaver.life.done)
+        leaver.life.result()
+        assert not leaver.peer.updates.is_owing
+        await swarm.until_round(12)
+        if sync["mode"] != "gossip":
+            swarm.parameters()
+        assert swarm.total("samples_lost") == swarm.total("shard_reset") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("up_bytes_per_s", "is_told"), [(1e5, True), (4e7, False)])
+def test_auto_says_when_the_network_is_too_slow_for_it(
+    caplog: pytest.LogCaptureFixture, up_bytes_per_s: float, is_told: bool
+) -> None:
+    scenario = Scenario(
+        seed=1,
+        peers=4,
+        until_s=120.0 if is_told else 12.0,
+        sizes=Sizes(num_shards=4, shard_parameters=20_000),
+        link=Link(up_bytes_per_s, 1e8, 0.01),
+        speed_ratio=1.0,
+        sync_mode="auto",
+        keep_log=False,
+    )
+    with caplog.at_level(logging.WARNING, logger="swarmnet.auto_sync"):
+        result = simulate(scenario)
+    assert result.broken is None
+    lines = [r.message for r in caplog.records if r.name == "swarmnet.auto_sync"]
+    assert len(lines) == is_told, "by one peer, once"
+    assert all("the run waits for its network" in line for line in lines)
+
+
+def test_what_waits_for_room_on_the_link_is_of_the_exchange_beside_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, what backups need, and results; so only what still waits when the next round
+    begins is late."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync={"mode": "delayed", "replication": 2})
+    turn = ExchangePace.turn
+    behind: dict[bool, set[int]] = {True: set(), False: set()}
+    """By whether it is a result: rounds from the exchange to the one that is open here."""
+
+    async def watched(
+        self: ExchangePace, array: Array | None, exchange: int, *, is_result: bool = False
+    ) -> None:
+        if array is not None and self._plan.is_delayed(self._current):
+            behind[is_result].add(self._replica.round - exchange)
+        await turn(self, array, exchange, is_result=is_result)
+
+    monkeypatch.setattr(ExchangePace, "turn", watched)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 3)
+        await swarm.until_round(3)
+        asker, giver = (swarm.members[f"peer-{i}"].peer for i in range(2))
+        here = giver.averaging
+
+        def given() -> list[int]:
+            """Shards whose results are here, and were made elsewhere."""
+            r, owned = here.current, here.ownership.placement(here.current).owned_by("peer-1")
+            return [j for of, j in sorted(here._results) if of == r and j not in owned]
+
+        await swarm.until(lambda: bool(given()))
+        for results in behind.values():
+            results.clear()
+        request = ReduceRequest(here.current, 0, (given()[0],), num_tokens=(0,))
+        await asker.transport.call("peer-1", "reduce", Message(request), timeout_s=10.0)
+        assert behind[True] == {1}, "of a result that is passed on"
+        await swarm.until_round(8)
+
+    in_virtual_time(scenario, spec)
+    assert behind == {True: {1}, False: {1}}
+
+
+async def replace_some(swarm: Swarm, rng: random.Random) -> None:
+    """Every six rounds a peer dies, never the last of its stage, and another comes."""
+    for n in range(3):
+        await swarm.until(lambda n=n: max(swarm.rounds()) >= 4 + 6 * n)  # type: ignore[misc]
+        covered = [s for s in (0, 1) if _num_replicas(swarm, s) > 1]
+        victims = [m for m in sorted(swarm.members) if _stage(swarm, m) in covered]
+        victim = rng.choice(victims)
+        stage = _stage(swarm, victim)
+        swarm.kill(victim)  # first: newcomers join through a peer that lives
+        swarm.start(f"newcomer-{n}", stage=stage)
+
+
+def _stage(swarm: Swarm, name: str) -> int:
+    return swarm.members[name].peer.gossip.own.stage
+
+
+def _num_replicas(swarm: Swarm, stage: int) -> int:
+    return sum(
+        m.peer.gossip.own.stage == stage and m.peer.gossip.own.is_replica
+        for m in swarm.members.values()
+    )
+
+
+@pytest.mark.parametrize("kind", ["not finite", "wrong shape", "three arrays", "nothing"])
+def test_an_offer_that_does_not_fit_is_as_none(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A partner in mode `gossip` that lies: the others go on without it, and stay finite."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=14, sync=GOSSIP)
+
+    def spoiled(array: Array) -> Array:
+        if kind == "wrong shape":
+            return Array(array.dtype, (1,), bytes(array.data)[:4])
+        data = bytearray(array.data)
+        data[:4] = struct.pack("<f", float("nan"))
+        return Array(array.dtype, array.shape, bytes(data))
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"good-{i}")
+        swarm.start("bad")
+        await swarm.until_round(1)
+        transport = swarm.hub.transports["bad"]
+        honest = transport._handlers["offer"]
+
+        async def on_offer(request: Request) -> Message:
+            reply = await honest(request)
+            arrays = tuple(map(spoiled, reply.arrays))
+            if kind in ("three arrays", "nothing"):
+                arrays = reply.arrays[:3] if kind == "three arrays" else ()
+            return replace(reply, arrays=arrays)
+
+        transport.handle("offer", on_offer)
+        await swarm.until_round(14)
+        for name in ("good-0", "good-1"):
+            replica = swarm.members[name].peer.replica
+            assert replica is not None
+            for j in range(replica.num_shards):
+                values = to_tensor(replica.stage.parameter_shard(j))
+                assert bool(values.isfinite().all()), name
+
+    with caplog.at_level(logging.WARNING, logger="swarmnet"):
+        in_virtual_time(scenario, spec)
+    assert any("offer is refused" in r.message for r in caplog.records)

@@ -1,0 +1,83 @@
+"""What an update costs on the wire, against its formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmnet.spec import RunSpec
+from swarmnet.training.memory.plan import sent_bytes
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+NUM_REPLICAS = 4
+FIRST, LAST = 5, 7
+"""Rounds that are measured: after every owner has its state."""
+
+
+@pytest.mark.parametrize("replication", [1, 2, 3])
+def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
+    """Of 2(N - 1)/N, the least an all-reduce can do, plus (R - 1)/N for the backups."""
+    values = tiny_spec(tmp_path, num_stages=1, rounds=9, num_layers=3).model_dump()
+    values["sync"]["replication"] = replication
+    values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
+    spec = RunSpec.model_validate(values)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+
+        def sent() -> int:
+            peers = [m.peer for m in swarm.members.values()]
+            return sum(sum(p.transport.traffic.sent_bytes.values()) for p in peers)
+
+        await swarm.until_round(FIRST)
+        before = sent()
+        await swarm.until_round(LAST)
+        vector_bytes = sum(4 * p.numel() for p in swarm.parameters().values())
+        measured = (sent() - before) / (LAST - FIRST) / NUM_REPLICAS / vector_bytes
+        formula = (2 * (NUM_REPLICAS - 1) + replication - 1) / NUM_REPLICAS
+        print(f"R = {replication}: {measured:.3f} gradients a peer and round, formula {formula}")
+        assert measured == pytest.approx(formula, rel=0.03)
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("num_replicas", [3, 4])
+@pytest.mark.parametrize("mode", ["delayed", "local", "gossip"])
+def test_bytes_of_a_round_in_the_other_modes(tmp_path: Path, mode: str, num_replicas: int) -> None:
+    """On average over two exchanges of everything; what `swarmnet plan` says."""
+    local_steps = 2
+    sync = {"mode": mode, "local_steps": local_steps}
+    values = tiny_spec(tmp_path, num_stages=1, rounds=12, num_layers=3, sync=sync).model_dump()
+    values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
+    spec = RunSpec.model_validate(values)
+    first, last = 4, 4 + 2 * local_steps
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(num_replicas):
+            swarm.start(f"peer-{i}")
+
+        def sent() -> int:
+            peers = [m.peer for m in swarm.members.values()]
+            return sum(sum(p.transport.traffic.sent_bytes.values()) for p in peers)
+
+        def is_quiet(round_index: int) -> bool:
+            """The round has begun, and no exchange runs beside it (any more)."""
+            if min(swarm.rounds()) < round_index:
+                return False
+            owing = [m.peer.updates.is_owing for m in swarm.members.values()]
+            return mode != "delayed" or not any(owing)
+
+        await swarm.until(lambda: is_quiet(first))
+        before = sent()
+        await swarm.until(lambda: is_quiet(last))
+        measured = (sent() - before) / (last - first) / num_replicas
+        num_parameters = swarm.flat("peer-0").numel()
+        formula = sent_bytes(num_parameters, num_replicas, 2, mode, local_steps)
+        print(
+            f"{mode}, N = {num_replicas}: {measured:,.0f} a peer and round, formula {formula:,.0f}"
+        )
+        assert measured == pytest.approx(formula, rel=0.03)
+
+    in_virtual_time(scenario, spec)

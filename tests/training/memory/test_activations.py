@@ -1,0 +1,155 @@
+"""Whatever is kept between the passes, the numbers are the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.errors import UserError
+from swarmnet.spec import RunSpec
+from swarmnet.training.computing import Computing
+from swarmnet.training.data import open_data
+from swarmnet.training.memory import offload
+from swarmnet.training.memory.device_copies import OnHost
+from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass
+from swarmnet.training.stage import TorchStage, build_stage
+from tests.training.flights import fly, gradient
+from tests.training.specs import small_spec, write_text
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    return small_spec(write_text(tmp_path), pipeline={"num_stages": 3, "microbatch": 4})
+
+
+@pytest.fixture(autouse=True)
+def _everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+
+
+def stages(spec: RunSpec, computing: Computing) -> list[TorchStage]:
+    return [build_stage(spec, i, computing=computing) for i in range(spec.pipeline.num_stages)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("activations", ["blocks", "recompute", "offload"])
+def test_every_policy_gives_the_same_bits(
+    spec: RunSpec, tmp_path: Path, activations: Any, precision: Any
+) -> None:
+    data = open_data(spec)
+    keep = stages(spec, Computing(precision))
+    other = stages(spec, Computing(precision, activations, folder=str(tmp_path / "a")))
+    for i in range(3):
+        a, b = (fly(row, (0, i), *data.microbatch(i)) for row in (keep, other))
+        assert a.loss_sum == b.loss_sum
+    for index in (1, 0):
+        for ours, theirs in zip(other, keep, strict=True):
+            assert torch.equal(gradient(ours), gradient(theirs))
+            ours.retract((0, index))
+            theirs.retract((0, index))
+
+
+def held_bytes(stage: TorchStage, pass_: Callable[[], Any]) -> int:
+    """What the graph of a pass keeps in memory, beside parameters; each storage once."""
+    found: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in stage._spared:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        pass_()
+    return sum(found.values())
+
+
+def test_blocks_keep_one_tensor_a_layer(spec: RunSpec) -> None:
+    inputs = open_data(spec).microbatch(0)[0]
+    for activations, keeps_graph in (("keep", True), ("blocks", False)):
+        stage = build_stage(spec, 0, computing=Computing("fp32", activations))  # type: ignore[arg-type]
+        held = held_bytes(stage, lambda stage=stage: stage.forward((0, 0), inputs))  # type: ignore[misc]
+        border = 4 * 4 * 16 * 32
+        num_layers = len(stage._modules)
+        assert (held > 4 * num_layers * border) == keeps_graph
+
+
+def test_offloaded_tensors_leave_memory_and_their_file_ends_with_the_pass(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    stage = build_stage(
+        spec, 0, computing=Computing("fp32", "offload", folder=str(tmp_path / "deep" / "a"))
+    )
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(3):
+        stage.forward((0, i), open_data(spec).microbatch(i)[0])
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    assert os.listdir(tmp_path / "deep" / "a") == []
+    for i in range(3):
+        stage.forget((0, i))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="activations cannot go to"):
+        FilePlace(str(tmp_path / "file"))
+
+
+class Cloned:
+    """As a GPU's copies, within one memory."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def to_device(self, tensor: torch.Tensor, after: Any = None) -> torch.Tensor:
+        self.log.append("in")
+        return tensor.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> OnHost:
+        self.log.append("out")
+        return OnHost(tensor.clone())
+
+
+@pytest.mark.parametrize("place", ["host", "file"])
+def test_a_tensor_kept_by_several_operations_moves_once(place: str, tmp_path: Path) -> None:
+    copies = Cloned()
+    moved = OffloadedPass(
+        HostPlace(copies) if place == "host" else FilePlace(str(tmp_path)), frozenset()
+    )
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).t().requires_grad_()
+
+    def loss() -> torch.Tensor:
+        y = x * 2
+        return (y.sin() * y.cos() + y[1:4, ::2].exp().sum()).sum()
+
+    with moved.hooks():
+        out = loss()
+    out.backward()
+    grad, x.grad = x.grad, None
+    loss().backward()
+    assert x.grad is not None
+    assert torch.equal(grad, x.grad)
+    assert grad is not None
+    assert grad.stride() == x.grad.stride()
+    # y is kept by two, its sine, its cosine, and the part's exponential by one each
+    assert moved.num_bytes == 4 * (3 * 48 + 3 * 4)
+    if place == "host":
+        assert copies.log.count("out") == 4
+        assert copies.log.count("in") >= 4
+
+
+def test_a_changed_tensor_is_another_one(tmp_path: Path) -> None:
+    moved = OffloadedPass(FilePlace(str(tmp_path)), frozenset())
+    x = torch.ones(4, requires_grad=True)
+    scratch = torch.zeros(4)
+    with moved.hooks():
+        a = x * scratch.add_(1)
+        b = x * scratch.add_(1)
+    (a + b).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 4

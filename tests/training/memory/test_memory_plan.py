@@ -1,0 +1,264 @@
+"""Memory: the formulae, and real peers held to them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet.spec import RunSpec
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.computing import Computing
+from swarmnet.training.data import open_data
+from swarmnet.training.memory import offload
+from swarmnet.training.memory.plan import (
+    BF16,
+    FP16,
+    FP32,
+    MIXED,
+    Precision,
+    plan_memory,
+    state_bytes,
+)
+from swarmnet.training.stage import build_stage
+from swarmnet.wire import Array
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.training.specs import small_spec, write_text
+
+ROUNDS = 5
+NUM_REPLICAS = 4
+
+
+@given(st.integers(1, 10**12), st.integers(1, 64), st.integers(1, 8))
+def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> None:
+    for precision, bare in ((FP32, 16), (BF16, 18), (FP16, 20), (MIXED, 16)):
+        assert precision.total == bare
+        assert sum(state_bytes(n, 1, replication, precision)) == bare * n  # alone: all of it
+        held = [sum(state_bytes(n, replicas, replication, precision)) for _ in range(replicas)]
+        copies = min(replication, replicas)
+        everything = (precision.weights + precision.gradients) * n * replicas
+        assert sum(held) == pytest.approx(everything + precision.optimizer * n * copies)
+    # table 1 of the paper: 7.5 G parameters on 64 devices, optimizer sharded: 31.4 GB
+    assert sum(state_bytes(7_500_000_000, 64, 1, MIXED)) / 1e9 == pytest.approx(31.4, abs=0.1)
+
+
+def kept_bytes(stage: Any, inputs: Array, targets: Array) -> tuple[int, Array | None]:
+    """What there is of one microbatch between its passes (beside parameters and the rotary tables),
+    and the output; each storage once."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        at = t.untyped_storage().data_ptr()
+        if at not in stage._spared and (t.ndim < 3 or t.shape[1] != 1 or t.shape[0] != 16):
+            kept[at] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        if stage.is_last:
+            stage.forward_backward((0, 0), inputs, targets)
+            output = None
+        else:
+            output = stage.forward((0, 0), inputs)
+    entry = stage._kept[0, 0]
+    for array in (inputs, output):
+        tensor = None if array is None else to_tensor(array)
+        if tensor is not None:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+    for tensor in (entry.inputs, entry.outputs):
+        if tensor is not None:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+    return sum(t.untyped_storage().nbytes() for t in kept.values()), output
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("policy", ["keep", "blocks", "recompute", "offload"])
+@pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=lambda p: p.name)
+def test_activations_are_what_a_stage_keeps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    policy: Any,
+    kv_heads: int,
+) -> None:
+    """Between the passes: with one microbatch more in flight there is so much more."""
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    spec = small_spec(
+        write_text(tmp_path),
+        model={"num_key_value_heads": kv_heads},
+        pipeline={"num_stages": 3},
+    )
+    assert spec.model.max_position_embeddings == 16
+    computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
+    data, targets = open_data(spec).microbatch(0)
+    for k in range(3):
+        inputs = Array(data.dtype, data.shape, bytes(data.data))
+        stage = build_stage(spec, k, computing=computing)
+        measured, output = kept_bytes(stage, inputs, targets)
+        one, two = (
+            plan_memory(spec, num_replicas=1, in_flight=n, precision=precision, activations=policy)[
+                k
+            ].activations
+            for n in (1, 2)
+        )
+        assert one is not None
+        assert two is not None
+        if stage.is_last:
+            assert two == one
+            if policy == "keep":
+                assert one == pytest.approx(measured, rel=0.01)
+        else:
+            assert two - one == pytest.approx(measured, rel=0.01), f"stage {k}"
+        data = output or data
+
+
+@pytest.fixture(autouse=True)
+def only_new_objects() -> Iterator[None]:
+    """What was there before a test is not looked through again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def tensor_bytes() -> int:
+    """Bytes of every tensor and every array in this process, each storage once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    arrays: list[Array] = []
+    for thing in gc.get_objects():
+        if type(thing) is Array:
+            arrays.append(thing)
+        elif issubclass(type(thing), torch.Tensor):  # asks nothing of lazy modules
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    spans = sorted((start, start + num) for start, num in found.items())
+    for array in arrays:
+        try:
+            values = np.frombuffer(array.data, dtype=np.uint8)
+        except (TypeError, ValueError):  # bad input of another test
+            continue
+        at = values.ctypes.data
+        if values.nbytes and not any(start <= at < stop for start, stop in spans):
+            found[at] = values.nbytes
+    return sum(found.values())
+
+
+def large(folder: Path, precision: str, mode: str = "zero") -> RunSpec:
+    """Large enough for parameters to be what counts, in many shards."""
+    spec = tiny_spec(folder, num_stages=1, num_layers=3)
+    values = spec.model_dump()
+    values["optimizer"]["rounds"] = ROUNDS
+    values["pipeline"]["precision"] = precision
+    values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
+    values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2}
+    values["optimizer"]["warmup_rounds"] = 0
+    return RunSpec.model_validate(values)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda p: p.name)
+def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision) -> None:
+    """All tensors of a process with a whole swarm in it, and the share of each peer."""
+    spec = large(tmp_path, precision.name)
+    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0, precision=precision)
+
+    async def scenario(swarm: Swarm) -> None:
+        before = tensor_bytes()
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(ROUNDS)
+        await asyncio.sleep(2.0)
+        measured = (tensor_bytes() - before) / NUM_REPLICAS
+        print(f"plan {row.total:,.0f} bytes, measured {measured:,.0f}")
+        assert measured == pytest.approx(row.total, rel=0.05)
+        for member in swarm.members.values():
+            replica = member.peer.replica
+            assert replica is not None
+            sizes = replica.stage.shard_sizes
+            own = 8 * sum(sizes[j] for j in replica.optimizer.owned())
+            # Hashing spreads shards as throws of dice do: the more shards, the more evenly.
+            assert own == pytest.approx(row.optimizer, rel=4 / math.sqrt(len(sizes)))
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["local", "gossip"])
+def test_replicas_with_steps_of_their_own_hold_what_the_plan_says(
+    tmp_path: Path, mode: str
+) -> None:
+    spec = large(tmp_path, "fp32", mode)
+    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
+
+    async def scenario(swarm: Swarm) -> None:
+        before = tensor_bytes()
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(ROUNDS)
+        await asyncio.sleep(2.0)
+        measured = (tensor_bytes() - before) / NUM_REPLICAS
+        print(f"{mode}: plan {row.total:,.0f} bytes, measured {measured:,.0f}")
+        assert measured == pytest.approx(row.total, rel=0.05)
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path) -> None:
+    """In mode `delayed`, while a round goes on and a gradient waits for its exchange; afterwards
+    there is no more than that."""
+    spec = large(tmp_path, "fp32", "delayed")
+    (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
+
+    async def scenario(swarm: Swarm) -> None:
+        def num_owing() -> int:
+            return sum(m.peer.updates.is_owing for m in swarm.members.values())
+
+        def measured() -> float:
+            return (tensor_bytes() - before) / NUM_REPLICAS
+
+        before = tensor_bytes()
+        for i in range(NUM_REPLICAS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+        waiting: list[float] = []
+        then = 0.0
+        while not waiting or num_owing():  # messages come and go meanwhile
+            await asyncio.sleep(0.001)
+            then = measured()
+            if num_owing() == NUM_REPLICAS and swarm.rounds() == [4] * NUM_REPLICAS:
+                waiting.append(then)
+            assert max(swarm.rounds()) <= 4, "the exchange took longer than the round"
+        print(f"delayed: plan {row.total:,.0f} bytes, {min(waiting):,.0f}, then {then:,.0f}")
+        assert min(waiting) == pytest.approx(row.total, rel=0.05)
+        assert then <= 1.05 * row.total
+
+    in_virtual_time(scenario, spec)
+
+
+def test_coming_parameters_take_the_place_of_the_gradient(tmp_path: Path) -> None:
+    """In the middle of an update a replica holds two flat vectors and no third."""
+    spec = small_spec(write_text(tmp_path))
+    stage = build_stage(spec, 0)
+    before = tensor_bytes()
+    wanted = []
+    for j, size in enumerate(stage.shard_sizes):
+        values = torch.randn(size)
+        wanted.append(values.clone())
+        stage.stage_parameters(j, Array("float32", (size,), values.numpy().tobytes()))
+        del values
+    wanted_bytes = sum(w.nbytes for w in wanted)
+    assert tensor_bytes() - before == wanted_bytes
+    stage.finish_round()
+    for j, values in enumerate(wanted):
+        assert bytes(stage.parameter_shard(j).data) == values.numpy().tobytes()
+        assert not any(bytes(stage.gradient_shard(j).data))
