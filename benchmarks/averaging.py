@@ -297,7 +297,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     tasks.start(gossip.run())
     say(where=transport.addresses()[:1])
     for address in where:
-        await gossip.exchange(await transport.dial(address))
+        await gossip.reconcile(await transport.dial(address))
 
     loop = asyncio.get_running_loop()
 
@@ -308,11 +308,11 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
                 live = gossip.view.members(0, loop.time())
                 if len(live) == size and all(m.round == r and m.digests for m in live):
                     return
-                await gossip.news.wait(0.05)
+                await gossip.changed.wait(0.05)
 
     async with asyncio.timeout(READY_S):
         while len(gossip.view.members(0, loop.time())) < size:
-            await gossip.news.wait(0.05)
+            await gossip.changed.wait(0.05)
     shards = averaging.ownership.placement(0).owned_by(key.peer_id)
     for j in shards:
         replica.optimizer.create(j)

@@ -2,12 +2,12 @@
 
     python benchmarks/routing.py [--peers 400] [--stages 8] [--no-links]
 
-A closed network: so many microbatches are in the air for each device, and one that comes home is
+A closed network: so many microbatches are in flight for each device, and one that comes home is
 followed by the next at once. A device does one piece of work at a time, backward passes first;
 speeds are log-uniform, and devices are shared out so that the stages are about equal: where one is
 much poorer than the others its devices are always at work, and every rule looks good. A caller
 sends an activation up its own link, a gradient comes back up another one, first come, first served;
-nothing is ever lost. Printed, for every rule and number in the air: the part of the poorest stage's
+nothing is ever lost. Printed, for every rule and number in flight: the part of the poorest stage's
 capacity that is used, the part of all devices' time in which they have nothing to do, and how long
 microbatches take, as multiples of a middle device's time for one.
 """
@@ -106,7 +106,7 @@ class Pipeline:
         """Of every microbatch that came home after the warm-up."""
 
     def run(self, in_air: int) -> None:
-        """Keeps so many microbatches in the air."""
+        """Keeps so many microbatches in flight."""
         for _ in range(in_air):
             self._forward(Microbatch(self._now, []), None)
         while self._events[0][0] <= RUN_S:
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--no-links", action="store_true", help="sending takes no time")
     args = parser.parse_args()
-    print("| in the air for each | rule | of the bound | idle | mean way | longest |")
+    print("| in flight for each | rule | of the bound | idle | mean way | longest |")
     print("|---|---|---|---|---|---|")
     for each in IN_AIR:
         for name, rule in RULES.items():

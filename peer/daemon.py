@@ -55,7 +55,7 @@ from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.pipeline.step import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.recovery.restart import Disk
-from swarmnet.swarm.resource_limits import Guest
+from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
@@ -346,7 +346,9 @@ async def run_peer(options: PeerOptions, show: Callable[[RunningPeer], Any] | No
             desk = await asyncio.to_thread(build_machine, spec, its, None, machine)
             if desk.disk is not None:
                 stack.push_async_callback(desk.disk.worker.close)
-            further = compose(spec, its, net.transport.seat(seat), key, desk, admitted, peer.guest)
+            further = compose(
+                spec, its, net.transport.seat(seat), key, desk, admitted, peer.resource_limits
+            )
             if directory is not None:
                 directory.also(further.gossip)
             return further
@@ -443,7 +445,7 @@ def keeper_of(
     memory = MemoryCap(stage_needs(built), base_bytes)
     path = options.state_dir / LIMITS_FILE
     device: Any = machine.device
-    return Keeper(path, seats.first.guest, transport, device, memory, stages)
+    return Keeper(path, seats.first.resource_limits, transport, device, memory, stages)
 
 
 def _say(line: str) -> None:
@@ -457,9 +459,9 @@ def compose(
     key: Key,
     machine: Machine,
     admitted: Admitted = Admitted(),  # noqa: B008  it is immutable
-    guest: Guest | None = None,
+    resource_limits: ResourceLimits | None = None,
 ) -> Peer:
-    """A `Peer` of real parts. `guest`: of the machine's first seat."""
+    """A `Peer` of real parts. `resource_limits`: of the machine's first seat."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
         raise UserError(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
@@ -484,7 +486,7 @@ def compose(
         wanted_stage=options.stage,
         feeds=options.feed,
         begin_anew=options.begin_anew,
-        guest=guest or Guest(),
+        resource_limits=resource_limits or ResourceLimits(),
     )
     if peer.feeder is not None:
         counted = CountedMicrobatches(
@@ -513,7 +515,7 @@ async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> 
     loop = asyncio.get_running_loop()
     done_at: float | None = None
     while True:
-        await peer.gossip.news.wait(1.0)
+        await peer.gossip.changed.wait(1.0)
         records = peer.view.live(loop.time())
         replicas = [r for r in records if r.is_replica]
         if replicas and all(r.round >= rounds for r in replicas):
@@ -596,7 +598,7 @@ class Observer:
                     quiet=not shown,
                     admission=admission_of(spec),
                 )
-                await gossip.exchange(neighbour)
+                await gossip.reconcile(neighbour)
                 return cls(spec, gossip, net.transport, ways)
         except TimeoutError:
             await net.transport.close()
@@ -607,7 +609,7 @@ class Observer:
 
     async def wait_news(self, timeout_s: float) -> None:
         """Returns when something changed, or after `timeout_s`."""
-        await self.gossip.news.wait(timeout_s)
+        await self.gossip.changed.wait(timeout_s)
 
     async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
         """Continues a prompt, token by token (bytes), through the swarm's own stages."""

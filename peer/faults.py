@@ -15,7 +15,7 @@ or a later one (0 where not said). Several moments, between commas: the first th
 | `aggregate` | as primary: the gradients of a shard are summed, no step is made |
 | `mirror` | as primary: the step is on its way to a backup, no contributor has its result |
 | `donate` | as donor: a joiner has asked for a shard, it has not got it |
-| `feed` | as feeder: it takes up a microbatch, others are in the air |
+| `feed` | as feeder: it takes up a microbatch, others are in flight |
 """
 
 from __future__ import annotations

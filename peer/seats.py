@@ -141,7 +141,7 @@ class Seats:
 async def _settled(peer: Peer) -> None:
     """Returns when a peer has its stage."""
     while peer.replica is None:
-        await peer.gossip.news.wait(POLL_S)
+        await peer.gossip.changed.wait(POLL_S)
 
 
 @dataclass

@@ -17,8 +17,8 @@ from peer.machine.limits import read_limits
 from peer.machine.memory_cap import MemoryCap, tree_bytes
 from peer.machine.others_load import OthersLoad
 from swarmnet.errors import UserError
-from swarmnet.protocol.resource_limits import BusyWatch, GuestLimits, why_paused
-from swarmnet.swarm.resource_limits import Guest
+from swarmnet.protocol.resource_limits import BusyWatch, OwnerLimits, why_paused
+from swarmnet.swarm.resource_limits import ResourceLimits
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -51,7 +51,7 @@ class Keeper:
 
     path: Path
     """Of `limits.toml`."""
-    guest: Guest
+    limited: ResourceLimits
     transport: CapsUpload
     device: CapsShare
     memory: MemoryCap
@@ -60,7 +60,7 @@ class Keeper:
     minute: Callable[[], int] = minute_of_day
     measure_others: Callable[[], float] | None = None
     measure_memory: Callable[[], float] | None = None
-    limits: GuestLimits = field(default_factory=GuestLimits)
+    limits: OwnerLimits = field(default_factory=OwnerLimits)
 
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int] | None = None
@@ -76,8 +76,8 @@ class Keeper:
             reasons = [self.memory.unfit(k) for k in range(len(self.memory.needs))]
             if all(reasons):
                 raise UserError(min(reasons, key=len))
-        self.guest.unfit = lambda k: self.memory.unfit(k, self._beside(k))
-        self.guest.max_open_steps = lambda k: self.memory.max_open_steps(k, self._beside(k))
+        self.limited.unfit = lambda k: self.memory.unfit(k, self._beside(k))
+        self.limited.max_open_steps = lambda k: self.memory.max_open_steps(k, self._beside(k))
         self._decide()
 
     async def run(self) -> None:
@@ -95,7 +95,7 @@ class Keeper:
     @property
     def line(self) -> str:
         """For people: what is limited, and whether it is paused."""
-        paused = f"paused because {self.guest.why_paused}" if self.guest.why_paused else ""
+        paused = f"paused because {self.limited.why_paused}" if self.limited.why_paused else ""
         return "; ".join(part for part in (self.limits.describe(), paused) if part)
 
     # ---- the file ---------------------------------------------------------------------------
@@ -121,13 +121,13 @@ class Keeper:
             self._take(limits)
             log.warning("limits: %s", limits.describe() or "none")
 
-    def _take(self, limits: GuestLimits) -> None:
+    def _take(self, limits: OwnerLimits) -> None:
         before, self.limits = self.limits, limits
         if limits.max_upload_bytes_per_s != before.max_upload_bytes_per_s:
             self.transport.limit_upload(limits.max_upload_bytes_per_s)
         self.device.limit_share(limits.max_device_share)
         self.memory.cap_bytes = limits.max_memory_bytes
-        self.guest.tell()  # there may be room for a stage now
+        self.limited.tell()  # there may be room for a stage now
         if not limits.pause_when_busy:
             self._watch.reset()
 
@@ -143,10 +143,10 @@ class Keeper:
                 return
             self._watch.observe(await asyncio.to_thread(self.measure_others), now)
         if self.memory.cap_bytes is None:
-            self.guest.is_memory_full = False
+            self.limited.is_memory_full = False
         else:
             measure = self.measure_memory or _own_bytes
-            self.guest.is_memory_full = self.memory.is_full(await asyncio.to_thread(measure))
+            self.limited.is_memory_full = self.memory.is_full(await asyncio.to_thread(measure))
 
     # ---- deciding ---------------------------------------------------------------------------
 
@@ -154,14 +154,14 @@ class Keeper:
         reason = why_paused(self.limits, self.minute(), self._watch.is_busy)
         if not reason:
             reason = self._why_unfit()
-        if reason == self.guest.why_paused:
+        if reason == self.limited.why_paused:
             return
         if reason:
             log.warning("paused because %s", reason)
         else:
             log.warning("going on: nothing stands against it any more")
-        self.guest.why_paused = reason
-        self.guest.tell()
+        self.limited.why_paused = reason
+        self.limited.tell()
 
     def _beside(self, stage: int) -> list[int]:
         return [k for k in self.stages() if k != stage]

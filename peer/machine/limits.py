@@ -13,7 +13,7 @@ from typing import Any
 
 from swarmnet.errors import UserError
 from swarmnet.protocol.resource_limits import (
-    GuestLimits,
+    OwnerLimits,
     parse_rate,
     parse_share,
     parse_size,
@@ -62,7 +62,7 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "pause_when_busy": ("pause_when_busy", _yes_or_no),
     "paused": ("paused", _yes_or_no),
 }
-"""By key of the file: the field of `GuestLimits`, and how it is read."""
+"""By key of the file: the field of `OwnerLimits`, and how it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class LimitOptions:
     def is_empty(self) -> bool:
         return self == LimitOptions()
 
-    def applied_to(self, limits: GuestLimits) -> GuestLimits:
+    def applied_to(self, limits: OwnerLimits) -> OwnerLimits:
         """Raises `UserError`."""
         given: dict[str, Any] = {
             "max_upload": self.max_upload,
@@ -108,13 +108,13 @@ class LimitOptions:
             raise UserError(str(e)) from None
 
 
-def read_limits(path: Path) -> GuestLimits:
+def read_limits(path: Path) -> OwnerLimits:
     """No limits where there is no file. Raises `UserError`, one line."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        return GuestLimits()
+        return OwnerLimits()
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}") from None
     if len(text) > MAX_FILE_BYTES:
@@ -122,7 +122,7 @@ def read_limits(path: Path) -> GuestLimits:
     return parse_limits(text, str(path))
 
 
-def parse_limits(text: bytes, where: str) -> GuestLimits:
+def parse_limits(text: bytes, where: str) -> OwnerLimits:
     """Raises `UserError`, one line."""
     try:
         values = tomllib.loads(text.decode())
@@ -140,12 +140,12 @@ def parse_limits(text: bytes, where: str) -> GuestLimits:
         except ValueError as e:
             raise UserError(f"{where}: {key}: {e}") from None
     try:
-        return GuestLimits(**fields)
+        return OwnerLimits(**fields)
     except ValueError as e:
         raise UserError(f"{where}: {e}") from None
 
 
-def limits_text(limits: GuestLimits) -> str:
+def limits_text(limits: OwnerLimits) -> str:
     """As `parse_limits` reads it."""
     lines = []
     if limits.max_upload_bytes_per_s is not None:
@@ -162,7 +162,7 @@ def limits_text(limits: GuestLimits) -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
-def write_limits(path: Path, limits: GuestLimits) -> None:
+def write_limits(path: Path, limits: OwnerLimits) -> None:
     """Atomically. Raises `UserError`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -172,7 +172,7 @@ def write_limits(path: Path, limits: GuestLimits) -> None:
         raise UserError(f"cannot write {path}: {e.strerror}") from None
 
 
-def change_limits(state_dir: Path, options: LimitOptions) -> GuestLimits:
+def change_limits(state_dir: Path, options: LimitOptions) -> OwnerLimits:
     """Reads, changes where something is asked for, writes. Raises `UserError`."""
     path = state_dir / LIMITS_FILE
     before = read_limits(path)

@@ -30,7 +30,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class GuestLimits:
+class OwnerLimits:
     """What a peer may take of its machine."""
 
     max_upload_bytes_per_s: float | None = None
@@ -161,7 +161,7 @@ def is_open(hours: tuple[Span, ...], minute: int) -> bool:
     )
 
 
-def why_paused(limits: GuestLimits, minute: int, is_busy: bool) -> str:
+def why_paused(limits: OwnerLimits, minute: int, is_busy: bool) -> str:
     """Why the peer may not work at this minute of the day; empty where it may."""
     if limits.paused:
         return "its owner paused it"

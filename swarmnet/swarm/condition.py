@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 
-class News:
-    """A bell that can be waited on. `tell` wakes every waiter."""
+class Condition:
+    """Something that can change: `notify_all` wakes every waiter."""
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.Future[bool], None] = {}
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         if not self._waiters:
             return
         waiters, self._waiters = self._waiters, {}
@@ -21,7 +21,7 @@ class News:
                 waiter.set_result(True)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """True when told, False when `timeout_s` passed first."""
+        """True when notified, False when `timeout_s` passed first."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
         self._waiters[waiter] = None
@@ -40,7 +40,8 @@ class News:
             waiter.set_result(False)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `condition()` holds, looked at after every `tell`; False at the timeout."""
+        """Waits until `condition()` holds, looked at after every `notify_all`; False at the
+        timeout."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         while not condition():

@@ -46,7 +46,7 @@ from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Checkpointing, Disk, Recovery
 from swarmnet.swarm.recovery.state_sync import StateSync
-from swarmnet.swarm.resource_limits import Guest
+from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
@@ -63,7 +63,7 @@ CLAIM_S = 0.5
 """How long a newcomer's choice of stage is left to be seen before it is made good."""
 MAX_CLAIMS = 5
 JOIN_RETRY_S = 0.2
-FORETELL_S, MAX_FORETOLD = 1.0, 64
+DECLARE_JOIN_S, MAX_FORETOLD = 1.0, 64
 """A newcomer tells so many replicas of its stage before it begins, and waits so long, twice, for
 each of them."""
 EMPTY_STAGE_S = 2.0
@@ -162,7 +162,7 @@ class Peer:
     admission: Admission = OPEN
     assigner: assignment.Assigner = field(default_factory=assignment.Adaptive)
     on_round: OnRound = lambda round_index, ids: None
-    guest: Guest = field(default_factory=Guest)
+    resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     on_history: Callable[[int, int], None] = lambda old, new: None
     """Hears when the run's history turns out to be named otherwise (see `Record.history`)."""
     on_loss: OnLoss = lambda loss: None
@@ -213,7 +213,11 @@ class Peer:
             overlaps=self.settings.sync_mode in (DELAYED, AUTO),
         )
         self.steps = StepService(
-            self.transport, self.gossip, self.wiring, self.limits, guest=self.guest
+            self.transport,
+            self.gossip,
+            self.wiring,
+            self.limits,
+            resource_limits=self.resource_limits,
         )
         self.steps.on_measured = self._announce_rate
         self.feeder = (
@@ -310,7 +314,7 @@ class Peer:
         while not met:
             for peer_id in list(neighbours):
                 try:
-                    met = await self.gossip.exchange(peer_id) or met
+                    met = await self.gossip.reconcile(peer_id) or met
                 except WrongRun as e:
                     if len(neighbours) == 1:
                         raise
@@ -461,7 +465,7 @@ class Peer:
             if is_resting or not gate.decide(move, loop.time()):
                 continue
             assert move is not None
-            if self.guest.unfit(move.target):
+            if self.resource_limits.unfit(move.target):
                 continue
             if not assignment.pays(move, self.steps.passage_s(), margin=self.limits.move_margin):
                 continue
@@ -522,7 +526,7 @@ class Peer:
                     and self.steps.passage_s() <= assignment.LONG_PASSAGE_S
                 ):
                     return True
-            await self.gossip.news.wait(LOOK_AGAIN_S)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
         return True
 
     def _is_fed(self, replica: Replica, r: int) -> bool:
@@ -575,7 +579,7 @@ class Peer:
                 if not await self.handover.give():
                     give_at = loop.time() + GIVE_AGAIN_S
                 continue
-            await self.gossip.news.wait(JOIN_RETRY_S)
+            await self.gossip.changed.wait(JOIN_RETRY_S)
             if self.gossip.own.state != LEAVING:
                 return False
         return True
@@ -618,7 +622,7 @@ class Peer:
                 try:
                     await self._join(replica, averaging, sync, rounds)
                     await rounds.run()
-                    await self.gossip.news.wait()  # the run has done its rounds: serve on
+                    await self.gossip.changed.wait()  # the run has done its rounds: serve on
                 except Behind as e:
                     log.warning("%s: fetching the stage again", e)
                     self.gossip.update(state=JOINING, urgent=True)
@@ -673,14 +677,14 @@ class Peer:
                     await self._follow(max(d.round for d in donors), replica, sync, rounds)
             elif self._heirs(replica, ACTIVE) or self._heirs(replica, LEAVING):
                 alone_since = loop.time()
-                await self.gossip.news.wait(JOIN_RETRY_S)
+                await self.gossip.changed.wait(JOIN_RETRY_S)
             elif await self.recovery.attend(replica, averaging):
                 if replica.synced and self.checkpointing is not None:
                     self.checkpointing.restored(replica)
             elif loop.time() - alone_since >= self._patience_with_empty_stage():
                 await self._begin_stage(replica, averaging)
             else:
-                await self.gossip.news.wait(JOIN_RETRY_S)
+                await self.gossip.changed.wait(JOIN_RETRY_S)
         if self.gossip.own.state != ACTIVE:
             await self._opened(replica, averaging)
 
@@ -724,7 +728,9 @@ class Peer:
                     await _end(fetching)  # else it would go on over the parameters to come
                     await rounds.finish(round_index)
                     return
-                told = asyncio.get_running_loop().create_task(self.gossip.news.wait(JOIN_RETRY_S))
+                told = asyncio.get_running_loop().create_task(
+                    self.gossip.changed.wait(JOIN_RETRY_S)
+                )
                 await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
             if fetching.result() and not rounds.is_drained(round_index):
@@ -733,7 +739,7 @@ class Peer:
             elif fetching.result() and round_index >= self.settings.rounds:
                 await replica.open_round(round_index, synced=True)
             else:
-                await self.gossip.news.wait(JOIN_RETRY_S)
+                await self.gossip.changed.wait(JOIN_RETRY_S)
         finally:
             await _end(fetching)
 
@@ -773,15 +779,15 @@ class Peer:
             changes["counts"] = tuple(c for c in own.counts if c.round < replica.round)
         self._counted_history = history
         if joined:
-            replica.is_foretold = True
+            replica.is_join_declared = True
             try:
                 sisters = self._sisters(replica.index)
-                await self.gossip.foretell(sisters, FORETELL_S, state=ACTIVE, **changes)
+                await self.gossip.declare_join(sisters, DECLARE_JOIN_S, state=ACTIVE, **changes)
             finally:
-                replica.is_foretold = False
+                replica.is_join_declared = False
         state = self.gossip.own.state
         self.gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
-        replica.news.tell()
+        replica.changed.notify_all()
         averaging.lost.opened(replica.round)
         if joined:
             self.recovery.opened(replica.round, history)
@@ -827,13 +833,13 @@ class Peer:
 
     async def _until_paused(self) -> None:
         """Returns when the machine's owner wants it to himself."""
-        while not self.guest.why_paused:
-            self.guest.changed.clear()
-            await self.guest.changed.wait()
+        while not self.resource_limits.why_paused:
+            self.resource_limits.changed.clear()
+            await self.resource_limits.changed.wait()
 
     async def _rest(self) -> None:
         """Stays in the swarm and does nothing, until this peer may work."""
-        while reason := self.guest.why_paused or self._why_no_stage():
+        while reason := self.resource_limits.why_paused or self._why_no_stage():
             if self.gossip.own.paused != reason[:MAX_TEXT]:
                 self.gossip.update(
                     state=OBSERVING,
@@ -846,8 +852,8 @@ class Peer:
                     queue_length=0,
                     urgent=True,
                 )
-            self.guest.changed.clear()
-            await self.guest.changed.wait()
+            self.resource_limits.changed.clear()
+            await self.resource_limits.changed.wait()
         if self.gossip.own.paused:
             self.gossip.update(state=JOINING, paused="", urgent=True)
 
@@ -856,7 +862,7 @@ class Peer:
         the start that ends the peer, with a line: see `_stages_that_fit`.)"""
         if not self._has_served:
             return ""
-        reasons = [self.guest.unfit(k) for k in range(self.settings.num_stages)]
+        reasons = [self.resource_limits.unfit(k) for k in range(self.settings.num_stages)]
         return reasons[0] if all(reasons) else ""
 
     async def _hand_over_to_pause(self, replica: Replica) -> None:
@@ -894,7 +900,7 @@ class Peer:
         """Into the memory that this peer may take. Raises `UserError` where none does, or not the
         wanted one."""
         stages = range(self.settings.num_stages)
-        reasons = [self.guest.unfit(k) for k in stages]
+        reasons = [self.resource_limits.unfit(k) for k in stages]
         wanted = self.wanted_stage
         if all(reasons) or (wanted is not None and reasons[wanted]):
             raise UserError(reasons[wanted or 0])

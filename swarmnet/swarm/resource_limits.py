@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Guest:
+class ResourceLimits:
     """The owner's word, for all peers (seats) of the machine. Nothing is limited by default."""
 
     unfit: Callable[[int], str] = lambda stage_index: ""

@@ -19,7 +19,7 @@ STALLED = (1, 0)
 """In this order: of stage 1, which the others call, and of stage 0, which calls. Many more, in
 other orders and at other moments: `tests/swarm/pipeline/test_stalls.py`."""
 MAX_STALL_S, LONGER_S = 6.0, 1.5
-"""Who is stopped goes on so much later than it was taken for dead, or after this time."""
+"""Who is stopped goes on so much later than it was suspected, or after this time."""
 SEED = 5
 
 

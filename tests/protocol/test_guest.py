@@ -15,7 +15,7 @@ from swarmnet.protocol.resource_limits import (
     QUIET_AFTER_S,
     QUIET_BELOW,
     BusyWatch,
-    GuestLimits,
+    OwnerLimits,
     UploadBucket,
     is_open,
     parse_rate,
@@ -112,11 +112,11 @@ def test_hours_wrap_around_midnight_and_may_be_several() -> None:
 )
 def test_limits_that_cannot_be(limits: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"^(max_upload|max_memory|max_device_share|hours): "):
-        GuestLimits(**limits)  # type: ignore[arg-type]
+        OwnerLimits(**limits)  # type: ignore[arg-type]
 
 
 def test_the_reason_of_a_pause_is_the_owners_first() -> None:
-    limits = GuestLimits(hours=(parse_span("22:00-07:00"),), pause_when_busy=True)
+    limits = OwnerLimits(hours=(parse_span("22:00-07:00"),), pause_when_busy=True)
     assert why_paused(limits, 23 * 60, is_busy=False) == ""
     assert why_paused(limits, 12 * 60, is_busy=False) == "it is outside its hours 22:00-07:00"
     assert why_paused(limits, 23 * 60, is_busy=True) == "the machine is in use"

@@ -76,7 +76,7 @@ def test_every_error_code_has_its_row() -> None:
 
 
 def test_every_method_that_is_served_is_described() -> None:
-    source = "".join(p.read_text() for p in sorted((ROOT / "swarmnet" / "swarm").glob("*.py")))
+    source = "".join(p.read_text() for p in sorted((ROOT / "swarmnet" / "swarm").rglob("*.py")))
     served = {direct.TICKET_METHOD, *re.findall(r'\.handle\("(\w+)"', source)}
     assert set(re.findall(r"^\*\*`(\w+)`\*\*", section("## Methods"), flags=re.M)) == served
 

@@ -49,7 +49,7 @@ class RoundCount:
     launched: int = 0
     committed: int = 0
     sealed: bool = False
-    """No flight of this feeder is in the air and it will launch no more in this round."""
+    """No flight of this feeder is in flight and it will launch no more in this round."""
     tokens: int = 0
     loss_sum: float = 0.0
     """Sum over the committed tokens of the loss, in nats."""

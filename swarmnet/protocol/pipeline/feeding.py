@@ -1,4 +1,4 @@
-"""How many microbatches a feeder keeps in the air."""
+"""How many microbatches a feeder keeps in flight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 IN_FLIGHT_PER_REPLICA = 2.5
-"""Microbatches in the air for each replica of a small swarm: one that it works on, one on its way,
+"""Microbatches in flight for each replica of a small swarm: one that it works on, one on its way,
 and what evens out that they come at random times."""
 FIRST_IN_FLIGHT = 1.5
 """The same in any swarm, in the beginning."""
@@ -25,7 +25,7 @@ FASTEST = 10.0
 
 
 def part_of_feeder(own_rate: float, rates: Sequence[float]) -> float:
-    """This feeder's part of what all feeders have in the air, by its announced rate among `rates`
+    """This feeder's part of what all feeders have in flight, by its announced rate among `rates`
     of all of them (samples/s, 0 while unknown): it serves stage 0 to its own microbatches. Equal
     parts where nothing is known of it or of the others; nobody's word makes the others stop."""
     known = [rate for rate in rates if rate > 0]
@@ -39,7 +39,7 @@ def part_of_feeder(own_rate: float, rates: Sequence[float]) -> float:
 def window(
     num_replicas: int, part: float, num_microbatches: int, *, is_small: bool, asks: bool
 ) -> int:
-    """Microbatches that a feeder keeps in the air, with this part of a swarm of so many replicas,
+    """Microbatches that a feeder keeps in flight, with this part of a swarm of so many replicas,
     of all stages, and of rounds of so many microbatches; at least one. `asks`: callers ask replicas
     when they could begin."""
     if is_small:
@@ -49,16 +49,16 @@ def window(
     return int(most * part) + 1
 
 
-def slow_start(window: int, num_replicas: int, part: float, num_home: int) -> int:
-    """Of a `window`, as much as a feeder may use of whose microbatches `num_home` have come home by
-    now: few at first, and one more for each of these. Else, as a forward pass is a third of the
-    work, everything that is launched at once would soon stand before the last stage, and the others
-    would have nothing to do until it has come back; and who does not yet know of the other feeders
-    would launch their parts of the first round as well."""
-    return min(window, int(FIRST_IN_FLIGHT * num_replicas * part) + 1 + num_home)
+def slow_start(window: int, num_replicas: int, part: float, num_completed: int) -> int:
+    """Of a `window`, as much as a feeder may use of whose microbatches `num_completed` are
+    completed by now: few at first, and one more for each of these. Else, as a forward pass is a
+    third of the work, everything that is launched at once would soon stand before the last stage,
+    and the others would have nothing to do until it has come back; and who does not yet know of the
+    other feeders would launch their parts of the first round as well."""
+    return min(window, int(FIRST_IN_FLIGHT * num_replicas * part) + 1 + num_completed)
 
 
-def room_at_home(most: int, num_waiting: int, *, queued_bytes: int, sent_bytes: int) -> int:
+def send_window_room(most: int, num_waiting: int, *, queued_bytes: int, sent_bytes: int) -> int:
     """Microbatches that a feeder which works on its own data may launch now: none while more than
     `most` of them, `sent_bytes` each, wait for its uplink, and never more than `most` before its
     device, where `num_waiting` pieces of work are."""

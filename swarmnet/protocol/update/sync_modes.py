@@ -67,7 +67,7 @@ class SyncPlan:
         """Replicas make steps of their own: their parameters differ between exchanges."""
         return self.mode in (LOCAL, GOSSIP)
 
-    def version(self, round_index: int) -> int:
+    def parameter_version(self, round_index: int) -> int:
         """Exchanges behind the parameters with which a round begins."""
         late = round_index >= 1 and self.is_delayed(round_index - 1)
         return round_index - 1 if late else round_index
@@ -96,7 +96,11 @@ class SyncPlan:
         """From which round a replica that joins in this one may own shards: in the exchange that
         the round begins with, owners do not change any more."""
         after = round_index + 1
-        return after if self.version(after) > self.version(round_index) else after + 1
+        return (
+            after
+            if self.parameter_version(after) > self.parameter_version(round_index)
+            else after + 1
+        )
 
     def is_due(self, shard_index: int, round_index: int) -> bool:
         """Is a shard exchanged at the end of this round?"""

@@ -35,7 +35,7 @@ from swarmnet.protocol.membership.records import LEFT, MAX_ADDRESSES, OBSERVING,
 from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, NO_STAMP, View
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.awake_clock import AwakeClock
 from swarmnet.swarm.messages import (
     MAX_RECORDS,
@@ -50,7 +50,7 @@ from swarmnet.wire import Message, convert, pack, unpack
 
 log = logging.getLogger("swarmnet.gossip")
 
-EXCHANGE_S = 10.0
+RECONCILE_S = 10.0
 """Longest wait for another's news."""
 CATCH_UP_S = 2.0
 """Longest wait for what was urgent in the last moments."""
@@ -69,7 +69,7 @@ MAX_TELL_TOGETHER_S = 2.0
 there is, and the longer a round."""
 PROBE_TIMEOUT_S = 2.0
 STALL_S = 6.0
-"""Who has been taken for dead for no longer than this, and has not closed its channels, is waited
+"""Who has been suspected for no longer than this, and has not closed its channels, is waited
 for where its work would be lost otherwise. It took seconds already to take it for dead."""
 FORGET_AFTER_S = 600.0
 MAX_SENT_RECORDS = 512
@@ -104,7 +104,7 @@ class GossipSettings:
     heartbeat_per_peer_s: float = 0.1
     """The heartbeat is the longer of `heartbeat_s` and this times the number of live peers."""
     silence_s: float = 8.0
-    """A peer whose record has not changed for so long is taken for dead..."""
+    """A peer whose record has not changed for so long is suspected..."""
     silent_heartbeats: float = 4.0
     """...or for so many heartbeats, whichever is longer."""
     push_delay_s: float = 0.01
@@ -159,7 +159,7 @@ class Gossip:
 
     def __post_init__(self) -> None:
         self._strangers = RateLimiter(STRANGER_CALLS_PER_S, STRANGER_BURST)
-        self.news = News()
+        self.changed = Condition()
         self._envelopes: dict[str, SignedRecord] = {}
         self._tasks = Tasks("gossip")
         self._push_timer: asyncio.TimerHandle | None = None
@@ -167,7 +167,7 @@ class Gossip:
         self._dirty = False
         self._published_at = 0.0
         self._published = NO_STAMP
-        self._is_foretold = False
+        self._is_join_declared = False
         self.state_since = 0.0
         """When the own record's state changed last, by the loop's clock."""
         self._interval_s, self._heartbeat_s = self.settings.interval_s, self.settings.heartbeat_s
@@ -257,7 +257,7 @@ class Gossip:
         """Wakes who waits for news: at once, or, in a large swarm, where there is always some,
         for all of a short while together."""
         if self.is_small:
-            self.news.tell()
+            self.changed.notify_all()
         elif self._telling is None:
             together_s = max(TELL_TOGETHER_S, TELL_TOGETHER_PER_PEER_S * len(self.view))
             self._telling = asyncio.get_running_loop().call_later(
@@ -266,11 +266,11 @@ class Gossip:
 
     def _tell_now(self) -> None:
         self._telling = None
-        self.news.tell()
+        self.changed.notify_all()
 
     def _seal_own(self) -> SignedRecord:
         """Signs the own record in its present version."""
-        is_due = self._dirty and not self._is_foretold
+        is_due = self._dirty and not self._is_join_declared
         if is_due or self.own.peer_id not in self._envelopes:
             self._count_traffic()
             self._merge_own()
@@ -284,7 +284,7 @@ class Gossip:
         self._published_at = asyncio.get_running_loop().time()
         self._published = record.stamp
 
-    async def foretell(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
+    async def declare_join(self, peer_ids: Iterable[str], timeout_s: float, **changes: Any) -> None:
         """Before the own record changes so: until these peers know of it, and this one knows what
         they knew then (in a large swarm, where that is much and rounds are long, one of them). Who
         does not answer within `timeout_s`, twice, is not waited for."""
@@ -293,18 +293,18 @@ class Gossip:
         self._count_traffic()
         self._merge_own()
         self._publish(replace(self.own, **changes))
-        self._is_foretold = True  # what is published meanwhile is this
+        self._is_join_declared = True  # what is published meanwhile is this
         try:
             told = list(peer_ids)
-            answered = await asyncio.gather(*(self._foretell(p, timeout_s) for p in told))
+            answered = await asyncio.gather(*(self._declare_join_to(p, timeout_s) for p in told))
             known = [p for p, is_known in zip(told, answered) if is_known]
             if known and not self.is_small:
                 known = [self.rng.choice(known)]
             await asyncio.gather(*(self._hear_from(p, timeout_s) for p in known))
         finally:
-            self._is_foretold, self._dirty = False, True
+            self._is_join_declared, self._dirty = False, True
 
-    async def _foretell(self, peer_id: str, timeout_s: float) -> bool:
+    async def _declare_join_to(self, peer_id: str, timeout_s: float) -> bool:
         message = Message(Records(records=(self._seal_own(),)))
         try:
             await self.transport.call(peer_id, "records", message, timeout_s=timeout_s)
@@ -370,7 +370,7 @@ class Gossip:
 
     async def _hear_from(self, peer_id: str, timeout_s: float) -> None:
         try:
-            await self.exchange(peer_id, timeout_s)
+            await self.reconcile(peer_id, timeout_s)
         except SwarmnetError as e:  # it is of another run by now, say
             log.debug("the newest news was not heard: %s", e)
 
@@ -389,7 +389,7 @@ class Gossip:
                 self._tend()
                 peer_id = self._partner()
                 if peer_id is not None:
-                    self._tasks.start(self._hear_from(peer_id, EXCHANGE_S))
+                    self._tasks.start(self._hear_from(peer_id, RECONCILE_S))
         finally:
             self._awake.stop()
             for timer in (self._push_timer, self._telling):
@@ -456,7 +456,7 @@ class Gossip:
         pool = pool or [p for p in self.transport.connected() if p != own]
         return self.rng.choice(pool) if pool else None
 
-    async def exchange(self, peer_id: str, timeout_s: float = EXCHANGE_S) -> bool:
+    async def reconcile(self, peer_id: str, timeout_s: float = RECONCILE_S) -> bool:
         """Swaps what is new with one peer; False where it cannot be reached. Raises `WrongRun`."""
         if not self.quiet:
             self._seal_if_due()
@@ -658,7 +658,7 @@ class Gossip:
                     self._refute(stamp)
             elif self.view.suspect(s.peer_id, stamp, now):
                 self._tell_suspected(s.peer_id)
-                self.news.tell()
+                self.changed.notify_all()
 
     def _refute(self, stamp: tuple[int, int]) -> None:
         if self.quiet or stamp[0] > self.own.incarnation:
@@ -730,7 +730,7 @@ class Gossip:
         return True
 
     def on_suspected(self, callback: Callable[[str], None]) -> None:
-        """`callback(peer_id)` when a peer is taken for dead."""
+        """`callback(peer_id)` when a peer is suspected."""
         self._suspected.append(callback)
 
     def _tell_suspected(self, peer_id: str) -> None:
@@ -746,7 +746,7 @@ class Gossip:
         self._tell_unreached(peer_id)
         self._tell_suspected(peer_id)
         log.debug("%s does not answer", peer_id[-8:])
-        self.news.tell()
+        self.changed.notify_all()
         message = Message(Records(suspicions=(Suspicion(peer_id, *stamp),)))
         for target in self._push_targets(SUSPICION_FANOUT):
             self.transport.notify(target, "records", message)

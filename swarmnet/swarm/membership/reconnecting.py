@@ -97,7 +97,7 @@ class Reconnecting:
                 await transport.drop(peer_id)
             if row.addresses:
                 transport.learn(peer_id, row.addresses)
-            if await gossip.exchange(peer_id, min(max(FIRST_DIAL_S, row.rest_s), DIAL_S)):
+            if await gossip.reconcile(peer_id, min(max(FIRST_DIAL_S, row.rest_s), DIAL_S)):
                 log.info("%s answers again", peer_id[-8:])
         except SwarmnetError as e:  # it is of another run by now, say
             log.debug("%s was looked for: %s", peer_id[-8:], e)

@@ -34,7 +34,7 @@ CROWDED_S = 30.0
 """...and for so long at a stage that has turned away a call which did not ask, where its wait would
 have been longer than `ASK_S` too."""
 FULL_S = 15.0
-"""So long after a replica has said that it has no room, its stage is not taken for dead."""
+"""So long after a replica has said that it has no room, its stage is not suspected."""
 ASKED = 8
 """...so many of them..."""
 ADMIT_TIMEOUT_S = 5.0

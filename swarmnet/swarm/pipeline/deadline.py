@@ -9,7 +9,7 @@ from swarmnet.wire import Message
 
 
 @dataclass
-class Patience:
+class Deadline:
     """How long a call is waited for. May be prolonged, and ended, while it is."""
 
     deadline: float

@@ -111,7 +111,7 @@ class Feeder:
         self._evaluated = -1
         self._evaluating = False
         self._refused = 0
-        self._num_home = 0
+        self._num_completed = 0
         """Microbatches of its own that have counted."""
         self._rests_until = 0.0
         self.transport.handle("committed", self._on_committed)
@@ -129,7 +129,9 @@ class Feeder:
                 for mine in self._open:
                     if not replica.takes(mine.round):  # perhaps fetched again: others go on
                         self._maybe_seal(mine, feeds=False)
-                await self.gossip.news.wait(LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S)
+                await self.gossip.changed.wait(
+                    LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S
+                )
         finally:
             for mine in self._open:
                 await mine.flights.close()
@@ -213,7 +215,7 @@ class Feeder:
         a_round = -(-self.settings.global_batch // self.settings.samples_per_microbatch)
         asks = self.wiring.shares(0)
         most = feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
-        return feeding.slow_start(most, replicas, part, self._num_home)
+        return feeding.slow_start(most, replicas, part, self._num_completed)
 
     def _part(self, num_feeders: int, now: float) -> float:
         view, own = self.gossip.view, self.gossip.own
@@ -243,7 +245,7 @@ class Feeder:
         most = self.limits.max_waiting_forwards * (2 if replica.service_s else 1)
         if replica.index != 0 or not self._serves_itself():
             return self._window()
-        return feeding.room_at_home(
+        return feeding.send_window_room(
             most,
             replica.device.num_waiting,
             queued_bytes=self.transport.traffic.queued_bytes(),
@@ -380,7 +382,7 @@ class Feeder:
                             return  # the others finished the round without it: it never counts
                         path = ()  # so one replica says: not there again
                         continue
-                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
                     if replica.is_closed(mine.round):
                         return
                     if theirs == mine.round and replica.takes(mine.round):
@@ -393,7 +395,7 @@ class Feeder:
                     # again. A flight given up here would be launched and never committed.
                 except NoRoute as e:
                     log.info("round %d: a microbatch found no way: %s", mine.round, e)
-                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
                 else:
                     self._refused = 0
                     if not mine.is_refused(the_id, passed.reply.path):
@@ -408,7 +410,7 @@ class Feeder:
             self._given_up(mine, e)
         finally:
             mine.in_flight.discard(the_id)
-            self.gossip.news.tell()
+            self.gossip.changed.notify_all()
 
     async def _is_over(self, replica: Replica, r: int) -> bool:
         """One replica says that a round is over: is it, by what this one knows, or hears within the
@@ -419,7 +421,7 @@ class Feeder:
             left = end - loop.time()
             if left <= 0:
                 break
-            await self.gossip.news.wait(left)
+            await self.gossip.changed.wait(left)
         return is_over
 
     def _never_launched(self, mine: RoundOfFeeder) -> None:
@@ -454,7 +456,7 @@ class Feeder:
     def _committed(self, mine: RoundOfFeeder, the_id: int, reply: StepReply) -> None:
         """The whole gradient is there: the microbatch counts, and its path hears so."""
         mine.committed[the_id] = reply.path
-        self._num_home += 1
+        self._num_completed += 1
         self.on_commit(mine.round, the_id)
         count = self.gossip.own.count(mine.round)
         self.gossip.update_count(
@@ -540,7 +542,7 @@ class Feeder:
         finally:
             self._evaluating = False
             self._evaluated = r
-            self.gossip.news.tell()
+            self.gossip.changed.notify_all()
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

@@ -33,7 +33,7 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, LossResult, StepKey
-from swarmnet.swarm.resource_limits import Guest
+from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
@@ -122,7 +122,7 @@ class StepService:
     wiring: Wiring
     limits: Limits
     replica: Replica | None = None
-    guest: Guest = field(default_factory=Guest)
+    resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     on_measured: Callable[[Replica], None] = lambda replica: None
     """Hears when a replica turns out to be faster or slower than what was said of it last."""
 
@@ -219,7 +219,7 @@ class StepService:
         replica has in its hands, for that comes back.
 
         Not until it would be *done*: then slow devices would stand idle beside short queues of fast
-        ones, and twice as many microbatches would have to be in the air to keep all of them at
+        ones, and twice as many microbatches would have to be in flight to keep all of them at
         work. Only of a round's last ones, when the next one has work for everybody, nothing counts
         but when they are home."""
         traffic = self.transport.traffic
@@ -245,7 +245,7 @@ class StepService:
         else:
             is_news = (asked == r + 1 or overlaps) and replica.heard_over(r)
         if is_news:
-            self.gossip.news.tell()
+            self.gossip.changed.notify_all()
 
     def _is_replica(self, peer_id: str) -> bool:
         record = self.gossip.view.get(peer_id)
@@ -275,7 +275,7 @@ class StepService:
         if waiting >= room or self.num_flying >= most:
             usual_s = replica.service_s or UNKNOWN_SERVICE_S
             raise Busy("the queue is full", backlog_s=over * usual_s / 2)
-        if not self.guest.has_room(replica.index, self.num_flying):
+        if not self.resource_limits.has_room(replica.index, self.num_flying):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 
     def _num_waiting(self, replica: Replica, round_index: int) -> int:
@@ -550,7 +550,7 @@ async def infer_through(
         peer_id = router.pick(loop.time(), exclude=tried)
         if peer_id is None:
             tried = []
-            await wiring.gossip.news.wait(0.2)
+            await wiring.gossip.changed.wait(0.2)
             continue
         message = Message(infer, arrays)
         try:

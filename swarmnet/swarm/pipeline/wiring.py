@@ -24,7 +24,7 @@ from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, Router
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.asking import NOT_READY_BACKLOG_S, Asking
-from swarmnet.swarm.pipeline.deadline import Patience
+from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -77,7 +77,7 @@ class Wiring:
     local: dict[str, Handler] = field(default_factory=dict)
     """The own handlers: a peer that serves the next stage itself is a link of zero length."""
     _routers: dict[int, Router] = field(default_factory=dict)
-    _waiting: dict[str, list[Patience]] = field(default_factory=dict)
+    _waiting: dict[str, list[Deadline]] = field(default_factory=dict)
     """Deadlines of the open calls, by callee."""
 
     def __post_init__(self) -> None:
@@ -219,7 +219,7 @@ class Wiring:
                 return None
             ready_at = router.ready_at(now)
             wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
-            await self.gossip.news.wait(max(0.005, wait_s))
+            await self.gossip.changed.wait(max(0.005, wait_s))
 
     def _behind(self, request: StepRequest, now: float) -> list[str]:
         """Replicas that have not opened the round yet, as long as some other has. In a large swarm,
@@ -294,7 +294,7 @@ class Wiring:
         traffic = self.transport.traffic
         num_bytes = traffic.queued_bytes() + _num_bytes(message.arrays)
         silent_since = loop.time() + traffic.upload_s(num_bytes)
-        patience = Patience(silent_since + look_s)
+        patience = Deadline(silent_since + look_s)
 
         def heard(progress: Message) -> None:
             nonlocal silent_since
@@ -335,7 +335,7 @@ class Wiring:
                 call.exception()  # seen, where nobody waits for it any more
 
     def _give_up(self, peer_id: str) -> None:
-        """Nobody waits any longer for a peer that is taken for dead."""
+        """Nobody waits any longer for a peer that is suspected."""
         for patience in self._waiting.get(peer_id, ()):
             patience.end()
 

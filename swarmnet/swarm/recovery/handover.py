@@ -190,7 +190,7 @@ class Handover:
             return True
         finally:
             replica.is_giving = False
-            replica.news.tell()
+            replica.changed.notify_all()
 
     # ---- the heir ---------------------------------------------------------------------------
 

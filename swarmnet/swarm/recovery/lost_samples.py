@@ -5,7 +5,7 @@ counted stands in the feeders' records. The difference died with a replica, came
 refused. It is taken when the round has been over for `SETTLED_ROUNDS`: then the counters of all
 feeders are here. One replica of the stage tells it, in its total `samples_lost`: the active one
 with the lowest peer id that was there from the first of the exchange's rounds on. Only where that
-one dies, or is taken for dead, in those very rounds may a loss be told twice or not at all.
+one dies, or is suspected, in those very rounds may a loss be told twice or not at all.
 
 In mode `local` a sample counts as averaged when the own step that it is in was part of an exchange:
 books are closed once an exchange, by the first shard.
@@ -115,7 +115,7 @@ class LostSamples:
         # Who has not come so far by now has lost touch, and will fetch the stage again.
         replicas = [m for m in replicas if m.round >= window.stop - 1]
         for latest in (window.start, window.stop):
-            there = [m.peer_id for m in replicas if plan.version(m.active_from) <= latest]
+            there = [m.peer_id for m in replicas if plan.parameter_version(m.active_from) <= latest]
             if there:
                 return min(there) == own.peer_id
         return True

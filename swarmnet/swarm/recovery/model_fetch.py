@@ -89,7 +89,7 @@ async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
             missing = [k for k, have in enumerate(rounds) if not have]
             what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
             raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")
-        await gossip.news.wait(RETRY_S)
+        await gossip.changed.wait(RETRY_S)
 
 
 async def _fetch(

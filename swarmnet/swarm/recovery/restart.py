@@ -133,7 +133,7 @@ class Checkpointing:
                     if snapshot is not None:
                         await self._write(snapshot)
                         return
-                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
             except (SwarmnetError, OSError) as e:
                 log.warning("no checkpoint of round %d: %s", replica.round, e)
 
@@ -162,7 +162,7 @@ class Checkpointing:
                 own_steps = await _own_steps(replica)
         finally:
             averaging.exporting -= 1
-            averaging.news.tell()
+            averaging.changed.notify_all()
         if own_steps is None:
             return None
         parameters: list[Array] = []
@@ -319,7 +319,7 @@ class Recovery:
             return False
         if isinstance(decision, recovery.Wait):
             self._say(decision.reason, now, decision.is_endless)
-            await self.gossip.news.wait(LOOK_AGAIN_S)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
             return True
         await self._restore(decision.candidate, replica, averaging, now)
         return True
@@ -360,7 +360,7 @@ class Recovery:
             ]
             self._given_up.update(dict.fromkeys(slow))
         self._say(f"others are still loading round {candidate.round}", now)
-        await self.gossip.news.wait(LOOK_AGAIN_S)
+        await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
         """The run lives, but this stage has no replica."""
@@ -390,7 +390,7 @@ class Recovery:
             return True
         if waited_s >= recovery.RESTORE_PATIENCE_S:
             return False
-        await self.gossip.news.wait(LOOK_AGAIN_S)
+        await self.gossip.changed.wait(LOOK_AGAIN_S)
         return True
 
     async def resume(

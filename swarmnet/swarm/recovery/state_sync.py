@@ -140,10 +140,10 @@ class StateSync:
                     )
                     return True
                 except Stale:
-                    await self.gossip.news.wait(RETRY_S)
+                    await self.gossip.changed.wait(RETRY_S)
                 except SwarmnetError as e:
                     log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)
-                    await self.gossip.news.wait(RETRY_S)
+                    await self.gossip.changed.wait(RETRY_S)
             return False
 
     async def ask(self, donor: Record, round_index: int, j: int) -> Array:

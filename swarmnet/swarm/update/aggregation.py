@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.update import robust
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import ContributionsReply, ContributionsRequest
 from swarmnet.swarm.ports import Optimizer, Worker
@@ -204,7 +204,7 @@ class ContributionNorms:
         self._rounds: dict[int, RoundContributions] = {}
         self._batch: Batch | None = None
         self._oldest = 0
-        self._news = News()
+        self._changed = Condition()
         self._tasks = Tasks("contributions")
         self.transport.handle("contributions", self._on_contributions)
 
@@ -263,7 +263,7 @@ class ContributionNorms:
                     return dict(zip(body.peers, body.sums, strict=True))
                 except SwarmnetError as e:
                     log.debug("norms of contributions from %s: %s", peer_id[-8:], e)
-            await self.gossip.news.wait(min(RETRY_S, left))
+            await self.gossip.changed.wait(min(RETRY_S, left))
         log.info("round %d: clipping by the norms of the own shards only", round_index)
         return _summed(shards)
 
@@ -293,8 +293,8 @@ class ContributionNorms:
         due = self.num_shards if self.num_due is None else self.num_due(body.round)
         if heard.whole is None and len(heard.shards) >= due:
             heard.whole = _summed(heard.shards)
-        self._news.tell()
-        if not await self._news.until(lambda: heard.whole is not None, wait_s):
+        self._changed.notify_all()
+        if not await self._changed.until(lambda: heard.whole is not None, wait_s):
             raise NotReady("not every shard's norms are known yet")
         assert heard.whole is not None
         return heard.whole

@@ -39,7 +39,7 @@ from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import STALL_S, Gossip, Tasks
 from swarmnet.swarm.messages import (
     MirrorRequest,
@@ -135,9 +135,9 @@ class ShardUpdate:
     """Those that are asked for the result that a dead primary may have given them."""
     num_tokens: int = 0
     """Behind the aggregate; -1 where another peer made it and did not say."""
-    news: News = field(default_factory=News)
+    changed: Condition = field(default_factory=Condition)
     """Wakes the aggregation: another contribution."""
-    done: News = field(default_factory=News)
+    done: Condition = field(default_factory=Condition)
     """Wakes the contributors that wait for the result: it is there, or there will be none."""
 
 
@@ -153,7 +153,7 @@ class Averaging:
     on_loss: OnLoss = lambda loss: None
 
     def __post_init__(self) -> None:
-        self.news = News()
+        self.changed = Condition()
         self.lost = LostSamples(self.gossip, self.replica, self.settings.global_batch, self.on_loss)
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard, what is behind its result, as far as is known."""
@@ -259,7 +259,7 @@ class Averaging:
         await self._until_restored(r)
         started, has_others = self.gossip.awake_s(), len(self.ownership.contributors(r)) > 1
         self._is_usual = True
-        self.news.tell()
+        self.changed.notify_all()
         results: list[bool] = []
         gave: list[bool] = []
 
@@ -328,7 +328,7 @@ class Averaging:
             m.state == JOINING and m.restorable and m.round == r and m.digests
             for m in self.gossip.view.members(self.replica.index, loop.time())
         ):
-            await self.gossip.news.wait(LOOK_AGAIN_S)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _shard(
         self,
@@ -479,8 +479,8 @@ class Averaging:
 
     def _heard_taken(self, r: int, message: Message) -> None:
         self._taken.add((r, convert(message.body, ReduceProgress).shard))
-        self.news.tell()
-        self.gossip.news.tell()
+        self.changed.notify_all()
+        self.gossip.changed.notify_all()
 
     def repair_beside(self) -> None:
         """As `Ownership.repair`, while an exchange is under way: its results may travel for long
@@ -530,7 +530,7 @@ class Averaging:
         update.own = True
         if gradient is not None and not update.closed:
             update.contributions[self.gossip.own.peer_id] = Contribution(num_tokens, gradient)
-        update.news.tell()
+        update.changed.notify_all()
         parameters = await self._result(update)
         return parameters, self._told(r, j, self.gossip.own.peer_id).counted
 
@@ -577,7 +577,7 @@ class Averaging:
         self._in_vain.discard(remote)
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
         if closed_there and self.replica.heard_over(r):
-            self.gossip.news.tell()
+            self.gossip.changed.notify_all()
         if asked < r and asked == self.plan.last_exchange(j, r):
             # a straggler: the parameters of this round are what it lacks
             parameters = await self._copy(j)
@@ -587,7 +587,7 @@ class Averaging:
         if asked != r:
             if asked < r:
                 raise Stale(f"round {asked} is over here", round=r)
-            if not await self.replica.news.until(
+            if not await self.replica.changed.until(
                 lambda: self.current >= asked, self.limits.enter_wait_s
             ):
                 raise NotReady(f"round {asked} has not begun here", round=self.current)
@@ -605,7 +605,7 @@ class Averaging:
         elif not update.closed:
             update.contributions.setdefault(remote, Contribution(0, None))
         if len(update.contributions) >= update.awaited:
-            update.news.tell()
+            update.changed.notify_all()
         parameters = await self._result(update)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
@@ -679,8 +679,8 @@ class Averaging:
         update.num_tokens = self._tokens.get((r, j), -1)
         update.parameters, update.closed = parameters, True
         update.contributions.clear()
-        update.news.tell()
-        update.done.tell()
+        update.changed.notify_all()
+        update.done.notify_all()
 
     async def _copy(self, j: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
@@ -719,7 +719,7 @@ class Averaging:
     def _give_up(self, which: Callable[[tuple[int, int]], bool]) -> None:
         """Forgets updates, by round and shard; who waits for a result here asks elsewhere."""
         for key in [k for k in self._updates if which(k)]:
-            self._updates.pop(key).done.tell()
+            self._updates.pop(key).done.notify_all()
 
     async def _result(self, update: ShardUpdate) -> Array:
         """The new parameters; raises `Redirect` when another peer turns out to be the primary."""
@@ -742,7 +742,7 @@ class Averaging:
         r, j = update.round, update.shard
         try:
             await self._gather(update)
-            await self.news.until(lambda: j not in self._mirroring, self.limits.reduce_wait_s)
+            await self.changed.until(lambda: j not in self._mirroring, self.limits.reduce_wait_s)
             if update.parameters is not None:
                 return
             if (r, j) in self._mirrored:  # the primary died after its step: this is its result
@@ -777,8 +777,8 @@ class Averaging:
         finally:
             if update.parameters is None:
                 self._updates.pop((r, j), None)
-            update.done.tell()
-            self.news.tell()
+            update.done.notify_all()
+            self.changed.notify_all()
 
     async def _leave_as_it_is(self, update: ShardUpdate) -> None:
         """There is no step to be made on a shard in this exchange."""
@@ -883,7 +883,7 @@ class Averaging:
                 for peer_id in missing:
                     self.gossip.probe(peer_id)
             left = look_s if end is None else min(look_s, end - now)
-            if not await update.news.wait(max(0.001, left)):
+            if not await update.changed.wait(max(0.001, left)):
                 look_s = min(LOOK_LESS * look_s, MAX_LOOK_S)
 
     def _may_be_given(self, update: ShardUpdate) -> bool:
@@ -953,7 +953,7 @@ class Averaging:
         return self._counted_tokens(r) > given
 
     def _stalled(self, update: ShardUpdate) -> list[str]:
-        """Likewise of those that are taken for dead, and may be back soon."""
+        """Likewise of those that are suspected, and may be back soon."""
         return [
             r.peer_id
             for r in self.ownership.stalled_contributors(update.round)
@@ -981,7 +981,7 @@ class Averaging:
                 if self.ownership.past(r):
                     raise NotReady("the round was finished without this replica", round=r)
                 if self._is_back(r, j):
-                    raise NotReady("its primary was taken for dead wrongly", round=r)
+                    raise NotReady("its primary was suspected wrongly", round=r)
                 await asyncio.wait((adding,), timeout=LOOK_AGAIN_S)
         finally:
             adding.cancel()
@@ -1034,7 +1034,7 @@ class Averaging:
 
     async def until_exported(self) -> None:
         """Before a step, so that a copy of the state that is under way is of one round."""
-        await self.news.until(lambda: not self.exporting, SNAPSHOT_WAIT_S)
+        await self.changed.until(lambda: not self.exporting, SNAPSHOT_WAIT_S)
 
     async def _mirror(self, peer_id: str, request: MirrorRequest, total: Array) -> None:
         try:
@@ -1052,7 +1052,7 @@ class Averaging:
         mirror = convert(request.message.body, MirrorRequest)
         replica = self.replica
         r, j = mirror.round, mirror.shard
-        if not await replica.news.until(lambda: self.current >= r, self.limits.enter_wait_s):
+        if not await replica.changed.until(lambda: self.current >= r, self.limits.enter_wait_s):
             raise NotReady("the round has not begun here")
         self.replica.check_shard(mirror.stage, j)
         self._check_member(request.remote)
@@ -1081,7 +1081,7 @@ class Averaging:
             self._primaries[j] = request.remote
         finally:
             self._mirroring.discard(j)
-            self.news.tell()
+            self.changed.notify_all()
         return Message()
 
     # ---- what does not hold any more --------------------------------------------------------
@@ -1098,7 +1098,7 @@ class Averaging:
                 del known[key]
         self.norms.finish_round(r)
         self.aggregator.norms.finish_round(r)
-        self.news.tell()
+        self.changed.notify_all()
 
     async def forget_state(self) -> None:
         """What this replica has of the optimizer belongs to parameters that do not hold: drops it,
@@ -1108,7 +1108,7 @@ class Averaging:
         self.norms.forget()
         self.forget_results()
         self._give_up(lambda key: True)
-        self.news.tell()
+        self.changed.notify_all()
 
     def forget_results(self) -> None:
         """What was put aside for the coming round does not hold."""

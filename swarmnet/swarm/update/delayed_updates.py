@@ -122,7 +122,7 @@ class DelayedUpdates:
             )
             self.averaging.finish_round(round_index - 1)
             self.replica.flushed = True
-            self.replica.news.tell()
+            self.replica.changed.notify_all()
         await self._run(gradient)
         return True
 
@@ -149,7 +149,7 @@ class DelayedUpdates:
             m.round < r and m.state in (ACTIVE, LEAVING)
             for m in self.gossip.view.members(self.replica.index, loop.time())
         ):
-            await self.gossip.news.wait(LOOK_AGAIN_S)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
         await self._run(gradient)
         try:
             async with asyncio.timeout(FOLLOW_S):

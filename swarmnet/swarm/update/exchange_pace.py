@@ -1,7 +1,7 @@
 """How long an exchange may take, and how much of the uplink it gets.
 
 Deadlines come from what exchanges took lately, or, while nobody knows, from the slowest uplink. Who
-only is slow must not be taken for dead, for its work would be lost; who is dead must not hold up a
+only is slow must not be suspected, for its work would be lost; who is dead must not hold up a
 stage. A newcomer may be primary of shards in its first exchange: what it has not measured yet it
 takes from the records of the others."""
 

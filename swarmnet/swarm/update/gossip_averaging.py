@@ -24,7 +24,7 @@ from typing import Any
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
 from swarmnet.protocol.update.pairing import partner
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import LocalSteps
@@ -66,7 +66,7 @@ class GossipAveraging:
         """The round of the meeting that is going on."""
         self._asked: set[tuple[str, int]] = set()
         """Who has got which shard of the offer."""
-        self._news = News()
+        self._changed = Condition()
         self._copies = 0
         """Of donors that had moved on when they were complete."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
@@ -131,7 +131,7 @@ class GossipAveraging:
     async def _meet(self, r: int) -> None:
         """The outer step, with the partner of this round where there is one."""
         self._offering, self._asked = r, set()
-        self._news.tell()
+        self._changed.notify_all()
         other = self._partner(r)
         offers: dict[int, Offer] = {}
         if other is not None:
@@ -186,7 +186,7 @@ class GossipAveraging:
         while loop.time() < end and not wanted <= self._asked:
             if not self.gossip.view.is_live(other, loop.time()):
                 return
-            await self._news.wait(LOOK_AGAIN_S)
+            await self._changed.wait(LOOK_AGAIN_S)
 
     async def _on_offer(self, request: Request) -> Message:
         """A partner asks, in the same round."""
@@ -195,7 +195,7 @@ class GossipAveraging:
         replica, r, j = self.replica, fetch.round, fetch.shard
         if fetch.stage != replica.index or j >= replica.num_shards or not replica.synced:
             raise NotReady(f"stage {fetch.stage} is not served here")
-        await self._news.until(
+        await self._changed.until(
             lambda: self._offering >= r or replica.round > r, self.limits.enter_wait_s
         )
         if self._offering != r:
@@ -207,7 +207,7 @@ class GossipAveraging:
         if self._offering != r:
             raise Stale("that meeting is over here", round=replica.round)
         self._asked.add((request.remote, j))
-        self._news.tell()
+        self._changed.notify_all()
         return Message(FetchReply(r, values), arrays)
 
     # ---- newcomers --------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class GossipAveraging:
         )
         donors = sync.donors()
         if min(copied) < 0 or not donors:
-            await self.gossip.news.wait(LOOK_AGAIN_S)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
             return
         newest = max(d.round for d in donors)
         self._copies += 1
@@ -255,7 +255,7 @@ class GossipAveraging:
                     return donor.round
                 except SwarmnetError as e:
                     log.debug("shard %d from %s: %s", j, donor_id[-8:], e)
-                    await self.gossip.news.wait(LOOK_AGAIN_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
             return -1
 
     async def _momentum(self, donor: Record, j: int) -> Offer:

@@ -200,7 +200,7 @@ class LocalUpdates:
                         donors = sync.donors()
                         replica.round = max((d.round for d in donors), default=replica.round)
                 else:
-                    await self.gossip.news.wait(RETRY_S)
+                    await self.gossip.changed.wait(RETRY_S)
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
@@ -221,7 +221,7 @@ class LocalUpdates:
         while True:
             shards = range(self.replica.num_shards)
             await asyncio.gather(*(self._fetch(sync, j, at_once) for j in shards))
-            await self.gossip.news.wait(RETRY_S)
+            await self.gossip.changed.wait(RETRY_S)
 
     async def _fetch(self, sync: StateSync, j: int, at_once: asyncio.Semaphore) -> None:
         """One shard, where a donor has a newer one than this replica."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip, Tasks
 from swarmnet.swarm.messages import NormReply, NormRequest, StageNormRequest
 from swarmnet.transport.base import Request, Transport
@@ -77,7 +77,7 @@ class Norms:
         """By round, the sum of squares that was taken here."""
         self._told: dict[int, float] = {}
         """The same, told with results: for when no root answers."""
-        self._news = News()
+        self._changed = Condition()
         self._oldest = 0
         self._batch: Batch | None = None
         self._tasks = Tasks("norms")
@@ -127,7 +127,7 @@ class Norms:
             if told is not None:
                 return told
             turn += 1
-            await self.gossip.news.wait(RETRY_S)
+            await self.gossip.changed.wait(RETRY_S)
         self.gossip.add_total("norm_missed")
         log.warning("round %d: the gradient norm of all stages did not arrive", round_index)
         return max(self.last_total, sum(sums.values()))
@@ -195,8 +195,8 @@ class Norms:
             raise NotReady("the caller is not known here as a replica of that stage")
         norms = self._of(theirs.round)
         norms.stages.setdefault(theirs.stage, theirs.sum)
-        self._news.tell()
-        if not await self._news.until(lambda: self.stage_index in norms.stages, ATTEMPT_S):
+        self._changed.notify_all()
+        if not await self._changed.until(lambda: self.stage_index in norms.stages, ATTEMPT_S):
             raise NotReady("the norm of this stage is not known yet")
         return Message(NormReply(norms.stages[self.stage_index]))
 
@@ -216,11 +216,11 @@ class Norms:
                 norms.shards.setdefault(j, s)
         if len(norms.shards) == self.num_shards and self.stage_index not in norms.stages:
             norms.stages[self.stage_index] = sum(norms.shards[j] for j in range(self.num_shards))
-        self._news.tell()
+        self._changed.notify_all()
         if self.stage_index in norms.stages and norms.asking is None:
             norms.asking = self._tasks.start(self._ask_all(norm.round, norms))
         r, n = norm.round, self.num_stages
-        await self._news.until(lambda: len(norms.stages) == n or r in self._totals, wait_s)
+        await self._changed.until(lambda: len(norms.stages) == n or r in self._totals, wait_s)
         if r in self._totals:
             return self._totals[r]
         if len(norms.stages) < n:
@@ -243,11 +243,11 @@ class Norms:
                         peer_id, "stage_norm", Message(request), timeout_s=ATTEMPT_S
                     )
                     norms.stages.setdefault(stage, convert(reply.body, NormReply).sum)
-                    self._news.tell()
+                    self._changed.notify_all()
                     return
                 except SwarmnetError as e:
                     log.debug("norm of stage %d from %s: %s", stage, peer_id[-8:], e)
-            await self.gossip.news.wait(RETRY_S)
+            await self.gossip.changed.wait(RETRY_S)
 
     def forget(self) -> None:
         """What was taken here is of an update that does not hold."""

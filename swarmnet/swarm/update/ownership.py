@@ -115,9 +115,12 @@ class Ownership:
         there = [
             r
             for r in self.gossip.view.members(stage_index, now)
-            if r.state == ACTIVE and self.plan.version(r.round) >= round_index - BEHIND_ROUNDS
+            if r.state == ACTIVE
+            and self.plan.parameter_version(r.round) >= round_index - BEHIND_ROUNDS
         ]
-        return [r for r in there if self.plan.version(r.active_from) <= round_index] or there
+        return [
+            r for r in there if self.plan.parameter_version(r.active_from) <= round_index
+        ] or there
 
     def contributors(self, round_index: int) -> list[Record]:
         """Live replicas of this stage that may have a gradient of the round: not past it, nor too
@@ -152,7 +155,7 @@ class Ownership:
             r
             for r in records
             if r.state in (ACTIVE, LEAVING)
-            and oldest <= self.plan.version(r.round) <= round_index
+            and oldest <= self.plan.parameter_version(r.round) <= round_index
             and r.active_from <= newest
         ]
 
@@ -192,7 +195,7 @@ class Ownership:
         return [
             r
             for r in records
-            if r.state in (ACTIVE, LEAVING) and self.plan.version(r.round) > round_index
+            if r.state in (ACTIVE, LEAVING) and self.plan.parameter_version(r.round) > round_index
         ]
 
     def gone(self, round_index: int) -> list[Record]:
@@ -204,7 +207,7 @@ class Ownership:
             lambda: [
                 m
                 for m in self.gossip.view.lost(self.replica.index, now)
-                if self.plan.version(m.round) >= round_index
+                if self.plan.parameter_version(m.round) >= round_index
             ],
         )
 
@@ -261,7 +264,7 @@ class Ownership:
                     return own
                 continue
             record = view.get(peer_id)
-            behind = record is None or self.plan.version(record.round) < round_index - 1
+            behind = record is None or self.plan.parameter_version(record.round) < round_index - 1
             if record is not None and not behind and record.holds_shard(shard_index):
                 return peer_id
         # Nobody says that it holds it: who follows it (see `claim`), else the first, afresh.
@@ -317,7 +320,7 @@ class Ownership:
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round (no exchange, but a round of
         the run). On the worker."""
-        return self.is_before(shard_index, self.plan.version(round_index))
+        return self.is_before(shard_index, self.plan.parameter_version(round_index))
 
     def holds(self) -> bytes:
         """For the own record: shards whose state is that of the beginning of this round."""
@@ -392,7 +395,7 @@ class Ownership:
         if not spare:
             return
         others = {p: None for owners in spare.values() for p in owners}
-        await self.gossip.news.until(lambda: self._have_begun(others), DROP_WAIT_S)
+        await self.gossip.changed.until(lambda: self._have_begun(others), DROP_WAIT_S)
         dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
         for j in dropped:
             self._applied.pop(j, None)
@@ -455,7 +458,7 @@ class Ownership:
         who held a shard then need not have made the step since."""
         records = [self.gossip.view.get(p) for p in peer_ids]
         now = self.current
-        return all(o is not None and self.plan.version(o.round) >= now for o in records)
+        return all(o is not None and self.plan.parameter_version(o.round) >= now for o in records)
 
     @property
     def owns_from_now(self) -> bool:

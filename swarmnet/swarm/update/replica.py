@@ -24,7 +24,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import Ledger
 from swarmnet.protocol.pipeline.service_time import ServiceTime
 from swarmnet.protocol.update.sync_modes import SyncPlan
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.ports import OTHER, Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
 from swarmnet.wire import Array
 
@@ -55,14 +55,14 @@ class Replica:
     """The common parameters are those of the round's end already: the run's last exchange."""
     ahead: bool = False
     """Microbatches of the next round come and go already."""
-    is_foretold: bool = False
+    is_join_declared: bool = False
     """The others of the stage are being told that it has begun: nothing comes in before they know,
     or they might end the round without it."""
     launched: int = -1
     """The newest round of which, by what others ask of this replica, all is launched, or about to
     be."""
     ledger: Ledger = field(default_factory=Ledger)
-    news: News = field(default_factory=News)
+    changed: Condition = field(default_factory=Condition)
     digests: bytes = b""
     samples: int = 0
     """Committed in the round before, see `protocol.membership.records.Record.samples`."""
@@ -105,7 +105,7 @@ class Replica:
     @property
     def current_exchange(self) -> int:
         """The exchange whose input the present common parameters are."""
-        return self.round if self.flushed else self.plan.version(self.round)
+        return self.round if self.flushed else self.plan.parameter_version(self.round)
 
     def check_shard(self, stage_index: int, shard_index: int) -> None:
         """Raises `NotReady` unless this replica has the shard."""
@@ -134,12 +134,12 @@ class Replica:
         where it does not begin within `wait_s`."""
 
         def open_or_over() -> bool:
-            takes = self.takes(round_index) and not self.is_foretold
+            takes = self.takes(round_index) and not self.is_join_declared
             return self.round > round_index or takes
 
         if not open_or_over() and self.round == round_index and self.closed:
             raise Stale(f"round {round_index} is closed here", round=self.round)
-        if not await self.news.until(open_or_over, wait_s):
+        if not await self.changed.until(open_or_over, wait_s):
             raise NotReady(f"round {round_index} has not begun here", round=self.round)
         if self.round > round_index:
             raise Stale(f"round {round_index} is over here", round=self.round)
@@ -201,7 +201,7 @@ class Replica:
 
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""
-        await self.news.until(lambda: not self.is_giving, GIVING_WAIT_S)
+        await self.changed.until(lambda: not self.is_giving, GIVING_WAIT_S)
 
         def close() -> None:
             self.closed = True
@@ -225,7 +225,7 @@ class Replica:
         last = self.round
         await self.device.run(OTHER, switch, last)
         self.ledger.finish_round(max(last, round_index - 1))
-        self.news.tell()
+        self.changed.notify_all()
 
     async def open_ahead(self) -> None:
         """Lets microbatches of the next round in; the parameters put aside are that round's."""
@@ -235,7 +235,7 @@ class Replica:
             self.ahead = True
 
         await self.device.run(OTHER, switch, self.round)
-        self.news.tell()
+        self.changed.notify_all()
 
     async def drop_ahead(self) -> None:
         """Forgets what was done of the next round."""

@@ -146,7 +146,7 @@ class Rounds:
                 if self._may_open_ahead(r):
                     await self._open_ahead()
                     self.replica.ahead_at = asyncio.get_running_loop().time()
-                await self.gossip.news.wait(LOOK_AGAIN_S)
+                await self.gossip.changed.wait(LOOK_AGAIN_S)
                 continue
             await self.finish(r)
 
@@ -290,9 +290,9 @@ class Rounds:
             if key[1] in counted:
                 self.steps.commit(Commit(r, (key[1],)), entry.feeder)
             elif key[1] not in in_flight:
-                await self._take_out(entry)
+                await self._retract(entry)
 
-    async def _take_out(self, entry: Entry) -> None:
+    async def _retract(self, entry: Entry) -> None:
         """Its gradient out of the buffer again."""
         key, replica = entry.key, self.replica
 

@@ -70,7 +70,7 @@ def test_from_a_live_swarm(tmp_path: Path) -> None:
     async def scenario(swarm: Swarm) -> None:
         await trained(swarm, tmp_path)
         gossip = observer(swarm)
-        await gossip.exchange("peer-0")
+        await gossip.reconcile("peer-0")
         round_index, named = await fetch_named(spec, gossip.transport, gossip)
         assert round_index == ROUNDS
         write_folder(tmp_path / "model", spec, round_index, named)
@@ -88,7 +88,7 @@ def test_from_a_live_swarm_all_stages_are_of_one_round(tmp_path: Path) -> None:
         await swarm.until_round(4)
         gossip = observer(swarm)
         running = swarm.hub.transports["observer"]
-        await gossip.exchange("peer-0")
+        await gossip.reconcile("peer-0")
         round_index, named = await fetch_named(spec, running, gossip)
         assert 4 <= round_index < 40
         from tests.swarm.harness import relative_difference, replay
@@ -107,7 +107,7 @@ def test_a_stage_that_nobody_serves_is_one_line(tmp_path: Path) -> None:
         swarm.start("peer-0", stage=0)
         await swarm.until(lambda: swarm.rounds() == [0])
         gossip = observer(swarm)
-        await gossip.exchange("peer-0")
+        await gossip.reconcile("peer-0")
         with pytest.raises(UserError, match="stage 1 has no replica"):
             await fetch_named(spec, gossip.transport, gossip)
 

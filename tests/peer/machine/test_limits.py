@@ -24,9 +24,9 @@ from peer.machine.memory_cap import MemoryCap, StageNeed, stage_needs
 from peer.machine.others_load import OthersLoad, load_of_others
 from peer.options import default_spec_path
 from swarmnet.errors import UserError
-from swarmnet.protocol.resource_limits import BUSY_AFTER_S, QUIET_AFTER_S, GuestLimits
+from swarmnet.protocol.resource_limits import BUSY_AFTER_S, QUIET_AFTER_S, OwnerLimits
 from swarmnet.spec import load_spec
-from swarmnet.swarm.resource_limits import Guest
+from swarmnet.swarm.resource_limits import ResourceLimits
 
 FULL = """
 max_upload = "10Mbit"
@@ -40,9 +40,9 @@ paused = false
 
 def test_a_file_is_read_and_written_as_the_same() -> None:
     limits = parse_limits(FULL.encode(), "here")
-    assert limits == GuestLimits(1.25e6, 4e9, 0.5, ((1320, 420), (720, 780)), True, False)
+    assert limits == OwnerLimits(1.25e6, 4e9, 0.5, ((1320, 420), (720, 780)), True, False)
     assert parse_limits(limits_text(limits).encode(), "here") == limits
-    nothing = GuestLimits()
+    nothing = OwnerLimits()
     assert parse_limits(limits_text(nothing).encode(), "here") == nothing
 
 
@@ -119,7 +119,7 @@ def test_which_peer_is_meant(tmp_path: Path) -> None:
 
 def test_options_of_a_start_stay(tmp_path: Path) -> None:
     change_limits(tmp_path, LimitOptions(max_memory="4GB", pause_when_busy=True))
-    assert change_limits(tmp_path, LimitOptions()) == GuestLimits(
+    assert change_limits(tmp_path, LimitOptions()) == OwnerLimits(
         max_memory_bytes=4e9, pause_when_busy=True
     )
 
@@ -129,7 +129,7 @@ class Bench:
     """A keeper with everything that it reads and tells in the test's hands."""
 
     folder: Path
-    guest: Guest = field(default_factory=Guest)
+    limited: ResourceLimits = field(default_factory=ResourceLimits)
     upload: list[float | None] = field(default_factory=list)
     share: float | None = None
     stages: list[int] = field(default_factory=lambda: [0])
@@ -142,7 +142,7 @@ class Bench:
         needs = [StageNeed(100.0, 10.0), StageNeed(50.0, None)]
         self.keeper = Keeper(
             self.folder / LIMITS_FILE,
-            self.guest,
+            self.limited,
             self,
             self,
             MemoryCap(needs, 1000.0),
@@ -200,23 +200,23 @@ def test_reasons_to_pause_come_and_go(tmp_path: Path) -> None:
         bench = Bench(tmp_path, minute=12 * 60)
         bench.write('hours = ["22:00-07:00"]\npause_when_busy = true')
         bench.keeper.start()
-        assert bench.guest.why_paused == "it is outside its hours 22:00-07:00"
+        assert bench.limited.why_paused == "it is outside its hours 22:00-07:00"
         assert "paused because it is outside" in bench.keeper.line
         bench.minute = 22 * 60
         await bench.pass_time(0)
-        assert bench.guest.why_paused == ""
+        assert bench.limited.why_paused == ""
         bench.others = 0.8
         await bench.pass_time(BUSY_AFTER_S + 2)
-        assert bench.guest.why_paused == "the machine is in use"
+        assert bench.limited.why_paused == "the machine is in use"
         bench.others = 0.0
         await bench.pass_time(QUIET_AFTER_S - 10)
-        assert bench.guest.why_paused
+        assert bench.limited.why_paused
         await bench.pass_time(20)
-        assert bench.guest.why_paused == ""
+        assert bench.limited.why_paused == ""
         bench.write("paused = true")
         await bench.pass_time(0)
-        assert bench.guest.why_paused == "its owner paused it"
-        assert bench.guest.changed.is_set()
+        assert bench.limited.why_paused == "its owner paused it"
+        assert bench.limited.changed.is_set()
 
     asyncio.run(main())
 
@@ -226,35 +226,35 @@ def test_memory_bounds_what_comes_in_and_which_stage(tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         bench.write("max_memory = '1135B'")
         bench.keeper.start()
-        assert bench.guest.max_open_steps(0) == 3
-        assert bench.guest.has_room(0, 2)
-        assert not bench.guest.has_room(0, 3)
+        assert bench.limited.max_open_steps(0) == 3
+        assert bench.limited.has_room(0, 2)
+        assert not bench.limited.has_room(0, 3)
         bench.used = 1135.0
         await bench.pass_time(2)
-        assert bench.guest.has_room(0, 0)
-        assert not bench.guest.has_room(0, 1)
+        assert bench.limited.has_room(0, 0)
+        assert not bench.limited.has_room(0, 1)
         bench.used = 1134.0
         await bench.pass_time(2)
-        assert bench.guest.has_room(0, 1)
+        assert bench.limited.has_room(0, 1)
         bench.write("max_memory = '1060B'")  # too little for this stage, enough for the other
         await bench.pass_time(2)
-        assert bench.guest.why_paused.startswith("stage 0 takes 0 MiB with one microbatch")
+        assert bench.limited.why_paused.startswith("stage 0 takes 0 MiB with one microbatch")
         bench.stages = []
         await bench.pass_time(2)
-        assert bench.guest.why_paused == ""
-        assert bench.guest.unfit(0)
-        assert not bench.guest.unfit(1)
+        assert bench.limited.why_paused == ""
+        assert bench.limited.unfit(0)
+        assert not bench.limited.unfit(1)
         bench.stages = [1]
-        assert bench.guest.unfit(1) == ""
+        assert bench.limited.unfit(1) == ""
         bench.write("max_memory = '1110B'")
         await bench.pass_time(2)
-        assert "stage 0 beside 1 more takes" in bench.guest.unfit(0)
+        assert "stage 0 beside 1 more takes" in bench.limited.unfit(0)
         bench.stages = []
         await bench.pass_time(2)
-        assert bench.guest.unfit(0) == ""
+        assert bench.limited.unfit(0) == ""
         bench.write("max_memory = '10B'")
         await bench.pass_time(2)
-        assert bench.guest.why_paused
+        assert bench.limited.why_paused
 
     asyncio.run(main())
 

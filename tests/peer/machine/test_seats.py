@@ -18,7 +18,7 @@ class Serving:
 
     def __init__(self) -> None:
         self.replica = object()
-        self.gossip = SimpleNamespace(news=SimpleNamespace(wait=asyncio.sleep))
+        self.gossip = SimpleNamespace(changed=SimpleNamespace(wait=asyncio.sleep))
         self.has_left = False
         self._stopped = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""How many microbatches feeders keep in the air."""
+"""How many microbatches feeders keep in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarmnet.protocol.pipeline.feeding import (
     IN_FLIGHT_UNASKED,
     MOST_OF_A_ROUND,
     part_of_feeder,
-    room_at_home,
+    send_window_room,
     slow_start,
     window,
 )
@@ -84,7 +84,7 @@ def test_in_a_small_swarm_too_few_come_first_and_then_more_than_two_for_each_rep
 
 
 def test_a_full_device_or_uplink_gets_no_more() -> None:
-    assert room_at_home(6, 2, queued_bytes=0, sent_bytes=100) == 4
-    assert room_at_home(6, 9, queued_bytes=0, sent_bytes=100) == 0
-    assert room_at_home(6, 0, queued_bytes=601, sent_bytes=100) == 0
-    assert room_at_home(6, 0, queued_bytes=600, sent_bytes=100) == 6
+    assert send_window_room(6, 2, queued_bytes=0, sent_bytes=100) == 4
+    assert send_window_room(6, 9, queued_bytes=0, sent_bytes=100) == 0
+    assert send_window_room(6, 0, queued_bytes=601, sent_bytes=100) == 0
+    assert send_window_room(6, 0, queued_bytes=600, sent_bytes=100) == 6

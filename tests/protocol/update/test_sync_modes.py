@@ -74,13 +74,13 @@ def test_versions_never_go_back_and_every_exchange_is_made(
         SyncPlan(DELAYED, rounds, warmup_rounds=warmup_rounds),
     ):
         assert not any(plan.is_delayed(r) for r in range(warmup_rounds))
-        versions = [plan.version(r) for r in range(rounds + 1)]
+        versions = [plan.parameter_version(r) for r in range(rounds + 1)]
         assert versions[0] == 0
         assert versions[-1] == rounds
         assert all(0 <= b - a <= 2 for a, b in itertools.pairwise(versions))
         assert all(r - 1 <= v <= r for r, v in enumerate(versions))
         for r in range(rounds):  # an owner to be comes in with an exchange of its own
-            assert plan.version(plan.next_owner_round(r)) > plan.version(r)
+            assert plan.parameter_version(plan.next_owner_round(r)) > plan.parameter_version(r)
 
 
 @given(st.sets(st.text(min_size=1, max_size=4), min_size=1, max_size=9), st.integers(0, 99))
@@ -123,7 +123,7 @@ def test_exchanges_are_delayed_from_the_end_of_the_warmup_on() -> None:
             plan = replace(plan, switches=merge(plan.switches, [switch]))
     assert [(s.round, s.mode) for s in plan.switches] == [(30, DELAYED)]
     assert [plan.is_delayed(r) for r in (0, 29, 30, 998)] == [False, False, True, True]
-    assert SyncPlan(DELAYED, 1000, warmup_rounds=30).version(30) == 30
+    assert SyncPlan(DELAYED, 1000, warmup_rounds=30).parameter_version(30) == 30
 
 
 def test_between_the_thresholds_and_in_the_rest_nothing_changes() -> None:

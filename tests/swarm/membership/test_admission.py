@@ -78,7 +78,7 @@ def test_invited_peers_may_call_each_other_at_once() -> None:
         a, b, c = (closed.join(seed, closed.invite) for seed in (1, 2, 3))
         assert await step(a, b) == "welcome"
         assert await step(b, a) == "welcome"
-        assert await c.exchange(a.own.peer_id)
+        assert await c.reconcile(a.own.peer_id)
         assert await step(c, b) == "welcome"
         assert b.view.get(c.own.peer_id) is not None
 
@@ -89,7 +89,7 @@ def test_who_has_no_invite_is_refused_by_every_peer() -> None:
     async def main() -> None:
         closed = Closed()
         a, b = (closed.join(seed, closed.invite) for seed in (1, 2))
-        assert await a.exchange(b.own.peer_id)
+        assert await a.reconcile(b.own.peer_id)
         strangers = [
             closed.join(3, None),
             closed.join(4, Invite.issue(Identity(b"x" * 32), RUN, YEAR_S)),
@@ -97,7 +97,7 @@ def test_who_has_no_invite_is_refused_by_every_peer() -> None:
         ]
         for stranger in strangers:
             for peer in (a, b):
-                await stranger.exchange(peer.own.peer_id)
+                await stranger.reconcile(peer.own.peer_id)
                 await asyncio.sleep(0.1)
                 with pytest.raises(Refused, match="closed"):
                     await step(stranger, peer)
@@ -110,10 +110,10 @@ def test_a_stolen_credential_admits_nobody() -> None:
     async def main() -> None:
         closed = Closed()
         a, b = closed.join(1, closed.invite), closed.join(2, closed.invite)
-        await a.exchange(b.own.peer_id)
+        await a.reconcile(b.own.peer_id)
         thief = closed.join(3, None)
         thief.own = replace(thief.own, credential=b.own.credential)
-        await thief.exchange(a.own.peer_id)
+        await thief.reconcile(a.own.peer_id)
         await asyncio.sleep(0.1)
         with pytest.raises(Refused):
             await step(thief, a)
@@ -139,7 +139,7 @@ def test_an_invite_that_ends_ends_the_stay() -> None:
             await step(guest, a)
         version = a.view.get(guest.own.peer_id)
         guest.update(round=1)
-        await guest.exchange(a.own.peer_id)
+        await guest.reconcile(a.own.peer_id)
         await asyncio.sleep(0.1)
         assert a.view.get(guest.own.peer_id) == version, "its newer records are not taken"
 
@@ -150,9 +150,9 @@ def test_an_observer_may_look_but_not_accuse() -> None:
     async def main() -> None:
         closed = Closed()
         a, b = closed.join(1, closed.invite), closed.join(2, closed.invite)
-        await a.exchange(b.own.peer_id)
+        await a.reconcile(b.own.peer_id)
         observer = closed.join(3, None, quiet=True)
-        assert await observer.exchange(a.own.peer_id)
+        assert await observer.reconcile(a.own.peer_id)
         assert {r.peer_id for r in observer.view.records()} >= {a.own.peer_id, b.own.peer_id}
         lie = Suspicion(b.own.peer_id, *b.own.stamp)
         for method, body in (
@@ -169,10 +169,10 @@ def test_an_old_record_that_is_played_again_changes_nothing() -> None:
     async def main() -> None:
         closed = Closed()
         a, b = closed.join(1, closed.invite), closed.join(2, closed.invite)
-        await a.exchange(b.own.peer_id)
+        await a.reconcile(b.own.peer_id)
         old: SignedRecord = b.envelope()
         b.update(round=7)
-        await b.exchange(a.own.peer_id)
+        await b.reconcile(a.own.peer_id)
         await asyncio.sleep(0.1)
         replayer = closed.join(3, closed.invite)
         replayer.transport.notify(a.own.peer_id, "records", Message(Records(records=(old,))))
@@ -200,7 +200,7 @@ def test_a_stranger_that_asks_without_end_is_told_to_wait() -> None:
         refused = [x for x in answers if isinstance(x, SwarmnetError)]
         assert len(refused) == 50
         assert all(isinstance(x, Busy) for x in refused)
-        assert await b.exchange(a.own.peer_id), "others do not pay for it"
+        assert await b.reconcile(a.own.peer_id), "others do not pay for it"
         await asyncio.sleep(10)
         await stranger.call(a.own.peer_id, "ping", Message(), timeout_s=5.0)
 

@@ -466,7 +466,7 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
         round_index = mover.gossip.own.round
         replica = mover.replica
         assert replica is not None
-        await replica.news.until(lambda: replica.round > round_index, 600.0)
+        await replica.changed.until(lambda: replica.round > round_index, 600.0)
         began = asyncio.get_running_loop().time()
         await swarm.until(lambda: mover.gossip.own.totals.get("moved", 0) == 1)
         assert asyncio.get_running_loop().time() - began < MOVE_PATIENCE_S + 5.0 < SLOW_S
@@ -517,7 +517,7 @@ def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:
 def test_a_stage_is_filled_though_the_first_in_line_is_bound_to_its_own(
     tmp_path: Path, lonely: int
 ) -> None:
-    """And the run goes on: what the others had in the air when their only callee died, or when
+    """And the run goes on: what the others had in flight when their only callee died, or when
     they moved, is launched again."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=12)
 

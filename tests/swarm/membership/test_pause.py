@@ -28,8 +28,8 @@ REASON = "its owner paused it"
 
 
 def pause(peer: Peer, reason: str = REASON) -> None:
-    peer.guest.why_paused = reason
-    peer.guest.tell()
+    peer.resource_limits.why_paused = reason
+    peer.resource_limits.tell()
 
 
 def is_paused(peer: Peer) -> bool:
@@ -115,7 +115,7 @@ def test_a_peer_that_begins_paused_waits_and_then_joins(tmp_path: Path) -> None:
     async def scenario(swarm: Swarm) -> None:
         first = swarm.start("peer-0", stage=0)
         late = swarm.start("peer-1", stage=1)
-        late.guest.why_paused = REASON
+        late.resource_limits.why_paused = REASON
         await swarm.until(lambda: is_paused(late) and first.gossip.own.state == ACTIVE)
         assert late.replica is None
         pause(late, "")
@@ -146,7 +146,7 @@ def test_a_stage_that_does_not_fit_is_not_taken(tmp_path: Path) -> None:
         for i in range(3):
             peer = swarm.start(f"peer-{i}", stage=None if i else 0)
             if i:
-                peer.guest.unfit = lambda k: "too large" if k == 0 else ""
+                peer.resource_limits.unfit = lambda k: "too large" if k == 0 else ""
         await swarm.until_round(spec.optimizer.rounds)
         stages = [m.peer.gossip.own.stage for m in swarm.members.values()]
         assert stages == [0, 1, 1]
@@ -161,7 +161,7 @@ def test_memory_bounds_the_microbatches_inside(tmp_path: Path) -> None:
         for i in range(3):
             swarm.start(f"peer-{i}", stage=min(i, 1))
         small = swarm.members["peer-1"].peer
-        small.guest.max_open_steps = lambda stage_index: 1
+        small.resource_limits.max_open_steps = lambda stage_index: 1
         most = 0
 
         def look() -> bool:

@@ -119,7 +119,7 @@ class Swarm:
 
     @staticmethod
     async def _meet(member: Member, other: str) -> None:
-        await member.gossip.exchange(other)
+        await member.gossip.reconcile(other)
 
     def kill(self, name: str) -> None:
         for task in self.members.pop(name).life:

@@ -736,7 +736,7 @@ class Bus:
         """The first peer's own changes reach the second, and the other way round."""
         for gossip, other in (self.gossips, self.gossips[::-1]):
             gossip.update(round=gossip.own.round + 1)
-            assert await gossip.exchange(other.own.peer_id)
+            assert await gossip.reconcile(other.own.peer_id)
             await asyncio.sleep(0.1)  # virtual: what the other lacks follows as a notification
             seen = other.view.get(gossip.own.peer_id)
             assert seen is not None

@@ -1,4 +1,4 @@
-"""How many microbatches the feeders of a swarm have in the air; virtual time, memory transport."""
+"""How many microbatches the feeders of a swarm have in flight; virtual time, memory transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_small_swarm_begins_with_few_and_comes_to_more_than_two_for_each_repli
 
         def looked() -> bool:
             in_flight = sum(len(m.in_flight) for m in feeder._open)
-            most[feeder._num_home] = max(in_flight, most.get(feeder._num_home, 0))
+            most[feeder._num_completed] = max(in_flight, most.get(feeder._num_completed, 0))
             return min(swarm.rounds()) >= 1
 
         await swarm.until(looked)
@@ -34,5 +34,5 @@ def test_a_small_swarm_begins_with_few_and_comes_to_more_than_two_for_each_repli
 
     in_virtual_time(scenario, spec, is_synthetic=True)
     assert max(most.values()) > 2 * NUM_REPLICAS
-    for num_home, in_flight in most.items():
-        assert in_flight <= 1.5 * NUM_REPLICAS + 1 + num_home
+    for num_completed, in_flight in most.items():
+        assert in_flight <= 1.5 * NUM_REPLICAS + 1 + num_completed

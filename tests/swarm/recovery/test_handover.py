@@ -300,7 +300,7 @@ def test_a_round_does_not_end_and_takes_nothing_in_while_its_gradient_is_given(
         assert not closing.done()
         assert not replica.closed
         replica.is_giving = False
-        replica.news.tell()
+        replica.changed.notify_all()
         await closing
         assert replica.closed
 
@@ -322,7 +322,7 @@ def test_who_begins_anew_drops_what_was_left_with_it(tmp_path: Path) -> None:
             raise Behind("the stage has moved on")
 
         heir.updates.attend = lose_touch  # type: ignore[method-assign]
-        await heir.gossip.news.until(lambda: heir.gossip.own.state == JOINING, 60.0)
+        await heir.gossip.changed.until(lambda: heir.gossip.own.state == JOINING, 60.0)
         await swarm.until(lambda: heir.gossip.own.state == ACTIVE)
         assert heir.gossip.own.round == LEAVES_IN
         assert not heir.handover.has_any(LEAVES_IN)

@@ -114,7 +114,7 @@ def test_a_full_queue_at_the_end_of_a_round_is_waited_for(tmp_path: Path) -> Non
         run = replica.device.run
 
         async def full(kind: str, work: Any, *more: Any) -> Any:
-            if "_take_out" in work.__qualname__ and refused.count(False) < 3:
+            if "_retract" in work.__qualname__ and refused.count(False) < 3:
                 refused.append(replica.is_open(replica.round))
                 raise Busy("the queue is full")
             return await run(kind, work, *more)
@@ -149,12 +149,12 @@ def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path
             def retract(key: Any) -> None:
                 is_retracting.append(True)
                 try:
-                    take_out(key)
+                    retracted(key)
                 finally:
                     is_retracting.clear()
 
             is_retracting: list[bool] = []
-            passed, take_out = stage._run, stage.retract
+            passed, retracted = stage._run, stage.retract
             stage._run, stage.retract = run, retract
             return stage, optimizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from swarmnet.errors import NotReady, Unreachable
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.condition import News
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.messages import StageNormRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.update.norms import KEPT_ROUNDS, Norms
@@ -56,7 +56,7 @@ class Net:
         gossip: Any = SimpleNamespace(
             own=SimpleNamespace(peer_id=name),
             view=SimpleNamespace(get=self.records.get),
-            news=News(),
+            changed=Condition(),
             awake_s=lambda: asyncio.get_running_loop().time(),
             check_run=check_run,
             add_total=lambda total: self.missed.append(name),

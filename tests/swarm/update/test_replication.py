@@ -130,7 +130,7 @@ def undisturbed(folder: Path, replication: int, mode: str = "zero") -> Undisturb
         ):
             await asyncio.sleep(1e-4)
         updated_s = loop.time() - began
-        await replica.news.until(lambda: replica.round > STRUCK, 60.0)
+        await replica.changed.until(lambda: replica.round > STRUCK, 60.0)
         round_s = loop.time() - began
         state, parameters = await end_of(swarm)
         windows = {
