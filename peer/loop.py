@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -38,14 +37,6 @@ def run(main: Coroutine[Any, Any, T], parent_pid: int | None = None) -> T:
     if isinstance(outcome, Stopped):
         raise outcome
     return outcome
-
-
-def spare_old_objects() -> None:
-    """To be called when everything is imported and built: the collector of cycles looks at what
-    exists now no more. Torch and its friends are some hundred thousand objects that live as long
-    as the process, and going through them again and again took a third of an update's CPU time."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T | Stopped:

@@ -1,159 +1,84 @@
-"""What a person says about one machine's part in a run, as opposed to `swarmnet.spec`, which
-is the same on every machine."""
+"""What a person says on the command line. The groups of options are the groups of `--help`: the
+common ones first, in each group and among the groups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+import typer
 
 from peer.machine.limits import LimitOptions
-from swarmnet.errors import UserError
-from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec
+from swarmnet.runtime.options import (
+    ANY_INTERFACE,
+    ActivationsName,
+    DeviceName,
+    LocalName,
+    PrecisionName,
+    TransportName,
+)
 
-TransportName = Literal["p2pd", "py-libp2p"]
-LocalName = Literal["tensor", "fsdp"]
-DeviceName = Literal["auto", "cpu", "cuda"]
-PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
-ActivationsName = Literal["auto", "keep", "blocks", "recompute", "offload"]
 ScreenName = Literal["auto", "plain", "shared", "quiet"]
+"""`auto`: live where there is a terminal, else plain lines. `shared`: plain lines, where one peer
+of all prints those about the run. `quiet`: the address only."""
 
 LOOPBACK = "127.0.0.1"
-ANY_INTERFACE = "0.0.0.0"
-AUTO_STAGES = "auto"
-"""As `--stages`: by what this machine has and the swarm needs."""
 INVITE_VARIABLE = "SWARMNET_INVITE"
 """Of the environment: what `--invite` says, unseen by the machine's other users."""
+MAX_PORT = 65_535
 
+RUN, MODEL, NETWORK = "This run", "Model and data", "Network"
+MACHINE, LIMITS, OUTPUT = "This machine", "Limits", "Output"
 
-@dataclass(frozen=True, slots=True)
-class PeerOptions:
-    """Options of one peer. Exactly one of `spec` and `join` is given."""
-
-    state_dir: Path
-    """Where this peer keeps its identity and its checkpoints; nobody else uses it (see
-    `peer.state_dir`)."""
-    spec: Path | None = None
-    """Start a new run from this file."""
-    join: tuple[str, ...] = ()
-    """Join the run that these addresses belong to; the first that answers is enough. `@FILE`: the
-    addresses in a file."""
-    patience_s: float | None = None
-    """With `join`: give up when nobody has answered for so long; None = never."""
-    rounds: int | None = None
-    """With `spec`: another length of the run."""
-    seed: int | None = None
-    """With `spec`: another seed."""
-    stage: int | None = None
-    """Serve this stage; None = the one that needs this peer most."""
-    stages: str = "1"
-    """How many stages to serve: a number, or `AUTO_STAGES`."""
-    host: str = ANY_INTERFACE
-    """Address of the interface to listen on."""
-    port: int = 0
-    """0 = any that is free."""
-    announce: tuple[str, ...] = ()
-    """Addresses to tell others besides those of the interfaces (behind NAT, for example)."""
-    transport: TransportName = "p2pd"
-    direct: bool = True
-    """Bulk transfers over direct TLS connections, where peers can reach each other."""
-    relay: bool = True
-    """Carries data between others that cannot dial each other, where it can be dialled itself."""
-    direct_port: int = 0
-    """Where to listen for them; 0 = any that is free."""
-    data: tuple[str, ...] = ()
-    """Where this machine has the data, in place of the spec's `paths`."""
-    tokenizer: str = ""
-    """Where this machine has the run's tokenizer.json, in place of the spec's `tokenizer`."""
-    builder: str = ""
-    """Where this machine has a custom model's code, in place of the spec's `builder`."""
-    feed: bool = True
-    """Read data and start microbatches, where there is data."""
-    threads: int = 0
-    """Threads of torch; 0 = torch's choice."""
-    tp: int | None = None
-    """Ranks of this peer, each with a part of every layer; None = one for each GPU."""
-    sequence_parallel: bool = False
-    """With several ranks: norms and residuals are split over them too."""
-    local: LocalName = "tensor"
-    """What ranks are for: a part of every layer, or a part of every microbatch with parameters and
-    gradients sharded ("fsdp")."""
-    device: DeviceName = "auto"
-    """What computes; `auto`: GPUs, where there are any."""
-    precision: PrecisionName = "auto"
-    """Of this machine's passes, in place of the run's."""
-    activations: ActivationsName = "auto"
-    """What this machine keeps between the passes, in place of what the run says."""
-    compile: bool = False
-    """`torch.compile` the layers."""
-    checkpoint_every: int = 10
-    """Rounds between two checkpoints of this peer's stage; 0 = none."""
-    begin_anew: bool = False
-    """Where nobody is at work in the run: from its initial parameters, whatever anybody has."""
-    keep_checkpoints: int = 2
-    """The newest so many stay."""
-    invite: str = ""
-    """The invite to a closed run, or the file that it is in; kept in the state folder."""
-    metrics: Path | None = None
-    """Append events to this file, one JSON object a line."""
-    exit_when_done: bool = False
-    """End when the run has done its rounds, instead of staying to serve the model."""
-    metrics_port: int | None = None
-    """Serve `/metrics` for Prometheus there; None = not at all."""
-    metrics_host: str = LOOPBACK
-    dashboard: int | None = None
-    """Show the web page on this port; None = not at all."""
-    dashboard_host: str = LOOPBACK
-    health_file: Path | None = None
-    """Written every few seconds while this peer is well; see `peer.observe.health`."""
-    ready_file: Path | None = None
-    """Written when this peer listens, or a folder for a file of its own; see `peer.ready`."""
-    limits: LimitOptions = field(default_factory=LimitOptions)
-    """Changes to `limits.toml` in the state folder."""
-    screen: ScreenName = "auto"
-    """`auto`: live where there is a terminal, else plain lines. `shared`: plain lines, where one
-    peer of all prints those about the run. `quiet`: the address only."""
-
-    @property
-    def starts_run(self) -> bool:
-        return self.spec is not None
-
-    def data_paths(self, spec: RunSpec) -> tuple[str, ...]:
-        """The data that this peer may read; empty = it does not feed.
-
-        A spec that came over the network never chooses files of this machine: whatever is fed
-        is seen by the swarm. Only the standard library is taken from it unasked."""
-        if self.data or not self.feed:
-            return self.data if self.feed else ()
-        if self.starts_run or all(path == PYTHON_STDLIB for path in spec.data.paths):
-            return spec.data.paths
-        return ()
-
-    def data_tokenizer(self, spec: RunSpec) -> str:
-        """`bytes`, or the tokenizer.json that this peer may read; empty = it does not feed text.
-        As with the data, a file is never chosen by the network."""
-        if self.starts_run or spec.data.tokenizer == BYTES_TOKENIZER:
-            return self.tokenizer or spec.data.tokenizer
-        return self.tokenizer
-
-    def model_builder(self, spec: RunSpec) -> str:
-        """`path/file.py:function` of a custom model. Raises `UserError` where the code would be
-        chosen by the network: it runs with the rights of whoever started this peer."""
-        if self.builder or self.starts_run or spec.model.kind != "custom":
-            return self.builder or spec.model.builder
-        raise UserError(
-            f"this run's model is code on your machine ({spec.model.builder}); read it, then "
-            f"add --builder {spec.model.builder}"
-        )
-
-
-def with_overrides(spec: RunSpec, *, rounds: int | None, seed: int | None) -> RunSpec:
-    """The spec of a new run after `--rounds` and `--seed`. Raises `SpecError`."""
-    if rounds is not None:
-        spec = spec.with_rounds(rounds)
-    if seed is not None:
-        spec = spec.with_seed(seed)
-    return spec
+TransportOption = Annotated[
+    TransportName,
+    typer.Option(help="What carries the bytes; peers with either train together."),
+]
+NoDirectOption = Annotated[
+    bool,
+    typer.Option("--no-direct", help="Move everything over libp2p; no direct TLS connections."),
+]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show a traceback with an error, and more of the log.")
+]
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="Plain lines instead of the live screen.")
+]
+RoundsOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Length of the run, in place of the spec's.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Seed of the run, in place of the spec's.")
+]
+InviteOption = Annotated[
+    str,
+    typer.Option(
+        metavar="INVITE",
+        envvar=INVITE_VARIABLE,
+        show_envvar=False,
+        help="The invite to a closed run, or the file that holds it.",
+    ),
+]
+DeviceOption = Annotated[
+    DeviceName,
+    typer.Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
+]
+DashboardOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=MAX_PORT, metavar="PORT", help="Show the run as a web page; 0 = any."),
+]
+DashboardHostOption = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST", help="Address to show the page on; by default for this machine only."
+    ),
+]
+MetricsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write what happens to FILE, one JSON object a line."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 
 def default_spec_path() -> Path:
@@ -161,5 +86,509 @@ def default_spec_path() -> Path:
     return Path(__file__).with_name("default.toml")
 
 
-class UsageError(UserError):
-    """Options that do not go together: exit code 2."""
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Which run, and this peer's part in it."""
+
+    panel: ClassVar[str] = RUN
+
+    spec: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start a new run from this run.toml."),
+    ] = None
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Join the run behind this address; repeat it to name several peers. "
+            "@FILE: the addresses in a file.",
+        ),
+    ] = None
+    invite: InviteOption = ""
+    rounds: RoundsOption = None
+    seed: SeedOption = None
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="K", help="Serve this stage. Default: the one that needs you most."
+        ),
+    ] = None
+    stages: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Serve so many stages. auto: as many as this machine has room for and the swarm "
+            "needs.",
+        ),
+    ] = "1"
+    exit_when_done: Annotated[
+        bool,
+        typer.Option("--exit-when-done", help="End with the run; else stay and serve the model."),
+    ] = False
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Give up when nobody has answered for so long. Default: keep trying.",
+        ),
+    ] = None
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Where nobody is at work in the run: begin from initial parameters, not from the "
+            "checkpoints that peers have. They stay on the disks.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGroup:
+    """Where this machine has what the run names."""
+
+    panel: ClassVar[str] = MODEL
+
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Where this machine has the run's data; repeat it for several. A peer that joins "
+            "reads no files that you have not named.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Where this machine has the run's tokenizer.json, where the run has one.",
+        ),
+    ] = ""
+    builder: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE:FUNCTION", help="Where this machine has the code of a custom model."
+        ),
+    ] = ""
+    no_feed: Annotated[
+        bool, typer.Option("--no-feed", help="Compute only; start no microbatches.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGroup:
+    """What carries the bytes."""
+
+    panel: ClassVar[str] = NETWORK
+
+    transport: TransportOption = "p2pd"
+    no_direct: NoDirectOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkGroup:
+    """Where a peer listens, and what it tells others of that."""
+
+    panel: ClassVar[str] = NETWORK
+
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MAX_PORT, metavar="PORT", help="Listen on this port; 0 = any that is free."
+        ),
+    ] = 0
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Tell others this address too (port forwarding, for example).",
+        ),
+    ] = None
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Listen on the interface with this address.")
+    ] = ANY_INTERFACE
+    direct_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_PORT,
+            metavar="PORT",
+            help="Listen for direct connections on this port (1024 or above); 0 = any that is "
+            "free.",
+        ),
+    ] = 0
+    no_relay: Annotated[
+        bool,
+        typer.Option(
+            "--no-relay", help="Carry nothing between other peers that cannot dial each other."
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeGroup:
+    """How a machine computes."""
+
+    panel: ClassVar[str] = MACHINE
+
+    device: DeviceOption = "auto"
+    precision: Annotated[
+        PrecisionName,
+        typer.Option(
+            help="Of this machine's passes; what peers exchange is fp32. auto: as the run says."
+        ),
+    ] = "auto"
+    activations: Annotated[
+        ActivationsName,
+        typer.Option(
+            metavar="POLICY",
+            help="Kept between forward and backward: keep, blocks, recompute, offload, or auto "
+            "(as the run says, else by free memory).",
+        ),
+    ] = "auto"
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp",
+            min=1,
+            max=64,
+            metavar="N",
+            help="Cut every layer over N ranks of this machine. Default: all GPUs it sees, else 1.",
+        ),
+    ] = None
+    local: Annotated[
+        LocalName,
+        typer.Option(
+            help="What the ranks of --tp share out: the width of layers, or (fsdp) the samples, "
+            "with parameters and gradients sharded.",
+        ),
+    ] = "tensor"
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel", help="With --tp: split norms and residuals by positions too."
+        ),
+    ] = False
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the layers (torch.compile): slow to start."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """What a machine keeps, and how many of its cores work."""
+
+    panel: ClassVar[str] = MACHINE
+
+    threads: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Threads to compute with; 0 = torch's choice."),
+    ] = 0
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep this peer's identity and checkpoints here. Default: peer-N in "
+            "~/.local/state/swarmnet.",
+        ),
+    ] = None
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Rounds between checkpoints of the stage; 0 = none."),
+    ] = 10
+    keep_checkpoints: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Keep the newest so many checkpoints, and up to 3 for slower disks.",
+        ),
+    ] = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LimitGroup:
+    """What a machine's owner lets its peer take."""
+
+    panel: ClassVar[str] = LIMITS
+
+    max_upload: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Send no more than this: 10Mbit, 2MB (a second)."),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Take no more memory than this: 4GB, 512MiB."),
+    ] = None
+    max_device_share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Keep the GPU (or the CPU, without one) at work no longer: 50%.",
+        ),
+    ] = None
+    hours: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPAN",
+            help="Work at these local hours only: 22:00-07:00. Repeat it for several.",
+        ),
+    ] = None
+    pause_when_busy: Annotated[
+        bool | None,
+        typer.Option(
+            "--pause-when-busy/--no-pause-when-busy",
+            help="Pause while the machine is used by others than this peer.",
+        ),
+    ] = None
+
+    def changes(self, paused: bool | None = None) -> LimitOptions:
+        """What of it changes the limits in a state folder."""
+        return LimitOptions(
+            self.max_upload,
+            self.max_memory,
+            self.max_device_share,
+            tuple(self.hours or ()),
+            self.pause_when_busy,
+            paused,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PauseGroup:
+    """Whose limits `swarmnet limits` changes."""
+
+    panel: ClassVar[str] = MACHINE
+
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The peer's state folder. Default: the only one there."),
+    ] = None
+    pause: Annotated[
+        bool | None,
+        typer.Option("--pause/--resume", help="Hand over and stand by; come back."),
+    ] = None
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGroup:
+    """What a peer prints, writes and serves."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    dashboard: DashboardOption = None
+    dashboard_host: DashboardHostOption = LOOPBACK
+    metrics: MetricsOption = None
+    plain: PlainOption = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print the address to join, and nothing else.")
+    ] = False
+    shared_log: Annotated[
+        bool,
+        typer.Option(
+            "--shared-log",
+            help="Plain lines for a log that all peers of a run write to, as with docker compose: "
+            "what is of the whole run is printed by one of them.",
+        ),
+    ] = False
+    ready_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the address of this peer to FILE (for --join @FILE); in a folder (FOLDER/) "
+            "each peer leaves a file of its own (for --join @FOLDER).",
+        ),
+    ] = None
+    health_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="SWARMNET_HEALTH_FILE",
+            show_envvar=False,
+            help="Write FILE every few seconds while this peer is well (for health checks).",
+        ),
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_PORT, metavar="PORT", help="Serve /metrics for Prometheus on this port."
+        ),
+    ] = None
+    metrics_host: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST", help="Address to serve /metrics on; by default this machine only."
+        ),
+    ] = LOOPBACK
+    debug: DebugOption = False
+    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None
+
+    @property
+    def screen(self) -> ScreenName:
+        """The one that says least of those asked for."""
+        if self.quiet:
+            return "quiet"
+        return "shared" if self.shared_log else "plain" if self.plain else "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGroup:
+    """Which run `swarmnet local` makes, of how many peers."""
+
+    panel: ClassVar[str] = RUN
+
+    peers: Annotated[
+        int, typer.Option(min=1, max=256, metavar="N", help="Peer processes to start.")
+    ] = 4
+    spec: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The run. Default: a small language model."),
+    ] = None
+    rounds: RoundsOption = None
+    seed: SeedOption = None
+    chaos: Annotated[
+        str,
+        typer.Option(
+            metavar="RATES",
+            help="Harm peers at random while you watch: kill=6/min, or kill=6/min,stop=2/min.",
+        ),
+    ] = ""
+    invite: InviteOption = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMachineGroup:
+    """What `swarmnet local` takes of its machine."""
+
+    panel: ClassVar[str] = MACHINE
+
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Threads of each peer; 0 = this machine's cores, shared out.",
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOutputGroup:
+    """What `swarmnet local` prints, writes and serves."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    dashboard: DashboardOption = None
+    dashboard_host: DashboardHostOption = LOOPBACK
+    metrics: MetricsOption = None
+    plain: PlainOption = False
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmGroup:
+    """What `swarmnet simulate` makes a swarm of."""
+
+    panel: ClassVar[str] = "The swarm"
+
+    peers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Peers that start with the run.")
+    ] = 40
+    stages: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline stages.")] = 4
+    hours: Annotated[float, typer.Option(min=0.0, metavar="HOURS", help="Virtual hours.")] = 0.1
+    churn: Annotated[
+        float,
+        typer.Option(
+            min=0.0, metavar="PART", help="Part of the peers that is replaced in an hour."
+        ),
+    ] = 0.3
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Churn events, one JSON object a line."),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="One seed, one history.")] = 0
+    links: Annotated[
+        Literal["home", "fast"], typer.Option(help="What the peers are connected by.")
+    ] = "home"
+    speed_ratio: Annotated[
+        float, typer.Option(min=1.0, metavar="RATIO", help="Fastest machine over slowest.")
+    ] = 10.0
+    service: Annotated[
+        float,
+        typer.Option(
+            min=0.01, metavar="SECONDS", help="Of a sequence in a stage, at middle speed."
+        ),
+    ] = 4.0
+    sequences: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Of a microbatch; with more there is less to simulate."
+        ),
+    ] = 1
+    microbatches: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of a round, for each replica of a stage.")
+    ] = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGroup:
+    """How the simulated swarm goes about it."""
+
+    panel: ClassVar[str] = "Policies"
+
+    sync: Annotated[
+        Literal["zero", "delayed", "auto", "local", "gossip"] | None,
+        typer.Option(help="When replicas exchange what. Default: delayed; zero in a sweep."),
+    ] = None
+    local_steps: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Rounds between two exchanges, with --sync local or gossip.",
+        ),
+    ] = 10
+    assignment: Annotated[
+        Literal["adaptive", "static", "swarm"],
+        typer.Option(help="How stages are shared out: this swarm's way, or one to compare."),
+    ] = "adaptive"
+    rebalance_every: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Of the assignment swarm.")
+    ] = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckGroup:
+    """What is looked for, and what is printed."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    sweep: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Run so many small swarms with every kind of fault instead.",
+        ),
+    ] = 0
+    replay: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="SEED", help="Run this seed of the sweep and print its events."
+        ),
+    ] = None
+    check_every: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Between looks at all peers; 0 for automatic.",
+        ),
+    ] = 0.0
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw what happened into PNG.")
+    ] = None
+    as_json: JsonOption = False
+    debug: DebugOption = False

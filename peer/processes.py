@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.runtime.joining.ready import Ready, read_ready_file
 
 PEER_COMMAND = (sys.executable, "-m", "peer", "peer")
 READY_WAIT_S = 120.0

@@ -15,10 +15,10 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from peer.options import UsageError
 from peer.processes import ChildPeer, PeerProcesses
-from peer.ready import read_ready_file
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.joining.ready import read_ready_file
+from swarmnet.runtime.options import UsageError
 
 KINDS = ("kill", "stop")
 UNIT_S = {"s": 1.0, "min": 60.0, "h": 3600.0}

@@ -14,7 +14,7 @@ from peer.observe.dashboard.replay import check_file, make_film
 from peer.observe.dashboard.server import listen, serving
 from peer.observe.observing import JoinRun, wait_for_run
 from peer.observe.report import monitor_of, open_page
-from peer.options import TransportName
+from swarmnet.runtime.options import TransportName
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from peer.commands.doctor_nat import check_nat
-from peer.finding import BAD, GOOD, SKIPPED, WARNING, Finding
-from peer.joining import check_addresses, dial_any, fetch_run, read_addresses
-from peer.options import ANY_INTERFACE, TransportName
+from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.identity import Identity
+from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
+from swarmnet.runtime.options import ANY_INTERFACE, TransportName
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.swarm.messages import (
     MAX_DIAL_BACK,
@@ -105,7 +105,7 @@ def _verdict(num_bad: int, num_warnings: int) -> str:
 
 def _existing(path: Path | None) -> Path:
     """The folder that is there, of a state folder that may not be made yet."""
-    from peer.state_dir import state_root
+    from swarmnet.runtime.state_dir import state_root
 
     path = path or state_root()
     while not path.exists():
@@ -218,7 +218,7 @@ def check_spec(spec: RunSpec, folder: Path) -> list[Finding]:
 
 async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec | None]:
     """Port, and with `join`: the way there and back, the clock, how fast. And the run's spec."""
-    from peer.daemon import open_net
+    from swarmnet.runtime.net import open_net
 
     key = Identity.generate()
     try:

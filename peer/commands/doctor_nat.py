@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peer.finding import GOOD, SKIPPED, WARNING, Finding
+from peer.commands.finding import GOOD, SKIPPED, WARNING, Finding
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.identity import verify
 from swarmnet.protocol.membership.reachability import (

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from peer.options import TransportName
-from peer.seats import further_seats
 from swarmnet.errors import SpecError, UserError
+from swarmnet.runtime.options import TransportName
+from swarmnet.runtime.seats import further_seats
 from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.model_fetch import fetch_model
@@ -51,7 +51,7 @@ async def export_live(
 ) -> str:
     """Writes the model of the run behind an address; returns what was done, in a line. Raises
     `UserError`."""
-    from peer.daemon import Observer
+    from swarmnet.runtime.observer import Observer
 
     _check_out(out)
     async with await Observer.join(addresses, transport=transport, invite=invite) as observer:

@@ -24,21 +24,18 @@ from peer.observe.report import Reporter, open_page
 from peer.observe.screen import peers_table
 from peer.observe.text import number, size
 from peer.observe.view_model import Summary
-from peer.options import (
-    INVITE_VARIABLE,
-    LOOPBACK,
+from peer.options import INVITE_VARIABLE, LOOPBACK, ScreenName, default_spec_path
+from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
+from swarmnet.errors import SwarmnetError
+from swarmnet.runtime.options import (
     ActivationsName,
     DeviceName,
     LocalName,
     PrecisionName,
-    ScreenName,
     TransportName,
     UsageError,
-    default_spec_path,
     with_overrides,
 )
-from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
-from swarmnet.errors import SwarmnetError
 from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec, describe, load_spec
 
 LOOK_EVERY_S = 0.5

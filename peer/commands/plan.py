@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.memory.activation_choice import POLICIES
 from swarmnet.training.memory.plan import (
@@ -190,12 +191,3 @@ def count(number: float) -> str:
             return f"{number:.4g}{unit}"
         number /= 1000
     return f"{number:.4g} G"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 100 else f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.4g} TB"

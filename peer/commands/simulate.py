@@ -17,9 +17,9 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
-from peer.options import UsageError
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
+from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
 from swarmnet.simulation.scenario import (

@@ -13,7 +13,7 @@ from peer.observe.observing import JoinRun, RunObserver, join_run, wait_for_run
 from peer.observe.report import monitor_of
 from peer.observe.screen import dashboard
 from peer.observe.view_model import ViewModel
-from peer.options import TransportName
+from swarmnet.runtime.options import TransportName
 from swarmnet.spec import describe
 
 LOOK_S = 3.0

@@ -3,9 +3,6 @@ interpreter with torch, the network daemon, other ranks, and the stage."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,14 +121,3 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.Error:
         return []
-
-
-def free_memory() -> None:
-    """Gives what is not used any more back to the system."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from swarmnet.spec import MAX_STAGES
 
@@ -14,20 +13,13 @@ STAGES = ("stage", "from_stage", "to_stage")
 _MISSING = object()
 
 
-def _snake(kind: type[Any]) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened at `time_unix_s`, seconds since 1970, by the onlooker's clock."""
 
+    name: ClassVar[str] = ""
+    """In `--metrics`, which people's programs read: it stays whatever the class is called."""
     time_unix_s: float
-
-    @property
-    def name(self) -> str:
-        """The event's name in `--metrics`: the class's, in snake case."""
-        return _snake(type(self))
 
     def to_json(self) -> dict[str, Any]:
         """One line of `--metrics`."""
@@ -39,6 +31,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class RoundFinished(Event):
     """An update was made."""
+
+    name: ClassVar[str] = "round"
 
     round: int
     loss: float
@@ -54,10 +48,6 @@ class RoundFinished(Event):
     spread: float = 0.0
     """The largest `protocol.membership.records.Record.spread`; 0 where replicas are equal."""
 
-    @property
-    def name(self) -> str:
-        return "round"
-
     def to_json(self) -> dict[str, Any]:
         values = Event.to_json(self)
         if not self.spread:  # of runs whose replicas may differ only
@@ -69,6 +59,8 @@ class RoundFinished(Event):
 class HeldOut(Event):
     """A new measurement on held-out data."""
 
+    name: ClassVar[str] = "held_out"
+
     round: int
     loss: float
     bits_per_byte: float
@@ -77,6 +69,8 @@ class HeldOut(Event):
 @dataclass(frozen=True, slots=True)
 class PeerJoined(Event):
     """A peer was seen for the first time, or again."""
+
+    name: ClassVar[str] = "peer_joined"
 
     peer_id: str
     stage: int
@@ -87,6 +81,8 @@ class PeerJoined(Event):
 class PeerPaused(Event):
     """A peer serves no stage for now, by its owner's wish."""
 
+    name: ClassVar[str] = "peer_paused"
+
     peer_id: str
     reason: str
 
@@ -95,12 +91,16 @@ class PeerPaused(Event):
 class PeerResumed(Event):
     """A paused peer is back."""
 
+    name: ClassVar[str] = "peer_resumed"
+
     peer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost(Event):
     """A peer is no longer live."""
+
+    name: ClassVar[str] = "peer_lost"
 
     peer_id: str
     stage: int
@@ -112,6 +112,8 @@ class PeerLost(Event):
 class Migrated(Event):
     """A peer serves another stage than before."""
 
+    name: ClassVar[str] = "migrated"
+
     peer_id: str
     from_stage: int
     to_stage: int
@@ -121,6 +123,8 @@ class Migrated(Event):
 class Rerouted(Event):
     """A peer sent microbatches another way because a peer failed them."""
 
+    name: ClassVar[str] = "rerouted"
+
     peer_id: str
     count: int
 
@@ -128,6 +132,8 @@ class Rerouted(Event):
 @dataclass(frozen=True, slots=True)
 class Retracted(Event):
     """A peer took the contributions of orphaned microbatches out again."""
+
+    name: ClassVar[str] = "retracted"
 
     peer_id: str
     count: int
@@ -137,6 +143,8 @@ class Retracted(Event):
 class SamplesLost(Event):
     """Samples that were counted and yet are in no update."""
 
+    name: ClassVar[str] = "samples_lost"
+
     peer_id: str
     count: int
 
@@ -144,6 +152,8 @@ class SamplesLost(Event):
 @dataclass(frozen=True, slots=True)
 class Diverged(Event):
     """After a partition a peer gave up its result of a round for that of others."""
+
+    name: ClassVar[str] = "diverged"
 
     peer_id: str
     count: int
@@ -153,6 +163,8 @@ class Diverged(Event):
 class ShardReset(Event):
     """All holders of a shard's optimizer state were lost; it began again from zero."""
 
+    name: ClassVar[str] = "shard_reset"
+
     peer_id: str
     count: int
 
@@ -161,6 +173,8 @@ class ShardReset(Event):
 class ShardPromoted(Event):
     """A peer became the primary of shards whose primary was lost."""
 
+    name: ClassVar[str] = "shard_promoted"
+
     peer_id: str
     count: int
 
@@ -168,6 +182,8 @@ class ShardPromoted(Event):
 @dataclass(frozen=True, slots=True)
 class SyncMode(Event):
     """Mode `auto` has chosen how exchanges go, from a round on."""
+
+    name: ClassVar[str] = "sync_mode"
 
     round: int
     mode: str
@@ -180,6 +196,8 @@ class SyncMode(Event):
 class CheckpointSaved(Event):
     """A peer wrote checkpoints."""
 
+    name: ClassVar[str] = "checkpoint_saved"
+
     peer_id: str
     count: int
 
@@ -188,6 +206,8 @@ class CheckpointSaved(Event):
 class ContributionsClipped(Event):
     """A primary cut gradients of replicas of its stage to the median norm."""
 
+    name: ClassVar[str] = "contributions_clipped"
+
     peer_id: str
     count: int
 
@@ -195,6 +215,8 @@ class ContributionsClipped(Event):
 @dataclass(frozen=True, slots=True)
 class ContributionDropped(Event):
     """A replica's gradients of shards were not finite and did not count."""
+
+    name: ClassVar[str] = "contribution_dropped"
 
     peer_id: str
     """Who sent them."""
@@ -216,16 +238,28 @@ COUNTED: dict[str, type[Any]] = {
 """Keys of `Record.totals` whose growth is an event."""
 
 
-def _kinds() -> dict[str, type[Any]]:
-    plain = (HeldOut, PeerJoined, PeerLost, Migrated, SyncMode, ContributionDropped)
-    kinds: dict[str, type[Any]] = {_snake(kind): kind for kind in (*plain, *COUNTED.values())}
-    return {**kinds, "round": RoundFinished}
+KINDS: dict[str, type[Any]] = {
+    kind.name: kind
+    for kind in (
+        RoundFinished,
+        HeldOut,
+        PeerJoined,
+        PeerPaused,
+        PeerResumed,
+        PeerLost,
+        Migrated,
+        SyncMode,
+        ContributionDropped,
+        *COUNTED.values(),
+    )
+}
+"""By name."""
 
 
 def event_from_json(values: dict[str, Any]) -> Event | None:
     """The reverse of `to_json`; None for what is no such event, is damaged, or is of another
     version."""
-    kind = _kinds().get(str(values.get("event")))
+    kind = KINDS.get(str(values.get("event")))
     if kind is None:
         return None
     given: dict[str, Any] = {}

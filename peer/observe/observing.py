@@ -1,6 +1,6 @@
 """The observer as the commands see it: a peer that serves no stage and watches.
 
-`peer.daemon.Observer` is the real one; tests pass their own.
+`swarmnet.runtime.observer.Observer` is the real one; tests pass their own.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from peer.options import TransportName
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.options import TransportName
 from swarmnet.spec import RunSpec
 
 
@@ -40,7 +40,7 @@ async def join_run(
     addresses: Sequence[str], transport: TransportName, invite: str = ""
 ) -> RunObserver:
     """Joins as an observer over the real network; gives up after half a minute."""
-    from peer.daemon import Observer
+    from swarmnet.runtime.observer import Observer
 
     return await Observer.join(addresses, transport=transport, invite=invite)
 
@@ -50,6 +50,6 @@ async def wait_for_run(
 ) -> RunObserver:
     """The same, for who looks for as long as there is something to see: it waits until somebody
     answers."""
-    from peer.daemon import Observer
+    from swarmnet.runtime.observer import Observer
 
     return await Observer.join(addresses, transport=transport, invite=invite, patience_s=None)

@@ -23,7 +23,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from swarmnet import __version__
 from swarmnet.errors import UserError
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES
@@ -31,6 +30,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.update.replica import Replica
+from swarmnet.version import __version__
 
 COLLECT_TIMEOUT_S = 5.0
 """For the event loop to say its numbers."""
@@ -219,3 +219,11 @@ def serve_metrics(peer: Peer, spec: RunSpec, host: str, port: int) -> Any:
             f"cannot serve metrics on {host}:{port}: {e.strerror}; choose another --metrics-port"
         ) from None
     return server
+
+
+async def shut_down_when_cancelled(server: Any) -> None:
+    """Its thread may wait for this loop: the loop goes on while the server ends."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.to_thread(server.shutdown)

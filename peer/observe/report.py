@@ -18,12 +18,13 @@ from peer.observe.events import Event
 from peer.observe.metrics import MetricsFile
 from peer.observe.monitor import Monitor
 from peer.observe.screen import PeerConsole, Screen
-from peer.observe.text import listed, short_id
+from peer.observe.text import short_id
 from peer.observe.view_model import ViewModel
 from peer.options import ScreenName
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.addresses import others_to_name, peer_of
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec, describe
 
 log = logging.getLogger("swarmnet.peer")
@@ -44,7 +45,7 @@ PLAIN_WIDTH = 120
 
 
 class Running(Protocol):
-    """A peer at work; `peer.daemon.RunningPeer` is one."""
+    """A peer at work; `peer.commands.peer.Shown` is one."""
 
     @property
     def spec(self) -> RunSpec: ...

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from peer.observe.events import (
     CheckpointSaved,
     ContributionDropped,
@@ -29,18 +27,6 @@ from swarmnet.protocol.membership.seats import SEPARATOR
 
 ID_CHARACTERS = 8
 """The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""
-
-
-def listed(parts: Sequence[str], between: str, max_chars: int) -> str:
-    """In one line, cut between two parts and never within one; says how many are left out."""
-    shown, length = list(parts[:1]), len(parts[0]) if parts else 0
-    for part in parts[1:]:
-        length += len(between) + len(part)
-        if length > max_chars:
-            break
-        shown.append(part)
-    left = len(parts) - len(shown)
-    return between.join(shown) + (f" and {left} more" if left else "")
 
 
 def short_id(peer_id: str) -> str:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peer.options import TransportName
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, RoundCount
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.options import TransportName
 from swarmnet.spec import RunSpec
 
 FAKE_PEER = """

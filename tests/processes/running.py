@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from peer.counted import COUNTED_FILE, read_counted
-from peer.daemon import open_net
-from peer.faults import VARIABLE
-from peer.joining import fetch_run
-from peer.ready import Ready, read_ready_file
 from swarmnet.errors import SwarmnetError
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.seats import seat_id
+from swarmnet.runtime.counted import COUNTED_FILE, read_counted
+from swarmnet.runtime.faults import VARIABLE
+from swarmnet.runtime.joining.find import fetch_run
+from swarmnet.runtime.joining.ready import Ready, read_ready_file
+from swarmnet.runtime.net import open_net
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.messages import FetchRequest
 from swarmnet.training.stage import build_stage
@@ -265,9 +265,9 @@ class Machine:
         *,
         everywhere: Sequence[str] = (),
     ) -> list[Command]:
-        """A first peer and others that join it, with further arguments each. `kill_at`: the
-        moment (`peer.faults`) at which a joiner kills itself, by its number from 1. `everywhere`:
-        arguments of all. They say what they do on their stderr."""
+        """A first peer and others that join it, with further arguments each. `kill_at`: the moment
+        (`swarmnet.runtime.faults`) at which a joiner kills itself, by its number from 1.
+        `everywhere`: arguments of all. They say what they do on their stderr."""
         more = ("--debug", *everywhere)
         moments = {i: {VARIABLE: moment} for i, moment in (kill_at or {}).items()}
         first = self.start_peer("peer-0", "--spec", str(spec), "--stage", "0", *more)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from peer.daemon import run_settings
+from swarmnet.runtime.compose import run_settings
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.local_steps import SyntheticLocalSteps

@@ -167,7 +167,7 @@ class _Run:
         }
 
 
-COUNTED_NAMES = frozenset(kind(0.0, "", 0).name for kind in COUNTED.values())
+COUNTED_NAMES = frozenset(kind.name for kind in COUNTED.values())
 
 
 def _row(peer_id: str, stage: int, state: str, t: float) -> Frame:

@@ -40,7 +40,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import swarmnet
 from swarmnet.errors import SwarmnetError
 from swarmnet.wire import Array
 
@@ -326,7 +325,7 @@ class LocalGroup:
 
     def _start_rank(self, index: int) -> _Rank:
         ours, theirs = socket.socketpair()
-        root = str(Path(swarmnet.__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
         about = (theirs.fileno(), index, os.getpid())
         with theirs:

@@ -12,8 +12,8 @@ import pytest
 import typer.main
 
 from peer.cli import app, run_command
-from peer.options import PeerOptions
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.runtime.options import PeerOptions
 
 COMMANDS = {
     "peer": {
@@ -234,18 +234,16 @@ def test_a_peer_is_started_with_its_options(
 ) -> None:
     seen: list[PeerOptions] = []
 
-    async def run_peer(options: PeerOptions, show: object) -> None:
+    async def run_peer(options: PeerOptions, extras: object) -> None:
         seen.append(options)
 
-    module = type(sys)("peer.daemon")
-    module.run_peer = run_peer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "peer.daemon", module)
+    monkeypatch.setattr("swarmnet.runtime.run.run_peer", run_peer)
     line = f"peer --join a --join b --stage 1 --no-feed --state-dir {tmp_path} --data d --quiet"
     assert run_command(line.split()) == 0
     (options,) = seen
     assert options.join == ("a", "b")
     assert (options.stage, options.feed, options.data) == (1, False, ("d",))
-    assert (options.state_dir, options.screen) == (tmp_path, "quiet")
+    assert (options.state_dir, options.is_quiet) == (tmp_path, True)
 
 
 def test_a_dashboard_whose_port_is_taken_starts_no_peer(

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from peer.commands.invites import INVITE_FILE, InviteOptions, admit, issue_invite, parse_duration_s
+from peer.commands.invites import InviteOptions, issue_invite, parse_duration_s
 from peer.options import default_spec_path
 from swarmnet.admission import Invite
 from swarmnet.errors import SpecError, UserError
 from swarmnet.identity import Identity
+from swarmnet.runtime.admission import INVITE_FILE, admit
 from swarmnet.spec import RunSpec, load_spec
 
 PEER = Identity(b"p" * 32).peer_id

@@ -14,9 +14,10 @@ import pytest
 
 from peer.commands import local
 from peer.commands.local import LocalOptions, run_local
-from peer.daemon import _sample as _sample_byte
-from peer.options import UsageError, default_spec_path
+from peer.options import default_spec_path
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.runtime.observer import sample_byte as _sample_byte
+from swarmnet.runtime.options import UsageError
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.arrays import from_numpy
 from tests.peer.fakes import FakeObserver, fake_command

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from peer.options import PeerOptions, default_spec_path, with_overrides
-from peer.ready import (
+from peer.options import default_spec_path
+from swarmnet.errors import UserError
+from swarmnet.runtime.joining.ready import (
     Ready,
     read_ready_file,
     ready_in,
@@ -19,8 +20,8 @@ from peer.ready import (
     remove_stale,
     write_ready_file,
 )
-from peer.state_dir import claimed_state_dir, next_incarnation
-from swarmnet.errors import UserError
+from swarmnet.runtime.options import PeerOptions, with_overrides
+from swarmnet.runtime.state_dir import claimed_state_dir, next_incarnation
 from swarmnet.spec import RunSpec, load_spec, parse_spec
 
 STDLIB = load_spec(default_spec_path())
@@ -107,7 +108,7 @@ def test_a_file_system_without_locks_is_no_other_peer(
     def no_locks(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("peer.state_dir.fcntl.flock", no_locks)
+    monkeypatch.setattr("swarmnet.runtime.state_dir.fcntl.flock", no_locks)
     for wanted in (None, tmp_path / "mine"):
         claiming = claimed_state_dir(wanted, tmp_path)
         with pytest.raises(UserError, match="No locks available"):

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from peer.daemon import KeySigner
 from swarmnet.admission import Invite, InviteOnly
 from swarmnet.errors import Busy, Refused, SwarmnetError
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.membership.gossip import STRANGER_BURST, Gossip
 from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion

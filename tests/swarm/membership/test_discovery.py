@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from peer.daemon import KeySigner, open_net
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.gossip import Gossip

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from peer.joining import find_living
-from peer.known_peers import KnownPeers
 from swarmnet.protocol.membership.records import LEFT
+from swarmnet.runtime.joining.find import find_living
+from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.simulation.stage import Sizes, SyntheticData, SyntheticOptimizer, SyntheticStage
 from swarmnet.swarm.peer import Peer
 from swarmnet.transport.memory import MemoryHub

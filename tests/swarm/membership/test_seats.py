@@ -69,7 +69,7 @@ def test_a_machine_with_two_stages_dies_and_the_run_goes_on(tmp_path: Path) -> N
 
 
 async def start_machine(swarm: Swarm, name: str, num_seats: int) -> None:
-    """One seat after the other, as `peer.seats` does."""
+    """One seat after the other, as `swarmnet.runtime.seats` does."""
     first = swarm.start(name)
     await swarm.until(lambda: first.replica is not None)
     for seat in range(1, num_seats):

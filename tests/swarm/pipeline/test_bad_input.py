@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from peer.daemon import KeySigner
-from peer.joining import fetch_run
 from swarmnet.errors import (
     Busy,
     ProtocolViolation,
@@ -29,6 +27,8 @@ from swarmnet.errors import (
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RATE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.joining.find import fetch_run
+from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.membership.gossip import Gossip

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from peer.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.protocol.recovery import RESTORE_PATIENCE_S, SETTLE_S, STRIDES
+from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer

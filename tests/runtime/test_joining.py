@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from peer.beside import find_run_beside, peers_beside, tell_run
-from peer.joining import (
+from peer.options import default_spec_path
+from swarmnet.errors import AddressError, UserError
+from swarmnet.identity import Identity
+from swarmnet.protocol.membership.addresses import STAGGER_S
+from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.joining.beside import find_run_beside, peers_beside, tell_run
+from swarmnet.runtime.joining.find import (
     Backoff,
     WaysIn,
     check_addresses,
@@ -19,14 +25,8 @@ from peer.joining import (
     find_run,
     read_addresses,
 )
-from peer.known_peers import MAX_KNOWN, KnownPeers
-from peer.options import default_spec_path
-from peer.ready import write_ready_file
-from swarmnet.errors import AddressError, UserError
-from swarmnet.identity import Identity
-from swarmnet.protocol.membership.addresses import STAGGER_S
-from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
-from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.joining.known_peers import MAX_KNOWN, KnownPeers
+from swarmnet.runtime.joining.ready import write_ready_file
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import load_spec
 from swarmnet.swarm.messages import SpecReply

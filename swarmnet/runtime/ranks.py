@@ -7,9 +7,9 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from peer.computing import check_options
-from peer.options import PeerOptions
 from swarmnet.errors import UserError
+from swarmnet.runtime.computing import check_options
+from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.known_peers import KnownPeers
-from peer.observe.text import listed
-from peer.racing import NoneAnswers, race
-from peer.ready import files_in, parse_ready
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
 from swarmnet.protocol.membership.addresses import by_peer, in_turns, peer_of
+from swarmnet.runtime.joining.known_peers import KnownPeers
+from swarmnet.runtime.joining.racing import NoneAnswers, race
+from swarmnet.runtime.joining.ready import files_in, parse_ready
+from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport

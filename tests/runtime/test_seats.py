@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peer.seats import Seats
+from swarmnet.runtime.seats import Seats
 from swarmnet.simulation.clock import run
 
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from peer.cli import app
-from peer.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 from swarmnet.errors import UserError
+from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_counted
 
 
 def feed(path: Path, history: int, rounds: dict[int, list[int]], run_id: str = "run") -> None:

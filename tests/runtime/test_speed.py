@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from peer import speed
-from peer.daemon import build_machine
-from peer.options import PeerOptions
+from swarmnet.runtime import speed
+from swarmnet.runtime.machine import build_machine
+from swarmnet.runtime.options import PeerOptions
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.registry import model_plan, stage_costs
 from tests.swarm.harness import tiny_spec

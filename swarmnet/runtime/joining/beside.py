@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.racing import NoneAnswers, race
-from peer.ready import ready_in
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.addresses import peer_of
+from swarmnet.runtime.joining.racing import NoneAnswers, race
+from swarmnet.runtime.joining.ready import ready_in
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-import peer.computing
-from peer.computing import choose_computing, free_bytes_of
-from peer.options import PeerOptions, UsageError
-from peer.ranks import choose_devices
 from swarmnet.errors import UserError
+from swarmnet.runtime.computing import choose_computing, free_bytes_of
+from swarmnet.runtime.options import PeerOptions, UsageError
+from swarmnet.runtime.ranks import choose_devices
 from swarmnet.spec import RunSpec
 from tests.training.specs import small_spec
 
@@ -44,7 +43,7 @@ def test_free_memory_decides_and_the_person_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_free(num_bytes: float) -> tuple[Any, str]:
-        monkeypatch.setattr(peer.computing, "free_bytes_of", lambda device: num_bytes)
+        monkeypatch.setattr("swarmnet.runtime.computing.free_bytes_of", lambda device: num_bytes)
         return choose(tmp_path, large())
 
     computing, line = with_free(64e9)
@@ -69,7 +68,7 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import torch
 
     whole = free_bytes_of(torch.device("cpu"))
-    monkeypatch.setattr(peer.computing, "CGROUP", tmp_path)
+    monkeypatch.setattr("swarmnet.runtime.computing.CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
     assert free_bytes_of(torch.device("cpu")) == 600_000

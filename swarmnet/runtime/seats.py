@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peer.options import AUTO_STAGES, PeerOptions
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.membership.seats import MAX_SEATS, Room, machine_of, room_for
+from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 
@@ -155,6 +155,10 @@ class SeatCount:
     """Before any stage was built."""
     device: str = "cpu"
     last: int = 0
+
+    def limit_free(self, num_bytes: float) -> None:
+        """No more than this may be taken, whatever is free."""
+        self.free_bytes = min(self.free_bytes, num_bytes)
 
     async def __call__(self) -> int:
         """Raises `UserError`."""

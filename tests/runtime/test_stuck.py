@@ -9,9 +9,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from peer.ranks import until_over
-from peer.stuck import LOOK_S, STUCK_AT_LEAST_S, STUCK_FACTOR, STUCK_S, stuck_after_s, until_stuck
 from swarmnet.errors import UserError
+from swarmnet.runtime.ranks import until_over
+from swarmnet.runtime.stuck import (
+    LOOK_S,
+    STUCK_AT_LEAST_S,
+    STUCK_FACTOR,
+    STUCK_S,
+    stuck_after_s,
+    until_stuck,
+)
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
 from swarmnet.training.device import KNOWN_AFTER, DeviceThread, Piece, WorkerThread

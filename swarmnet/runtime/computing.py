@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer.options import PeerOptions, UsageError
+from swarmnet.runtime.options import PeerOptions, UsageError
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _line(
     in_flight: int,
     left: float,
 ) -> str:
-    from peer.commands.plan import size
+    from swarmnet.runtime.text import size
 
     line = f"stage {stage}: {computing.precision} on {device}, activations {computing.activations}"
     if needed is None:

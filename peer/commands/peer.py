@@ -1,0 +1,194 @@
+"""`swarmnet peer`: a peer of the library, with what its person sees and its owner allows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.machine.limit_keeper import Keeper
+from peer.machine.limits import LIMITS_FILE, change_limits
+from peer.machine.memory_cap import MemoryCap, stage_needs, tree_bytes
+from peer.options import (
+    ComputeGroup,
+    LimitGroup,
+    LinkGroup,
+    ModelGroup,
+    NetworkGroup,
+    OutputGroup,
+    RunGroup,
+    StateGroup,
+)
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.joining.ready import ready_target
+from swarmnet.runtime.options import PeerOptions, UsageError
+from swarmnet.runtime.run import Extra, RunningPeer
+from swarmnet.runtime.state_dir import claimed_state_dir
+from swarmnet.spec import RunSpec
+
+FIRST_DIRECT_PORT = 1024
+"""Others dial none below (`swarmnet.transport.direct.FIRST_PORT`)."""
+MAX_SEATS = 64
+
+
+def serve(
+    run: RunGroup,
+    model: ModelGroup,
+    network: NetworkGroup,
+    link: LinkGroup,
+    compute: ComputeGroup,
+    state: StateGroup,
+    limits: LimitGroup,
+    output: OutputGroup,
+) -> None:
+    """Runs a peer until it has left. Raises `UsageError` where options do not go together, and what
+    `run_peer` raises."""
+    from peer.loop import Stopped
+    from peer.loop import run as run_in_loop
+    from peer.observe.dashboard.server import listen
+    from peer.observe.metrics import open_metrics
+    from swarmnet.runtime.run import run_peer
+
+    check(run, network, compute)
+    with claimed_state_dir(state.state_dir) as folder:
+        options = PeerOptions(
+            folder,
+            **asdict(compute),
+            **_of_run(run),
+            **_of_network(network, link),
+            data=tuple(model.data or ()),
+            tokenizer=model.tokenizer,
+            builder=model.builder,
+            feed=not model.no_feed,
+            threads=state.threads,
+            checkpoint_every=state.checkpoint_every,
+            keep_checkpoints=state.keep_checkpoints,
+            ready_file=None if output.ready_file is None else ready_target(output.ready_file),
+            is_quiet=output.quiet,
+        )
+        change_limits(folder, limits.changes())
+        page = None
+        if output.dashboard is not None:
+            page = (output.dashboard_host, listen(output.dashboard_host, output.dashboard))
+        with open_metrics(output.metrics, append=True) as metrics:
+            life = run_peer(options, extras(output, options, metrics, page))
+            try:
+                run_in_loop(life, output.parent_pid)
+            except Stopped:
+                pass  # how a peer ends
+
+
+def _of_run(run: RunGroup) -> dict[str, Any]:
+    """What the library calls it."""
+    return {
+        "spec": run.spec,
+        "join": tuple(run.join or ()),
+        "patience_s": run.patience,
+        "rounds": run.rounds,
+        "seed": run.seed,
+        "stage": run.stage,
+        "stages": run.stages,
+        "begin_anew": run.begin_anew,
+        "exit_when_done": run.exit_when_done,
+        "invite": run.invite,
+    }
+
+
+def _of_network(network: NetworkGroup, link: LinkGroup) -> dict[str, Any]:
+    return {
+        "host": network.host,
+        "port": network.port,
+        "announce": tuple(network.announce or ()),
+        "relay": not network.no_relay,
+        "direct_port": network.direct_port,
+        "transport": link.transport,
+        "direct": not link.no_direct,
+    }
+
+
+def check(run: RunGroup, network: NetworkGroup, compute: ComputeGroup) -> None:
+    """Raises `UsageError` where options do not go together."""
+    if (run.spec is None) == (not run.join):
+        raise UsageError("give --spec FILE to start a run, or --join ADDR to join one")
+    if run.join and (run.rounds is not None or run.seed is not None):
+        raise UsageError("--rounds and --seed go with --spec; who joins takes the run's")
+    stages = run.stages
+    is_number = stages.isascii() and stages.isdigit() and 1 <= int(stages) <= MAX_SEATS
+    if stages != "auto" and not is_number:
+        raise UsageError(f"--stages {stages}: a number from 1 to {MAX_SEATS}, or auto")
+    if stages != "1" and compute.tp is not None and compute.tp > 1:
+        raise UsageError("--stages goes with one rank: the ranks of --tp serve one stage")
+    if 0 < network.direct_port < FIRST_DIRECT_PORT:
+        raise UsageError(f"--direct-port: 0, or {FIRST_DIRECT_PORT} and above")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What of a peer its screen shows."""
+
+    spec: RunSpec
+    view: View
+    addresses: Sequence[str]
+    limits: Callable[[], str]
+
+
+def extras(output: OutputGroup, options: PeerOptions, metrics: Any, page: Any) -> list[Extra]:
+    """What runs beside a peer, in the order in which it begins. `metrics`: an open file of events,
+    or None; `page`: host and socket of the web page, or None."""
+    keepers: list[Keeper] = []
+
+    async def keep_limits(running: RunningPeer) -> Coroutine[Any, Any, None]:
+        keeper = await asyncio.to_thread(keeper_of, running)
+        keeper.start()
+        if running.room is not None:
+            running.room.limit_free(keeper.memory.room_bytes)
+        keepers.append(keeper)
+        return keeper.run()
+
+    async def report(running: RunningPeer) -> Coroutine[Any, Any, None]:
+        from peer.observe.report import report_peer
+
+        shown = Shown(running.spec, running.view, running.addresses, lambda: keepers[0].line)
+        stays = not options.exit_when_done
+        return report_peer(shown, output.screen, metrics, page, stays=stays)
+
+    async def serve_prometheus(running: RunningPeer) -> Coroutine[Any, Any, None]:
+        from peer.observe.prometheus import serve_metrics, shut_down_when_cancelled
+
+        port = output.metrics_port
+        assert port is not None
+        server = serve_metrics(running.peer, running.spec, output.metrics_host, port)
+        return shut_down_when_cancelled(server)
+
+    async def health(running: RunningPeer) -> Coroutine[Any, Any, None]:
+        from peer.observe.health import tell_health
+
+        assert output.health_file is not None
+        return tell_health(output.health_file, running.peer)
+
+    found: list[Extra] = [keep_limits, report]
+    if output.metrics_port is not None:
+        found.append(serve_prometheus)
+    if output.health_file is not None:
+        found.append(health)
+    return found
+
+
+def keeper_of(running: RunningPeer) -> Keeper:
+    """Who keeps this machine's peers to the limits in the state folder."""
+    import psutil
+
+    seats, options, spec = running.seats, running.options, running.spec
+
+    def stages() -> list[int]:
+        return [peer.replica.index for peer in seats.peers if peer.replica is not None]
+
+    built = spec.with_builder(options.model_builder(spec))
+    base_bytes = tree_bytes(psutil.Process())
+    memory = MemoryCap(stage_needs(built), base_bytes)
+    path: Path = options.state_dir / LIMITS_FILE
+    device: Any = running.machine.device
+    limited = running.peer.resource_limits
+    return Keeper(path, limited, running.transport, device, memory, stages)

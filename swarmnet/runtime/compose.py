@@ -1,0 +1,84 @@
+"""A `Peer` of real parts. Nothing else in the project knows which transport, device or data a peer
+has."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from swarmnet.errors import UserError
+from swarmnet.identity import Identity as Key
+from swarmnet.runtime.admission import Admitted
+from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches
+from swarmnet.runtime.net import AGENT, KeySigner
+from swarmnet.runtime.options import PeerOptions
+from swarmnet.runtime.state_dir import next_incarnation
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.peer import Identity, Machine, Peer
+from swarmnet.swarm.resource_limits import ResourceLimits
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.transport.base import Transport
+
+
+def run_settings(spec: RunSpec) -> RunSettings:
+    """What the swarm code needs of a spec."""
+    return RunSettings(
+        run_id=spec.run_id,
+        num_stages=spec.pipeline.num_stages,
+        global_batch=spec.pipeline.global_batch,
+        samples_per_microbatch=spec.pipeline.microbatch,
+        rounds=spec.optimizer.rounds,
+        grad_clip_norm=spec.optimizer.grad_clip_norm,
+        replication=spec.sync.replication,
+        aggregation=spec.sync.aggregation,
+        evaluate_every=spec.pipeline.evaluate_every,
+        max_in_flight=spec.pipeline.max_in_flight,
+        sync_mode=spec.sync.mode,
+        local_steps=spec.sync.local_steps,
+        fragments=spec.sync.fragments,
+        sync_warmup_rounds=spec.sync_warmup_rounds,
+    )
+
+
+def compose(
+    spec: RunSpec,
+    options: PeerOptions,
+    transport: Transport,
+    key: Key,
+    machine: Machine,
+    admitted: Admitted = Admitted(),  # noqa: B008  it is immutable
+    resource_limits: ResourceLimits | None = None,
+) -> Peer:
+    """A `Peer` of real parts. `resource_limits`: of the machine's first seat."""
+    if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
+        raise UserError(
+            f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
+        )
+    now_unix_s = time.time()
+    peer = Peer(
+        transport=transport,
+        signer=KeySigner(key),
+        identity=Identity(
+            run_id=spec.run_id,
+            spec=spec.canonical(),
+            incarnation=next_incarnation(options.state_dir, now_unix_s),
+            started_unix_s=now_unix_s,
+            agent=AGENT,
+            credential=admitted.credential,
+        ),
+        admission=admitted.admission,
+        settings=run_settings(spec),
+        machine=machine,
+        rng=random.Random(f"{transport.peer_id}|{now_unix_s}"),
+        limits=Limits(),
+        wanted_stage=options.stage,
+        feeds=options.feed,
+        begin_anew=options.begin_anew,
+        resource_limits=resource_limits or ResourceLimits(),
+    )
+    if peer.feeder is not None:
+        counted = CountedMicrobatches(
+            options.state_dir / COUNTED_FILE, spec.run_id, lambda: peer.gossip.own.history
+        )
+        peer.feeder.on_commit, peer.on_history = counted, counted.renamed
+    return peer

@@ -1,0 +1,169 @@
+"""What a peer computes with and keeps its state on: device, data, disk."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from swarmnet.errors import DataError
+from swarmnet.runtime.computing import choose_computing
+from swarmnet.runtime.options import PeerOptions
+from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
+from swarmnet.runtime.speed import expected_stage_s
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.peer import Machine
+from swarmnet.swarm.recovery.restart import Disk
+
+if TYPE_CHECKING:
+    from swarmnet.swarm.ports import Data
+    from swarmnet.training.ranks.local_group import LocalGroup
+
+log = logging.getLogger("swarmnet.peer")
+
+OPTIMIZER_FOLDER = "optimizer"
+"""In the state folder, for `[sync] optimizer_store = "disk"`."""
+
+
+def build_machine(
+    spec: RunSpec,
+    options: PeerOptions,
+    group: LocalGroup | None = None,
+    beside: Machine | None = None,
+) -> Machine:
+    """The device of this machine; `group`: its other ranks, where it has any. `beside`: of another
+    seat of the machine, which shares its device and feeds.
+
+    Raises `DataError`, `SpecError` or `UserError`."""
+    from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
+    from swarmnet.training.models.registry import model_plan, stage_costs
+
+    if options.threads:
+        set_num_threads(options.threads)
+    run, spec = spec, spec.with_builder(options.model_builder(spec))
+    build, build_local = _builders(spec, options, group)
+    if beside is not None:
+        return replace(
+            beside,
+            build=build,
+            device=beside.device.seat(),
+            data=None,
+            disk=open_disk(run, spec, options),
+            build_local=build_local,
+        )
+    data = open_data_of(spec, options)
+    disk = open_disk(run, spec, options)
+    costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
+
+    def measure() -> float:
+        if group is not None:  # one rank says nothing of all
+            return 0.0
+        whole_s = expected_stage_s(
+            spec,
+            costs,
+            options.state_dir,
+            device=choose_devices(spec, options)[0],
+            precision=options.precision,
+            num_threads=options.threads,
+        )
+        return whole_s / device.share
+
+    return Machine(
+        build,
+        device,
+        WorkerThread(),
+        data,
+        disk,
+        build_local,
+        free=free_memory,
+        measure=measure,
+        stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
+    )
+
+
+def _builders(
+    spec: RunSpec, options: PeerOptions, group: LocalGroup | None
+) -> tuple[Callable[[int], tuple[Any, Any]], Callable[[Any, Any], Any]]:
+    """What builds a stage with its optimizer, and its own steps."""
+    from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
+    from swarmnet.training.optimizer.store import open_store
+    from swarmnet.training.stage import build_stage
+
+    devices = choose_devices(spec, options)
+    store = open_store(spec.sync.optimizer_store, options.state_dir / OPTIMIZER_FOLDER)
+
+    def build(stage_index: int) -> tuple[Any, Any]:
+        computing, line = choose_computing(spec, options, stage_index, devices)
+        log.warning("%s", line)
+        if group is None:
+            stage = build_stage(spec, stage_index, device=devices[0], computing=computing)
+        else:
+            stage = build_ranked_stage(spec, stage_index, options, group, computing)
+        return stage, build_optimizer(spec, stage, store)
+
+    def build_local(stage: Any, optimizer: Any) -> Any:
+        return build_local_steps(spec, stage, optimizer, store)
+
+    return build, build_local
+
+
+def open_data_of(spec: RunSpec, options: PeerOptions) -> Data | None:
+    """What this machine feeds; None, with a line that says why, where it does not. Raises
+    `DataError` where the person named the data and it cannot be read."""
+    from swarmnet.training.data import open_data
+
+    if not options.feed:
+        return None
+    paths, tokenizer = options.data_paths(spec), options.data_tokenizer(spec)
+    if paths and not tokenizer:
+        name = PurePath(spec.data.tokenizer).name
+        log.warning("this machine's %s was not named (--tokenizer): it does not feed", name)
+        return None
+    if not paths and spec.model.kind != "custom":
+        log.warning("this machine's data was not named (--data): it serves but does not feed")
+        return None
+    try:
+        return open_data(spec, list(paths) or None, tokenizer)
+    except DataError as e:
+        if options.starts_run or options.data:
+            raise
+        log.warning("%s; this peer serves but does not feed", e)
+        return None
+
+
+def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:
+    """This peer's checkpoints; None where `--checkpoint-every 0` wants none. `model`: the spec as
+    this machine builds it. Raises `UserError` where they cannot be read."""
+    from swarmnet.training.checkpoint import CheckpointStore
+    from swarmnet.training.device import WorkerThread
+
+    if not options.checkpoint_every:
+        return None
+    store = CheckpointStore(
+        options.state_dir,
+        run,
+        keep=options.keep_checkpoints,
+        every=options.checkpoint_every,
+        model=model,
+    )
+    found = store.available()
+    for line in store.unreadable:
+        log.warning("a checkpoint cannot be used: %s", line)
+    disk = WorkerThread("disk")
+    return Disk(store, disk, options.checkpoint_every, found, tuple(store.unreadable))
+
+
+def free_memory() -> None:
+    """Gives what is not used any more back to the system."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,65 @@
+"""A transport of real parts: the carrier that is wanted, and direct connections beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnet.identity import Identity as Key
+from swarmnet.identity import verify
+from swarmnet.runtime.options import TransportName
+from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.direct import DirectListener
+from swarmnet.version import __version__
+
+AGENT = f"swarmnet/{__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeySigner:
+    """Signs with this peer's key, and checks anybody's signature by peer id."""
+
+    key: Key
+
+    def sign(self, data: bytes) -> bytes:
+        return self.key.sign(data)
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        return verify(peer_id, data, signature)
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """A transport, and what the directory needs of its carrier."""
+
+    transport: ChannelTransport
+    p2p: Callable[[], Any] | None
+    on_restart: Callable[[Callable[[], None]], None] | None
+
+
+async def open_net(
+    name: TransportName,
+    key: Key,
+    *,
+    host: str,
+    port: int,
+    announce: Sequence[str],
+    direct_port: int | None = None,
+) -> Net:
+    """A started transport of the wanted kind. `direct_port`: where to listen for direct
+    connections; None: none are made. Raises `AddressError` where a port is taken."""
+    direct = None if direct_port is None else DirectListener(host, direct_port)
+    if name == "p2pd":
+        from swarmnet.transport.libp2p.p2pd import P2pdCarrier
+
+        carrier = P2pdCarrier(key, host=host, port=port, announce=announce)
+        transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
+        await transport.start()
+        return Net(transport, lambda: carrier.p2p, carrier.on_restart)
+    from swarmnet.transport.libp2p.py_libp2p import PyLibp2pCarrier
+
+    other = PyLibp2pCarrier(key, host=host, port=port, announce=announce)
+    transport = ChannelTransport(other, agent=AGENT, direct=direct, identity=key)
+    await transport.start()
+    return Net(transport, None, None)

@@ -1,0 +1,166 @@
+"""Looking at a run, and asking its model, without taking part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarmnet.errors import AddressError
+from swarmnet.identity import Identity as Key
+from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.admission import admission_of, admit
+from swarmnet.runtime.joining.find import WaysIn, find_run, read_addresses
+from swarmnet.runtime.joining.known_peers import KnownPeers
+from swarmnet.runtime.net import KeySigner, open_net
+from swarmnet.runtime.options import TransportName
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.messages import LOGITS, InferRequest
+from swarmnet.swarm.pipeline.step import infer_through
+from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.settings import Limits
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.peer")
+
+JOIN_ATTEMPTS_S = 30.0
+
+
+class Observer:
+    """Looks at a run without taking part in it: no record of its own, no stage."""
+
+    def __init__(
+        self, spec: RunSpec, gossip: Gossip, transport: Transport, ways: WaysIn | None = None
+    ) -> None:
+        self.spec = spec
+        self.gossip = gossip
+        self.view = gossip.view
+        self.transport = transport
+        self._tasks = Tasks("observer")
+        self._wiring = Wiring(
+            transport,
+            gossip,
+            Limits(),
+            spec.pipeline.num_stages,
+            spec.pipeline.microbatch,
+            gossip.rng,
+        )
+        self._tasks.start(gossip.run())
+        ways = ways or WaysIn(KnownPeers(Path()), ())
+        missing = Reconnecting(gossip, random.Random(gossip.own.peer_id), ways.remembered)
+        self._tasks.start(missing.run())
+        self._tasks.start(ways.keep())
+
+    @classmethod
+    async def join(
+        cls,
+        addresses: Sequence[str],
+        *,
+        transport: TransportName = "p2pd",
+        host: str = "127.0.0.1",
+        patience_s: float | None = JOIN_ATTEMPTS_S,
+        invite: str = "",
+    ) -> Observer:
+        """Finds a run through any of the addresses. Waits `patience_s` for files with them, and
+        not for who does not answer; or waits for ever, for both. Looking needs no invite, not even
+        where the run is closed; what costs its peers something (a sample of text, the parameters)
+        does. Raises `AddressError` or `UserError`."""
+        key = Key.generate()
+        net = await open_net(transport, key, host=host, port=0, announce=())
+        ways = WaysIn(KnownPeers(Path()), addresses)
+        try:
+            async with asyncio.timeout(patience_s):
+                if patience_s is not None:
+                    await read_addresses(addresses, _tell, patience_s=patience_s)
+                neighbour, spec = await find_run(
+                    net.transport,
+                    addresses,
+                    ways.known,
+                    _tell,
+                    patience_s=None if patience_s is None else 0.0,
+                )
+                net.transport.set_run(spec.run_id)
+                shown = admit(spec, key.peer_id, invite, None).credential if invite else b""
+                own = Record(
+                    key.peer_id,
+                    spec.run_id,
+                    int(time.time() * 1000),
+                    0,
+                    state=OBSERVING,
+                    credential=shown,
+                )
+                gossip = Gossip(
+                    net.transport,
+                    View(key.peer_id),
+                    KeySigner(key),
+                    own,
+                    random.Random(key.peer_id),
+                    quiet=not shown,
+                    admission=admission_of(spec),
+                )
+                await gossip.reconcile(neighbour)
+                return cls(spec, gossip, net.transport, ways)
+        except TimeoutError:
+            await net.transport.close()
+            raise AddressError(f"no answer within {patience_s:.0f} s") from None
+        except BaseException:
+            await net.transport.close()
+            raise
+
+    async def wait_news(self, timeout_s: float) -> None:
+        """Returns when something changed, or after `timeout_s`."""
+        await self.gossip.changed.wait(timeout_s)
+
+    async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
+        """Continues a prompt, token by token (bytes), through the swarm's own stages."""
+        seq = self.spec.model.max_position_embeddings
+        tokens = list(prompt)
+        rng = random.Random(0)
+        for _ in range(num_tokens):
+            window = tokens[-seq:]
+            inputs = Array("int32", (1, len(window)), _int32(window))
+            reply = await infer_through(self._wiring, InferRequest(stage=0, mode=LOGITS), (inputs,))
+            tokens.append(sample_byte(reply.arrays[0], rng))
+        return bytes(tokens[len(prompt) :])
+
+    async def close(self) -> None:
+        """Leaves; nobody notices."""
+        await self._tasks.close()
+        await self.transport.close()
+
+    async def __aenter__(self) -> Observer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+TEMPERATURE = 0.7
+NUM_BYTE_TOKENS = 256
+
+
+def _int32(tokens: list[int]) -> bytes:
+    return b"".join(t.to_bytes(4, "little") for t in tokens)
+
+
+def sample_byte(logits: Array, rng: random.Random) -> int:
+    """A byte from the last position's logits (float32 [1, S, V]); V may be larger than 256."""
+    vocab = logits.shape[-1]
+    last = bytes(memoryview(logits.data).cast("B"))[-4 * vocab :]
+    row = struct.unpack(f"<{vocab}f", last)[:NUM_BYTE_TOKENS]
+    top = max(row)
+    weights = [math.exp((x - top) / TEMPERATURE) for x in row]
+    return rng.choices(range(len(row)), weights)[0]
+
+
+def _tell(line: str) -> None:
+    log.warning("%s", line)

@@ -1,0 +1,281 @@
+"""The life of a peer, without a command line: it enters a run, is composed, works and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnet.protocol.membership.addresses import of_all
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.admission import Admitted, admit, date_of
+from swarmnet.runtime.compose import compose
+from swarmnet.runtime.computing import free_bytes_of
+from swarmnet.runtime.faults import arm_from_environment
+from swarmnet.runtime.joining.beside import say_run_beside, tell_run
+from swarmnet.runtime.joining.entry import Entry, enter
+from swarmnet.runtime.joining.known_peers import KnownPeers
+from swarmnet.runtime.joining.ready import ReadyFile
+from swarmnet.runtime.machine import build_machine
+from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
+from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
+from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
+from swarmnet.runtime.stuck import until_stuck
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.membership.discovery import Directory
+from swarmnet.swarm.membership.gossip import Tasks
+from swarmnet.swarm.membership.relaying import Relaying
+from swarmnet.swarm.peer import Machine, Peer
+from swarmnet.transport.base import Transport
+from swarmnet.transport.channel import ChannelTransport
+
+if TYPE_CHECKING:
+    from swarmnet.training.ranks.local_group import LocalGroup
+
+log = logging.getLogger("swarmnet.peer")
+
+LOOK_AT_ADDRESSES_S = 2.0
+FINISH_WAIT_S = 60.0
+"""How long after its last round a run may take for the last measurement on held-out data."""
+WARN_BEFORE_EXPIRY_S = 86_400.0
+LEAVE_BEFORE_EXPIRY_S = 60.0
+"""Of an invite: time enough to hand over."""
+LONGEST_SLEEP_S = 86_400.0
+"""A machine's clock may be set meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPeer:
+    """A peer that is composed, as a screen, metrics or an owner's limits see it."""
+
+    spec: RunSpec
+    options: PeerOptions
+    seats: Seats
+    """All peers of this machine."""
+    transport: ChannelTransport
+    machine: Machine
+    room: SeatCount | None
+    """How many stages the machine serves; None where its ranks serve one."""
+
+    @property
+    def peer(self) -> Peer:
+        """The first of this machine's peers."""
+        return self.seats.first
+
+    @property
+    def view(self) -> View:
+        return self.peer.view
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self.transport.addresses()
+
+
+Extra = Callable[[RunningPeer], Awaitable[Coroutine[Any, Any, None]]]
+"""Something beside a peer, such as a screen: called when the peer is composed and does nothing yet;
+what it returns runs until the peer has left. What it raises ends the peer."""
+
+
+async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
+    """Runs a peer until it has left the swarm. When this is cancelled the peer hands over and
+    leaves first; a second time, at once.
+
+    Raises:
+        UserError: options, spec, data or device do not do; one line that says what to do.
+        AddressError: nobody answers within `options.patience_s`, or a port is taken.
+    """
+    async with AsyncExitStack() as stack:
+        entry = await enter(options, stack)
+        spec, transport = entry.spec, entry.net.transport
+        admitted = admit(spec, entry.key.peer_id, options.invite, options.state_dir)
+        group = await asyncio.to_thread(open_ranks, spec, options)
+        if group is not None:
+            stack.push_async_callback(asyncio.to_thread, group.close)
+        machine = await asyncio.to_thread(build_machine, spec, options, group)
+        stack.push_async_callback(machine.device.close)
+        stack.push_async_callback(machine.worker.close)
+        if machine.disk is not None:
+            stack.push_async_callback(machine.disk.worker.close)
+        crew = Crew(entry, options, admitted, machine, group, stack)
+        tasks = Tasks("peer")
+        stack.push_async_callback(tasks.close)
+        tasks.start(say_run_beside(transport, entry.beside, spec.run_id, spec.name))
+        await entry.ways.read()
+        crew.first.reconnecting.remembered = entry.ways.remembered
+        beside = [await extra(crew.running) for extra in extras]
+        if admitted.not_after_unix_s:
+            tasks.start(_stop_when_expired(crew.seats, admitted.not_after_unix_s))
+        await crew.open_directory(tasks)
+        offers = options.relay
+        tasks.start(Relaying(transport, crew.first.gossip, crew.first.rng, offers=offers).run())
+        tasks.start(entry.known.keep(spec.run_id, crew.first.view))
+        tasks.start(entry.ways.keep())
+        tasks.start(
+            follow_addresses(transport, options.state_dir, spec.run_id, spec.name, entry.known)
+        )
+        spare_old_objects()
+        if options.ready_file is not None:
+            ready = ReadyFile(options.ready_file, transport, spec.run_id, spec.name)
+            ready.write()
+            stack.callback(ready.remove)
+            tasks.start(ready.keep())
+        for extra in beside:
+            tasks.start(extra)
+        if options.exit_when_done:
+            tasks.start(_stop_when_done(crew.first, spec.optimizer.rounds, crew.seats.stop))
+        await crew.live()
+
+
+class Crew:
+    """All peers of this machine, composed of what it has: the first, and one for each further stage
+    that the machine serves."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        options: PeerOptions,
+        admitted: Admitted,
+        machine: Machine,
+        group: LocalGroup | None,
+        stack: AsyncExitStack,
+    ) -> None:
+        """`stack` closes what further peers open."""
+        self._entry = entry
+        self._options = options
+        self._admitted = admitted
+        self._machine = machine
+        self._group = group
+        self._stack = stack
+        self._directory: Directory | None = None
+        spec, transport = entry.spec, entry.net.transport
+        device = choose_devices(spec, options)[0]
+        free_bytes = float(free_bytes_of(device))
+        own = replace(machine, device=machine.device.seat())
+        self.first = compose(spec, options, transport, entry.key, own, admitted)
+        arm_from_environment(self.first)
+        count = None
+        if group is None:
+            count = SeatCount(spec, options, self.first, free_bytes, device)
+        changes = group is None and options.stages == AUTO_STAGES
+        self.seats = Seats(self.first, count or _one, self._make_seat, changes)
+        self.running = RunningPeer(spec, options, self.seats, transport, machine, count)
+
+    async def _make_seat(self, seat: int) -> Peer:
+        options, transport = self._options, self._entry.net.transport
+        its = replace(options, state_dir=seat_dir(options.state_dir, seat), stage=None, feed=False)
+        its.state_dir.mkdir(exist_ok=True)
+        desk = await asyncio.to_thread(build_machine, self._entry.spec, its, None, self._machine)
+        if desk.disk is not None:
+            self._stack.push_async_callback(desk.disk.worker.close)
+        further = compose(
+            self._entry.spec,
+            its,
+            transport.seat(seat),
+            self._entry.key,
+            desk,
+            self._admitted,
+            self.first.resource_limits,
+        )
+        if self._directory is not None:
+            self._directory.also(further.gossip)
+        return further
+
+    async def open_directory(self, tasks: Tasks) -> None:
+        """The DHT, where the transport's carrier has one."""
+        net, num_stages = self._entry.net, self._entry.spec.pipeline.num_stages
+        if net.p2p is None or net.on_restart is None:
+            return
+        self._directory = Directory(self.first.gossip, num_stages, net.p2p, self.first.rng)
+        net.on_restart(self._directory.daemon_restarted)
+        await self._directory.start(
+            of_all(self._entry.ways.remembered(), net.transport.addresses())
+        )
+        tasks.start(self._directory.run())
+
+    async def live(self) -> None:
+        """Until all have left. Cancelled once, they hand over and leave."""
+        life = asyncio.get_running_loop().create_task(self.seats.run(self._entry.neighbours))
+        machine = self._machine
+        threads: dict[str, Any] = {"device": machine.device, "averaging": machine.worker}
+        try:
+            await until_over(life, self._group, until_stuck(threads))
+        except asyncio.CancelledError:
+            if not self._options.is_quiet:
+                _say("handing over and leaving, as soon as others have what only this peer has")
+            self.seats.stop()
+            try:
+                await life
+            except asyncio.CancelledError:
+                life.cancel()
+                await asyncio.gather(life, return_exceptions=True)
+                raise
+
+
+async def _one() -> int:
+    """How many stages the ranks of a machine serve."""
+    return 1
+
+
+def spare_old_objects() -> None:
+    """To be called when everything is imported and built: the collector of cycles looks at what
+    exists now no more. Torch and its friends are some hundred thousand objects that live as long
+    as the process, and going through them again and again took a third of an update's CPU time."""
+    gc.collect()
+    gc.freeze()
+
+
+async def follow_addresses(
+    transport: Transport, state_dir: Path, run_id: str, name: str, known: KnownPeers
+) -> None:
+    """Says when this machine's addresses change, and where others of it look (the transport tells
+    the swarm). Until cancelled."""
+    told = transport.addresses()
+    while True:
+        await asyncio.sleep(LOOK_AT_ADDRESSES_S)
+        now = transport.addresses()
+        if now == told:
+            continue
+        if now[:1] != told[:1]:
+            _say(f"this peer has another address now: {now[0]}")
+        told = known.own = now
+        tell_run(state_dir, run_id, name, now)
+
+
+async def _stop_when_expired(peer: Seats, not_after_unix_s: int) -> None:
+    """Leaves in good order before others refuse this peer."""
+    left_s = not_after_unix_s - time.time()
+    while left_s > LEAVE_BEFORE_EXPIRY_S:
+        if left_s <= WARN_BEFORE_EXPIRY_S:
+            _say(f"your invite ends on {date_of(not_after_unix_s)}; ask for a new one")
+            await asyncio.sleep(left_s - LEAVE_BEFORE_EXPIRY_S)
+        else:
+            await asyncio.sleep(min(left_s - WARN_BEFORE_EXPIRY_S, LONGEST_SLEEP_S))
+        left_s = not_after_unix_s - time.time()
+    _say(f"your invite ends on {date_of(not_after_unix_s)}: this peer leaves the run")
+    peer.stop()
+
+
+async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> None:
+    """Stops this machine's peers when the run has done its rounds and measured the result."""
+    loop = asyncio.get_running_loop()
+    done_at: float | None = None
+    while True:
+        await peer.gossip.changed.wait(1.0)
+        records = peer.view.live(loop.time())
+        replicas = [r for r in records if r.is_replica]
+        if replicas and all(r.round >= rounds for r in replicas):
+            done_at = done_at or loop.time()
+            measured = any(r.held_out and r.held_out.round >= rounds for r in records)
+            if measured or loop.time() - done_at > FINISH_WAIT_S:
+                stop()
+                return
+
+
+def _say(line: str) -> None:
+    log.warning("%s", line)

@@ -1,0 +1,3 @@
+"""Which swarmnet this is."""
+
+__version__ = "0.1.0"
