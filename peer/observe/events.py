@@ -238,21 +238,18 @@ COUNTED: dict[str, type[Any]] = {
 """Keys of `Record.totals` whose growth is an event."""
 
 
-KINDS: dict[str, type[Any]] = {
-    kind.name: kind
-    for kind in (
-        RoundFinished,
-        HeldOut,
-        PeerJoined,
-        PeerPaused,
-        PeerResumed,
-        PeerLost,
-        Migrated,
-        SyncMode,
-        ContributionDropped,
-        *COUNTED.values(),
-    )
-}
+_PLAIN: tuple[type[Any], ...] = (
+    RoundFinished,
+    HeldOut,
+    PeerJoined,
+    PeerPaused,
+    PeerResumed,
+    PeerLost,
+    Migrated,
+    SyncMode,
+    ContributionDropped,
+)
+KINDS: dict[str, type[Any]] = {kind.name: kind for kind in (*_PLAIN, *COUNTED.values())}
 """By name."""
 
 
