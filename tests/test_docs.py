@@ -14,6 +14,7 @@ from peer.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+CODE = ("swarmnet", "peer", "tests", "benchmarks", "examples")
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -49,3 +50,30 @@ def test_commands_and_options_that_are_taught_exist(page: Path) -> None:
             if word.startswith("--") and len(word) > 2:
                 option = word.rstrip(".,;:)").split("=")[0]
                 assert option in options | {"--help"}, f"swarmnet {name} has no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_modules_and_tests_that_are_named_exist(page: Path) -> None:
+    """A path is from the root or from `swarmnet/`; a bare name is that of a file anywhere."""
+    bare = {path.name for folder in CODE for path in (ROOT / folder).rglob("*.py")}
+    named = set(re.findall(r"[\w/.-]*\w\.py\b", page.read_text()))
+    missing = [
+        path
+        for path in named
+        if not ((ROOT / path).exists() or (ROOT / "swarmnet" / path).exists() or path in bare)
+    ]
+    assert missing == []
+
+
+def test_every_failure_says_how_it_is_tested() -> None:
+    tables = (ROOT / "docs" / "failures.md").read_text().split("\n| what fails |")[1:]
+    rows = [row for table in tables for row in re.findall(r"^\| .*\|$", table, flags=re.M)]
+    assert len(rows) > 50
+    for row in rows:
+        assert "`tests/" in row.split(" | ")[-1], row
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    terms = re.findall(r"^\*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(), flags=re.M)
+    assert len(terms) > 50
+    assert terms == sorted(terms, key=lambda term: term.lower().replace("_", " "))
