@@ -199,7 +199,7 @@ class Optimizer(Protocol):
     ) -> Array:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
         `round_index`. `parameters` is not changed; the new ones are returned. `is_delayed`: the
-        round that begins with them will lack one update, which they may declare_join."""
+        round that begins with them will lack one update, which they may anticipate."""
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""
