@@ -335,7 +335,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     sent = direct = 0
     while True:
         await until_all_at(replica.round)  # who has its own parameters may have some to send still
-        stage._gradients.copy_(gradient)
+        stage.vectors.present.gradients.copy_(gradient)
         sent = sum(transport.traffic.sent_bytes.values()) - sent
         direct = transport.traffic.direct_sent_bytes - direct
         say(ready=True, sent_bytes=sent, direct_bytes=direct)

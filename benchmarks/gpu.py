@@ -81,9 +81,10 @@ def wait_for(device: torch.device) -> None:
 def plain_seconds(stage: TorchStage, came: Tensor, grad: Tensor, total: int) -> float:
     """(a), on the stage's own layers; their gradients are thrown away."""
     dtype = stage.computing.dtype
-    came, grad = came.to(stage._device, dtype), grad.to(stage._device, dtype)
+    came, grad = came.to(stage.layers.device, dtype), grad.to(stage.layers.device, dtype)
     layers = [
-        build_layer(stage._plan, layer, 0).to(stage._device, dtype) for layer in stage._layers
+        build_layer(stage.layers.plan, layer, 0).to(stage.layers.device, dtype)
+        for layer in stage.layers.builders
     ]
     if stage.computing.compile:
         for layer in layers:
@@ -98,11 +99,11 @@ def plain_seconds(stage: TorchStage, came: Tensor, grad: Tensor, total: int) -> 
 
     for _ in range(WARM):
         microbatch()
-    wait_for(stage._device)
+    wait_for(stage.layers.device)
     start_s = time.perf_counter()
     for _ in range(total):
         microbatch()
-    wait_for(stage._device)
+    wait_for(stage.layers.device)
     return time.perf_counter() - start_s
 
 
@@ -122,10 +123,10 @@ async def peer_seconds(
             stage.forget(key)
 
     await asyncio.gather(*(microbatch(i) for i in range(WARM)))
-    wait_for(stage._device)
+    wait_for(stage.layers.device)
     start_s = time.perf_counter()
     await asyncio.gather(*(microbatch(WARM + i) for i in range(total)))
-    wait_for(stage._device)
+    wait_for(stage.layers.device)
     seconds = time.perf_counter() - start_s
     await device.close()
     stage.finish_round()

@@ -54,7 +54,8 @@ class PeakMeter(TorchDispatchMode):
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts the tensor's storage, once, until it is given back."""
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata  # noqa: SLF001  torch has no public name for the memory itself
+        num_bytes = storage.nbytes()
         if key not in self._alive:
             self._alive.add(key)
             self.bytes_now += num_bytes
@@ -138,10 +139,9 @@ def measure(
         here -= options.in_flight * (one.sent + (0 if one.outputs == 0 else one.came))
     else:
         with PeakMeter() as meter:
-            for tensor in (stage._parameters, stage._gradients):
+            vectors = stage.vectors.present
+            for tensor in (vectors.parameters, vectors.gradients, *stage.layers.parameters()):
                 meter.see(tensor)
-            for parameter in (p for module in stage._modules for p in module.parameters()):
-                meter.see(parameter)
             fly(stage, options)
         peak = meter.peak_bytes
     return Row(precision, activations, peak, state + here, elsewhere)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
 }
 LARGEST_FLOAT = torch.finfo(torch.float32).max
+LARGEST_VALUE = 1e15
+"""Of parameters, activations and their gradients: larger ones are refused."""
 SMALLEST_DOT = 1e-24
 """Below it squares of fp32 numbers may have become zero."""
 DOT_PIECE = 1 << 13
@@ -102,6 +105,23 @@ def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
     # `aminmax` hands a NaN on, and no comparison with it is true.
     low, high = torch.aminmax(values)
     return bool(low.item() >= -largest and high.item() <= largest)
+
+
+def check_shape(what: str, array: Array, dtype: str, shape: Iterable[int]) -> None:
+    """Raises `ProtocolViolation` unless the array has this dtype and shape. `what`: its name in the
+    error's text."""
+    if array.dtype != dtype or array.shape != shape:
+        raise ProtocolViolation(
+            f"{what}: {str(array.dtype)[:16]} of shape {str(array.shape)[:64]} "
+            f"instead of {dtype} of shape {shape}"
+        )
+
+
+def check_finite(what: str, tensor: Tensor) -> None:
+    """Raises `ProtocolViolation` where a value is not finite or beyond `LARGEST_VALUE`. `what`: the
+    tensor's name in the error's text."""
+    if not is_finite(tensor, LARGEST_VALUE):
+        raise ProtocolViolation(f"{what}: a value is not finite (or beyond {LARGEST_VALUE:g})")
 
 
 def _dot(values: Tensor) -> float:

@@ -49,16 +49,16 @@ def low_loop(spec: RunSpec, counted: dict[int, list[int]], dtype: torch.dtype) -
     """A plain loop in low precision over the same microbatches: fp32 parameters, cast for each
     pass; fp32 sums of gradients."""
     trainer = ReferenceTrainer(spec)
-    model = trainer._model
-    low = ReferenceTrainer(spec)._model.to(dtype)
+    model = trainer.model
+    low = ReferenceTrainer(spec).model.to(dtype)
     for r in range(ROUNDS):
         for ours, theirs in zip(low.parameters(), model.parameters(), strict=True):
             ours.data.copy_(theirs.detach())
             theirs.grad = torch.zeros_like(theirs)
         num_tokens = 0
         for microbatch_id in sorted(counted[r]):
-            inputs, targets = trainer._microbatch(microbatch_id)
-            trainer._plan.loss(low(inputs).float(), targets).backward()
+            inputs, targets = trainer.microbatch(microbatch_id)
+            trainer.plan.loss(low(inputs).float(), targets).backward()
             num_tokens += targets.numel()
             for ours, theirs in zip(low.parameters(), model.parameters(), strict=True):
                 theirs.grad += ours.grad
@@ -132,8 +132,7 @@ def test_an_overflow_in_fp16_costs_no_sample(tmp_path: Path, hopeless: bool) -> 
 
     def overflowing(stage_index: int) -> tuple[Any, Any]:
         stage, optimizer = build(spec, Computing("fp16"), stage_index)
-        scaling = stage._scaling
-        assert scaling is not None
+        assert stage.loss_scale is not None
         passes = iter(range(10**9))
 
         def spoil(_: Any, grads: tuple[torch.Tensor, ...], __: Any) -> Any:
@@ -143,7 +142,7 @@ def test_an_overflow_in_fp16_costs_no_sample(tmp_path: Path, hopeless: bool) -> 
                 return tuple(g if g is None else g * float("inf") for g in grads)
             return None
 
-        stage._modules[-1].register_full_backward_hook(spoil)
+        stage.layers.modules[-1].register_full_backward_hook(spoil)
         return stage, optimizer
 
     async def scenario(swarm: Swarm) -> None:

@@ -26,13 +26,13 @@ class ReferenceTrainer:
     def __init__(self, spec: RunSpec, data: Data | None = None) -> None:
         """`data`: the spec's where it is not given. Raises `SpecError` and `DataError`."""
         self._spec = spec
-        self._plan = model_plan(spec)
+        self.plan = model_plan(spec)
         self._data = open_data(spec) if data is None else data
         self._layers = {
-            layer.name: build_layer(self._plan, layer, spec.seed) for layer in self._plan.layers
+            layer.name: build_layer(self.plan, layer, spec.seed) for layer in self.plan.layers
         }
-        self._model = nn.Sequential(*self._layers.values())
-        parameters = list(self._model.parameters())
+        self.model = nn.Sequential(*self._layers.values())
+        parameters = list(self.model.parameters())
         optimizer = spec.optimizer
         self._optimizer = torch.optim.AdamW(
             [
@@ -55,11 +55,11 @@ class ReferenceTrainer:
 
     def update(self, round_index: int, num_tokens: int) -> None:
         """One update from the gradients that are there, sums over `num_tokens`."""
-        for p in self._model.parameters():
+        for p in self.model.parameters():
             if p.grad is not None:
                 p.grad /= num_tokens
         if self._spec.optimizer.grad_clip_norm:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._spec.optimizer.grad_clip_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.optimizer.grad_clip_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._spec.optimizer, round_index)
         self._optimizer.step()
@@ -87,11 +87,11 @@ class ReferenceTrainer:
         self._optimizer.zero_grad()
         loss_sum, num_tokens = 0.0, 0
         for microbatch_id in microbatch_ids:
-            inputs, targets = self._microbatch(microbatch_id)
-            loss = self._plan.loss(self._model(inputs), targets)
+            inputs, targets = self.microbatch(microbatch_id)
+            loss = self.plan.loss(self.model(inputs), targets)
             loss.backward()
             loss_sum += loss.item()
-            num_tokens += self._plan.count(targets)
+            num_tokens += self.plan.count(targets)
         return loss_sum, num_tokens
 
     def held_out_loss(self) -> float:
@@ -100,8 +100,8 @@ class ReferenceTrainer:
         with torch.no_grad():
             for index in range(self._data.num_held_out):
                 inputs, targets = (to_tensor(a) for a in self._data.held_out(index))
-                loss_sum += self._plan.loss(self._model(inputs), targets).item()
-                num_tokens += self._plan.count(targets)
+                loss_sum += self.plan.loss(self.model(inputs), targets).item()
+                num_tokens += self.plan.count(targets)
         return loss_sum / max(num_tokens, 1)
 
     def swap_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -132,6 +132,7 @@ class ReferenceTrainer:
             for name, p in module.named_parameters()
         }
 
-    def _microbatch(self, microbatch_id: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, microbatch_id: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a training microbatch."""
         inputs, targets = self._data.microbatch(microbatch_id)
         return to_tensor(inputs), to_tensor(targets)

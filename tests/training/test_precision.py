@@ -66,7 +66,7 @@ def test_layers_compute_in_low_precision_and_all_that_leaves_is_fp32(
     low = stages(spec, precision)
     seen: set[torch.dtype] = set()
     for stage in low:
-        for module in stage._modules:
+        for module in stage.layers.modules:
             for part in module.modules():
                 part.register_forward_hook(lambda _, __, out: seen.add(out.dtype))
     inputs, targets = open_data(spec).microbatch(0)
@@ -81,7 +81,7 @@ def test_layers_compute_in_low_precision_and_all_that_leaves_is_fp32(
     assert back.dtype == "float32"
     assert seen == {Computing(precision).dtype}
     for stage in low:
-        assert all(p.grad is None for m in stage._modules for p in m.parameters())
+        assert all(p.grad is None for p in stage.layers.parameters())
     logits = low[2].evaluate(activation, None)
     assert isinstance(logits, Array)
     assert logits.dtype == "float32"
@@ -114,11 +114,8 @@ def test_small_steps_are_not_lost(spec: RunSpec, precision: Any) -> None:
         update(low, optimizers, result.num_tokens, 1.0, r)
     for stage, old in zip(low, before, strict=True):
         assert (parameters(stage) != old).float().mean() > 0.9
-        for module, r in zip(
-            (p for m in stage._modules for p in m.parameters()), stage.parameter_ranges, strict=True
-        ):
-            value = parameters(stage)[r.start : r.stop].view(r.shape)
-            assert torch.equal(module, value.to(module.dtype))
+        for p, r in zip(stage.layers.parameters(), stage.parameter_ranges, strict=True):
+            assert torch.equal(p, r.part_of(parameters(stage)).to(p.dtype))
 
 
 # ---- scales -------------------------------------------------------------------------------------
@@ -171,17 +168,19 @@ def test_a_gradient_of_any_size_passes_fp16_alike(exponent: int) -> None:
 def test_an_overflow_is_retried_with_a_smaller_scale() -> None:
     exact, low = steep_stage("fp32", 1024.0), steep_stage("fp16", 1024.0)
     expected, grads = passed(exact, 1.0), passed(low, 1.0)
-    assert low._scaling is not None
-    assert low._scaling.num_overflows > 0
+    assert low.loss_scale is not None
+    assert low.loss_scale.num_overflows > 0
     for ours, theirs in zip(grads, expected, strict=True):
         assert distance(ours, theirs) < 0.01
     low.retract((0, 0))
     assert not gradient(low).any()
 
 
-def test_what_does_not_fit_into_fp16_at_all_is_refused_and_nothing_added() -> None:
+def test_what_does_not_fit_into_fp16_at_all_is_refused_and_nothing_added(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stage = steep_stage("fp16", 1.0)
-    stage._modules[0].register_full_backward_hook(
+    stage.layers.modules[0].register_full_backward_hook(
         lambda _, grad_inputs, __: tuple(g * math.inf for g in grad_inputs)
     )
     x = from_tensor(torch.ones(8, 4))
@@ -192,7 +191,7 @@ def test_what_does_not_fit_into_fp16_at_all_is_refused_and_nothing_added() -> No
     with pytest.raises(RemoteError, match="an activation of stage 1 does not fit into fp16"):
         stage.forward((0, 1), from_tensor(torch.full((8, 4), 1e6)))
     assert stage.num_kept == 1
-    assert stage._num_refused == 2
+    assert "2 microbatches so far went elsewhere" in caplog.text
 
 
 @given(st.floats(1e-30, 1e15), st.lists(st.booleans(), max_size=60))

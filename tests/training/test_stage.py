@@ -65,7 +65,9 @@ def test_recompute_is_bitwise_keep_and_keeps_no_graph(text: str) -> None:
     for ours, theirs in zip(*pair, strict=True):
         assert torch.equal(gradient(ours), gradient(theirs))
     pair[1][0].forward((0, 9), data.microbatch(9)[0])
-    assert pair[1][0]._kept[0, 9].outputs is None
+    kept = pair[1][0].kept.get((0, 9))
+    assert kept is not None
+    assert kept.outputs is None
 
 
 def test_microbatches_may_come_back_in_any_order(text: str) -> None:
@@ -107,7 +109,7 @@ def fails_half_way(stage: TorchStage) -> Any:
     def fail(gradient: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory left")
 
-    return next(stage._modules[0].parameters()).register_hook(fail)
+    return stage.layers.parameters()[0].register_hook(fail)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -205,15 +207,26 @@ def test_the_layers_compute_with_the_flat_buffers(text: str) -> None:
         for stage in stages:
             for flat, pick in ((parameters, lambda p: p), (gradient, lambda p: p.grad)):
                 values = named(stage, flat(stage))
-                modules = (p for m in stage._modules for p in m.parameters())
-                for name, p in zip(values, modules, strict=True):
+                vectors = stage.vectors.present
+                for name, p in zip(values, stage.layers.parameters(), strict=True):
                     assert torch.equal(values[name], pick(p)), name
-                    low = stage._gradients if pick(p) is p.grad else stage._parameters
+                    low = vectors.gradients if pick(p) is p.grad else vectors.parameters
                     offset = pick(p).data_ptr() - low.data_ptr()
                     assert 0 <= offset < low.numel() * 4
             for j, size in enumerate(stage.shard_sizes):
                 stage.stage_parameters(j, from_tensor(torch.randn(size) * 0.02))
             stage.finish_round()
+
+
+def copying_stage(*arguments: Any, **options: Any) -> TorchStage:
+    """A stage whose coming parameters wait in memory of their own, and are copied."""
+    return TorchStage(*arguments, **(options | {"reuses_gradient": False}))
+
+
+def places(stage: TorchStage) -> tuple[int, int]:
+    """The addresses of parameters and gradients."""
+    vectors = stage.vectors.present
+    return vectors.parameters.data_ptr(), vectors.gradients.data_ptr()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -224,24 +237,24 @@ def test_parameters_that_lie_in_the_gradient_are_as_those_that_are_copied(
     spec = small_spec(text)
     data = open_data(spec)
     computing = Computing(precision=precision, activations=activations)
-    swaps, copies = ([build_stage(spec, i, computing=computing) for i in range(2)] for _ in "ab")
-    for stage in copies:
-        stage._may_swap = False
+    swaps, copies = (
+        [build_stage(spec, i, computing=computing, make=make) for i in range(2)]
+        for make in (TorchStage, copying_stage)
+    )
     for r, last_shard in enumerate([None, 1, None, None]):
         results = [fly(stages, (r, 0), *data.microbatch(r)) for stages in (swaps, copies)]
         assert results[0] == results[1]
         rng = torch.Generator().manual_seed(r)
         for one, other in zip(swaps, copies, strict=True):
             assert torch.equal(gradient(one), gradient(other))
-            before = one._parameters.data_ptr(), one._gradients.data_ptr()
+            before = places(one)
             for j, size in list(enumerate(one.shard_sizes))[:last_shard]:
                 values = from_tensor(0.02 * torch.randn(size, generator=rng))
                 one.stage_parameters(j, values)
                 other.stage_parameters(j, values)
             one.finish_round()
             other.finish_round()
-            after = one._parameters.data_ptr(), one._gradients.data_ptr()
-            assert after == (before[::-1] if last_shard is None else before)
+            assert places(one) == (before[::-1] if last_shard is None else before)
             assert torch.equal(parameters(one), parameters(other))
             assert not gradient(one).any()
             assert one.digest(0) == other.digest(0)
@@ -471,6 +484,6 @@ def test_dropout_is_the_same_when_a_pass_is_done_again() -> None:
 
 def test_work_that_is_given_up_while_it_runs_leaves_nothing_behind() -> None:
     stage = dropout_stage("keep")
-    stage._modules[0].register_forward_pre_hook(lambda *_: stage.forget((0, 3)))
+    stage.layers.modules[0].register_forward_pre_hook(lambda *_: stage.forget((0, 3)))
     stage.forward((0, 3), from_tensor(torch.ones(8, 4)))
     assert stage.num_kept == 0

@@ -32,6 +32,9 @@ class OnHost:
 class DeviceCopies(Protocol):
     """Between one device and the host."""
 
+    is_apart: bool
+    """The device has memory of its own."""
+
     def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
         """A host tensor on the device. What the caller's thread computes next waits for it, the
         caller does not. `after`: an event that the copy waits for."""
@@ -43,6 +46,8 @@ class DeviceCopies(Protocol):
 class OneMemory:
     """Of a CPU: nothing to copy."""
 
+    is_apart = False
+
     def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
         return tensor
 
@@ -52,6 +57,8 @@ class OneMemory:
 
 class CudaCopies:
     """Of a GPU: one stream for each direction."""
+
+    is_apart = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -139,6 +139,10 @@ class ParameterRange:
     def stop(self) -> int:
         return self.start + self.num_elements
 
+    def part_of(self, flat: Tensor) -> Tensor:
+        """A view of this parameter's part of a flat vector, in the parameter's shape."""
+        return flat[self.start : self.stop].view(self.shape)
+
 
 def parameter_ranges(
     layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]

@@ -21,10 +21,15 @@ from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.update import robust
-from swarmnet.training.arrays import from_tensor, is_finite, sum_of_squares, to_tensor
+from swarmnet.training.arrays import (
+    LARGEST_VALUE,
+    from_tensor,
+    is_finite,
+    sum_of_squares,
+    to_tensor,
+)
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.store import MemoryStore, Store
-from swarmnet.training.stage import LARGEST_VALUE
 from swarmnet.wire import Array
 
 MAX_STEPS = 1 << 40

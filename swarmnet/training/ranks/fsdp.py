@@ -10,27 +10,29 @@ parts from it when a round begins and stores its gradients into it when the roun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import LossResult
-from swarmnet.training.computing import Computing
-from swarmnet.training.models.base import LayerBuilder, describe_parameters
-from swarmnet.training.ranks.leading import Leading, following
+from swarmnet.swarm.ports import StepKey
+from swarmnet.training.computing import Computing, computing_of
+from swarmnet.training.memory.vectors import Vectors
+from swarmnet.training.models.base import LayerBuilder, ModelPlan, describe_parameters
+from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
 from swarmnet.training.ranks.tensor_parallel import part_of
 from swarmnet.training.stage import TorchStage, build_stage
-from swarmnet.wire import Array
 
 FP16 = "--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16"
 
@@ -109,134 +111,120 @@ class _Sum(torch.autograd.Function):
         return grads[0]
 
 
-class FsdpStage(TorchStage):
-    """What one rank has of a stage; the same calls at all ranks."""
-
-    overlaps_rounds = False
+class FsdpLayers(RankLayers):
+    """The layers of one rank, fully sharded: a part of each parameter."""
 
     def __init__(
         self,
-        *arguments: Any,
+        plan: ModelPlan,
+        builders: tuple[LayerBuilder, ...],
+        *,
         mesh: Any,
         rank: int,
         num_ranks: int,
         fd: int | None = None,
+        computing: Computing,
         **options: Any,
     ) -> None:
-        plan, layers = arguments[:2]
+        """
+        Args:
+            plan: of the model.
+            builders: of the stage's layers, whole.
+            mesh: of the ranks, as `fully_shard` takes it.
+            rank: of this process.
+            num_ranks: of this peer.
+            fd: of the shared memory, at ranks other than 0.
+            computing: in bf16 or fp32, with activations "recompute".
+            options: of `StageLayers`.
+
+        Raises:
+            SpecError: the model or the precision is not for this.
+        """
         if plan.is_random:
             raise SpecError("--local fsdp: the model draws random numbers, for whole microbatches")
-        self._rank, self._num_ranks, self._mesh = rank, num_ranks, mesh
+        if computing.precision == "fp16":
+            raise SpecError(FP16)
+        self._num_ranks, self._mesh = num_ranks, mesh
         self._gathers = False
-        self._total = describe_parameters(layers)[-1].stop
-        self._shared = SharedFloats(2 * self._total, fd)
         inner = plan.loss
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if outputs.shape[0] == targets.shape[0]:  # a batch that is not split
-                return cast(Tensor, inner(outputs, targets))
+                return inner(outputs, targets)
             start, stop = part_of(targets.shape[0], rank, num_ranks)
             return _apply(_Sum, inner(outputs, targets[start:stop]))
 
         plan = dataclasses.replace(plan, loss=loss)
-        computing: Computing = options.pop("computing")
-        if computing.precision == "fp16":
-            raise SpecError(FP16)
-        computing = dataclasses.replace(computing, activations="recompute", compile=False)
-        super().__init__(plan, *arguments[1:], **options, computing=computing)
+        shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
+        super().__init__(plan, builders, shared=shared, rank=rank, computing=computing, **options)
 
-    def _build(self, layer: LayerBuilder) -> nn.Module:
-        if self._rank == 0:
-            return super()._build(layer)
-        with torch.device("meta"):
-            return layer.build()
-
-    def _flatten(self) -> tuple[Tensor, Tensor]:
+    def _flatten(self, shard_size: int) -> Vectors:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        total = self._total
-        values, gradients = self._shared.values[:total], self._shared.values[total:]
-        parameters = [p for module in self._modules for p in module.parameters()]
+        total = self.num_parameters
+        values, gradients = self.shared.values[:total], self.shared.values[total:]
         if self._rank == 0:
-            for r, p in zip(self.parameter_ranges, parameters, strict=True):
-                values[r.start : r.stop].view(r.shape).copy_(p.detach())
+            for r, p in zip(self.parameter_ranges, self.parameters(), strict=True):
+                r.part_of(values).copy_(p.detach())
         self._held: list[tuple[Any, Tensor, Tensor]] = []
         # Parts are fp32; whole layers, while they compute, in the precision of the passes.
         policy = MixedPrecisionPolicy()
-        if self._dtype != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
-        for module in self._modules:
+        if self.dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        for module in self.modules:
             module.to("meta")
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
-            module.to_empty(device=self._device)
+            module.to_empty(device=self.device)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-        parameters = [p for module in self._modules for p in module.parameters()]
-        for r, p in zip(self.parameter_ranges, parameters, strict=True):
-            whole = values[r.start : r.stop].view(r.shape)
-            gradient = gradients[r.start : r.stop].view(r.shape)
+        for r, p in zip(self.parameter_ranges, self.parameters(), strict=True):
+            whole, gradient = r.part_of(values), r.part_of(gradients)
             size = -(-r.shape[0] // self._num_ranks)  # as `torch.chunk` cuts
             start = min(self._rank * size, r.shape[0])
             stop = min(start + size, r.shape[0])
             self._held.append((p, whole[start:stop], gradient[start:stop]))
         self.fetch_parameters()
-        return values, gradients
-
-    def _parameter_storages(self) -> frozenset[int]:
-        """Nothing is offloaded here; parts of a distributed tensor have no one storage."""
-        return frozenset()
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the canonical gradient is always whole."""
-        return False
+        return Vectors(values, gradients, shard_size)
 
     @property
     def num_held_elements(self) -> int:
-        """Of parameters and gradients, in the storage of this rank's tensors, between passes."""
+        """Elements of parameters and gradients in the storage of this rank's tensors, between
+        passes."""
         tensors = [p.to_local() for p, _, _ in self._held]
         tensors += [p.grad.to_local() for p, _, _ in self._held if p.grad is not None]
         storages = [t.untyped_storage() for t in tensors]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 4
 
     def fetch_parameters(self) -> None:
-        """From the canonical vector; gradients become zero."""
         with torch.no_grad():
             for parameter, value, _ in self._held:
                 parameter.to_local().copy_(value)
                 parameter.grad = None
 
     def store_gradients(self) -> None:
-        """Into the canonical vector."""
         for parameter, _, gradient in self._held:
             if parameter.grad is None:
                 gradient.zero_()
             else:
                 gradient.copy_(parameter.grad.to_local())
 
-    def finish_round(self) -> None:
-        self._kept.clear()
-        self.fetch_parameters()
-
-    def _run(self, key: Any, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
         is_split = x.shape[0] % self._num_ranks == 0
         if is_split:
             x = _apply(_Part, x)
-        x = super()._run(key, x)
+        x = super().run(key, x)
         is_whole = not self.is_last or self._gathers
         return _apply(_Whole, x) if is_split and is_whole else x
 
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
-        self._gathers = targets is None
+    @contextlib.contextmanager
+    def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
+        self._gathers = wants_outputs
         try:
-            return super().evaluate(inputs, targets)
+            with super().evaluating(is_whole_batch=is_whole_batch, wants_outputs=wants_outputs):
+                yield
         finally:
             self._gathers = False
-
-
-class LeadFsdpStage(Leading, FsdpStage):
-    """Rank 0's."""
 
 
 def _apply(function: Any, x: Tensor) -> Tensor:
@@ -245,19 +233,22 @@ def _apply(function: Any, x: Tensor) -> Tensor:
 
 def build_fsdp_stage(
     spec: RunSpec, stage_index: int, group: LocalGroup, computing: Computing | None = None
-) -> LeadFsdpStage:
+) -> LeadStage:
     """A stage on all ranks of `group`; replaces the one that they had.
 
     Raises:
-        SpecError: its microbatches cannot be split so.
+        SpecError: its microbatches cannot be split so, or its model or precision is not for this.
         RankLost: a rank is gone.
     """
     check_split(spec, group.num_ranks)
-    make = functools.partial(
-        LeadFsdpStage, group=group, mesh=group.group, rank=0, num_ranks=group.num_ranks
+    device = group.devices[0]
+    computing = dataclasses.replace(
+        computing or computing_of(spec, device), activations="recompute", compile=False
     )
-    stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
-    assert isinstance(stage, LeadFsdpStage)
+    layers = functools.partial(FsdpLayers, mesh=group.group, rank=0, num_ranks=group.num_ranks)
+    make = functools.partial(LeadStage, group=group, make_layers=layers)
+    stage = build_stage(spec, stage_index, device=device, computing=computing, make=make)
+    assert isinstance(stage, LeadStage)
     return stage
 
 
@@ -274,7 +265,8 @@ def follow(
     spec = RunSpec.from_canonical(options["spec"].encode())
 
     def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        make = functools.partial(FsdpStage, mesh=mesh, rank=rank, num_ranks=num_ranks, fd=fd)
+        layers = functools.partial(FsdpLayers, mesh=mesh, rank=rank, num_ranks=num_ranks, fd=fd)
+        make = functools.partial(RankStage, make_layers=layers)
         return build_stage(spec, stage_index, device=device, computing=computing, make=make)
 
     return following(build)

@@ -6,76 +6,62 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from torch import Tensor
+from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.computing import Computing
-from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.rank_stage import RankStage
 from swarmnet.training.stage import TorchStage
 from swarmnet.wire import Array
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
 
-    class _Base(TorchStage):
-        """What `Leading` is mixed into."""
-
-        _shared: SharedFloats
-        on_cpu: bool
-        _gradients: Tensor
-
-        def fetch_parameters(self) -> None: ...
-
-        def store_gradients(self) -> None: ...
-else:
-    _Base = object
-
-
-class Leading(_Base):
-    """Rank 0's: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each call
-    before it makes it. All that the swarm sees of it is a stage."""
+class LeadStage(RankStage):
+    """Rank 0's stage: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each
+    call before it makes it. All that the swarm sees of it is a stage."""
 
     def __init__(self, *arguments: Any, group: LocalGroup, **options: Any) -> None:
+        """`group`: of the ranks; the rest as for `TorchStage`. Raises `RankLost` where a rank is
+        gone."""
         self._group = group
         self._lock = threading.Lock()
         self._forgotten: deque[StepKey] = deque()
         self._is_whole = True
         super().__init__(*arguments, **options)
         about = {"stage": self.stage_index, "computing": self.computing.values()}
-        group.send("build", about, fd=self._shared.fd)
+        group.send("build", about, fd=self.layers.shared.fd)
         group.join()
-        self._shared.close_fd()
+        self.layers.shared.close_fd()
 
     def forward(self, key: StepKey, inputs: Array) -> Array:
-        return self._together("forward", lambda: super(Leading, self).forward(key, inputs),
+        return self._together("forward", lambda: super(LeadStage, self).forward(key, inputs),
                               {"key": list(key)}, (inputs,))  # fmt: skip
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         return self._together(
-            "backward", lambda: super(Leading, self).backward(key, grad_outputs),
+            "backward", lambda: super(LeadStage, self).backward(key, grad_outputs),
             {"key": list(key)}, (grad_outputs,), adds=True,
         )  # fmt: skip
 
     def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
         return self._together(
             "forward_backward",
-            lambda: super(Leading, self).forward_backward(key, inputs, targets),
+            lambda: super(LeadStage, self).forward_backward(key, inputs, targets),
             {"key": list(key)}, (inputs, targets), adds=True,
         )  # fmt: skip
 
     def retract(self, key: StepKey) -> None:
         self._together(
-            "retract", lambda: super(Leading, self).retract(key), {"key": list(key)}, adds=True
+            "retract", lambda: super(LeadStage, self).retract(key), {"key": list(key)}, adds=True
         )
 
     def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
         arrays = (inputs,) if targets is None else (inputs, targets)
         return self._together(
-            "evaluate", lambda: super(Leading, self).evaluate(inputs, targets), arrays=arrays
+            "evaluate", lambda: super(LeadStage, self).evaluate(inputs, targets), arrays=arrays
         )
 
     def forget(self, key: StepKey) -> None:
@@ -98,7 +84,7 @@ class Leading(_Base):
             self._group.join()  # nobody computes with the parameters that change now
             self._forgotten.clear()
             TorchStage.finish_round(self)
-            self._shared.values[2 * self.num_parameters :].zero_()  # the slots
+            self.layers.clear_slots()
             self._group.send("finish_round")
             self.fetch_parameters()
             self._is_whole = True
@@ -134,14 +120,6 @@ class Leading(_Base):
             self._forget_all()
             return result
 
-    def _or_forget(self, key: StepKey, work: Callable[[], T]) -> T:
-        """The other ranks forget by themselves, for they fail in the same place."""
-        try:
-            return work()
-        except BaseException:
-            self._kept.pop(key, None)
-            raise
-
     def _forget_all(self) -> None:
         """With the lock held."""
         keys = []
@@ -150,20 +128,17 @@ class Leading(_Base):
         if keys and self._group.failure is None:
             self._group.send("forget", {"keys": [list(key) for key in keys]})
         for key in keys:
-            self._kept.pop(key, None)
+            self.kept.forget(key)
 
     def _collect(self) -> None:
         """Makes the canonical gradient whole."""
         with self._lock:
-            if not self.on_cpu:
+            if not self.layers.adds_in_shared_memory:
                 self._group.send("store_gradients")
                 self.store_gradients()
             self._group.join()
-            self._add_slots()
+            self.layers.add_slots()
             self._is_whole = True
-
-    def _add_slots(self) -> None:
-        """Adds up what ranks have of the same gradient."""
 
 
 def following(

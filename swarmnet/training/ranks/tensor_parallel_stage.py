@@ -13,10 +13,11 @@ rank's own, and rank 0 adds the slots up once a round.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +25,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swarmnet.spec import ModelSpec, RunSpec
-from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.swarm.ports import StepKey
 from swarmnet.training.computing import Computing
+from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    ModelPlan,
     ParameterRange,
     describe_parameters,
 )
-from swarmnet.training.ranks.leading import Leading, following
+from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
+from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
 from swarmnet.training.ranks.tensor_parallel import (
     Cut,
     Region,
@@ -45,7 +49,6 @@ from swarmnet.training.ranks.tensor_parallel import (
     vocabulary_parallel_loss,
 )
 from swarmnet.training.stage import TorchStage, build_stage
-from swarmnet.wire import Array
 
 # Gradients of matrices that are cut by columns are views with gaps, as the parameters are.
 warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout")
@@ -103,94 +106,89 @@ def lay_out(
     return Layout(ranges, cuts, tuple(starts[1:]), end)
 
 
-class ParallelStage(TorchStage):
-    """What one rank has of a stage. All ranks must call `forward`, `backward`,
-    `forward_backward`, `retract`, `evaluate` and `finish_round` alike."""
-
-    overlaps_rounds = False
+class ParallelLayers(RankLayers):
+    """The layers of one rank under tensor parallelism: a part of most matrices."""
 
     def __init__(
         self,
-        *arguments: Any,
+        plan: ModelPlan,
+        builders: tuple[LayerBuilder, ...],
+        *,
         region: Region,
         model: ModelSpec,
         fd: int | None = None,
         **options: Any,
     ) -> None:
-        """`fd`: of the shared memory, at ranks other than 0; `arguments`, `options`: of
-        `TorchStage`."""
-        plan, layers = arguments[:2]
+        """
+        Args:
+            plan: of the model.
+            builders: of the stage's layers, whole.
+            region: the ranks, and which of them this is.
+            model: the run's, for the sizes that are cut.
+            fd: of the shared memory, at ranks other than 0.
+            options: of `StageLayers`.
+        """
         self._region = region
         self._vocab_size = model.vocab_size
-        self._layout = lay_out(layers, model, region.num_ranks, region.sequence_parallel)
-        self._shared = SharedFloats(self._layout.num_elements, fd)
-        self._has_head = layers[-1].name == "lm_head"
+        self._layout = lay_out(builders, model, region.num_ranks, region.sequence_parallel)
+        self._has_head = builders[-1].name == "lm_head"
         if self._has_head:
             loss = functools.partial(vocabulary_parallel_loss, region, model.vocab_size)
             plan = dataclasses.replace(plan, loss=loss)
-        super().__init__(plan, layers, *arguments[2:], **options)
-        parallelize(layers, self._modules, region)
-
-    @property
-    def on_cpu(self) -> bool:
-        return self._device.type == "cpu"
-
-    def forget(self, key: StepKey) -> None:
-        super().forget(key)
+        shared = SharedFloats(self._layout.num_elements, fd)
+        super().__init__(plan, builders, shared=shared, rank=region.rank, **options)
+        parallelize(builders, self.modules, region)
 
     # ---- parameters -------------------------------------------------------------------------
 
-    def _build(self, layer: LayerBuilder) -> nn.Module:
-        if self._region.rank == 0:
-            return super()._build(layer)
-        with torch.device("meta"):
-            return layer.build()
+    @property
+    def adds_in_shared_memory(self) -> bool:
+        return self.device.type == "cpu"
 
-    def _flatten(self) -> tuple[Tensor, Tensor]:
+    def _flatten(self, shard_size: int) -> Vectors:
         total = self._layout.num_parameters
-        values, gradients = self._shared.values[:total], self._shared.values[total : 2 * total]
+        values, gradients = self.shared.values[:total], self.shared.values[total : 2 * total]
         cuts = self._layout.cuts[self._region.rank]
         slots = {r.name: start for r, _, start in self._layout.slots(self._region.rank)}
         self._held: list[tuple[nn.Parameter, Tensor, Tensor | None, Tensor | None]] = []
         for (module, name), r, cut in zip(
-            _named(self._modules), self.parameter_ranges, cuts, strict=True
+            _named(self.modules), self.parameter_ranges, cuts, strict=True
         ):
-            whole = values[r.start : r.stop].view(r.shape)
+            whole = r.part_of(values)
             if self._region.rank == 0:
                 whole.copy_(getattr(module, name).detach())
-            gradient: Tensor | None = cut.of(gradients[r.start : r.stop].view(r.shape))
+            gradient: Tensor | None = cut.of(r.part_of(gradients))
             if r.name in slots:
                 shape = cut.of(whole).shape
                 start = slots[r.name]
-                gradient = self._shared.values[start : start + shape.numel()].view(shape)
+                gradient = self.shared.values[start : start + shape.numel()].view(shape)
             elif cut.sharing == "same" and self._region.rank > 0:
                 gradient = None
             self._held.append(self._hold(module, name, cut.of(whole), gradient))
-        return values, gradients
+        return Vectors(values, gradients, shard_size)
 
     def _hold(
         self, module: nn.Module, name: str, value: Tensor, gradient: Tensor | None
     ) -> tuple[nn.Parameter, Tensor, Tensor | None, Tensor | None]:
         """The parameter, its canonical value and gradient, and the sum of gradients on the
         device."""
-        mine = value if self.on_cpu else value.to(self._device).contiguous()
+        is_here = self.adds_in_shared_memory
+        mine = value if is_here else value.to(self.device).contiguous()
         parameter = nn.Parameter(mine.new_empty(0), requires_grad=gradient is not None)
         total = gradient
-        if gradient is not None and not self.on_cpu:
+        if gradient is not None and not is_here:
             total = torch.zeros_like(mine)
-        if self._dtype == torch.float32:
+        if self.dtype == torch.float32:
             parameter.data = mine  # so it counts its own changes, not those of the shared memory
             parameter.grad = total
         else:
-            self._low.hold(parameter, value, total, self._dtype, self._device)
+            self.parameter_copies.hold(parameter, value, total, self.dtype, self.device)
         setattr(module, name, parameter)
         return parameter, value, gradient, total
 
     def fetch_parameters(self) -> None:
-        """From the canonical vector to what this rank computes with; sums of gradients on the
-        device become zero."""
-        if self.on_cpu:
-            self._low.refresh()
+        if self.adds_in_shared_memory:
+            self.refresh_copies()
             return
         with torch.no_grad():
             for parameter, value, _, total in self._held:
@@ -199,54 +197,46 @@ class ParallelStage(TorchStage):
                     total.zero_()
 
     def store_gradients(self) -> None:
-        """From the device to the canonical vector and the slots."""
-        if self.on_cpu:
+        if self.adds_in_shared_memory:
             return
         for _, _, gradient, total in self._held:
             if gradient is not None and total is not None:
                 gradient.copy_(total)
 
-    def _agree(self, is_good: bool) -> bool:
-        mine = torch.tensor([1.0 if is_good else 0.0], device=self._device)
-        return bool(self._region.all_reduce(mine, dist.ReduceOp.MIN).item() > 0)
-
-    def finish_round(self) -> None:
-        """At ranks other than 0, which writes the canonical vectors."""
-        self._kept.clear()
-        self.fetch_parameters()
+    def add_slots(self) -> None:
+        for rank in range(1, self._region.num_ranks):
+            for r, cut, start in self._layout.slots(rank):
+                part = cut.of(r.part_of(self.shown.gradients))
+                slot = self.shared.values[start : start + part.numel()]
+                part += slot.view(part.shape)
+                slot.zero_()
 
     # ---- passes -----------------------------------------------------------------------------
 
-    def _run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def agree(self, is_good: bool) -> bool:
+        mine = torch.tensor([1.0 if is_good else 0.0], device=self.device)
+        return bool(self._region.all_reduce(mine, dist.ReduceOp.MIN).item() > 0)
+
+    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
         region = self._region
         region.begin(x.shape[1])
         if self.stage_index > 0:
             x = split(region, x)
-        x = super()._run(key, x)
+        x = super().run(key, x)
         return x if self._has_head else join(region, x)
 
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
-        if not self._has_head or targets is not None:
-            return super().evaluate(inputs, targets)
-        hook = self._modules[-1].register_forward_hook(
-            lambda _, __, logits: gather_logits(self._region, self._vocab_size, logits)
-        )
-        try:
-            return super().evaluate(inputs, targets)
-        finally:
-            hook.remove()
-
-
-class LeadStage(Leading, ParallelStage):
-    """Rank 0's: implements `swarm.ports.Stage` for the swarm."""
-
-    def _add_slots(self) -> None:
-        for rank in range(1, self._region.num_ranks):
-            for r, cut, start in self._layout.slots(rank):
-                part = cut.of(self._gradients[r.start : r.stop].view(r.shape))
-                slot = self._shared.values[start : start + part.numel()]
-                part += slot.view(part.shape)
-                slot.zero_()
+    @contextlib.contextmanager
+    def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._has_head and wants_outputs:
+                hook = self.modules[-1].register_forward_hook(
+                    lambda _, __, logits: gather_logits(self._region, self._vocab_size, logits)
+                )
+                stack.callback(hook.remove)
+            stack.enter_context(
+                super().evaluating(is_whole_batch=is_whole_batch, wants_outputs=wants_outputs)
+            )
+            yield
 
 
 def build_parallel_stage(
@@ -265,7 +255,8 @@ def build_parallel_stage(
         group.num_ranks,
         sequence_parallel=group.options.get("sequence_parallel", False),
     )
-    make = functools.partial(LeadStage, group=group, region=region, model=spec.model)
+    layers = functools.partial(ParallelLayers, region=region, model=spec.model)
+    make = functools.partial(LeadStage, group=group, make_layers=layers)
     stage = build_stage(spec, stage_index, device=group.devices[0], computing=computing, make=make)
     assert isinstance(stage, LeadStage)
     return stage
@@ -291,7 +282,8 @@ def follow(
     region = Region(group, rank, num_ranks, sequence_parallel=options["sequence_parallel"])
 
     def build(stage_index: int, computing: Computing, fd: int | None) -> TorchStage:
-        make = functools.partial(ParallelStage, region=region, model=spec.model, fd=fd)
+        layers = functools.partial(ParallelLayers, region=region, model=spec.model, fd=fd)
+        make = functools.partial(RankStage, make_layers=layers)
         return build_stage(spec, stage_index, device=device, computing=computing, make=make)
 
     return following(build)

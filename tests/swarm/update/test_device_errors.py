@@ -35,7 +35,7 @@ def failing_once(swarm: Swarm, rounds: list[int]) -> Callable[[int], tuple[Any, 
                 raise torch.OutOfMemoryError("no memory left")
             return gradient
 
-        next(stage._modules[0].parameters()).register_hook(fail)
+        stage.layers.parameters()[0].register_hook(fail)
         return stage, optimizer
 
     return build
@@ -154,8 +154,8 @@ def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path
                     is_retracting.clear()
 
             is_retracting: list[bool] = []
-            passed, retracted = stage._run, stage.retract
-            stage._run, stage.retract = run, retract
+            passed, retracted = stage.layers.run, stage.retract
+            stage.layers.run, stage.retract = run, retract
             return stage, optimizer
 
         swarm.start("peer-0", stage=0)
@@ -166,8 +166,7 @@ def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path
 
         def is_added() -> bool:
             pending = replica.ledger.pending(replica.round)
-            kept = [replica.stage._kept.get(e.key) for e in pending if e.feeder == "peer-1"]
-            return any(k is not None and k.is_added for k in kept)
+            return any(replica.stage.kept.is_added(e.key) for e in pending if e.feeder == "peer-1")
 
         await swarm.until(is_added)
         swarm.kill("peer-1")

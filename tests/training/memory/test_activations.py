@@ -57,9 +57,10 @@ def test_every_policy_gives_the_same_bits(
 def held_bytes(stage: TorchStage, pass_: Callable[[], Any]) -> int:
     """What the graph of a pass keeps in memory, beside parameters; each storage once."""
     found: dict[int, int] = {}
+    spared = {p.untyped_storage().data_ptr() for p in stage.layers.parameters()}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage().data_ptr() not in stage._spared:
+        if t.untyped_storage().data_ptr() not in spared:
             found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
@@ -74,7 +75,7 @@ def test_blocks_keep_one_tensor_a_layer(spec: RunSpec) -> None:
         stage = build_stage(spec, 0, computing=Computing("fp32", activations))  # type: ignore[arg-type]
         held = held_bytes(stage, lambda stage=stage: stage.forward((0, 0), inputs))  # type: ignore[misc]
         border = 4 * 4 * 16 * 32
-        num_layers = len(stage._modules)
+        num_layers = len(stage.layers.modules)
         assert (held > 4 * num_layers * border) == keeps_graph
 
 

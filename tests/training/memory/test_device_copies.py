@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,10 @@ from tests.training.flights import fly, gradient, optimizers_of, parameters, upd
 from tests.training.specs import small_spec, write_text
 
 
-class Apart(TorchStage):
-    @property
-    def _is_apart(self) -> bool:
-        return True
-
-
 class Logged(OneMemory):
     """Copies, as a GPU's do; `num_inward` and `num_outward` count them."""
+
+    is_apart = True
 
     def __init__(self) -> None:
         self.num_inward = self.num_outward = 0
@@ -38,6 +35,12 @@ class Logged(OneMemory):
         return OnHost(tensor.clone())
 
 
+def stage_apart(spec: RunSpec, index: int, copies: Logged, **options: Any) -> TorchStage:
+    """A stage whose layers compute in the memory of `copies`."""
+    make = functools.partial(TorchStage, copies=copies)
+    return build_stage(spec, index, make=make, **options)
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> RunSpec:
     return small_spec(write_text(tmp_path), pipeline={"num_stages": 3})
@@ -49,11 +52,8 @@ def test_another_memory_changes_no_bit(spec: RunSpec, precision: Any, activation
     data = open_data(spec)
     computing = Computing(precision, activations)
     here = [build_stage(spec, i, computing=computing) for i in range(3)]
-    apart = [build_stage(spec, i, computing=computing, make=Apart) for i in range(3)]
-    logs = []
-    for stage in apart:
-        stage._copies = Logged()
-        logs.append(stage._copies)
+    logs = [Logged() for _ in range(3)]
+    apart = [stage_apart(spec, i, log, computing=computing) for i, log in enumerate(logs)]
     rows = (here, apart)
     optimizers = [optimizers_of(spec, row) for row in rows]
     for r in range(2):
@@ -64,10 +64,10 @@ def test_another_memory_changes_no_bit(spec: RunSpec, precision: Any, activation
             row[1].retract((r, 1))
         for ours, theirs in zip(apart, here, strict=True):
             assert torch.equal(gradient(ours), gradient(theirs))
-            assert ours._sums is not None
-            for module in ours._modules:
-                for p in module.parameters():
-                    assert p.untyped_storage().data_ptr() != ours._parameters.data_ptr()
+            vectors = ours.vectors.present
+            assert vectors.adding is not vectors.gradients
+            for p in ours.layers.parameters():
+                assert p.untyped_storage().data_ptr() != vectors.parameters.data_ptr()
         for row, owned in zip(rows, optimizers, strict=True):
             update(row, owned, 2 * a.num_tokens, 1.0, r)
         for ours, theirs in zip(apart, here, strict=True):
@@ -86,7 +86,7 @@ def test_a_cpu_copies_nothing() -> None:
 
 def test_a_gradient_that_is_read_twice_is_collected_again_after_more_work(spec: RunSpec) -> None:
     data = open_data(spec)
-    apart = [build_stage(spec, i, make=Apart) for i in range(3)]
+    apart = [stage_apart(spec, i, Logged()) for i in range(3)]
     fly(apart, (0, 0), *data.microbatch(0))
     first = gradient(apart[0])
     assert torch.equal(gradient(apart[0]), first)

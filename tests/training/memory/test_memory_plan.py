@@ -29,7 +29,7 @@ from swarmnet.training.memory.plan import (
     plan_memory,
     state_bytes,
 )
-from swarmnet.training.stage import build_stage
+from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.training.specs import small_spec, write_text
@@ -51,14 +51,15 @@ def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> N
     assert sum(state_bytes(7_500_000_000, 64, 1, MIXED)) / 1e9 == pytest.approx(31.4, abs=0.1)
 
 
-def kept_bytes(stage: Any, inputs: Array, targets: Array) -> tuple[int, Array | None]:
+def kept_bytes(stage: TorchStage, inputs: Array, targets: Array) -> tuple[int, Array | None]:
     """What there is of one microbatch between its passes (beside parameters and the rotary tables),
     and the output; each storage once."""
     kept: dict[int, torch.Tensor] = {}
+    spared = {p.untyped_storage().data_ptr() for p in stage.layers.parameters()}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         at = t.untyped_storage().data_ptr()
-        if at not in stage._spared and (t.ndim < 3 or t.shape[1] != 1 or t.shape[0] != 16):
+        if at not in spared and (t.ndim < 3 or t.shape[1] != 1 or t.shape[0] != 16):
             kept[at] = t
         return t
 
@@ -68,7 +69,8 @@ def kept_bytes(stage: Any, inputs: Array, targets: Array) -> tuple[int, Array | 
             output = None
         else:
             output = stage.forward((0, 0), inputs)
-    entry = stage._kept[0, 0]
+    entry = stage.kept.get((0, 0))
+    assert entry is not None
     for array in (inputs, output):
         tensor = None if array is None else to_tensor(array)
         if tensor is not None:

@@ -61,7 +61,7 @@ def test_nothing_stays_of_an_offer_that_is_refused(tmp_path: Path) -> None:
     outer.create(0)
     local = build_local_steps(spec, stage, outer)
     assert local is not None
-    stage._gradients.fill_(0.5)
+    stage.vectors.present.gradients.fill_(0.5)
     local.step(8, 1)
     before, momentum = local.export(0), outer.export(0)
     values, (common, change, *moments) = local.offer(0)

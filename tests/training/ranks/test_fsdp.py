@@ -32,7 +32,7 @@ def restart(group, spec, num_ranks):
 
 def parts(one, many):
     # what a rank holds, and all of it
-    return many.num_held_elements, 2 * one.num_parameters
+    return many.layers.num_held_elements, 2 * one.num_parameters
 
 group = start(spec, 4)
 try:

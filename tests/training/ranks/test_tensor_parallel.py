@@ -16,10 +16,10 @@ from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.models.registry import model_plan
+from swarmnet.training.ranks.leading import LeadStage
 from swarmnet.training.ranks.local_group import LocalGroup, RankLost
 from swarmnet.training.ranks.tensor_parallel import check_cut, cut_parameter
 from swarmnet.training.ranks.tensor_parallel_stage import (
-    LeadStage,
     build_parallel_stage,
     lay_out,
     rank_options,
@@ -218,11 +218,11 @@ def test_ranks_agree_on_an_overflow() -> None:
             inputs = from_tensor(torch.full((4, 64), token, dtype=torch.int32))
             grad = from_tensor(torch.ones(4, 64, MODEL["hidden_size"]))
             many = build_parallel_stage(spec, 0, group, Computing("fp16"))
-            assert many._scaling is not None
+            assert many.loss_scale is not None
             for stage in (one, many):
                 stage.forward((token, 0), inputs)
                 stage.backward((token, 0), grad)
-            assert many._scaling.num_overflows > 0
+            assert many.loss_scale.num_overflows > 0
             ours, theirs = gradient(many), gradient(one)
             assert ((ours - theirs).norm() / theirs.norm()).item() < 0.003
             one.finish_round()

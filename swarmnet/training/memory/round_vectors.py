@@ -1,0 +1,152 @@
+"""The flat vectors of the rounds that a stage works on, and how one round follows another.
+
+Parameters of the coming round are put aside until `finish_round`. In mode "zero" they wait in the
+memory of their shard's gradient, which nobody needs once they are there: a replica never holds more
+than two vectors. Where a round is opened ahead there is a second pair of vectors; it is kept for
+the next time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.training.arrays import check_finite, check_shape, to_tensor
+from swarmnet.training.memory.vectors import Vectors
+from swarmnet.training.passes.layers import StageLayers
+from swarmnet.wire import Array
+
+SPARE_FACTOR = 1.5
+"""Free device memory that a second pair of vectors needs, as a multiple of the pair's size."""
+
+
+class RoundVectors:
+    """The vectors of the present round, and of the round that is open ahead, if there is one.
+
+    Shard methods may be called from the averaging thread, the others from the device thread.
+    """
+
+    def __init__(self, layers: StageLayers, *, reuses_gradient: bool) -> None:
+        """`reuses_gradient`: the coming parameters of a shard may overwrite its gradient. Not
+        allowed where microbatches add to the gradient while an exchange goes on."""
+        self.present = layers.shown
+        self._layers = layers
+        self.shard_sizes = tuple(shard.numel() for shard in self.present.parameter_shards)
+        self._reuses_gradient = reuses_gradient
+        self._may_swap = reuses_gradient and layers.overlaps_rounds
+        self._swapped: Vectors | None = None
+        """The memory of `present` with parameters and gradients exchanged."""
+        self._spare: Vectors | None = None
+        self._ahead: tuple[int, Vectors] | None = None
+        self._put_aside: dict[int, Tensor] = {}
+
+    @property
+    def round_ahead(self) -> int | None:
+        """The round that is open ahead."""
+        return None if self._ahead is None else self._ahead[0]
+
+    def use(self, round_index: int) -> None:
+        """Lets the layers compute with the parameters of a round and add to its gradient."""
+        if self._ahead is not None and round_index == self._ahead[0]:
+            self._layers.show(self._ahead[1])
+        else:
+            self._layers.show(self.present)
+
+    # ---- shards -----------------------------------------------------------------------------
+
+    def gradient_shard(self, shard_index: int) -> Tensor:
+        """A view of the present gradient, fp32, shape (elements of the shard,)."""
+        self.present.collect()
+        return self.present.gradient_shards[shard_index]
+
+    def copy_gradient(self, shard_index: int) -> Tensor:
+        """The same, in memory that stays as it is until the next `open_ahead`."""
+        gradient = self.gradient_shard(shard_index)
+        # Where another round is open ahead, this vector stays as it is until the next one is.
+        return gradient if self._ahead is not None else gradient.clone()
+
+    def put_aside(self, shard_index: int, values: Array) -> None:
+        """Takes a shard of the coming round's parameters.
+
+        Raises:
+            ProtocolViolation: unknown shard, wrong dtype or length, or a value is not finite.
+        """
+        if not 0 <= shard_index < len(self.shard_sizes):
+            raise ProtocolViolation(f"this stage has no shard {str(shard_index)[:32]}")
+        check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
+        tensor = to_tensor(values)
+        check_finite("parameters", tensor)
+        if self._reuses_gradient:
+            tensor = self.present.gradient_shards[shard_index].copy_(tensor)
+        elif self._spare is not None:
+            tensor = self._spare.parameter_shards[shard_index].copy_(tensor)
+        self._put_aside[shard_index] = tensor
+
+    def coming_shard(self, shard_index: int) -> Tensor | None:
+        """A view of a shard of the coming round's parameters; None where they are not known."""
+        ahead, coming = self._ahead, self._put_aside.get(shard_index)
+        return coming if ahead is None else ahead[1].parameter_shards[shard_index]
+
+    # ---- rounds -----------------------------------------------------------------------------
+
+    def finish_round(self) -> None:
+        """Makes the coming parameters the present ones, with an empty gradient. Where a round is
+        open ahead, its parameters and its gradient become the present ones."""
+        if self._ahead is not None:
+            self._promote()
+            return
+        put_aside, self._put_aside = self._put_aside, {}
+        with torch.no_grad():
+            if self._may_swap and len(put_aside) == len(self.shard_sizes):
+                coming = self._swapped or self.present.swapped()
+                self.present, self._swapped = coming, self.present
+            else:
+                for shard_index, values in put_aside.items():
+                    self.present.parameter_shards[shard_index].copy_(values)
+            self._layers.show(self.present)
+            self.present.clear_gradient()
+            self._layers.refresh_copies()
+
+    @property
+    def can_open_ahead(self) -> bool:
+        """Whether there is memory for a second pair of vectors: always, but on a GPU with little
+        memory left."""
+        if not self._layers.overlaps_rounds:
+            return False
+        device = self._layers.device
+        if device.type != "cuda" or self._spare is not None:
+            return True
+        element = 4 + torch.finfo(self._layers.dtype).bits // 8
+        free, _ = torch.cuda.mem_get_info(device)
+        return free > SPARE_FACTOR * element * self.present.parameters.numel()
+
+    def open_ahead(self, round_index: int) -> None:
+        """Makes the parameters that were put aside those of `round_index`, beside the present
+        round. Shards that were not put aside stay as they are."""
+        put_aside, self._put_aside = self._put_aside, {}
+        coming = self._spare or self.present.another()
+        self._spare = None
+        with torch.no_grad():
+            for j, shard in enumerate(coming.parameter_shards):
+                values = put_aside.get(j, self.present.parameter_shards[j])
+                if values.data_ptr() != shard.data_ptr():
+                    shard.copy_(values)
+            coming.clear_gradient()
+            coming.refresh_copies()
+        self._ahead = (round_index, coming)
+
+    def drop_ahead(self) -> None:
+        """Drops the parameters and the gradient of the round that is open ahead."""
+        if self._ahead is not None:
+            _, self._spare = self._ahead
+            self._ahead = None
+            self._layers.show(self.present)
+
+    def _promote(self) -> None:
+        """Makes the round that was open ahead the present one."""
+        assert self._ahead is not None
+        assert not self._put_aside, "parameters were put aside while a round was open ahead"
+        (_, coming), self._ahead = self._ahead, None
+        self._spare, self.present, self._swapped = self.present, coming, None
+        self._layers.show(coming)

@@ -1,0 +1,186 @@
+"""Arrays that enter and leave a stage: checked, and moved between the host and its device.
+
+A value that is not finite is refused before anything is added. Values are also bounded by
+`arrays.LARGEST_VALUE`: products of two such values still fit into fp32, so that a finite input
+cannot make an infinite gradient where it enters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation, RemoteError
+from swarmnet.training.arrays import (
+    LARGEST_VALUE,
+    check_finite,
+    check_shape,
+    from_tensor,
+    is_finite,
+    to_tensor,
+)
+from swarmnet.training.memory.device_copies import DeviceCopies
+from swarmnet.training.models.base import ModelPlan, TensorSpec
+from swarmnet.training.passes.refusals import Fp16Refusals
+from swarmnet.wire import Array
+
+
+class Boundary:
+    """What one stage takes and gives, in dtype, shape and values.
+
+    `receive_...` methods raise `ProtocolViolation` where an array does not fit.
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        inputs: TensorSpec,
+        outputs: TensorSpec,
+        *,
+        stage_index: int,
+        microbatch: int,
+        dtype: torch.dtype,
+        copies: DeviceCopies,
+        refusals: Fp16Refusals | None,
+    ) -> None:
+        """
+        Args:
+            plan: for the targets.
+            inputs: one sample of what enters the stage.
+            outputs: one sample of what leaves it.
+            stage_index: for texts of errors.
+            microbatch: samples.
+            dtype: of the passes.
+            copies: between the host and the stage's device.
+            refusals: in fp16; None in other precisions.
+        """
+        self._plan = plan
+        self._inputs = inputs
+        self._outputs = outputs
+        self._stage_index = stage_index
+        self._microbatch = microbatch
+        self._dtype = dtype
+        self._copies = copies
+        self._refusals = refusals
+
+    def check_inputs(self, inputs: Array) -> None:
+        """Raises `ProtocolViolation` unless dtype and shape are those of a microbatch. Cheap."""
+        check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
+
+    def check_targets(self, targets: Array) -> None:
+        """As `check_inputs`, for targets."""
+        spec = self._plan.targets
+        check_shape("targets", targets, spec.dtype, self._batch(spec))
+
+    def receive_inputs(self, inputs: Array) -> Tensor:
+        """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
+        x = self._receive("inputs", inputs, self._inputs)
+        return x.to(self._dtype) if self._inputs.dtype == "float32" else x
+
+    def receive_targets(self, targets: Array) -> Tensor:
+        """Targets whose shape was checked, on the device."""
+        return self._receive("targets", targets, self._plan.targets)
+
+    def receive_gradient(self, grad_outputs: Array) -> Tensor:
+        """The gradient of the outputs, on the device, in the precision of the passes; in fp16 it
+        stays fp32 until it is scaled."""
+        check_shape("gradient", grad_outputs, "float32", self._batch(self._outputs))
+        grad = self._receive("gradient", grad_outputs, self._outputs)
+        return grad if self._refusals is not None else grad.to(self._dtype)
+
+    def receive_evaluation(
+        self, inputs: Array, targets: Array | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Inputs, and targets where there are some, of a batch that may be smaller than a
+        microbatch, with sequences that may be shorter."""
+        self._check_sizes("inputs", inputs, self._inputs)
+        x = self.receive_inputs(inputs)
+        if targets is None:
+            return x, None
+        self._check_sizes("targets", targets, self._plan.targets)
+        num_free = 2 if self._plan.is_sequence and self._plan.targets.shape else 1
+        if targets.shape[:num_free] != inputs.shape[:num_free]:
+            raise ProtocolViolation("targets of another batch or length than the inputs")
+        return x, self.receive_targets(targets)
+
+    def is_whole_batch(self, inputs: Tensor) -> bool:
+        """Whether inputs have the shape of a microbatch."""
+        return tuple(inputs.shape) == self._batch(self._inputs)
+
+    def send_outputs(self, outputs: Tensor) -> Array:
+        """The activation for the next stage, fp32.
+
+        Raises:
+            ProtocolViolation: a value is not finite; the inputs are to blame.
+            RemoteError: fp16 cannot hold the values, or the model's shapes are wrong.
+        """
+        expected = self._batch(self._outputs)
+        if outputs.dtype != self._dtype or tuple(outputs.shape) != expected:
+            raise RemoteError(
+                f"stage {self._stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
+                f"not {self._dtype} of shape {expected}: correct the model's output_shape"
+            )
+        sent = self._copies.to_host(outputs.detach().float()).wait()
+        if self._refusals is not None and not is_finite(sent, LARGEST_VALUE):
+            raise self._refusals.refuse("an activation of")
+        check_finite("activation", sent)
+        return from_tensor(sent)
+
+    def send_input_gradient(self, grad: Tensor) -> Array:
+        """The gradient for the stage before, fp32.
+
+        Raises:
+            RemoteError: a value is not finite; the parameters of this stage are to blame, not who
+                sent.
+        """
+        grad = self._copies.to_host(grad).wait()
+        if not is_finite(grad, LARGEST_VALUE):
+            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite")
+        return from_tensor(grad)
+
+    def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
+        return (self._microbatch, *spec.shape)
+
+    def _receive(self, what: str, array: Array, spec: TensorSpec) -> Tensor:
+        """The array as a tensor on the device, its values checked."""
+        tensor = to_tensor(array)
+        if spec.dtype == "float32":
+            check_finite(what, tensor)
+        else:
+            _check_range(what, tensor, spec.num_values)
+        return self._copies.to_device(tensor)
+
+    def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
+        """As `check_inputs`, for evaluation: at most a microbatch of sequences of full length."""
+        largest = self._batch(spec)
+        shape = array.shape
+        num_free = 2 if self._plan.is_sequence and spec.shape else 1
+        fits = (
+            array.dtype == spec.dtype
+            and len(shape) == len(largest)
+            and all(1 <= n <= most for n, most in zip(shape[:num_free], largest[:num_free]))
+            and shape[num_free:] == largest[num_free:]
+        )
+        if not fits:
+            raise ProtocolViolation(
+                f"{what}: {str(array.dtype)[:16]} of shape {str(shape)[:64]}; "
+                f"at most {spec.dtype} of shape {largest}"
+            )
+
+
+def finite_loss(loss: Tensor) -> float:
+    """The loss as a number.
+
+    Raises:
+        ProtocolViolation: it is not finite, or beyond `arrays.LARGEST_VALUE`.
+    """
+    value = float(loss.detach())
+    if not abs(value) <= LARGEST_VALUE:
+        raise ProtocolViolation("the loss is not finite")
+    return value
+
+
+def _check_range(what: str, tensor: Tensor, num_values: int) -> None:
+    low, high = torch.aminmax(tensor)
+    if low.item() < 0 or high.item() >= num_values:
+        raise ProtocolViolation(f"{what}: a value outside [0, {num_values})")

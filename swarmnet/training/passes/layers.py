@@ -1,0 +1,209 @@
+"""The layers of a stage on one device, and how a pass goes through them.
+
+All parameters of the stage are views into one flat fp32 tensor, all gradients views into another,
+in the canonical order of `models.base.parameter_ranges`. Layers compute with the flat tensors
+themselves (fp32 on a CPU), or with copies of the parameters in bf16 or fp16 or on a GPU. On a GPU
+gradients add up in an fp32 vector there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from swarmnet.errors import SpecError
+from swarmnet.swarm.ports import StepKey
+from swarmnet.training.computing import Computing
+from swarmnet.training.memory.device_copies import DeviceCopies
+from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass, Place
+from swarmnet.training.memory.parameter_copies import ParameterCopies, lower_buffers
+from swarmnet.training.memory.vectors import Vectors
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    ModelPlan,
+    build_layer,
+    derive_seed,
+    parameter_ranges,
+)
+
+KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
+"""Layers that keep no more than their input for the backward pass in any case."""
+
+
+class StageLayers:
+    """The modules of a stage with their parameters in flat vectors."""
+
+    overlaps_rounds = True
+    """False where the layers hold parameters in a way of their own: they can show one pair of
+    vectors only, so no round is opened ahead."""
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        builders: tuple[LayerBuilder, ...],
+        *,
+        stage_index: int,
+        num_stages: int,
+        shard_size: int,
+        seed: int,
+        computing: Computing,
+        device: torch.device,
+        copies: DeviceCopies,
+    ) -> None:
+        """Builds the layers with their initial weights.
+
+        Raises:
+            SpecError: the stage has no parameters, or a layer is not as a layer must be.
+        """
+        self.plan = plan
+        self.builders = builders
+        self.device = device
+        self.dtype = computing.dtype
+        """Of the passes."""
+        self.stage_index = stage_index
+        self.is_last = stage_index == num_stages - 1
+        self.copies = copies
+        self._computing = computing
+        self._seed = seed
+        self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
+        self.modules = [self._build(builder) for builder in builders]
+        self.parameter_ranges = parameter_ranges(builders, self.modules)
+        if not self.parameter_ranges or self.parameter_ranges[-1].stop == 0:
+            raise SpecError(
+                f"[pipeline] num_stages: stage {stage_index} has no parameters; use fewer"
+            )
+        self.num_parameters = self.parameter_ranges[-1].stop
+        self.shown = self._flatten(shard_size)
+        """The vectors that the layers compute with and add gradients to."""
+        if computing.compile:
+            for module in self.modules:
+                module.compile(dynamic=False)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The layers' parameters, in canonical order."""
+        return [p for module in self.modules for p in module.parameters()]
+
+    def show(self, vectors: Vectors) -> None:
+        """Lets the layers compute with other vectors and add gradients to them."""
+        if vectors is self.shown:
+            return
+        self.shown = vectors
+        adds_itself = self.dtype == torch.float32
+        for p, shown, added in zip(self.parameters(), vectors.shown, vectors.added, strict=True):
+            p.grad = None
+            p.data = shown
+            p.grad = added if adds_itself else None
+        self.parameter_copies.show(vectors.values, vectors.added)
+
+    def refresh_copies(self) -> None:
+        """Brings changed parameters into the copies that the layers compute with."""
+        self.parameter_copies.refresh()
+
+    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+        """A forward pass. With gradients enabled, autograd keeps what the policy for activations
+        says.
+
+        Args:
+            key: of the microbatch; None in evaluation. With dropout, torch is seeded by the key: a
+                pass done again is the same.
+            x: shape (samples, *shape of one sample), on the device.
+        """
+        if key is not None and self.plan.is_random:
+            torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
+        if not torch.is_grad_enabled():
+            return self._through_modules(x, lambda module, x: module(x))
+        activations = self._computing.activations
+        if activations == "offload":
+            with OffloadedPass(self._place(), self._parameter_storages()).hooks():
+                return self._through_modules(x, lambda module, x: module(x))
+        if activations == "blocks":
+            return self._through_modules(x, self._checkpointed)
+        return self._through_modules(x, lambda module, x: module(x))
+
+    def loss(self, key: StepKey, x: Tensor, targets: Tensor) -> Tensor:
+        """A forward pass of the last stage and its loss: a scalar, in nats, summed over tokens."""
+        return self.plan.loss(self.run(key, x).float(), targets)
+
+    @contextlib.contextmanager
+    def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
+        """Passes in this context make no gradient and draw no random numbers.
+
+        Args:
+            is_whole_batch: the inputs have the shape of a microbatch. Other shapes come once, and
+                compiling for them takes longer than they do.
+            wants_outputs: the outputs are what is asked for, not the loss.
+        """
+        drawing = self.modules if self.plan.is_random else []
+        eager: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._computing.compile and not is_whole_batch:
+            eager = torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), eager:
+            for module in drawing:
+                module.eval()
+            try:
+                yield
+            finally:
+                for module in drawing:
+                    module.train()
+
+    def agree(self, is_good: bool) -> bool:
+        """Whether it is good at all ranks of this peer."""
+        return is_good
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _build(self, builder: LayerBuilder) -> nn.Module:
+        return build_layer(self.plan, builder, self._seed)
+
+    def _flatten(self, shard_size: int) -> Vectors:
+        """Moves parameters (and their gradients) into flat tensors; the layers keep views, or
+        copies."""
+        for module in self.modules:
+            module.to(self.device)
+            lower_buffers(module, self.dtype)
+        is_pinned = self.device.type == "cuda"
+        total = self.num_parameters
+        values = torch.empty(total, dtype=torch.float32, pin_memory=is_pinned)
+        gradients = torch.zeros(total, dtype=torch.float32, pin_memory=is_pinned)
+        sums = None
+        if self.copies.is_apart:
+            sums = torch.zeros(total, dtype=torch.float32, device=self.device)
+        needs_copies = self.copies.is_apart or self.dtype != torch.float32
+        adding = gradients if sums is None else sums
+        for r, p in zip(self.parameter_ranges, self.parameters(), strict=True):
+            value, gradient = r.part_of(values), r.part_of(adding)
+            value.copy_(p.detach())
+            if needs_copies:
+                self.parameter_copies.hold(p, value, gradient, self.dtype, self.device)
+            else:
+                p.data, p.grad = value, gradient
+        held = [p.data for p in self.parameters()] if needs_copies else None
+        return Vectors(values, gradients, shard_size, self.parameter_ranges, sums=sums, copies=held)
+
+    def _through_modules(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        for module in self.modules:
+            x = call(module, x)
+        return x
+
+    def _checkpointed(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The layer's output. The layer keeps its input only and is computed again in the backward
+        pass (Chen et al., 2016)."""
+        if isinstance(module, KEEPS_ITS_INPUT):
+            return cast(Tensor, module(x))
+        again = checkpoint(module, x, use_reentrant=False, preserve_rng_state=self.plan.is_random)
+        return cast(Tensor, again)
+
+    def _place(self) -> Place:
+        """Where the tensors of a pass go that leave the device."""
+        if self.device.type == "cuda":
+            return HostPlace(self.copies)
+        return FilePlace(self._computing.folder)
+
+    def _parameter_storages(self) -> frozenset[int]:
+        """Addresses of what the layers compute with: it stays where it is in any case."""
+        return frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
