@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,16 +109,16 @@ def test_a_death_while_writing_leaves_the_old_ones(
 ) -> None:
     """The process dies at the n-th flush; the next save removes what was left."""
     store(tmp_path).save(snapshot(10))
-    real, num_left = checkpoint._flush, writes
+    real, num_left = os.fsync, writes
 
-    def flush(path: Path) -> None:
+    def flush(descriptor: int) -> None:
         nonlocal num_left
         if num_left == 0:
             raise KeyboardInterrupt
         num_left -= 1
-        real(path)
+        real(descriptor)
 
-    monkeypatch.setattr(checkpoint, "_flush", flush)
+    monkeypatch.setattr(os, "fsync", flush)
     try:
         store(tmp_path).save(snapshot(20))
     except KeyboardInterrupt:

@@ -224,6 +224,7 @@ def test_busy_time_grows_with_work_and_nothing_of_it_is_kept() -> None:
 
 def test_a_capped_share_is_kept_by_resting_and_counts_as_work() -> None:
     async def main() -> None:
+        threads = set(threading.enumerate())
         device = DeviceThread()
         device.limit_share(0.25)
         began = time.perf_counter()
@@ -236,7 +237,7 @@ def test_a_capped_share_is_kept_by_resting_and_counts_as_work() -> None:
         await device.run(FORWARD, lambda: time.sleep(0.02))
         async with asyncio.timeout(30):
             await device.close()
-        assert not device._thread._thread.is_alive(), "closing does not wait for the rest"
+        assert set(threading.enumerate()) <= threads, "closing does not wait for the rest"
 
     asyncio.run(main())
 

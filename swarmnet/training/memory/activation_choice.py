@@ -115,7 +115,7 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
     if x.is_floating_point():
         x = x.to(dtype)
     inputs = x
-    parameters = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
+    parameters = {_memory_of(p) for module in modules for p in module.parameters()}
     borders, parts = [x], []
     seen: dict[int, Tensor] = {}
     for module in modules:
@@ -137,7 +137,7 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
         sent=sent,
         borders=sum(a.nbytes for a, _ in pairwise(borders)),
         largest_layer=max(parts),
-        is_input_in_graph=inputs.untyped_storage()._cdata in seen,
+        is_input_in_graph=_memory_of(inputs) in seen,
         is_last=is_last,
     )
 
@@ -148,10 +148,16 @@ def _kept_by(
     kept: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
-        at = t.untyped_storage()._cdata
+        at = _memory_of(t)
         if at not in parameters:
             kept[at] = t
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         return module(x), kept
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Tells memories apart on the `meta` device too, where every address is 0."""
+    storage = tensor.untyped_storage()
+    return storage._cdata  # noqa: SLF001  torch has no public name for a storage's identity

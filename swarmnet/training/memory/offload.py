@@ -109,7 +109,7 @@ class OffloadedPass:
             tensor.shape,
             tensor.stride(),
             tensor.dtype,
-            tensor._version,
+            tensor._version,  # noqa: SLF001  torch has no public name for the counter of changes in place
         )
         found = self._moved.get(key)
         if found is None or found[0].expired():

@@ -97,7 +97,7 @@ def open_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timeout  # noqa: SLF001  torch's own wrapper sets it so too
         return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
     return dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
 
