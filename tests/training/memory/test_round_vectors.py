@@ -1,0 +1,125 @@
+"""How the vectors of one round follow those of another."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.training.arrays import from_tensor
+from swarmnet.training.memory.round_vectors import RoundVectors
+from swarmnet.training.passes.layers import StageLayers
+from tests.training.passes.models import NUM_PARAMETERS, linear_layers
+
+SIZES = (8, 8, 2)
+
+
+def put_all_aside(vectors: RoundVectors, value: float) -> None:
+    for j, size in enumerate(vectors.shard_sizes):
+        vectors.put_aside(j, from_tensor(torch.full((size,), value)))
+
+
+def is_all(vectors: RoundVectors, value: float) -> bool:
+    return bool((vectors.present.parameters == value).all())
+
+
+@pytest.mark.parametrize("reuses_gradient", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_was_put_aside_is_there_after_the_round(precision: Any, reuses_gradient: bool) -> None:
+    layers = linear_layers(precision)
+    vectors = RoundVectors(layers, reuses_gradient=reuses_gradient)
+    assert vectors.shard_sizes == SIZES
+    assert vectors.coming_shard(0) is None
+    for value in (1.0, 2.0, 3.0):
+        put_all_aside(vectors, value)
+        coming = vectors.coming_shard(1)
+        assert coming is not None
+        assert (coming == value).all()
+        assert not is_all(vectors, value)
+        vectors.finish_round()
+        assert is_all(vectors, value)
+        assert not vectors.gradient_shard(0).any()
+        assert layers.shown is vectors.present
+        assert all((p == value).all() for p in layers.parameters()), "the layers see them"
+
+
+def test_some_shards_may_stay_as_they_are() -> None:
+    vectors = RoundVectors(linear_layers(), reuses_gradient=True)
+    before = vectors.present.parameters.clone()
+    vectors.put_aside(1, from_tensor(torch.full((8,), 4.0)))
+    vectors.finish_round()
+    after = vectors.present.parameters
+    assert (after[8:16] == 4.0).all()
+    assert torch.equal(after[:8], before[:8])
+    assert torch.equal(after[16:], before[16:])
+
+
+@pytest.mark.parametrize(
+    ("shard_index", "values"),
+    [
+        (3, torch.zeros(8)),
+        (-1, torch.zeros(8)),
+        (0, torch.zeros(7)),
+        (0, torch.zeros(8).double()),
+        (0, torch.full((8,), math.nan)),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(shard_index: int, values: torch.Tensor) -> None:
+    vectors = RoundVectors(linear_layers(), reuses_gradient=True)
+    with pytest.raises(ProtocolViolation):
+        vectors.put_aside(shard_index, from_tensor(values))
+    assert vectors.coming_shard(0) is None
+
+
+def ahead(layers: StageLayers) -> RoundVectors:
+    """Round 0 with a gradient of 1, and round 1 open ahead with parameters of 5."""
+    vectors = RoundVectors(layers, reuses_gradient=False)
+    assert vectors.can_open_ahead
+    put_all_aside(vectors, 5.0)
+    vectors.open_ahead(1)
+    assert vectors.round_ahead == 1
+    vectors.use(0)
+    layers.shown.adding.fill_(1.0)
+    return vectors
+
+
+def test_a_round_ahead_has_parameters_and_a_gradient_of_its_own() -> None:
+    layers = linear_layers()
+    vectors = ahead(layers)
+    assert layers.shown is vectors.present
+    vectors.use(1)
+    assert all((p == 5.0).all() for p in layers.parameters())
+    layers.shown.adding.fill_(2.0)
+    kept = vectors.copy_gradient(0)
+    assert (kept == 1.0).all()
+    vectors.finish_round()
+    assert vectors.round_ahead is None
+    assert is_all(vectors, 5.0)
+    assert (vectors.gradient_shard(0) == 2.0).all()
+    assert (kept == 1.0).all(), "the copy outlives the round"
+
+
+def test_a_round_ahead_that_is_dropped_leaves_the_present_one() -> None:
+    layers = linear_layers()
+    vectors = ahead(layers)
+    before = vectors.present.parameters.clone()
+    vectors.use(1)
+    vectors.drop_ahead()
+    assert vectors.round_ahead is None
+    assert layers.shown is vectors.present
+    assert torch.equal(vectors.present.parameters, before)
+    assert vectors.present.gradients.sum() == NUM_PARAMETERS
+    vectors.open_ahead(1)
+    vectors.use(1)
+    assert not layers.shown.adding.any(), "it begins anew"
+
+
+def test_layers_that_show_one_pair_only_open_nothing_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = linear_layers()
+    monkeypatch.setattr(layers, "overlaps_rounds", False)
+    assert not RoundVectors(layers, reuses_gradient=True).can_open_ahead
