@@ -1,7 +1,8 @@
-"""Training in plain PyTorch: the oracle that the swarm's numbers are compared with.
+"""A plain training loop in PyTorch: the tests compare the swarm's numbers with its numbers.
 
-One process, the whole model, `torch.optim.AdamW` and `clip_grad_norm_`. Of the swarm's code it uses
-the model's layers, the data and the learning rate, and nothing that a stage or shard is made of.
+One process trains the whole model with `torch.optim.AdamW` and `clip_grad_norm_`. Of the swarm's
+code the loop uses the model's layers, the data and the learning rate. It uses nothing that a stage
+or a shard is made of, so that a mistake there is not in both.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from swarmnet.training.optimizer.schedule import learning_rate
 
 
 class ReferenceTrainer:
-    """The run of a spec on one machine."""
+    """Trains the model of a spec in this process, on the microbatches that it is told."""
 
     def __init__(self, spec: RunSpec, data: Data | None = None) -> None:
-        """`data`: the spec's where it is not given. Raises `SpecError` and `DataError`."""
+        """
+        Args:
+            spec: of the run: model, optimizer and seed.
+            data: the microbatches; those of the spec where not given.
+
+        Raises:
+            SpecError: the model cannot be built.
+            DataError: the data cannot be read.
+        """
         self._spec = spec
         self.plan = model_plan(spec)
         self._data = open_data(spec) if data is None else data
@@ -54,7 +63,7 @@ class ReferenceTrainer:
         return loss_sum / num_tokens
 
     def update(self, round_index: int, num_tokens: int) -> None:
-        """One update from the gradients that are there, sums over `num_tokens`."""
+        """One update from the gradients of `accumulate`, which are sums over `num_tokens`."""
         for p in self.model.parameters():
             if p.grad is not None:
                 p.grad /= num_tokens
@@ -67,8 +76,9 @@ class ReferenceTrainer:
     def adam_step(
         self, round_index: int, mean_part: float, gradient_part: float
     ) -> dict[str, Tensor]:
-        """A step, by name and without decay, along `mean_part` of the running mean of the gradients
-        and `gradient_part` of the newest one."""
+        """The step that Adam would make along `mean_part` of the running mean of the gradients plus
+        `gradient_part` of the newest gradient, without weight decay. By name of the parameter;
+        nothing is changed."""
         steps: dict[str, Tensor] = {}
         for name, p in self._named_parameters().items():
             state, options = self._optimizer.state[p], self._spec.optimizer
@@ -82,8 +92,8 @@ class ReferenceTrainer:
         return steps
 
     def accumulate(self, microbatch_ids: Sequence[int]) -> tuple[float, int]:
-        """Fresh gradients, summed over the tokens of these microbatches; returns the summed loss in
-        nats and the number of tokens."""
+        """Replaces the gradients by sums over the tokens of these microbatches. Returns the summed
+        loss in nats and the number of tokens."""
         self._optimizer.zero_grad()
         loss_sum, num_tokens = 0.0, 0
         for microbatch_id in microbatch_ids:
@@ -105,7 +115,8 @@ class ReferenceTrainer:
         return loss_sum / max(num_tokens, 1)
 
     def swap_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Puts other gradients in place of those that are there, and returns copies of these."""
+        """Replaces the gradients by copies of others, by name (none: there are no gradients then).
+        Returns copies of the old ones."""
         old = {n: g.clone() for n, g in self.gradients().items()}
         for name, p in self._named_parameters().items():
             p.grad = gradients[name].clone() if gradients else None
@@ -116,7 +127,7 @@ class ReferenceTrainer:
         return {name: p.detach() for name, p in self._named_parameters().items()}
 
     def load_state_dict(self, parameters: Mapping[str, Tensor]) -> None:
-        """Takes parameters by name in place of its own, for a measurement of its loss."""
+        """Replaces the parameters by others, by name, for a measurement of the loss."""
         with torch.no_grad():
             for name, p in self._named_parameters().items():
                 p.copy_(parameters[name])

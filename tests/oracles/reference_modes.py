@@ -1,9 +1,12 @@
-"""The other sync modes in plain PyTorch: oracles beside `reference.ReferenceTrainer`.
+"""Plain PyTorch loops for the other sync modes: the tests compare the swarm's numbers with theirs.
 
-`DelayedReference`: one process whose updates come a round late. `LocalReference`: the replicas of a
-swarm as so many models in one process, each with `torch.optim.AdamW`, and `torch.optim.SGD` with
-Nesterov's momentum as the outer step; which replica saw which microbatch is told to it.
-`GossipReference`: the same with pairs in place of groups.
+- `DelayedReference` (mode `delayed`): one process whose updates come one round late.
+- `LocalReference` (mode `local`): every replica of the swarm is a model in one process. Each has
+  its own `torch.optim.AdamW`; the outer step is `torch.optim.SGD` with Nesterov momentum. The test
+  says which replica saw which microbatch.
+- `GossipReference` (mode `gossip`): the same, with pairs in place of groups.
+
+Like `reference.ReferenceTrainer`, they use nothing that a stage or a shard is made of.
 """
 
 from __future__ import annotations
@@ -24,8 +27,12 @@ from tests.oracles.reference import ReferenceTrainer
 
 
 class DelayedReference:
-    """One process; after the warm-up the gradient of round r is applied after the gradient of round
-    r + 1 was taken, at parameters that are ahead by the update that is missing, foretold."""
+    """One process whose updates come one round late, for mode `delayed`.
+
+    After the warm-up, the gradient of round r is applied only after the gradient of round r + 1 was
+    taken. Round r + 1 therefore lacks one update: its gradient is taken at parameters to which a
+    prediction of that update was added.
+    """
 
     def __init__(self, spec: RunSpec) -> None:
         self._warmup_rounds = spec.sync_warmup_rounds
@@ -33,7 +40,7 @@ class DelayedReference:
         self.trainer = ReferenceTrainer(spec)
         self._waiting: tuple[int, int, dict[str, Tensor]] | None = None
         self._ahead: dict[str, Tensor] = {}
-        """What the coming update is thought to be, where the next round will lack it."""
+        """The prediction of the update that the next round lacks, by name of the parameter."""
 
     def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
         """One round; returns its mean loss, nats per token."""
@@ -54,7 +61,7 @@ class DelayedReference:
         return loss_sum / num_tokens
 
     def finish(self) -> None:
-        """Makes the update that is left."""
+        """Makes the last update, which no later round makes."""
         if self._waiting is not None:
             round_index, num_tokens, gradients = self._waiting
             self.trainer.swap_gradients(gradients)
@@ -63,7 +70,7 @@ class DelayedReference:
 
 
 class ReferenceReplica:
-    """One replica of one stage."""
+    """One replica of one stage: its layers, and an optimizer of its own."""
 
     def __init__(self, spec: RunSpec, stage_index: int) -> None:
         plan = model_plan(spec)
@@ -86,10 +93,10 @@ class ReferenceReplica:
         )
         self.tokens_of_round = 0
         self.tokens = 0
-        """Since the last outer step."""
+        """Tokens since the last outer step."""
 
     def step(self, round_index: int) -> None:
-        """A step of its own on what it has gathered."""
+        """One optimizer step on the gradient that this replica has summed up in the round."""
         if self.tokens_of_round:
             for p in self.model.parameters():
                 assert p.grad is not None
@@ -113,7 +120,7 @@ class ReferenceReplica:
 
 
 class Replicas:
-    """The replicas of a swarm, each a model of its own."""
+    """The replicas of a swarm, each with parameters of its own."""
 
     def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
         """`replicas`: the stage of each, by name."""
@@ -126,8 +133,8 @@ class Replicas:
         }
 
     def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
-        """Each replica's own step; `paths`: through which replicas each microbatch went. Returns
-        the mean loss, nats per token."""
+        """One optimizer step of each replica. `paths`: for each microbatch, the names of the
+        replicas that it went through. Returns the mean loss, nats per token."""
         loss_sum, num_tokens = 0.0, 0
         for microbatch_id, path in sorted(paths.items()):
             inputs, targets = (to_tensor(a) for a in self._data.microbatch(microbatch_id))
@@ -147,7 +154,7 @@ class Replicas:
 
 
 class LocalReference:
-    """A swarm in mode `local`; shards are pieces of a stage's parameters, one after the other."""
+    """A swarm in mode `local`. A shard is a piece of a stage's parameters in one vector."""
 
     def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
         """`replicas`: the stage of each, by name."""
@@ -175,11 +182,10 @@ class LocalReference:
         self._tokens = {
             n: [0] * len(self._common[s]) for s, own in self.replicas.stages.items() for n in own
         }
-        """By replica and shard, behind what it did alone."""
+        """By replica and shard: tokens since the shard's last outer step."""
 
     def step(self, round_index: int, paths: Mapping[int, Sequence[str]]) -> float:
-        """One round; `paths`: through which replicas each microbatch went. Returns the mean loss,
-        nats per token."""
+        """One round; `paths` as in `Replicas.step`. Returns the mean loss, nats per token."""
         loss = self.replicas.step(round_index, paths)
         for name, replica in self.replicas.by_name.items():
             self._tokens[name] = [t + replica.tokens for t in self._tokens[name]]
@@ -192,7 +198,8 @@ class LocalReference:
         return loss
 
     def _is_turn(self, shard: int, round_index: int) -> bool:
-        """The fragments' turns lie evenly between two of the first one, which comes last."""
+        """Whether the shard's fragment is exchanged in this round. The turns of the fragments are
+        evenly spaced; the first fragment comes last."""
         sync = self._spec.sync
         fragment = shard % sync.fragments
         return (round_index + 1 + fragment * sync.local_steps // sync.fragments) % (
@@ -236,7 +243,7 @@ class LocalReference:
 
 
 class GossipReference:
-    """A swarm in mode `gossip`. Moments of partners are averaged with their bias taken out."""
+    """A swarm in mode `gossip`. Partners average the Adam moments with the bias removed."""
 
     def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
         """`replicas`: the stage of each, by name."""
@@ -245,7 +252,7 @@ class GossipReference:
         self._slow = {n: _copies(r) for n, r in self.replicas.by_name.items()}
         self._momentum = {n: [torch.zeros_like(p) for p in slow] for n, slow in self._slow.items()}
         self.spread: dict[str, float] = {}
-        """How far each replica was from its partner when they met last, over its own norm."""
+        """By replica: distance from its partner at their last meeting, relative to its norm."""
 
     def step(
         self,
@@ -253,7 +260,8 @@ class GossipReference:
         paths: Mapping[int, Sequence[str]],
         partners: Mapping[str, str | None],
     ) -> float:
-        """One round; `partners`: who meets whom if this is a round of meetings."""
+        """One round; `partners`: by replica, its partner if this is a round of meetings (None: it
+        is alone). Returns the mean loss, nats per token."""
         loss = self.replicas.step(round_index, paths)
         if _is_exchanged(self._spec, round_index):
             self._meet(partners, _is_plain(self._spec, round_index))
@@ -292,13 +300,13 @@ def _is_exchanged(spec: RunSpec, round_index: int) -> bool:
 
 
 def _is_plain(spec: RunSpec, round_index: int) -> bool:
-    """Is an outer step the plain mean?"""
+    """Whether the outer step of this round is the plain mean."""
     is_last = round_index == spec.optimizer.rounds - 1
     return round_index < spec.sync_warmup_rounds or is_last
 
 
 def _flat(replica: ReferenceReplica) -> Tensor:
-    """A copy of all of its parameters in one vector."""
+    """A copy of all of the replica's parameters in one vector."""
     return nn.utils.parameters_to_vector(replica.model.parameters()).detach()
 
 

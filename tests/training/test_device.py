@@ -224,8 +224,8 @@ def test_busy_time_grows_with_work_and_nothing_of_it_is_kept() -> None:
 
 def test_a_capped_share_is_kept_by_resting_and_counts_as_work() -> None:
     async def main() -> None:
-        threads = set(threading.enumerate())
         device = DeviceThread()
+        thread = await device.run(FORWARD, threading.current_thread)
         device.limit_share(0.25)
         began = time.perf_counter()
         for _ in range(4):
@@ -237,7 +237,7 @@ def test_a_capped_share_is_kept_by_resting_and_counts_as_work() -> None:
         await device.run(FORWARD, lambda: time.sleep(0.02))
         async with asyncio.timeout(30):
             await device.close()
-        assert set(threading.enumerate()) <= threads, "closing does not wait for the rest"
+        assert not thread.is_alive(), "closing does not wait for the rest"
 
     asyncio.run(main())
 
