@@ -31,7 +31,7 @@ from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restor
 from swarmnet.spec import RunSpec
 from swarmnet.swarm import messages
 from swarmnet.transport import frames
-from swarmnet.transport.calls import parse_error
+from swarmnet.transport.calls.remote_errors import parse_error
 from swarmnet.wire import Array, convert, pack, unpack, unpack_plain
 
 LIMIT_S = 2

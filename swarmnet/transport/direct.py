@@ -302,6 +302,11 @@ class DirectListener:
             self._listening.close()
             self._listening = None
 
+    @property
+    def num_greeting(self) -> int:
+        """Visitors that have not shown a ticket yet."""
+        return len(self._greeting)
+
     def ticket(self, peer_id: str, addresses: Sequence[str]) -> Ticket:
         """For an authenticated peer. `addresses`: multiaddrs of this peer; their hosts are told."""
         token = self.tickets.issue(peer_id, asyncio.get_running_loop().time())

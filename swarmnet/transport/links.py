@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
 from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.upgrade import TICKET_S, Attempts
-from swarmnet.transport.base import ByteStream, Handler, Request, Traffic
-from swarmnet.transport.calls import Channel
+from swarmnet.transport.base import ByteStream, Request
+from swarmnet.transport.calls.channel import Channel
+from swarmnet.transport.calls.heads import FIRST_SEATS, Route
+from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import (
     TICKET_METHOD,
     DirectListener,
@@ -25,7 +26,7 @@ from swarmnet.transport.direct import (
     client_context,
     dial_direct,
 )
-from swarmnet.transport.seats import FIRST_SEATS, Route
+from swarmnet.transport.open_channels import OpenChannels
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.transport")
@@ -40,40 +41,23 @@ MAX_OPENING = 16
 """Attempts at a time; more wait for their next bulk call."""
 
 
-class Home(Protocol):
-    """The transport that has these links."""
-
-    peer_id: str
-    traffic: Traffic
-
-    def addresses(self) -> list[str]: ...
-
-    def num_direct(self, peer_id: str) -> int:
-        """Direct channels of a peer, those that are not ready too."""
-
-    def handle(self, method: str, handler: Handler) -> None: ...
-
-    async def call_libp2p(
-        self,
-        peer_id: str,
-        method: str,
-        message: Message,
-        on_progress: Callable[[Message], None] | None,
-        route: Route = FIRST_SEATS,
-    ) -> Message: ...
-
-    def attach_direct(self, stream: ByteStream) -> Channel: ...
-
-    def may_attach(self, peer_id: str) -> bool: ...
-
-
 class DirectLinks:
     """The direct channels of one transport."""
 
-    def __init__(self, home: Home, listener: DirectListener) -> None:
+    def __init__(
+        self,
+        listener: DirectListener,
+        channels: OpenChannels,
+        dialer: Dialer,
+        addresses: Callable[[], list[str]],
+    ) -> None:
+        """`dialer`: calls over libp2p; `addresses`: multiaddrs of this peer, for its tickets."""
         self.channels: dict[str, list[Channel]] = {}
-        self._home = home
+        """By peer, those that are ready."""
         self._listener = listener
+        self._open_channels = channels
+        self._dialer = dialer
+        self._addresses = addresses
         self._context = client_context()
         self._attempts = Attempts()
         self._opened_at: dict[Channel, float] = {}
@@ -85,7 +69,6 @@ class DirectLinks:
     async def start(self) -> None:
         """Raises `AddressError`."""
         await self._listener.start(self._accept)
-        self._home.handle(TICKET_METHOD, self._on_ticket)
 
     async def close(self) -> None:
         """Idempotent. The channels are their transport's to close."""
@@ -120,11 +103,16 @@ class DirectLinks:
                     return await channel.call(method, message, on_progress, route)
                 except ChannelClosed as e:
                     log.debug("%s: %s; over libp2p then", method, e)
-        reply = await self._home.call_libp2p(peer_id, method, message, on_progress, route)
+        reply = await self._dialer.call(peer_id, method, message, on_progress, route)
         if sum(a.num_bytes for a in reply.arrays) >= BULK_BYTES:
             self._bulk_methods[method] = None  # of our own calls: as many as there are methods
             self.want(peer_id)
         return reply
+
+    @property
+    def num_opening(self) -> int:
+        """Attempts to open a direct channel that are under way."""
+        return len(self._opening)
 
     def channel(self, peer_id: str) -> Channel | None:
         """A direct channel to a peer that is open now."""
@@ -149,10 +137,10 @@ class DirectLinks:
         channel: Channel | None = None
         try:
             async with asyncio.timeout(TICKET_TIMEOUT_S):
-                reply = await self._home.call_libp2p(peer_id, TICKET_METHOD, Message(), None)
+                reply = await self._dialer.call(peer_id, TICKET_METHOD, Message(), None)
             ticket = convert(reply.body, Ticket)
             stream = await dial_direct(peer_id, ticket, self._context)
-            channel = self._home.attach_direct(stream)
+            channel = self._open_channels.attach(stream, direct=self)
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await asyncio.shield(channel.ready)
         except (SwarmnetError, TimeoutError) as e:
@@ -169,16 +157,17 @@ class DirectLinks:
             )
 
     def _accept(self, stream: ByteStream) -> None:
-        num_open = self._home.num_direct(stream.remote)
-        if self._closed or num_open >= MAX_DIRECT or not self._home.may_attach(stream.remote):
+        channels = self._open_channels
+        is_full = channels.num_direct(stream.remote) >= MAX_DIRECT
+        if self._closed or is_full or not channels.may_attach(stream.remote):
             stream.transport.abort()
         else:
-            self._home.attach_direct(stream)
+            self._open_channels.attach(stream, direct=self)
 
     def ready(self, channel: Channel) -> None:
         """The peer has said hello on a direct channel."""
         self.channels.setdefault(channel.remote, []).append(channel)
-        self._home.traffic.direct_links = len(self.channels)
+        self._open_channels.traffic.direct_links = len(self.channels)
         self._opened_at[channel] = asyncio.get_running_loop().time()
         timer = self._timers.pop(channel.remote, None)
         if timer is not None:
@@ -191,20 +180,20 @@ class DirectLinks:
             channels.remove(channel)
             if not channels:
                 del self.channels[channel.remote]
-                self._home.traffic.direct_links = len(self.channels)
+                self._open_channels.traffic.direct_links = len(self.channels)
             now = asyncio.get_running_loop().time()
             self._attempts.broke(channel.remote, now - self._opened_at.pop(channel), now)
 
     # ---- tickets ----------------------------------------------------------------------------
 
-    async def _on_ticket(self, request: Request) -> Message:
+    async def on_ticket(self, request: Request) -> Message:
         """For a peer that wants to connect directly. Where it does not come, it may be that it
         cannot reach us: then we try to reach it."""
         remote = machine_of(request.remote)  # its seats share its channels, and its faults
         if remote not in self._timers and remote not in self.channels and not self._closed:
             loop = asyncio.get_running_loop()
             self._timers[remote] = loop.call_later(TICKET_S, self._unused, remote)
-        return Message(self._listener.ticket(remote, self._home.addresses()))
+        return Message(self._listener.ticket(remote, self._addresses()))
 
     def _unused(self, peer_id: str) -> None:
         self._timers.pop(peer_id, None)

@@ -34,13 +34,14 @@ class LoopbackCarrier:
         self.peer_id = peer_id
         self.opened = 0
         """Streams that this side asked for."""
-        self._hub = hub
+        self.hub = hub
+        self.transports: list[asyncio.Transport] = []
+        """This side's ends of the streams; some may have closed."""
         self._accept: Callable[[ByteStream], None] | None = None
-        self._transports: list[asyncio.Transport] = []
 
     async def start(self, accept: Callable[[ByteStream], None]) -> None:
         self._accept = accept
-        self._hub.carriers[self.peer_id] = self
+        self.hub.carriers[self.peer_id] = self
 
     def addresses(self) -> list[str]:
         return [f"/loopback/p2p/{self.peer_id}"]
@@ -57,12 +58,12 @@ class LoopbackCarrier:
 
     async def open(self, peer_id: str, protocol: str = PROTOCOL_NAME) -> ByteStream:
         self.opened += 1
-        if frozenset((self.peer_id, peer_id)) in self._hub.apart:
+        if frozenset((self.peer_id, peer_id)) in self.hub.apart:
             raise Unreachable(f"{peer_id[-8:]}: no answer in time")
         remote = self._find(peer_id)
         near, far = socket.socketpair()
-        stream = ByteStream(peer_id, await self._wrap(near))
-        remote.accept(ByteStream(self.peer_id, await remote._wrap(far), protocol=protocol))
+        stream = ByteStream(peer_id, await self.wrap(near))
+        remote.accept(ByteStream(self.peer_id, await remote.wrap(far), protocol=protocol))
         return stream
 
     async def drop(self, peer_id: str) -> None:
@@ -72,18 +73,18 @@ class LoopbackCarrier:
         return f"/loopback/p2p/{peer_id}"
 
     async def close(self) -> None:
-        if self._hub.carriers.get(self.peer_id) is self:
-            del self._hub.carriers[self.peer_id]
-        for transport in self._transports:
+        if self.hub.carriers.get(self.peer_id) is self:
+            del self.hub.carriers[self.peer_id]
+        for transport in self.transports:
             transport.abort()
-        self._transports.clear()
+        self.transports.clear()
 
     async def raw(self, peer_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The near end of a stream as reader and writer: for peers that do not keep to the
         protocol."""
         near, far = socket.socketpair()
         remote = self._find(peer_id)
-        remote.accept(ByteStream(self.peer_id, await remote._wrap(far)))
+        remote.accept(ByteStream(self.peer_id, await remote.wrap(far)))
         return await asyncio.open_connection(sock=near)
 
     def accept(self, stream: ByteStream) -> None:
@@ -92,15 +93,16 @@ class LoopbackCarrier:
         self._accept(stream)
 
     def _find(self, peer_id: str) -> LoopbackCarrier:
-        remote = self._hub.carriers.get(peer_id)
+        remote = self.hub.carriers.get(peer_id)
         if remote is None:
             raise Unreachable(f"{peer_id[-8:]}: connection refused: nothing listens there")
         return remote
 
-    async def _wrap(self, end: socket.socket) -> asyncio.Transport:
+    async def wrap(self, end: socket.socket) -> asyncio.Transport:
+        """This side's end of a stream: the asyncio transport of a socket, reading paused."""
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(asyncio.Protocol, sock=end)
         transport.pause_reading()
-        self._transports = [t for t in self._transports if not t.is_closing()]
-        self._transports.append(transport)
+        self.transports = [t for t in self.transports if not t.is_closing()]
+        self.transports.append(transport)
         return transport

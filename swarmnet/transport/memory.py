@@ -26,7 +26,7 @@ from swarmnet.errors import (
     Unreachable,
 )
 from swarmnet.transport.base import Handler, Request, Traffic
-from swarmnet.transport.calls import as_remote, describe, parse_error
+from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error
 from swarmnet.transport.frames import NOTIFY, PROGRESS, REPLY, REQUEST, check_arrays
 from swarmnet.wire import MAX_BODY_BYTES, Array, Message, pack, unpack_plain
 

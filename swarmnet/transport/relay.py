@@ -56,10 +56,8 @@ Way = Callable[[], Coroutine[Any, Any, ByteStream]]
 
 
 class Home(Protocol):
-    """The transport that has these circuits."""
+    """The channels that run through these circuits."""
 
-    peer_id: str
-    carrier: Carrier
     traffic: Traffic
     pacer: Pacer
 
@@ -77,19 +75,20 @@ def split_circuit(address: str) -> tuple[str, str, str] | None:
 class Relays:
     """Circuits of one peer: those that it uses, and those that it joins for others."""
 
-    def __init__(self, home: Home, identity: Identity) -> None:
+    def __init__(self, identity: Identity, carrier: Carrier, home: Home) -> None:
         self.num_used = 0
         """Circuits that this peer is an end of, since its start."""
         self.num_joined = 0
         """Circuits between others that run through this peer now."""
-        self._home = home
         self._identity = identity
+        self._carrier = carrier
+        self._home = home
         self._certificate = Certificate()
         self._context = client_context()
         self._known: dict[str, dict[str, str]] = {}
         self._needed: dict[str, None] = {}
         self._grants: dict[str, float] = {}
-        self._circuits: dict[_Circuit, None] = {}
+        self._circuits: dict[Circuit, None] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._num_greeting = 0
 
@@ -111,7 +110,7 @@ class Relays:
             found = split_circuit(address)
             if found is None or found[2] not in ("", peer_id):
                 continue
-            if found[1] not in (peer_id, self._home.peer_id) and len(relays) < MAX_RELAYS_EACH:
+            if found[1] not in (peer_id, self._carrier.peer_id) and len(relays) < MAX_RELAYS_EACH:
                 relays.setdefault(found[1], found[0])
         self._known.pop(peer_id, None)
         if relays:
@@ -162,24 +161,24 @@ class Relays:
 
     async def _through(self, relay_id: str, address: str, peer_id: str) -> ByteStream:
         if relay_id not in self._home.connected():
-            await self._home.carrier.connect(address)
-        stream = await self._home.carrier.open(relay_id, RELAY_PROTOCOL)
+            await self._carrier.connect(address)
+        stream = await self._carrier.open(relay_id, RELAY_PROTOCOL)
         transport: asyncio.Transport = stream.transport
         name = f"relay {relay_id[-8:]}"
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_S):
-                talk = _Talk(stream)
+                talk = Talk(stream)
                 talk.say({"to": peer_id})
                 answer = await talk.hear()
                 if answer.get("e") is not None:
                     raise Unreachable(f"{name}: {str(answer['e'])[:200]}")
-                visitor = _Talk(None)
+                visitor = Talk(None)
                 transport = await self._tls(talk, visitor, server=False)
                 certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
                 print_ = hashlib.sha256(certificate or b"").digest()
                 challenge = await visitor.read(NONCE_BYTES + SIGNATURE_BYTES)
                 nonce, signature = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
-                own = self._home.peer_id
+                own = self._carrier.peer_id
                 if not verify(peer_id, _claim(CALLEE, print_, nonce, own), signature):
                     raise ProtocolViolation("who answered is not who was called")
                 transport.write(self._identity.sign(_claim(CALLER, print_, nonce, peer_id)))
@@ -192,7 +191,7 @@ class Relays:
         self.num_used += 1
         return ByteStream(peer_id, transport, visitor.rest(), keep=(stream, talk))
 
-    async def _tls(self, talk: _Talk, visitor: _Talk, *, server: bool) -> asyncio.Transport:
+    async def _tls(self, talk: Talk, visitor: Talk, *, server: bool) -> asyncio.Transport:
         """TLS inside a circuit."""
         context = self._certificate.context if server else self._context
         transport = await asyncio.get_running_loop().start_tls(
@@ -226,7 +225,7 @@ class Relays:
     async def _greet(self, stream: ByteStream) -> None:
         try:
             async with asyncio.timeout(3 * HEAD_TIMEOUT_S):
-                talk = _Talk(stream)
+                talk = Talk(stream)
                 head = await talk.hear()
                 if isinstance(head.get("to"), str):
                     await self._join(talk, stream, head["to"])
@@ -243,16 +242,16 @@ class Relays:
         finally:
             self._num_greeting -= 1
 
-    async def _answer(self, talk: _Talk, stream: ByteStream, caller: str) -> None:
+    async def _answer(self, talk: Talk, stream: ByteStream, caller: str) -> None:
         """Somebody calls this peer through the relay `stream.remote`."""
         talk.say({"ok": 1})
-        visitor = _Talk(None)
+        visitor = Talk(None)
         transport = await self._tls(talk, visitor, server=True)
         try:
             nonce, print_ = secrets.token_bytes(NONCE_BYTES), self._certificate.fingerprint
             transport.write(nonce + self._identity.sign(_claim(CALLEE, print_, nonce, caller)))
             signature = await visitor.read(SIGNATURE_BYTES)
-            if not verify(caller, _claim(CALLER, print_, nonce, self._home.peer_id), signature):
+            if not verify(caller, _claim(CALLER, print_, nonce, self._carrier.peer_id), signature):
                 raise ProtocolViolation("the caller is not who it says it is")
         except BaseException:
             transport.abort()
@@ -260,12 +259,12 @@ class Relays:
         self.num_used += 1
         self._home.accept(ByteStream(caller, transport, visitor.rest(), keep=(stream, talk)))
 
-    async def _join(self, talk: _Talk, stream: ByteStream, callee: str) -> None:
+    async def _join(self, talk: Talk, stream: ByteStream, callee: str) -> None:
         """The caller `stream.remote` wants to be joined with a peer that is connected here."""
         why = self._why_not(stream.remote, callee)
         if not why:
             try:
-                other = await self._home.carrier.open(callee, RELAY_PROTOCOL)
+                other = await self._carrier.open(callee, RELAY_PROTOCOL)
             except SwarmnetError as e:
                 why = f"it is not connected to the relay any more ({e})"
         if why:
@@ -273,11 +272,11 @@ class Relays:
             stream.transport.close()
             return
         try:
-            farther = _Talk(other)
+            farther = Talk(other)
             farther.say({"from": stream.remote})
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 await farther.hear()
-            circuit = _Circuit(self, stream, other)
+            circuit = Circuit(self, stream, other)
             talk.say({"ok": 1})
             circuit.begin(talk.rest(), farther.rest())
         except BaseException:
@@ -294,12 +293,12 @@ class Relays:
             return "too many circuits of one peer"
         return ""
 
-    def joined(self, circuit: _Circuit) -> None:
+    def joined(self, circuit: Circuit) -> None:
         """A circuit began."""
         self._circuits[circuit] = None
         self.num_joined = len(self._circuits)
 
-    def parted(self, circuit: _Circuit) -> None:
+    def parted(self, circuit: Circuit) -> None:
         """A circuit is over."""
         self._circuits.pop(circuit, None)
         self.num_joined = len(self._circuits)
@@ -311,11 +310,11 @@ class Relays:
         self._home.pacer.sent(num_bytes)
         return self._home.pacer.may_send()
 
-    def pause(self, half: _Half) -> None:
+    def pause(self, half: Half) -> None:
         """Goes on with a half when the cap on the upload allows."""
         self._home.pacer.wait(half)
 
-    def forget(self, half: _Half) -> None:
+    def forget(self, half: Half) -> None:
         """It waits no more."""
         self._home.pacer.forget(half)
 
@@ -325,7 +324,7 @@ def _claim(role: bytes, fingerprint: bytes, nonce: bytes, other: str) -> bytes:
     return role + fingerprint + nonce + other.encode()
 
 
-class _Talk(asyncio.Protocol):
+class Talk(asyncio.Protocol):
     """Reads what is said before the bytes flow, and not a byte more than that from the stream."""
 
     def __init__(self, stream: ByteStream | None) -> None:
@@ -397,12 +396,12 @@ class _Talk(asyncio.Protocol):
         return data
 
 
-class _Half(asyncio.Protocol):
+class Half(asyncio.Protocol):
     """One side of a circuit: what it reads, the other side writes."""
 
-    def __init__(self, circuit: _Circuit, transport: Any, keep: object) -> None:
+    def __init__(self, circuit: Circuit, transport: Any, keep: object) -> None:
         self.transport = transport
-        self.other: _Half = self
+        self.other: Half = self
         self._circuit = circuit
         self._keep = keep
         self._is_full = False
@@ -421,17 +420,26 @@ class _Half(asyncio.Protocol):
     def pump(self) -> None:
         """`pacing.Sender`"""
         self._waits = False
-        self._go_on()
+        self.go_on()
 
     def pause_writing(self) -> None:
-        self.other._is_full = True
-        self.other.transport.pause_reading()
+        self.other.hold()
 
     def resume_writing(self) -> None:
-        self.other._is_full = False
-        self.other._go_on()
+        self.other.release()
 
-    def _go_on(self) -> None:
+    def hold(self) -> None:
+        """The other side does not take more."""
+        self._is_full = True
+        self.transport.pause_reading()
+
+    def release(self) -> None:
+        """The other side takes more again."""
+        self._is_full = False
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Reads on, unless something keeps this side waiting."""
         if not (self._is_full or self._waits or self.transport.is_closing()):
             self.transport.resume_reading()
 
@@ -443,13 +451,13 @@ class _Half(asyncio.Protocol):
         self._circuit.end()
 
 
-class _Circuit:
+class Circuit:
     """Two streams, joined."""
 
     def __init__(self, relays: Relays, near: ByteStream, far: ByteStream) -> None:
         self.relays = relays
         self.ends = (near.remote, far.remote)
-        self._halves = tuple(_Half(self, s.transport, s.keep) for s in (near, far))
+        self._halves = tuple(Half(self, s.transport, s.keep) for s in (near, far))
         self._halves[0].other, self._halves[1].other = self._halves[1], self._halves[0]
         relays.joined(self)
 
@@ -463,7 +471,7 @@ class _Circuit:
                 half.data_received(rest)
             if half.transport.is_closing() or half.other.transport.is_closing():
                 return self.abort()
-            half._go_on()
+            half.go_on()
         return None
 
     def end(self) -> None:

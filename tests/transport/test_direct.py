@@ -21,7 +21,7 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener, Ticket, client_context, dial_direct
 from swarmnet.transport.frames import NOTIFY, head_frame
-from swarmnet.transport.links import MAX_DIRECT, TICKET_METHOD
+from swarmnet.transport.links import MAX_DIRECT, TICKET_METHOD, DirectLinks
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.wire import Array, Message, convert
 from tests.transport.streams import PATIENCE_S, identity
@@ -60,9 +60,18 @@ class World:
         return self.b.direct.ticket(self.a.peer_id, self.b.addresses())
 
 
+def links_of(transport: ChannelTransport) -> DirectLinks:
+    assert transport.links is not None
+    return transport.links
+
+
+def listener_of(transport: ChannelTransport) -> DirectListener:
+    assert transport.direct is not None
+    return transport.direct
+
+
 def channels(near: ChannelTransport, far: ChannelTransport) -> list[Any]:
-    assert near.links is not None
-    return near.links.channels.get(far.peer_id, [])
+    return links_of(near).channels.get(far.peer_id, [])
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -126,9 +135,8 @@ def test_the_first_bulk_call_opens_a_direct_channel_that_both_sides_then_use() -
 
 def test_what_was_written_is_what_arrives_whatever_becomes_of_the_array() -> None:
     async def scenario(w: World) -> None:
-        await w.upgraded()
-        (channel,) = channels(w.a, w.b)
-        wire, data = channel._transport, bytearray(b"as it was " * 800_000)
+        stream = await dial_direct(w.b.peer_id, await w.ticket(), client_context())
+        wire, data = stream.transport, bytearray(b"as it was " * 800_000)
         wanted, written = bytes(data), 0
 
         class Watched:
@@ -145,7 +153,10 @@ def test_what_was_written_is_what_arrives_whatever_becomes_of_the_array() -> Non
             def __getattr__(self, name: str) -> Any:
                 return getattr(wire, name)
 
-        channel._transport = Watched()
+        watched: Any = Watched()
+        stream.transport = watched
+        w.a.channels.attach(stream, direct=w.a.links)
+        await until(lambda: channels(w.a, w.b))
         came = (await w.call(Array("uint8", (len(data),), data))).arrays[0].data
         assert written == len(data)  # none of it was copied before
         assert came == wanted
@@ -157,17 +168,21 @@ def test_what_arrives_is_put_where_what_nobody_looks_at_any_more_lay() -> None:
     """Fresh memory is most of what receiving costs."""
 
     async def scenario(w: World) -> None:
-        def is_of_pool(array: Array) -> bool:
-            places = [p for of_size in w.a.pool._arrays.values() for p in of_size]
-            return any(np.shares_memory(p, np.frombuffer(array.data, np.uint8)) for p in places)
+        def address(data: Any) -> int:
+            return int(np.frombuffer(data, np.uint8).ctypes.data)
 
         await w.upgraded()
+        pool, places = w.a.channels.pool, set()
         for _ in range(8):
             reply = (await w.call(BULK)).arrays[0]
             assert reply.data == BULK.data
-            assert is_of_pool(reply)
+            places.add(address(reply.data))
             del reply
-        assert w.a.pool.num_bytes <= 3 * BULK.num_bytes  # and its own requests are sent from there
+        num_bytes = pool.num_bytes
+        assert num_bytes <= 3 * BULK.num_bytes  # and its own requests are sent from there
+        memory = pool.take(BULK.num_bytes)
+        assert pool.num_bytes == num_bytes  # this it had already
+        assert address(memory) in places
 
     play(scenario)
 
@@ -202,9 +217,10 @@ def test_a_peer_without_direct_connections_is_spoken_to_over_libp2p() -> None:
     async def scenario(w: World) -> None:
         for _ in range(3):
             assert (await w.call(BULK)).arrays[0].data == BULK.data
-        assert w.a.links is not None
-        await until(lambda: not w.a.links._opening)  # type: ignore[union-attr]
-        assert not w.a.links._attempts.may_try(w.b.peer_id, asyncio.get_running_loop().time())
+        await until(lambda: links_of(w.a).num_opening == 0)
+        asked = w.a.traffic.sent_bytes[TICKET_METHOD]
+        await w.call(BULK)
+        assert w.a.traffic.sent_bytes[TICKET_METHOD] == asked  # there is a pause before the next
 
     play(scenario, b_direct=False)
 
@@ -230,8 +246,7 @@ def test_a_break_in_the_middle_of_a_call_is_not_noticed() -> None:
         assert lost == []
         await w.call(BULK)  # and there is a pause before another attempt
         assert channels(w.a, w.b) == []
-        assert w.a.links is not None
-        assert not w.a.links._opening
+        assert links_of(w.a).num_opening == 0
 
     play(scenario)
 
@@ -313,7 +328,7 @@ def test_a_token_is_good_once() -> None:
     async def scenario(w: World) -> None:
         ticket = await w.ticket()
         stream = await dial_direct(w.b.peer_id, ticket, client_context())
-        w.a.attach_direct(stream)
+        w.a.channels.attach(stream, direct=w.a.links)
         await until(lambda: channels(w.b, w.a))
         reader, writer = await tls(w)
         writer.write(direct.PREAMBLE + ticket.token)
@@ -330,7 +345,8 @@ def test_who_comes_with_a_token_is_who_asked_for_it() -> None:
     async def scenario(w: World) -> None:
         assert w.b.direct is not None
         ticket = w.b.direct.ticket("somebody", w.b.addresses())
-        w.a.attach_direct(await dial_direct(w.b.peer_id, ticket, client_context()))
+        stream = await dial_direct(w.b.peer_id, ticket, client_context())
+        w.a.channels.attach(stream, direct=w.a.links)
         assert w.b.links is not None
         await until(lambda: w.b.links.channels)  # type: ignore[union-attr]
         assert list(w.b.links.channels) == ["somebody"]
@@ -417,7 +433,7 @@ def test_who_is_slow_is_cut_off_and_holds_nobody_up(monkeypatch: pytest.MonkeyPa
             await assert_cut_off(other)
         for _, end in [*silent, (reader, writer)]:
             end.close()
-        await until(lambda: not w.b.direct._greeting)  # type: ignore[union-attr]
+        await until(lambda: listener_of(w.b).num_greeting == 0)
 
     play(scenario)
 
@@ -429,7 +445,7 @@ def test_visitors_who_have_not_greeted_are_bounded() -> None:
             await asyncio.open_connection(HOST, w.b.direct.port)
             for _ in range(direct.MAX_GREETING_EACH)
         ]
-        await until(lambda: len(w.b.direct._greeting) == direct.MAX_GREETING_EACH)  # type: ignore[union-attr]
+        await until(lambda: listener_of(w.b).num_greeting == direct.MAX_GREETING_EACH)
         reader, writer = await asyncio.open_connection(HOST, w.b.direct.port)
         await assert_cut_off(reader)
         for _, end in [*ends, (reader, writer)]:
@@ -442,7 +458,7 @@ def test_what_breaks_the_protocol_on_a_direct_channel_bans_its_sender() -> None:
     async def scenario(w: World) -> None:
         stream = await dial_direct(w.b.peer_id, await w.ticket(), client_context())
         stream.transport.write(head_frame(NOTIFY, 0, {"m": "x"}))  # before any hello
-        await until(lambda: w.b._is_banned(w.a.peer_id))
+        await until(lambda: not w.b.channels.may_attach(w.a.peer_id))
         again = await dial_direct(w.b.peer_id, await w.ticket(), client_context())
         await asyncio.sleep(0.05)
         assert channels(w.b, w.a) == []
@@ -507,8 +523,7 @@ def test_a_ticket_that_is_none_ends_the_attempt_only(body: Any) -> None:
 
         w.b.handle(direct.TICKET_METHOD, wrong)
         await w.call(BULK)
-        assert w.a.links is not None
-        await until(lambda: not w.a.links._opening)  # type: ignore[union-attr]
+        await until(lambda: links_of(w.a).num_opening == 0)
         assert (await w.call(BULK)).arrays[0].data == BULK.data
         assert channels(w.a, w.b) == []
 
@@ -559,7 +574,8 @@ def test_what_is_remembered_is_bounded() -> None:
     attempts = upgrade.Attempts()
     for n in range(upgrade.MAX_REMEMBERED + 10):
         attempts.failed(str(n), 0.0)
-    assert len(attempts._failures) == upgrade.MAX_REMEMBERED
+    refused = [n for n in range(upgrade.MAX_REMEMBERED + 10) if not attempts.may_try(str(n), 0.0)]
+    assert len(refused) == upgrade.MAX_REMEMBERED
     counter = iter(range(1 << 20))
     tickets = upgrade.Tickets(lambda size: next(counter).to_bytes(size, "big"))
     for n in range(upgrade.MAX_TICKETS + 10):
@@ -594,9 +610,10 @@ def test_a_ticket_is_its_machines_whatever_seat_asks_for_it() -> None:
 
     async def scenario(w: World) -> None:
         for seat in (0, 5, 6):
-            reply = await w.a.call_libp2p(w.b.peer_id, TICKET_METHOD, Message(), None, (seat, 0))
+            reply = await w.a.dialer.call(w.b.peer_id, TICKET_METHOD, Message(), None, (seat, 0))
             ticket = convert(reply.body, Ticket)
-            w.a.attach_direct(await dial_direct(w.b.peer_id, ticket, client_context()))
+            stream = await dial_direct(w.b.peer_id, ticket, client_context())
+            w.a.channels.attach(stream, direct=w.a.links)
         assert w.b.links is not None
         await until(lambda: len(channels(w.b, w.a)) == 3)
         assert list(w.b.links.channels) == [w.a.peer_id]
@@ -608,11 +625,11 @@ def test_channels_without_a_hello_are_bounded_too() -> None:
     async def scenario(w: World) -> None:
         streams = []
         for _ in range(3 * MAX_DIRECT):
-            reply = await w.a.call_libp2p(w.b.peer_id, TICKET_METHOD, Message(), None, (0, 0))
+            reply = await w.a.dialer.call(w.b.peer_id, TICKET_METHOD, Message(), None, (0, 0))
             ticket = convert(reply.body, Ticket)
             streams.append(await dial_direct(w.b.peer_id, ticket, client_context()))
         await asyncio.sleep(0.3)
-        assert w.b.num_direct(w.a.peer_id) == MAX_DIRECT
+        assert w.b.channels.num_direct(w.a.peer_id) == MAX_DIRECT
         for stream in streams:
             stream.transport.abort()
 

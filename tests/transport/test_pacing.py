@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.transport.base import Request
-from swarmnet.transport.calls import BATCH_BYTES
+from swarmnet.transport.calls.writer import BATCH_BYTES
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import PART_BYTES
 from swarmnet.transport.loopback import LoopbackHub

@@ -17,7 +17,8 @@ from swarmnet.protocol.update import placement
 from swarmnet.swarm import messages
 from swarmnet.swarm.membership import discovery, relaying
 from swarmnet.swarm.pipeline import feeder
-from swarmnet.transport import base, calls, channel, direct, frames, links, outbox, relay
+from swarmnet.transport import bans, base, dialer, direct, frames, links, open_channels, relay
+from swarmnet.transport.calls import channel, heads, outbox, remote_errors, served
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
 from tests.transport.test_frames import read
 
@@ -44,7 +45,7 @@ def test_the_dumps_are_what_the_code_writes_and_reads() -> None:
     head = frames.head_frame(frames.REQUEST, 1, {"m": "x", "b": {"k": 1}}, arrays)
     parts = frames.part_frames(frames.REQUEST_PART, 1, arrays)
     assert request == head + b"".join(parts)
-    busy = calls.describe(errors.Busy("full", backlog_s=0.5))
+    busy = remote_errors.describe(errors.Busy("full", backlog_s=0.5))
     assert error == frames.head_frame(frames.ERROR, 1, {"e": busy})
     assert [m[:3] for m in read(note + request + error).done] == [
         (frames.NOTIFY, 0, {"m": "x"}),
@@ -105,13 +106,13 @@ def test_every_field_is_named(cls: type) -> None:
         f"at most {outbox.MAX_NOTES} waiting",
         f"({outbox.MAX_SMALL_BYTES >> 20} MiB of small messages",
         f"more than {frames.MAX_RECEIVING_BYTES >> 30} GiB",
-        f"within {calls.HELLO_TIMEOUT_S:.0f} s",
-        f"open for {calls.PARTING_S} s",
-        f"at most {calls.MAX_TEXT} characters",
-        f"being served for a peer | {calls.MAX_OPEN_CALLS:,} |",
-        f"streams of a peer | {channel.MAX_CHANNELS} |",
-        f"for {channel.FIRST_BAN_S:.0f} s; with each",
-        f"up to {channel.LONGEST_BAN_S:.0f} s; {channel.FORGIVEN_AFTER_S / 60:.0f} minutes",
+        f"within {channel.HELLO_TIMEOUT_S:.0f} s",
+        f"open for {channel.PARTING_S} s",
+        f"at most {heads.MAX_TEXT} characters",
+        f"being served for a peer | {served.MAX_OPEN_CALLS:,} |",
+        f"streams of a peer | {open_channels.MAX_CHANNELS} |",
+        f"for {bans.FIRST_BAN_S:.0f} s; with each",
+        f"up to {bans.LONGEST_BAN_S:.0f} s; {bans.FORGIVEN_AFTER_S / 60:.0f} minutes",
         f"{len(direct.PREAMBLE)} bytes `{direct.PREAMBLE.hex(' ')}`",
         f"`{base.RELAY_PROTOCOL}`",
         f"at most {relay.MAX_HEAD_BYTES:,}) and a msgpack map",
@@ -120,7 +121,7 @@ def test_every_field_is_named(cls: type) -> None:
         f"`{relay.CALLEE[:-1].decode()}`, a zero byte",
         f"`{relay.CALLER[:-1].decode()}`, a zero byte",
         f"Each step has {relay.HEAD_TIMEOUT_S:.0f} s",
-        f"failed or taken {channel.RELAY_AFTER_S:.0f} s",
+        f"failed or taken {dialer.RELAY_AFTER_S:.0f} s",
         f"`busy` when {relaying.MAX_GRANTS} have a place",
         f"{relaying.LOOK_BURST:.0f} times at once and every {1 / relaying.LOOKS_PER_S:.0f} s",
         f"the {upgrade.TOKEN_BYTES} bytes of `token`",

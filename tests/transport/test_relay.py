@@ -15,6 +15,7 @@ from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.transport import relay as relay_module
 from swarmnet.transport.base import RELAY_PROTOCOL, Request
 from swarmnet.transport.channel import ChannelTransport
+from swarmnet.transport.direct import client_context
 from swarmnet.transport.loopback import LoopbackHub
 from swarmnet.transport.relay import RELAYED, split_circuit
 from swarmnet.wire import Array, Message
@@ -102,7 +103,7 @@ def test_peers_that_cannot_dial_each_other_talk_through_a_third(loop: Any) -> No
 def test_the_relay_sees_no_content() -> None:
     secret = b"the crown jewels" * 40
     seen = bytearray()
-    forward = relay_module._Half.data_received
+    forward = relay_module.Half.data_received
 
     def spying(self: Any, data: bytes) -> None:
         seen.extend(data)
@@ -116,7 +117,7 @@ def test_the_relay_sees_no_content() -> None:
         assert secret[:16] not in seen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relay_module._Half, "data_received", spying)
+        patch.setattr(relay_module.Half, "data_received", spying)
         play(scenario)
 
 
@@ -147,14 +148,18 @@ def test_a_relay_cannot_pretend_that_somebody_calls() -> None:
     async def scenario(w: World) -> None:
         (r,) = w.relays
         stream = await r.carrier.open(w.b.peer_id, RELAY_PROTOCOL)
-        talk = relay_module._Talk(stream)
+        talk = relay_module.Talk(stream)
         talk.say({"from": w.a.peer_id})
         assert await talk.hear() == {"ok": 1}
-        assert r.relays is not None
-        visitor = relay_module._Talk(None)
-        transport = await r.relays._tls(talk, visitor, server=False)
+        assert r.identity is not None
+        visitor = relay_module.Talk(None)
+        transport = await asyncio.get_running_loop().start_tls(
+            talk.transport, visitor, client_context(), server_hostname=""
+        )
+        assert transport is not None
+        visitor.begin(transport)
         challenge = await visitor.read(96)
-        transport.write(r.relays._identity.sign(challenge))
+        transport.write(r.identity.sign(challenge))
         with pytest.raises(EOFError):
             await visitor.read(1)
         assert w.a.peer_id not in w.b.connected()
@@ -219,7 +224,7 @@ def test_garbage_costs_its_sender_the_stream_only(
     async def scenario(w: World) -> None:
         (r,) = w.relays
         stream = await w.a.carrier.open(r.peer_id, RELAY_PROTOCOL)
-        talk = relay_module._Talk(stream)
+        talk = relay_module.Talk(stream)
         talk.transport.write(data)
         with pytest.raises(EOFError):
             await talk.read(1)

@@ -17,11 +17,11 @@ from swarmnet.errors import (
     Stale,
 )
 from swarmnet.transport.base import Request
+from swarmnet.transport.calls.heads import parse_route
+from swarmnet.transport.calls.outbox import outgoing
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import NOTIFY
 from swarmnet.transport.loopback import LoopbackHub
-from swarmnet.transport.outbox import outgoing
-from swarmnet.transport.seats import parse_route
 from swarmnet.wire import Array, Message
 from tests.transport.streams import PATIENCE_S
 
@@ -204,8 +204,8 @@ def test_an_impossible_route_costs_its_sender_the_stream() -> None:
         await a.call("b", "who", Message(), timeout_s=PATIENCE_S)
         lost = asyncio.Event()
         a.on_disconnected(lambda _: lost.set())
-        channel = a._channels["b"][0]
-        channel._send(outgoing(NOTIFY, 0, {"m": "who", "b": None, "s": [0, 99]}, (), "who"))
+        (channel,) = a.channels.all()
+        channel.send(outgoing(NOTIFY, 0, {"m": "who", "b": None, "s": [0, 99]}, (), "who"))
         await asyncio.wait_for(lost.wait(), PATIENCE_S)
 
     play(scenario)

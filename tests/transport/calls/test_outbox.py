@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnet.transport import outbox as module
-from swarmnet.transport.frames import HEADER, NOTIFY, PART_BYTES, REPLY, REQUEST
-from swarmnet.transport.outbox import (
+from swarmnet.transport.calls import outbox as module
+from swarmnet.transport.calls.outbox import (
     FAIR_EVERY,
     MAX_NOTES,
     MAX_TURNS,
@@ -15,6 +14,7 @@ from swarmnet.transport.outbox import (
     Stalled,
     outgoing,
 )
+from swarmnet.transport.frames import HEADER, NOTIFY, PART_BYTES, REPLY, REQUEST
 from swarmnet.wire import Array
 
 

@@ -1,0 +1,1 @@
+"""Calls multiplexed on one byte stream: the channel and its parts."""

@@ -1,0 +1,254 @@
+"""One stream to one peer, and the calls that it carries.
+
+`Channel` is the asyncio protocol of a stream. It greets the peer, tells its parts of what arrives
+(`Inbox`) and of room to write (`Writer`), and ends them together. What becomes of a peer that
+breaks the protocol, it leaves to its `Owner`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from swarmnet.errors import ChannelClosed, ProtocolViolation, WrongVersion
+from swarmnet.transport.base import PROTOCOL_VERSION, ByteStream, Traffic
+from swarmnet.transport.buffers import BufferPool
+from swarmnet.transport.calls.heads import FIRST_SEATS, MAX_TEXT, Route, request_head
+from swarmnet.transport.calls.inbox import Inbox
+from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled, outgoing
+from swarmnet.transport.calls.pending import PendingCalls
+from swarmnet.transport.calls.served import ServedCalls, Service
+from swarmnet.transport.calls.writer import Writer
+from swarmnet.transport.frames import CANCEL, HELLO, NOTIFY, REQUEST, Head, Reader
+from swarmnet.transport.pacing import Pacer
+from swarmnet.wire import Message
+
+log = logging.getLogger("swarmnet.transport")
+
+HELLO_TIMEOUT_S = 10.0
+PARTING_S = 0.2
+"""A peer of another version has so long to read our hello before its stream ends."""
+
+
+class Owner(Protocol):
+    """The part of a transport that has channels."""
+
+    run_id: str
+    agent: str
+    traffic: Traffic
+    pool: BufferPool
+    pacer: Pacer
+    handlers: Service
+
+    def channel_ready(self, channel: Channel) -> None:
+        """The peer has said hello."""
+
+    def channel_ended(self, channel: Channel) -> None:
+        """The stream is gone."""
+
+    def offended(self, peer_id: str, reason: str) -> None:
+        """The peer broke the protocol."""
+
+
+class Channel(asyncio.BufferedProtocol):
+    """One stream to one peer."""
+
+    def __init__(self, owner: Owner, remote: str, *, is_direct: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self.remote = remote
+        self.is_direct = is_direct
+        """Its stream is a TLS connection of our own, not one through libp2p."""
+        self.run_id = ""
+        """The run that the peer says it belongs to."""
+        self.ready: asyncio.Future[None] = loop.create_future()
+        """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
+        self.ready.add_done_callback(_seen)
+        self.is_open = True
+        self.is_parting = False
+        """The peer is of another version, and is left the time to read why."""
+        self._owner = owner
+        self._stream: ByteStream | None = None
+        self._transport: asyncio.Transport | None = None
+        self._calls = PendingCalls()
+        served = ServedCalls(owner.handlers, self)
+        self._inbox = Inbox(self, self._calls, served, owner.pool.take, owner.traffic)
+        self._reader = Reader(self._inbox, is_sealed=is_direct)
+        outbox = Outbox(owner.pool.take, is_sealed=is_direct)
+        self._writer = Writer(outbox, owner.pacer, owner.traffic, remote, is_direct=is_direct)
+        self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of large messages: to be sent, and not yet taken by the operating system."""
+        return self._writer.queued_bytes
+
+    def attach(self, stream: ByteStream) -> None:
+        """Takes the stream over."""
+        self._stream = stream
+        self._transport = stream.transport
+        if self._transport.is_closing():
+            return self._end("the connection was lost")
+        self._writer.begin(self._transport)
+        self._transport.set_protocol(self)
+        self.say_hello()
+        if stream.leftover:
+            try:
+                self._reader.feed_bytes(stream.leftover)
+            except Exception as e:
+                self._refuse(e)
+        if self.is_open:
+            self._transport.resume_reading()
+        return None
+
+    def say_hello(self) -> None:
+        """Tells version and run; again whenever the run changes."""
+        hello = {"v": PROTOCOL_VERSION, "r": self._owner.run_id, "g": self._owner.agent}
+        self.send(outgoing(HELLO, 0, hello, (), "hello"))
+
+    def abort(self, reason: str) -> None:
+        """Closes the stream at once."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._end(reason)
+
+    def close(self) -> None:
+        """Closes the stream when what was written is sent."""
+        if self._transport is not None:
+            self._transport.close()
+        self._end("closed here")
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None,
+        route: Route = FIRST_SEATS,
+    ) -> Message:
+        """A call without a deadline: the transport has it. A cancelled call sends no more of its
+        request, so that the request's arrays are the caller's again. Raises `ChannelClosed`,
+        `WrongVersion`, `RemoteError` or `ProtocolViolation`."""
+        await asyncio.shield(self.ready)
+        if not self.is_open:
+            raise ChannelClosed(f"the channel to {self.remote[-8:]} is closed")
+        call_id = self._calls.next_id()
+        head = request_head(method, message, route)
+        request = outgoing(REQUEST, call_id, head, message.arrays, method)
+        future = self._calls.add(call_id, self.remote, method, on_progress)
+        try:
+            self.send(request)
+            return await future
+        finally:
+            self._calls.remove(call_id)
+            if (not future.done() or future.cancelled()) and self._writer.withdraw(request):
+                self.send(outgoing(CANCEL, call_id, {}, (), method))
+
+    def notify(self, method: str, message: Message, route: Route = FIRST_SEATS) -> None:
+        """One way. Raises `ProtocolViolation` where the message cannot travel."""
+        head = request_head(method, message, route)
+        note = outgoing(NOTIFY, 0, head, message.arrays, method)
+        if self.is_open:
+            self._writer.send_note(note)
+
+    def send(self, message: Outgoing) -> None:
+        """`served.Caller`"""
+        if self.is_open:
+            try:
+                self._writer.send(message)
+            except Stalled as e:
+                self.abort(str(e))
+
+    # ---- the greeting -----------------------------------------------------------------------
+
+    def admits(self, head: Head) -> bool:
+        """`inbox.Door`"""
+        if head.kind == HELLO:
+            self._on_hello(head)
+            return False
+        if not self.ready.done():
+            raise ProtocolViolation("the first message is no hello")
+        return self.ready.exception() is None  # else of another version; its stream is about to end
+
+    def _on_hello(self, head: Head) -> None:
+        version, run_id = head.values.get("v"), head.values.get("r")
+        if version != PROTOCOL_VERSION:
+            return self._part_from(str(version)[:16])
+        if not isinstance(run_id, str) or len(run_id) > MAX_TEXT:
+            raise ProtocolViolation("a hello without a run")
+        self.run_id = run_id
+        if not self.ready.done():
+            self._timer.cancel()
+            self.ready.set_result(None)
+            self._owner.channel_ready(self)
+        return None
+
+    def _part_from(self, version: str) -> None:
+        """The peer is of another version: the side that opened the stream hears it as
+        `WrongVersion`, the side that accepted it logs it."""
+        if self.ready.done():
+            raise ProtocolViolation("a version that changes")
+        text = (
+            f"{self.remote[-8:]} speaks protocol version {version}, this peer {PROTOCOL_VERSION}; "
+            "update swarmnet on the older side"
+        )
+        self.is_parting = True
+        self.ready.set_exception(WrongVersion(text))
+        self._timer.cancel()
+        # The other side reads our hello before the stream ends, and says the same.
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(PARTING_S, self.abort, "another version")
+
+    # ---- asyncio's side ---------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            if self.is_open:
+                self._reader.feed(nbytes)
+        except Exception as e:
+            self._refuse(e)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("the connection was lost")
+
+    def pause_writing(self) -> None:
+        self._writer.pause()
+
+    def resume_writing(self) -> None:
+        self._writer.resume()
+
+    def _refuse(self, e: Exception) -> None:
+        """What a peer sends may cost it this channel, and nobody anything else."""
+        if isinstance(e, ProtocolViolation):
+            self._owner.offended(self.remote, str(e))
+            self.abort(str(e))
+        else:
+            log.error("a frame of %s could not be handled", self.remote[-8:], exc_info=e)
+            self.abort(repr(e))
+
+    def _end(self, reason: str) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._timer.cancel()
+        self._writer.end()
+        self._inbox.clear()
+        if not self.ready.done():
+            text = f"the channel to {self.remote[-8:]} closed: {reason}"
+            self.ready.set_exception(ChannelClosed(text))
+        self._calls.lose(reason)
+        self._owner.channel_ended(self)
+
+
+def _seen(future: asyncio.Future[None]) -> None:
+    """Takes note of a failure that nobody waited for."""
+    if not future.cancelled():
+        future.exception()

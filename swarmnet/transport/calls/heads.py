@@ -1,0 +1,50 @@
+"""What the heads of frames say: the method, the body and the seats of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.seats import MAX_SEATS
+from swarmnet.transport.frames import Head
+from swarmnet.wire import Message
+
+MAX_TEXT = 500
+"""Characters of a method, a run id, an error's text."""
+
+Route = tuple[int, int]
+"""(seat of the caller, seat of the callee)"""
+FIRST_SEATS: Route = (0, 0)
+"""What a message without a route says."""
+
+
+def request_head(method: str, message: Message, route: Route) -> dict[str, Any]:
+    """The values of the head of a request or a notification."""
+    head: dict[str, Any] = {"m": method, "b": message.body}
+    return head if route == FIRST_SEATS else {**head, "s": list(route)}
+
+
+def method_of(head: Head) -> str:
+    """The method of a request or a notification. Raises `ProtocolViolation`."""
+    method = head.values.get("m")
+    if not isinstance(method, str) or len(method) > MAX_TEXT:
+        raise ProtocolViolation("a request without a method")
+    return method
+
+
+def route_of(head: Head) -> Route:
+    """The seats of a request or a notification. Raises `ProtocolViolation`."""
+    return parse_route(head.values.get("s"))
+
+
+def parse_route(value: Any) -> Route:
+    """A message's route as it travels; absent: between first seats. Raises `ProtocolViolation`."""
+    if value is None:
+        return FIRST_SEATS
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(seat) is int and 0 <= seat < MAX_SEATS for seat in value)
+    ):
+        return value[0], value[1]
+    raise ProtocolViolation("a route that is not two seats")

@@ -1,0 +1,99 @@
+"""The calls that one side has made and that are not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmnet.errors import ChannelClosed, RemoteError
+from swarmnet.wire import Message
+
+log = logging.getLogger("swarmnet.transport")
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """A call that waits for its reply."""
+
+    remote: str
+    """Peer id of the callee."""
+    method: str
+    future: asyncio.Future[Message]
+    on_progress: Callable[[Message], None] | None
+
+
+class PendingCalls:
+    """Calls by their ids, which count from 1 and wrap around at 32 bits."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, PendingCall] = {}
+        self._num_made = 0
+
+    def next_id(self) -> int:
+        """The id of the next call."""
+        self._num_made += 1
+        return self._num_made & 0xFFFFFFFF
+
+    def was_made(self, call_id: int) -> bool:
+        """Has there been a call with this id? After the wrap-around every id has been used."""
+        return call_id <= self._num_made
+
+    def add(
+        self,
+        call_id: int,
+        remote: str,
+        method: str,
+        on_progress: Callable[[Message], None] | None,
+    ) -> asyncio.Future[Message]:
+        """The future reply. It fails with a `RemoteError` where the callee answers with an error,
+        with `ChannelClosed` where the connection is lost."""
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = PendingCall(remote, method, future, on_progress)
+        return future
+
+    def remove(self, call_id: int) -> None:
+        """The caller waits no more. Idempotent."""
+        self._calls.pop(call_id, None)
+
+    def __contains__(self, call_id: int) -> bool:
+        return call_id in self._calls
+
+    def is_waiting(self, call_id: int) -> bool:
+        """Does the caller still wait for an answer?"""
+        call = self._calls.get(call_id)
+        return call is not None and not call.future.done()
+
+    def method_of(self, call_id: int) -> str | None:
+        """None where no such call is pending."""
+        call = self._calls.get(call_id)
+        return None if call is None else call.method
+
+    def progress(self, call_id: int, note: Message) -> None:
+        """A progress message has arrived."""
+        call = self._calls.get(call_id)
+        if call is None or call.on_progress is None:
+            return
+        try:
+            call.on_progress(note)
+        except Exception:
+            log.exception("the progress of %s was not understood", call.method)
+
+    def reply(self, call_id: int, reply: Message) -> None:
+        """A reply has arrived."""
+        if self.is_waiting(call_id):
+            self._calls[call_id].future.set_result(reply)
+
+    def fail(self, call_id: int, error: RemoteError) -> None:
+        """An error has arrived."""
+        if self.is_waiting(call_id):
+            self._calls[call_id].future.set_exception(error)
+
+    def lose(self, reason: str, remote: str | None = None) -> None:
+        """The connection to a peer is gone (None: every connection): its calls fail with
+        `ChannelClosed`."""
+        for call in list(self._calls.values()):
+            if remote in (None, call.remote) and not call.future.done():
+                text = f"the channel to {call.remote[-8:]} closed: {reason}"
+                call.future.set_exception(ChannelClosed(text))

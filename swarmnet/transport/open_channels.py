@@ -1,0 +1,177 @@
+"""Every channel of a transport, from the arrival of its stream to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from swarmnet.errors import WrongVersion
+from swarmnet.transport.bans import Bans
+from swarmnet.transport.base import ByteStream, Traffic
+from swarmnet.transport.buffers import BufferPool
+from swarmnet.transport.calls.channel import PARTING_S, Channel
+from swarmnet.transport.calls.served import Service
+from swarmnet.transport.listeners import Listeners
+from swarmnet.transport.pacing import Pacer
+
+log = logging.getLogger("swarmnet.transport")
+
+MAX_CHANNELS = 8
+"""Of one peer; two are normal, when both sides open one at the same time."""
+SUPERSEDED_AFTER_S = 15.0
+"""A peer opens a channel only when it has none. So one that has been here for so long already (not
+opened by both sides at the same moment) is dead, though its connection may not have noticed."""
+
+
+class DirectWatcher(Protocol):
+    """The part of a transport that uses direct channels."""
+
+    def ready(self, channel: Channel) -> None:
+        """The peer has said hello on a direct channel."""
+
+    def ended(self, channel: Channel) -> None:
+        """A direct channel is gone."""
+
+
+class OpenChannels:
+    """The `calls.channel.Owner` of a transport's channels. A peer counts as connected while it has
+    a channel over the carrier; direct channels are left to their watcher."""
+
+    def __init__(self, handlers: Service, traffic: Traffic, *, agent: str = "") -> None:
+        """`agent`: the software that this peer says it is."""
+        self.run_id = ""
+        self.agent = agent
+        self.traffic = traffic
+        self.pool = BufferPool()
+        self.pacer = Pacer()
+        self.handlers = handlers
+        self.bans = Bans()
+        self._is_closed = False
+        self._all: dict[Channel, DirectWatcher | None] = {}
+        self._ready: dict[str, dict[Channel, float]] = {}
+        """By peer, those over the carrier; each with the loop's time of its hello."""
+        self._seats: dict[str, dict[str, None]] = {}
+        """Known seats of other machines, by the machine's peer id."""
+        self._connected = Listeners()
+        self._disconnected = Listeners()
+
+    def set_run(self, run_id: str) -> None:
+        """Says to every present and future channel which run this peer belongs to."""
+        self.run_id = run_id
+        for channel in self.all():
+            channel.say_hello()
+
+    def all(self) -> list[Channel]:
+        """Direct ones and those without a hello too."""
+        return list(self._all)
+
+    def first(self, peer_id: str) -> Channel | None:
+        """The oldest channel to a peer over the carrier that is ready."""
+        channels = self._ready.get(peer_id)
+        return next(iter(channels)) if channels else None
+
+    def num_direct(self, peer_id: str) -> int:
+        """Direct channels of a peer, those that are not ready too."""
+        return sum(c.is_direct and c.remote == peer_id for c in self._all)
+
+    def queued_bytes(self) -> int:
+        """Long messages that are to be sent and that the network has not taken yet."""
+        return sum(channel.queued_bytes for channel in self._all)
+
+    def connected(self) -> list[str]:
+        """Peers with a ready channel over the carrier."""
+        return list(self._ready)
+
+    def on_connected(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` when the first channel to a peer is ready."""
+        self._connected.add(callback)
+
+    def on_disconnected(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` when the last channel to a peer is gone; for each known seat of its
+        machine too."""
+        self._disconnected.add(callback)
+
+    def know_seat(self, machine: str, peer_id: str) -> None:
+        """A further peer lives on a machine, and is lost with it."""
+        self._seats.setdefault(machine, {})[peer_id] = None
+
+    # ---- streams ----------------------------------------------------------------------------
+
+    def may_attach(self, peer_id: str) -> bool:
+        """Is a stream of this peer welcome?"""
+        now = asyncio.get_running_loop().time()
+        return not self._is_closed and not self.bans.is_banned(peer_id, now)
+
+    def accept(self, stream: ByteStream) -> None:
+        """A stream that a peer has opened; one that is not welcome is aborted."""
+        num_open = sum(c.remote == stream.remote and not c.is_direct for c in self._all)
+        if num_open >= MAX_CHANNELS or not self.may_attach(stream.remote):
+            stream.transport.abort()
+        else:
+            self.attach(stream).ready.add_done_callback(_tell_wrong_version)
+
+    def attach(self, stream: ByteStream, direct: DirectWatcher | None = None) -> Channel:
+        """A new channel on a stream; `direct`: hears of it where the stream is a direct one."""
+        channel = Channel(self, stream.remote, is_direct=direct is not None)
+        self._all[channel] = direct
+        channel.attach(stream)
+        return channel
+
+    def channel_ready(self, channel: Channel) -> None:
+        """`calls.channel.Owner`"""
+        if not channel.is_open:
+            return
+        watcher = self._all[channel]
+        if watcher is not None:
+            watcher.ready(channel)
+            return
+        channels = self._ready.setdefault(channel.remote, {})
+        now = asyncio.get_running_loop().time()
+        before = [c for c, ready_at in channels.items() if now - ready_at > SUPERSEDED_AFTER_S]
+        channels[channel] = now
+        for old in before:
+            old.abort("its peer has opened another")
+        if len(channels) == 1:
+            self._connected.tell(channel.remote)
+
+    def channel_ended(self, channel: Channel) -> None:
+        """`calls.channel.Owner`"""
+        watcher = self._all.pop(channel, None)
+        if watcher is not None:
+            watcher.ended(channel)
+            return
+        channels = self._ready.get(channel.remote, {})
+        if channel in channels:
+            del channels[channel]
+            if not channels:
+                del self._ready[channel.remote]
+                for peer_id in (channel.remote, *self._seats.pop(channel.remote, ())):
+                    self._disconnected.tell(peer_id)
+
+    def offended(self, peer_id: str, reason: str) -> None:
+        """A peer broke the protocol: it loses the stream, and for a growing time any other."""
+        self.bans.add(peer_id, asyncio.get_running_loop().time())
+        log.warning("%s broke the protocol (%s): its stream was closed", peer_id[-8:], reason)
+
+    # ---- the end ----------------------------------------------------------------------------
+
+    def refuse_streams(self) -> None:
+        """No further stream is welcome."""
+        self._is_closed = True
+
+    async def close(self) -> None:
+        """Closes every channel, once peers of another version have had the time to read why.
+        Idempotent."""
+        self.refuse_streams()
+        if any(channel.is_parting for channel in self._all):
+            await asyncio.sleep(PARTING_S)
+        for channel in self.all():
+            channel.close()
+
+
+def _tell_wrong_version(ready: asyncio.Future[None]) -> None:
+    """A visitor of another version; nobody here waits to hear of it."""
+    if not ready.cancelled() and isinstance(error := ready.exception(), WrongVersion):
+        log.warning("%s", error)
