@@ -42,6 +42,10 @@ class Handlers:
         if seat in self._by_seat:
             self._by_seat[seat][method] = handler
 
+    def __getitem__(self, method: str) -> Handler:
+        """The first seat's handler of a method. Raises `KeyError`."""
+        return self._by_seat[0][method]
+
     def serves(self, method: str) -> bool:
         """Is there a handler at any seat?"""
         return any(method in handlers for handlers in self._by_seat.values())
@@ -92,7 +96,11 @@ class Handlers:
         """Cancels what runs and waits for its end. Requests that come meanwhile are still started:
         close again once the channels are closed."""
         self.is_closed = True
+        await asyncio.gather(*self.cancel(), return_exceptions=True)
+
+    def cancel(self) -> list[asyncio.Task[Any]]:
+        """Cancels what runs; returns it."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return tasks

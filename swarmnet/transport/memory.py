@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,15 +19,18 @@ from swarmnet.errors import (
     AddressError,
     ChannelClosed,
     DeadlineExceeded,
-    NotReady,
     ProtocolViolation,
     RemoteError,
     SwarmnetError,
     Unreachable,
 )
-from swarmnet.transport.base import Handler, Request, Traffic
+from swarmnet.transport.base import Handler, Traffic
+from swarmnet.transport.calls.heads import FIRST_SEATS
+from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error
 from swarmnet.transport.frames import NOTIFY, PROGRESS, REPLY, REQUEST, check_arrays
+from swarmnet.transport.handlers import Handlers
+from swarmnet.transport.listeners import Listeners
 from swarmnet.wire import MAX_BODY_BYTES, Array, Message, pack, unpack_plain
 
 log = logging.getLogger("swarmnet.transport")
@@ -166,6 +169,17 @@ class MemoryHub:
 
     # ---- delivery ---------------------------------------------------------------------------
 
+    def in_transit(self, kind: int, message: Message) -> Message:
+        """The message as it will arrive. Raises `ProtocolViolation` where it could not travel."""
+        if not self.copy:
+            return message
+        check_arrays(kind, message.arrays)
+        arrays = tuple(
+            Array(a.dtype, a.shape, bytes(memoryview(a.data).cast("B")) if a.num_bytes else b"")
+            for a in message.arrays
+        )
+        return Message(_by_value(message.body), arrays)
+
     def meter(self, sender: MemoryTransport, num_bytes: int) -> None:
         """Long messages tell the sender how fast its uplink is, where the network has any."""
         if num_bytes > METERED_BYTES and self._metered is not None:
@@ -200,16 +214,6 @@ class MemoryHub:
         loop.call_later(delay_s, self.when_awake, target, deliver)
 
 
-@dataclass
-class OpenCall:
-    """A call that waits for its reply."""
-
-    target: str
-    method: str
-    future: asyncio.Future[Message]
-    on_progress: Callable[[Message], None] | None
-
-
 class MemoryTransport:
     """An endpoint of a hub; implements `transport.base.Transport`."""
 
@@ -217,16 +221,14 @@ class MemoryTransport:
         self.peer_id = peer_id
         self.traffic = Traffic(queued_bytes=lambda: hub.queued_bytes(peer_id))
         self.run_id = ""
+        self.is_dead = False
+        self.calls = PendingCalls()
         self._hub = hub
-        self._handlers: dict[str, Handler] = {}
-        self._calls: dict[int, OpenCall] = {}
-        self._next_call = 0
+        self._handlers = Handlers()
         self._links: dict[str, None] = {}
         self._known: dict[str, tuple[str, ...]] = {}
-        self._tasks: dict[asyncio.Task[None], None] = {}
-        self._connected: list[Callable[[str], None]] = []
-        self._disconnected: list[Callable[[str], None]] = []
-        self._dead = False
+        self._connected = Listeners()
+        self._disconnected = Listeners()
 
     # ---- the port ---------------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class MemoryTransport:
         self.run_id = run_id
 
     def handle(self, method: str, handler: Handler) -> None:
-        self._handlers[method] = handler
+        self._handlers.add(method, handler)
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         if self._hub.has_places and addresses:
@@ -247,10 +249,10 @@ class MemoryTransport:
         return list(self._links)
 
     def on_connected(self, callback: Callable[[str], None]) -> None:
-        self._connected.append(callback)
+        self._connected.add(callback)
 
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
-        self._disconnected.append(callback)
+        self._disconnected.add(callback)
 
     async def dial(self, address: str, timeout_s: float = 10.0) -> str:
         peer_id = address.rpartition("/p2p/")[2]
@@ -281,13 +283,12 @@ class MemoryTransport:
         timeout_s: float,
         on_progress: Callable[[Message], None] | None = None,
     ) -> Message:
-        sent = self._travelling(REQUEST, message)
+        sent = self._hub.in_transit(REQUEST, message)
         try:
             async with asyncio.timeout(timeout_s):
                 remote = await self._link(peer_id)
-                call_id = self._next_call = self._next_call + 1
-                future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-                self._calls[call_id] = OpenCall(peer_id, method, future, on_progress)
+                call_id = self.calls.next_id()
+                future = self.calls.add(call_id, peer_id, method, on_progress)
 
                 def arrived() -> None:
                     remote.requested(self, call_id, method, sent)
@@ -296,60 +297,55 @@ class MemoryTransport:
                     self._send(peer_id, method, sent, arrived)
                     return await future
                 finally:
-                    self._calls.pop(call_id, None)
+                    self.calls.remove(call_id)
         except TimeoutError:
             text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
             raise DeadlineExceeded(text) from None
 
     async def drop(self, peer_id: str) -> None:
         remote = self._hub.transports.get(peer_id)
-        is_heard = not (self._hub.is_stale(self.peer_id, peer_id) or self._is_parted_from(peer_id))
+        pair = (self.peer_id, peer_id)
+        is_heard = not (self._hub.is_stale(*pair) or self._hub.is_parted(*pair))
         if remote is not None and is_heard and peer_id in self._links:
-            self._hub.when_awake(peer_id, functools.partial(remote._lost, self.peer_id))
-        self._lost(peer_id)
+            self._hub.when_awake(peer_id, functools.partial(remote.lose, self.peer_id))
+        self.lose(peer_id)
 
     def notify(self, peer_id: str, method: str, message: Message) -> None:
         remote = self._hub.transports.get(peer_id)
-        if remote is None or self._dead or peer_id == self.peer_id:
+        if remote is None or self.is_dead or peer_id == self.peer_id:
             return
         if peer_id not in self._links and not self._finds(peer_id):
             return
         try:
-            sent = self._travelling(NOTIFY, message)
+            sent = self._hub.in_transit(NOTIFY, message)
         except ProtocolViolation as e:
             log.warning("%s was not sent: %s", method, e)
             return
-        if not self._is_parted_from(peer_id):
-            self._know(remote)
+        if not self._hub.is_parted(self.peer_id, peer_id):
+            self._connect(remote)
         self._send(peer_id, method, sent, lambda: remote.notified(self, method, sent))
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._handlers.close()
         if self._hub.transports.get(self.peer_id) is self:  # not the one that came after it
             self._hub.kill(self.peer_id)
 
     # ---- channels ---------------------------------------------------------------------------
 
     async def _link(self, peer_id: str) -> MemoryTransport:
-        if self._dead:
+        if self.is_dead:
             raise ChannelClosed("this transport is closed")
         remote = self._hub.transports.get(peer_id)
         if remote is None or remote is self:
             raise Unreachable(f"{peer_id[-8:]}: connection refused: nothing listens there")
         if peer_id not in self._links:
-            if self._is_parted_from(peer_id):
+            if self._hub.is_parted(self.peer_id, peer_id):
                 await asyncio.sleep(UNREACHABLE_AFTER_S)
                 raise Unreachable(f"{peer_id[-8:]}: no answer in time")
             if not self._finds(peer_id):
                 raise Unreachable(f"{peer_id[-8:]}: nobody answers at any address of it")
-        self._know(remote)
+        self._connect(remote)
         return remote
-
-    def _is_parted_from(self, peer_id: str) -> bool:
-        return self._hub.is_parted(self.peer_id, peer_id)
 
     def _finds(self, peer_id: str) -> bool:
         """Does a peer answer at any of its known addresses?"""
@@ -358,51 +354,38 @@ class MemoryTransport:
         known = self._known.get(peer_id, ())
         return any(self._hub.found_at(self.peer_id, a) == peer_id for a in known)
 
-    def _know(self, remote: MemoryTransport) -> None:
+    def _connect(self, remote: MemoryTransport) -> None:
         if remote.peer_id not in self._links:
             self._hub.renew(self.peer_id, remote.peer_id)
-        for one, other in ((self, remote.peer_id), (remote, self.peer_id)):
-            if other not in one._links:
-                one._links[other] = None
-                _tell(one._connected, other)
+        self.meet(remote.peer_id)
+        remote.meet(self.peer_id)
+
+    def meet(self, peer_id: str) -> None:
+        """There is a connection to a peer."""
+        if peer_id not in self._links:
+            self._links[peer_id] = None
+            self._connected.tell(peer_id)
+
+    def lose(self, peer_id: str) -> None:
+        """The connection to a peer is gone, if there was one."""
+        if self._links.pop(peer_id, 0) == 0:
+            return
+        self.calls.lose("the connection was lost", peer_id)
+        asyncio.get_running_loop().call_soon(self._disconnected.tell, peer_id)
 
     def die(self) -> None:
         """Its process is gone."""
-        self._dead = True
-        for task in list(self._tasks):
-            task.cancel()
+        self.is_dead = True
+        self._handlers.cancel()
         for other in list(self._links):
             remote = self._hub.transports.get(other)
             if remote is not None and not self._hub.is_stale(self.peer_id, other):
                 # Bound now: the same id may soon be another's.
-                self._hub.when_awake(other, functools.partial(remote._lost, self.peer_id))
+                self._hub.when_awake(other, functools.partial(remote.lose, self.peer_id))
         self._links.clear()
-        self._fail(lambda call: True, "closed here")
-
-    def _lost(self, peer_id: str) -> None:
-        if self._links.pop(peer_id, 0) == 0:
-            return
-        self._fail(lambda call: call.target == peer_id, "the connection was lost")
-        asyncio.get_running_loop().call_soon(_tell, self._disconnected, peer_id)
-
-    def _fail(self, which: Callable[[OpenCall], bool], reason: str) -> None:
-        for call in list(self._calls.values()):
-            if which(call) and not call.future.done():
-                error = ChannelClosed(f"the channel to {call.target[-8:]} closed: {reason}")
-                call.future.set_exception(error)
+        self.calls.lose("closed here")
 
     # ---- messages ---------------------------------------------------------------------------
-
-    def _travelling(self, kind: int, message: Message) -> Message:
-        """The message as it will arrive. Raises `ProtocolViolation` where it could not travel."""
-        if not self._hub.copy:
-            return message
-        check_arrays(kind, message.arrays)
-        arrays = tuple(
-            Array(a.dtype, a.shape, bytes(memoryview(a.data).cast("B")) if a.num_bytes else b"")
-            for a in message.arrays
-        )
-        return Message(_by_value(message.body), arrays)
 
     def _send(
         self, target: str, method: str, message: Message, deliver: Callable[[], None]
@@ -414,7 +397,7 @@ class MemoryTransport:
         remote = self._hub.transports.get(target)
 
         def arrived() -> None:
-            if remote is not None and not remote._dead:
+            if remote is not None and not remote.is_dead:
                 remote.traffic.add_received(method, num_bytes)
                 deliver()
 
@@ -424,40 +407,37 @@ class MemoryTransport:
         self, caller: MemoryTransport, call_id: int, method: str, message: Message
     ) -> None:
         """A request has arrived."""
-        self._start(self._serve(caller, call_id, method, message))
+        self._handlers.start(caller.peer_id, self._serve(caller, call_id, method, message))
 
     def notified(self, caller: MemoryTransport, method: str, message: Message) -> None:
         """A notification has arrived."""
-        self._start(self._hear(caller, method, message))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda ended: self._tasks.pop(ended, None))
+        self._handlers.start(caller.peer_id, self._hear(caller, method, message))
 
     async def _serve(
         self, caller: MemoryTransport, call_id: int, method: str, message: Message
     ) -> None:
         def progress(note: Message) -> None:
             try:
-                sent = self._travelling(PROGRESS, note)
+                sent = self._hub.in_transit(PROGRESS, note)
             except ProtocolViolation as e:
                 log.warning("progress of %s was not sent: %s", method, e)
                 return
-            self._send(caller.peer_id, method, sent, lambda: caller.progressed(call_id, sent))
+            self._send(caller.peer_id, method, sent, lambda: caller.calls.progress(call_id, sent))
 
         try:
-            answer = await self._answer(caller, method, message, progress)
-            reply = self._travelling(REPLY, answer)
+            answer = await self._handlers.answer(
+                FIRST_SEATS, caller.peer_id, caller.run_id, method, message, progress
+            )
+            reply = self._hub.in_transit(REPLY, answer)
         except SwarmnetError as e:
-            self._reply_error(caller, call_id, method, as_remote(e))
+            self._send_error(caller, call_id, method, as_remote(e))
         except Exception as e:
             log.exception("%s failed", method)
-            self._reply_error(caller, call_id, method, as_remote(e))
+            self._send_error(caller, call_id, method, as_remote(e))
         else:
-            self._send(caller.peer_id, method, reply, lambda: caller.replied(call_id, reply))
+            self._send(caller.peer_id, method, reply, lambda: caller.calls.reply(call_id, reply))
 
-    def _reply_error(
+    def _send_error(
         self, caller: MemoryTransport, call_id: int, method: str, e: RemoteError
     ) -> None:
         described = describe(e)
@@ -467,49 +447,22 @@ class MemoryTransport:
             except ProtocolViolation as wrong:
                 log.warning("the details of an error of %s cannot travel: %s", method, wrong)
                 described = [*described[:2], {}]
-        sent = Message(described)
-        self._send(caller.peer_id, method, sent, lambda: caller.refused(call_id, described))
+
+        def arrived() -> None:
+            if caller.calls.is_waiting(call_id):
+                caller.calls.fail(call_id, parse_error(described))
+
+        self._send(caller.peer_id, method, Message(described), arrived)
 
     async def _hear(self, caller: MemoryTransport, method: str, message: Message) -> None:
         try:
-            await self._answer(caller, method, message, lambda _: None)
+            await self._handlers.answer(
+                FIRST_SEATS, caller.peer_id, caller.run_id, method, message, lambda _: None
+            )
         except SwarmnetError as e:
             log.debug("%s from %s: %s", method, caller.peer_id[-8:], e)
         except Exception:
             log.exception("%s failed", method)
-
-    async def _answer(
-        self,
-        caller: MemoryTransport,
-        method: str,
-        message: Message,
-        progress: Callable[[Message], None],
-    ) -> Message:
-        handler = self._handlers.get(method)
-        if handler is None:
-            raise NotReady(f"{method} is not served here")
-        return await handler(Request(caller.peer_id, caller.run_id, method, message, progress))
-
-    def progressed(self, call_id: int, note: Message) -> None:
-        """A progress message has arrived."""
-        call = self._calls.get(call_id)
-        if call is not None and call.on_progress is not None:
-            try:
-                call.on_progress(note)
-            except Exception:
-                log.exception("the progress of %s was not understood", call.method)
-
-    def replied(self, call_id: int, reply: Message) -> None:
-        """A reply has arrived."""
-        call = self._calls.get(call_id)
-        if call is not None and not call.future.done():
-            call.future.set_result(reply)
-
-    def refused(self, call_id: int, described: list[Any]) -> None:
-        """An error has arrived."""
-        call = self._calls.get(call_id)
-        if call is not None and not call.future.done():
-            call.future.set_exception(parse_error(described))
 
 
 def _by_value(body: Any) -> Any:
@@ -521,14 +474,6 @@ def _by_value(body: Any) -> Any:
     if len(packed) > MAX_BODY_BYTES:
         raise ProtocolViolation(f"a body of {len(packed)} bytes; at most {MAX_BODY_BYTES}")
     return unpack_plain(packed)
-
-
-def _tell(callbacks: Sequence[Callable[[str], None]], peer_id: str) -> None:
-    for callback in callbacks:
-        try:
-            callback(peer_id)
-        except Exception:
-            log.exception("a listener failed")
 
 
 def estimated_bytes(value: Any) -> int:
