@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -30,7 +29,9 @@ from swarmnet.errors import (
 from swarmnet.transport.base import PROTOCOL_NAME, Request
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.libp2p import p2pd
-from swarmnet.transport.libp2p.p2pd import P2pdCarrier, RuntimeDir, clean_up
+from swarmnet.transport.libp2p.daemon_process import END_WITH_PARENT
+from swarmnet.transport.libp2p.knocking import knock
+from swarmnet.transport.libp2p.p2pd import P2pdCarrier, byte_stream
 from swarmnet.wire import Array, Message
 from tests.transport.streams import PATIENCE_S, Collector, Echo, identity
 
@@ -79,9 +80,9 @@ def carrier_of(transport: ChannelTransport) -> P2pdCarrier:
 
 
 def daemon_pid(transport: ChannelTransport) -> int:
-    daemon = carrier_of(transport)._daemon
-    assert daemon
-    return daemon.pid
+    pid = carrier_of(transport).daemon_pid
+    assert pid
+    return pid
 
 
 def names(folder: Path) -> list[str]:
@@ -129,7 +130,7 @@ def test_calls_go_both_ways_with_one_stream(base: Path, loop: Any) -> None:
             for one, other in ((a, b), (b, a)):
                 reply = await one.call(other.peer_id, "echo", message, timeout_s=PATIENCE_S)
                 assert bytes(reply.arrays[0].data) == data
-            assert len(a._all()) == len(b._all()) == 1
+            assert len(a.channels.all()) == len(b.channels.all()) == 1
 
     play(scenario(), loop)
 
@@ -169,7 +170,7 @@ def test_each_reason_for_no_answer_has_its_line(base: Path) -> None:
                 await a.open(identity(10).peer_id)
             with pytest.raises(Unreachable, match="is no peer id"):
                 await a.open("nonsense")
-            await b.p2p._client.remove_stream_handler(PROTOCOL_NAME)
+            await b.p2p.remove_binary_stream_handler(PROTOCOL_NAME)
             await a.connect(b.addresses()[0])
             with pytest.raises(Unreachable, match="does not speak"):
                 await a.open(b.peer_id)
@@ -178,7 +179,9 @@ def test_each_reason_for_no_answer_has_its_line(base: Path) -> None:
 
 
 @pytest.mark.processes
-def test_who_is_away_is_looked_for_without_the_daemon(base: Path) -> None:
+def test_who_is_away_is_looked_for_without_the_daemon(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which would refuse to dial it for minutes, after many failures; and is found again."""
 
     async def scenario() -> None:
@@ -187,18 +190,20 @@ def test_who_is_away_is_looked_for_without_the_daemon(base: Path) -> None:
                 bound.bind(("127.0.0.1", 0))
                 port = bound.getsockname()[1]
             address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity(2).peer_id}"
-            asked, ask = [], a._ask
+            knocks = []
 
-            async def counted(peer_id: str, request: Any) -> Any:
-                asked.append(peer_id)
-                return await ask(peer_id, request)
+            async def counted(addresses: list[str]) -> str:
+                knocks.append(addresses)
+                return await knock(addresses)
 
-            a._ask = counted  # type: ignore[method-assign]
+            monkeypatch.setattr(p2pd, "knock", counted)
             for _ in range(20):
                 with pytest.raises(Unreachable, match=r"^connection refused: nothing listens"):
                     await a.connect(address)
-            assert len(asked) == 1
+            assert len(knocks) == 19  # all but the first
             async with bare(2, base, port=port) as b, asyncio.timeout(PATIENCE_S):
+                with pytest.raises(Unreachable, match="no address of it is known"):
+                    await b.open(a.peer_id)
                 while True:
                     try:
                         await a.connect(address)
@@ -206,9 +211,8 @@ def test_who_is_away_is_looked_for_without_the_daemon(base: Path) -> None:
                     except Unreachable:  # it was dialled seconds ago
                         await asyncio.sleep(0.2)
                 # Who has dialled us is connected, whatever is known of it.
-                b._known.clear()
-                b._away[a.peer_id] = None
-                await b._connect(a.peer_id)
+                stream = await b.open(a.peer_id)
+                stream.transport.abort()
 
     play(scenario())
 
@@ -240,8 +244,6 @@ def test_a_malformed_address_does_not_spoil_the_others(base: Path) -> None:
             wrong = ["garbage", "/ip4/127.0.0.1/tcp/1/p2p/" + identity(3).peer_id, ""]
             a.learn(b.peer_id, [*wrong, *b.addresses()])
             assert await call(a, b, 5) == 5
-            a.learn(b.peer_id, wrong)  # says nothing, so nothing is forgotten
-            assert carrier_of(a)._known[b.peer_id]
 
     play(scenario())
 
@@ -348,8 +350,8 @@ def test_a_daemon_that_dies_again_and_again_is_started_less_often(base: Path) ->
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(p2pd.asyncio, "sleep", sleep)
                 for _ in range(3):
-                    assert a._daemon
-                    a._daemon.kill()
+                    assert a.daemon_pid
+                    os.kill(a.daemon_pid, signal.SIGKILL)
                     await restarted.get()
             assert pauses == sorted(pauses)
             assert pauses[-1] >= 4 * pauses[0]
@@ -417,7 +419,7 @@ def test_the_kernel_ends_what_the_wrapper_started_when_its_parent_is_killed() ->
     ends over its broken pipes, one that is stopped over the SIGHUP of an orphaned group."""
     sleep = shutil.which("sleep")
     assert sleep
-    command = [sys.executable, "-c", START_AND_WAIT, p2pd.END_WITH_PARENT, sleep, "1000"]
+    command = [sys.executable, "-c", START_AND_WAIT, END_WITH_PARENT, sleep, "1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         pid = int(parent.stdout.readline())
@@ -474,7 +476,14 @@ def test_close_leaves_nothing_and_may_be_repeated(base: Path) -> None:
 @pytest.mark.processes
 def test_a_stream_that_ended_before_it_was_taken_over_is_refused(base: Path) -> None:
     async def scenario() -> None:
-        reader, far = asyncio.StreamReader(), socket.socketpair()
+        ended = asyncio.Event()
+
+        class Reader(asyncio.StreamReader):
+            def feed_eof(self) -> None:
+                super().feed_eof()
+                ended.set()
+
+        reader, far = Reader(), socket.socketpair()
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.create_connection(
             lambda: asyncio.StreamReaderProtocol(reader), sock=far[0]
@@ -482,10 +491,9 @@ def test_a_stream_that_ended_before_it_was_taken_over_is_refused(base: Path) -> 
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         far[1].sendall(b"hello")
         far[1].close()
-        while not reader._eof:  # type: ignore[attr-defined]  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await ended.wait()
         with pytest.raises(Unreachable, match="ended at once"):
-            p2pd._byte_stream("x", reader, writer)
+            byte_stream("x", reader, writer)
 
     play(scenario())
 
@@ -504,58 +512,3 @@ def test_what_was_read_with_the_opening_is_not_lost(base: Path) -> None:
                 stream.transport.abort()
 
     play(scenario())
-
-
-# ---- folders ----------------------------------------------------------------------------------
-
-
-def test_folders_of_the_living_are_left_alone(base: Path) -> None:
-    living = RuntimeDir(base)
-    dead = base / f"{p2pd.RUNTIME_PREFIX}99999-dead_000"
-    dead.mkdir()
-    (dead / "lock").touch()
-    (dead / "p2pd-1.sock").touch()
-    half_made = base / f"{p2pd.RUNTIME_PREFIX}99998-half_000"
-    half_made.mkdir()
-    never_finished = base / f"{p2pd.RUNTIME_PREFIX}99997-old_0000"
-    never_finished.mkdir()
-    long_ago = time.time() - p2pd.MAX_UNLOCKED_S - 60
-    os.utime(never_finished, (long_ago, long_ago))
-    foreign = base / "p2pd-of-another-program.sock"
-    foreign.touch()
-    others = [base / name for name in ("swarmnet-my-run", "swarmnet-local-99-abcdefgh")]
-    others.append(base / f"{p2pd.RUNTIME_PREFIX}of-my-own")
-    for other in others:  # a state folder has a lock too, which nobody holds between two runs
-        other.mkdir()
-        (other / "identity.key").touch()
-        os.utime(other, (long_ago, long_ago))
-    (others[0] / "lock").touch()
-    assert clean_up(base) == [never_finished, dead]
-    assert all((other / "identity.key").exists() for other in others)
-    for other in others:
-        shutil.rmtree(other)
-    assert living.path.exists()
-    assert half_made.exists()
-    half_made.rmdir()
-    foreign.unlink()
-    living.close()
-    living.close()
-
-
-def test_a_lock_is_not_inherited_by_the_daemon(base: Path) -> None:
-    """Else a daemon that outlived us would keep our folder alive."""
-    folder = RuntimeDir(base)
-    assert not os.get_inheritable(folder._lock)
-    other = os.open(folder.path / "lock", os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(other)
-    folder.close()
-
-
-def test_a_base_too_long_for_a_socket_is_replaced(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 80)
-    long.mkdir()
-    folder = RuntimeDir(long)
-    assert len(str(folder.path)) < p2pd.MAX_SOCKET_PATH
-    folder.close()

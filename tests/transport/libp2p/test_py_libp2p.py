@@ -476,7 +476,8 @@ def test_each_side_opens_streams_whoever_dialled_and_whatever_p2pd_offers(
                     await ours.connect(str((await daemon.get_visible_maddrs())[0]))
                 else:
                     address = Multiaddr(ours.addresses()[0].split("/p2p/")[0])
-                    await daemon._client.connect(PeerID.from_base58(ours.peer_id), [address])
+                    client = daemon._client  # noqa: SLF001  hivemind has no public way to dial
+                    await client.connect(PeerID.from_base58(ours.peer_id), [address])
                 with pytest.raises(Unreachable, match="does not speak /swarmnet/1"):
                     await ours.open(str(daemon.peer_id))
 
