@@ -16,7 +16,6 @@ from swarmnet.errors import (
     ChannelClosed,
     DeadlineExceeded,
     NotReady,
-    RemoteError,
     Unreachable,
     WrongVersion,
 )
@@ -25,7 +24,6 @@ from swarmnet.transport import open_channels
 from swarmnet.transport.base import PROTOCOL_VERSION, ByteStream, Request
 from swarmnet.transport.calls import channel, served, writer
 from swarmnet.transport.calls.channel import PARTING_S
-from swarmnet.transport.calls.remote_errors import parse_error
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import (
     CANCEL,
@@ -738,10 +736,3 @@ def test_an_error_that_is_none_closes_the_channel(described: object) -> None:
                 await a.call(bad.peer_id, "echo", Message(), timeout_s=PATIENCE_S)
 
     play(scenario())
-
-
-def test_details_that_are_no_names_are_harmless() -> None:
-    error = parse_error(["busy", "x", {"self": 1, "text": 2, "a b": 3, "backlog_s": 4}])
-    assert isinstance(error, Busy)
-    assert error.details == {"a b": 3, "backlog_s": 4}
-    assert type(parse_error(["of a later version", "x", {}])) is RemoteError

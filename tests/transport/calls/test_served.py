@@ -1,0 +1,122 @@
+"""Requests of a peer, from their arrival to their answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swarmnet.errors import Stale
+from swarmnet.protocol.rate import RateLimiter
+from swarmnet.transport.base import Request
+from swarmnet.transport.calls import served as module
+from swarmnet.transport.calls.outbox import Outgoing
+from swarmnet.transport.calls.served import ServedCalls
+from swarmnet.transport.frames import ERROR, NOTIFY, PROGRESS, REPLY, REQUEST, Head
+from swarmnet.transport.handlers import Handlers
+from swarmnet.wire import Message
+
+
+class Caller:
+    """A channel that keeps what it is to send."""
+
+    remote, run_id, is_open = "peer", "run", True
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+
+    def send(self, message: Outgoing) -> None:
+        self.sent.append((message.kind, message.call_id))
+
+
+class World:
+    def __init__(self, handlers: Handlers) -> None:
+        self.handlers = handlers
+        self.caller = Caller()
+        self.served = ServedCalls(handlers, self.caller)
+        self.go = asyncio.Event()
+
+        async def wait(request: Request) -> Message:
+            request.progress(Message())
+            await self.go.wait()
+            request.progress(Message())
+            return Message()
+
+        async def fail(request: Request) -> Message:
+            raise Stale("over", round=3)
+
+        handlers.add("wait", wait)
+        handlers.add("fail", fail)
+
+    def request(self, call_id: int, method: str = "wait", array_bytes: int = 0) -> None:
+        head = Head(REQUEST, call_id, {"m": method}, (), array_bytes)
+        self.served.request(head, Message(), method)
+
+    async def finish(self) -> None:
+        self.go.set()
+        while self.handlers.num_running("peer"):  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+
+
+def play(scenario: Callable[[World], Any], handlers: Handlers | None = None) -> None:
+    async def main() -> None:
+        await scenario(World(handlers or Handlers()))
+
+    asyncio.run(main())
+
+
+def test_a_request_is_answered_with_progress_and_reply_or_an_error() -> None:
+    async def scenario(w: World) -> None:
+        for call_id, method in enumerate(("wait", "fail", "unknown"), 1):
+            w.request(call_id, method)
+        assert 1 in w.served
+        assert (w.served.books(1), w.served.books(9)) == ("wait", None)
+        await asyncio.sleep(0)
+        await w.finish()
+        assert w.caller.sent == [(PROGRESS, 1), (ERROR, 2), (ERROR, 3), (PROGRESS, 1), (REPLY, 1)]
+        assert 1 not in w.served
+
+    play(scenario)
+
+
+def test_a_cancelled_request_is_not_answered() -> None:
+    async def scenario(w: World) -> None:
+        w.request(1)
+        w.served.cancel(1)
+        w.served.cancel(7)
+        await w.finish()
+        assert w.caller.sent == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_OPEN_CALLS", 1), ("MAX_SERVING_BYTES", 150)])
+def test_requests_beyond_a_limit_are_busy(
+    name: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, limit)
+
+    async def scenario(w: World) -> None:
+        w.request(1, array_bytes=100)
+        w.request(2, array_bytes=100)
+        assert w.caller.sent == [(ERROR, 2)]
+        await w.finish()
+        w.request(3, array_bytes=1000)  # alone, any size that the protocol allows
+        await w.finish()
+        assert w.caller.sent[-1] == (REPLY, 3)
+
+    play(scenario)
+
+
+def test_calls_that_come_too_often_are_busy_or_dropped() -> None:
+    async def scenario(w: World) -> None:
+        w.request(1)
+        w.request(2)
+        w.served.note(Head(NOTIFY, 0, {"m": "wait"}, (), 0), Message())
+        assert w.caller.sent == [(ERROR, 2)]
+        assert w.handlers.num_running("peer") == 1
+        await w.finish()
+
+    play(scenario, Handlers(RateLimiter(0.001, 1.0)))

@@ -1,0 +1,129 @@
+"""Messages written as fast as a stream takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from swarmnet.transport.base import Traffic
+from swarmnet.transport.calls.outbox import MAX_NOTES, Outbox, Outgoing, Stalled, outgoing
+from swarmnet.transport.calls.writer import BATCH_BYTES, Writer
+from swarmnet.transport.frames import NOTIFY, PART_BYTES, REPLY, REQUEST
+from swarmnet.transport.pacing import Pacer
+from swarmnet.wire import Array
+
+
+class Stream:
+    """A transport that takes everything, and says when it has enough."""
+
+    def __init__(self) -> None:
+        self.writes: list[int] = []
+        self.buffered_bytes = 0
+        self.on_write: Callable[[], None] = lambda: None
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered_bytes
+
+    def writelines(self, buffers: list[bytes]) -> None:
+        self.writes.append(sum(map(len, buffers)))
+        self.on_write()
+
+
+class World:
+    def __init__(self) -> None:
+        self.traffic, self.pacer, self.outbox, self.stream = Traffic(), Pacer(), Outbox(), Stream()
+        self.writer = Writer(self.outbox, self.pacer, self.traffic, "peer", is_direct=True)
+        self.writer.begin(cast(Any, self.stream))
+
+
+def small(kind: int = REPLY, size: int = 0) -> Outgoing:
+    return outgoing(kind, 1, {"b": bytes(size)}, (), "small")
+
+
+def large(size: int) -> Outgoing:
+    return outgoing(REQUEST, 1, {}, (Array("uint8", (size,), bytes(size)),), "large")
+
+
+def play(scenario: Callable[[World], None]) -> None:
+    async def main() -> None:
+        w = World()
+        scenario(w)
+        w.pacer.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_sent_is_written_in_batches_and_counted() -> None:
+    def scenario(w: World) -> None:
+        w.writer.send(small())
+        w.writer.send(large(3 * PART_BYTES))
+        assert len(w.stream.writes) == 4  # the head goes with the first part
+        assert min(w.stream.writes[1:]) > BATCH_BYTES
+        assert w.traffic.direct_sent_bytes == sum(w.stream.writes)
+        assert set(w.traffic.sent_bytes) == {"small", "large"}
+
+    play(scenario)
+
+
+def test_a_full_stream_gets_nothing_until_it_has_room() -> None:
+    def scenario(w: World) -> None:
+        w.stream.on_write = w.writer.pause
+        w.writer.send(large(2 * PART_BYTES))
+        assert len(w.stream.writes) == 1
+        assert w.writer.queued_bytes == PART_BYTES
+        w.stream.on_write = lambda: None
+        w.writer.resume()
+        assert w.writer.queued_bytes == 0
+
+    play(scenario)
+
+
+def test_a_peer_that_reads_nothing_costs_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmnet.transport.calls.outbox.MAX_SMALL_BYTES", 2000)
+
+    def scenario(w: World) -> None:
+        w.writer.pause()
+        for _ in range(MAX_NOTES + 9):
+            w.writer.send_note(small(NOTIFY))
+        assert w.outbox.dropped_notes == 9
+        w.writer.send(small(size=1500))
+        with pytest.raises(Stalled):
+            w.writer.send(small(size=1500))
+
+    play(scenario)
+
+
+def test_what_the_cap_does_not_allow_waits_for_its_turn() -> None:
+    def scenario(w: World) -> None:
+        w.pacer.limit(1000.0)
+        w.pacer.sent(1_000_000)
+        w.writer.send(large(PART_BYTES))
+        w.writer.send(small())
+        assert len(w.stream.writes) == 1
+        assert set(w.traffic.sent_bytes) == {"small"}
+        w.pacer.limit(None)
+        assert w.writer.queued_bytes == 0
+
+    play(scenario)
+
+
+def test_a_message_withdrawn_and_what_waits_at_the_end_are_not_written() -> None:
+    def scenario(w: World) -> None:
+        w.writer.pause()
+        message = large(PART_BYTES)
+        w.writer.send(message)
+        assert not w.writer.withdraw(message)
+        w.writer.send(large(PART_BYTES))
+        w.writer.end()
+        w.writer.end()
+        w.writer.resume()
+        assert w.stream.writes == []
+        assert w.writer.queued_bytes == 0
+
+    play(scenario)
