@@ -23,7 +23,8 @@ class Handlers:
         """`calls_per_peer`: how often a peer may call; None: as often as it likes."""
         self.is_closed = False
         self._calls_per_peer = calls_per_peer
-        self._by_seat: dict[int, dict[str, Handler]] = {0: {}}
+        self._first: dict[str, Handler] = {}
+        self._by_seat: dict[int, dict[str, Handler]] = {0: self._first}
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._num_running: dict[str, int] = {}
 
@@ -44,10 +45,12 @@ class Handlers:
 
     def __getitem__(self, method: str) -> Handler:
         """The first seat's handler of a method. Raises `KeyError`."""
-        return self._by_seat[0][method]
+        return self._first[method]
 
     def serves(self, method: str) -> bool:
         """Is there a handler at any seat?"""
+        if method in self._first:
+            return True
         return any(method in handlers for handlers in self._by_seat.values())
 
     async def answer(
@@ -62,7 +65,8 @@ class Handlers:
         """What the handler of a method says to a seat of the machine `remote`. Raises `NotReady`
         where there is none, and what the handler raises."""
         caller, target = route
-        handler = self._by_seat.get(target, {}).get(method)
+        handlers = self._by_seat.get(target)
+        handler = None if handlers is None else handlers.get(method)
         if handler is None:
             raise NotReady(f"{method[:64]} is not served here")
         return await handler(Request(seat_id(remote, caller), run_id, method, message, progress))

@@ -75,8 +75,8 @@ class Channel(asyncio.BufferedProtocol):
         served = ServedCalls(owner.handlers, self)
         self._inbox = Inbox(self, self._calls, served, owner.pool.take, owner.traffic)
         self._reader = Reader(self._inbox, is_sealed=is_direct)
-        outbox = Outbox(owner.pool.take, is_sealed=is_direct)
-        self._writer = Writer(outbox, owner.pacer, owner.traffic, remote, is_direct=is_direct)
+        self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
+        self._writer = Writer(self._outbox, owner.pacer, owner.traffic, remote, is_direct=is_direct)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
 
     @property
@@ -143,7 +143,7 @@ class Channel(asyncio.BufferedProtocol):
             return await future
         finally:
             self._calls.remove(call_id)
-            if (not future.done() or future.cancelled()) and self._writer.withdraw(request):
+            if (not future.done() or future.cancelled()) and self._outbox.withdraw(request):
                 self.send(outgoing(CANCEL, call_id, {}, (), method))
 
     def notify(self, method: str, message: Message, route: Route = FIRST_SEATS) -> None:
@@ -151,13 +151,15 @@ class Channel(asyncio.BufferedProtocol):
         head = request_head(method, message, route)
         note = outgoing(NOTIFY, 0, head, message.arrays, method)
         if self.is_open:
-            self._writer.send_note(note)
+            self._outbox.put_note(note)
+            self._writer.pump()
 
     def send(self, message: Outgoing) -> None:
         """`served.Caller`"""
         if self.is_open:
             try:
-                self._writer.send(message)
+                self._outbox.put(message)
+                self._writer.pump()
             except Stalled as e:
                 self.abort(str(e))
 

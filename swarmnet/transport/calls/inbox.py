@@ -151,12 +151,12 @@ class Inbox:
     def _answer(self, head: Head, message: Message) -> None:
         if not self._calls.was_made(head.call_id):
             raise ProtocolViolation("an answer to no call")
-        if not self._calls.is_waiting(head.call_id):
-            return  # the caller gave up
-        if head.kind == PROGRESS:
-            self._calls.progress(head.call_id, message)
-        elif head.kind == REPLY:
+        if head.kind == REPLY:
             self._calls.reply(head.call_id, message)
+        elif not self._calls.is_waiting(head.call_id):
+            return  # the caller gave up
+        elif head.kind == PROGRESS:
+            self._calls.progress(head.call_id, message)
         else:
             self._calls.fail(head.call_id, parse_error(head.values.get("e")))
 

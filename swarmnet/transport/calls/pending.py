@@ -81,12 +81,13 @@ class PendingCalls:
             log.exception("the progress of %s was not understood", call.method)
 
     def reply(self, call_id: int, reply: Message) -> None:
-        """A reply has arrived."""
-        if self.is_waiting(call_id):
-            self._calls[call_id].future.set_result(reply)
+        """A reply has arrived; without effect where the caller gave up."""
+        call = self._calls.get(call_id)
+        if call is not None and not call.future.done():
+            call.future.set_result(reply)
 
     def fail(self, call_id: int, error: RemoteError) -> None:
-        """An error has arrived."""
+        """An error has arrived; without effect where the caller gave up."""
         if self.is_waiting(call_id):
             self._calls[call_id].future.set_exception(error)
 

@@ -77,6 +77,8 @@ class ServedCalls:
     """Runs the handlers of a channel's requests and sends what they answer."""
 
     def __init__(self, service: Service, caller: Caller) -> None:
+        self.serves = service.serves
+        """Is there a handler of a method?"""
         self._service = service
         self._caller = caller
         self._serving: dict[int, Serving] = {}
@@ -84,10 +86,6 @@ class ServedCalls:
 
     def __contains__(self, call_id: int) -> bool:
         return call_id in self._serving
-
-    def serves(self, method: str) -> bool:
-        """Is there a handler?"""
-        return self._service.serves(method)
 
     def books(self, call_id: int) -> str | None:
         """The method that an open call is counted under; None where there is no such call."""

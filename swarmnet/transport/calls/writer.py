@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from swarmnet.transport.base import Traffic
-from swarmnet.transport.calls.outbox import Outbox, Outgoing
+from swarmnet.transport.calls.outbox import Outbox
 from swarmnet.transport.pacing import Pacer
 
 WRITE_BUFFER_BYTES = 1 << 20
@@ -48,20 +48,6 @@ class Writer:
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self._outbox.bulk_bytes + written
 
-    def send(self, message: Outgoing) -> None:
-        """Raises `Stalled` where the peer leaves too much unread."""
-        self._outbox.put(message)
-        self.pump()
-
-    def send_note(self, note: Outgoing) -> None:
-        """As `send`, for a message that may be dropped."""
-        self._outbox.put_note(note)
-        self.pump()
-
-    def withdraw(self, message: Outgoing) -> bool:
-        """Sends no more of a message; False where not a byte of it was taken."""
-        return self._outbox.withdraw(message)
-
     def pause(self) -> None:
         """The stream's buffer is full."""
         self._is_paused = True
@@ -76,7 +62,8 @@ class Writer:
             self._meter(ended=True)
 
     def pump(self) -> None:
-        """Writes as much as the stream, and the cap on the upload, take."""
+        """Writes as much of the outbox as the stream, and the cap on the upload, take; to be called
+        when something was put into it."""
         if self._is_pumping:
             return  # a write that failed at once came back here
         self._is_pumping = True

@@ -41,6 +41,14 @@ class World:
         self.writer = Writer(self.outbox, self.pacer, self.traffic, "peer", is_direct=True)
         self.writer.begin(cast(Any, self.stream))
 
+    def send(self, message: Outgoing) -> None:
+        self.outbox.put(message)
+        self.writer.pump()
+
+    def note(self, message: Outgoing) -> None:
+        self.outbox.put_note(message)
+        self.writer.pump()
+
 
 def small(kind: int = REPLY, size: int = 0) -> Outgoing:
     return outgoing(kind, 1, {"b": bytes(size)}, (), "small")
@@ -61,8 +69,8 @@ def play(scenario: Callable[[World], None]) -> None:
 
 def test_what_is_sent_is_written_in_batches_and_counted() -> None:
     def scenario(w: World) -> None:
-        w.writer.send(small())
-        w.writer.send(large(3 * PART_BYTES))
+        w.send(small())
+        w.send(large(3 * PART_BYTES))
         assert len(w.stream.writes) == 4  # the head goes with the first part
         assert min(w.stream.writes[1:]) > BATCH_BYTES
         assert w.traffic.direct_sent_bytes == sum(w.stream.writes)
@@ -74,7 +82,7 @@ def test_what_is_sent_is_written_in_batches_and_counted() -> None:
 def test_a_full_stream_gets_nothing_until_it_has_room() -> None:
     def scenario(w: World) -> None:
         w.stream.on_write = w.writer.pause
-        w.writer.send(large(2 * PART_BYTES))
+        w.send(large(2 * PART_BYTES))
         assert len(w.stream.writes) == 1
         assert w.writer.queued_bytes == PART_BYTES
         w.stream.on_write = lambda: None
@@ -90,11 +98,11 @@ def test_a_peer_that_reads_nothing_costs_bounded_memory(monkeypatch: pytest.Monk
     def scenario(w: World) -> None:
         w.writer.pause()
         for _ in range(MAX_NOTES + 9):
-            w.writer.send_note(small(NOTIFY))
+            w.note(small(NOTIFY))
         assert w.outbox.dropped_notes == 9
-        w.writer.send(small(size=1500))
+        w.send(small(size=1500))
         with pytest.raises(Stalled):
-            w.writer.send(small(size=1500))
+            w.send(small(size=1500))
 
     play(scenario)
 
@@ -103,8 +111,8 @@ def test_what_the_cap_does_not_allow_waits_for_its_turn() -> None:
     def scenario(w: World) -> None:
         w.pacer.limit(1000.0)
         w.pacer.sent(1_000_000)
-        w.writer.send(large(PART_BYTES))
-        w.writer.send(small())
+        w.send(large(PART_BYTES))
+        w.send(small())
         assert len(w.stream.writes) == 1
         assert set(w.traffic.sent_bytes) == {"small"}
         w.pacer.limit(None)
@@ -117,9 +125,9 @@ def test_a_message_withdrawn_and_what_waits_at_the_end_are_not_written() -> None
     def scenario(w: World) -> None:
         w.writer.pause()
         message = large(PART_BYTES)
-        w.writer.send(message)
-        assert not w.writer.withdraw(message)
-        w.writer.send(large(PART_BYTES))
+        w.send(message)
+        assert not w.outbox.withdraw(message)
+        w.send(large(PART_BYTES))
         w.writer.end()
         w.writer.end()
         w.writer.resume()
