@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.update.sync_modes import Switch
 
+Stamp = tuple[int, int]
+"""(incarnation, version)"""
+NO_STAMP: Stamp = (-1, -1)
+"""Lower than the stamp of any record."""
 OBSERVER_STAGE = -1
 KEPT_ROUNDS = 4
 """Rounds whose counters a feeder's record carries."""
@@ -225,7 +229,7 @@ class Record:
             raise ValueError("the agent of a record is too long")
 
     @property
-    def stamp(self) -> tuple[int, int]:
+    def stamp(self) -> Stamp:
         """Of two records of one peer, the one with the higher stamp holds."""
         return (self.incarnation, self.version)
 

@@ -51,14 +51,14 @@ def round_progress(view: View, round_index: int, now: float, global_batch: int) 
 
 def is_drained(view: View, round_index: int, now: float, global_batch: int) -> bool:
     """`RoundProgress.drained`, quickly in the usual case that far too little is committed."""
-    if view.committed(round_index) < global_batch:
+    if view.counters.committed(round_index) < global_batch:
         return False
     return round_progress(view, round_index, now, global_batch).drained
 
 
 def is_launched(view: View, round_index: int, now: float, global_batch: int) -> bool:
     """The global batch has been launched; likewise."""
-    if view.launched_at_most(round_index) < global_batch:
+    if view.counters.launched_at_most(round_index) < global_batch:
         return False
     return round_progress(view, round_index, now, global_batch).launched >= global_batch
 
@@ -67,11 +67,12 @@ def _summed(view: View, round_index: int, now: float, global_batch: int) -> Roun
     launched = committed = tokens = 0
     loss_sum = 0.0
     all_sealed = True
-    for record, count in view.counts(round_index):
+    for peer_id, count in view.counters.by_peer(round_index):
         committed += count.committed
         tokens += count.tokens
         loss_sum += count.loss_sum
-        if view.is_live(record.peer_id, now):
+        record = view.get(peer_id)
+        if record is not None and view.is_live(peer_id, now):
             launched += count.launched
             sealed = count.sealed or record.round > round_index
             all_sealed = all_sealed and (sealed or count.launched == 0)

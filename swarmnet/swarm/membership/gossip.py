@@ -31,9 +31,16 @@ from swarmnet.errors import (
     WrongRun,
 )
 from swarmnet.protocol.membership.assignment import feeders
-from swarmnet.protocol.membership.records import LEFT, MAX_ADDRESSES, OBSERVING, Record, RoundCount
+from swarmnet.protocol.membership.records import (
+    LEFT,
+    MAX_ADDRESSES,
+    NO_STAMP,
+    OBSERVING,
+    Record,
+    RoundCount,
+)
 from swarmnet.protocol.membership.seats import machine_of
-from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, NO_STAMP, View
+from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, View
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.awake_clock import AwakeClock
@@ -482,7 +489,7 @@ class Gossip:
         return True
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        stamps = self.view.stamps()
+        stamps = self.view.digest.stamps()
         if self.quiet or self._published == NO_STAMP:
             stamps.pop(self.own.peer_id, None)
         else:  # the view is ahead of what has been said
@@ -492,7 +499,7 @@ class Gossip:
         return stamps
 
     def _suspicions(self) -> tuple[Suspicion, ...]:
-        return tuple(Suspicion(p, s[0], s[1]) for p, s in self.view.suspicions())
+        return tuple(Suspicion(p, s[0], s[1]) for p, s in self.view.detector.suspicions())
 
     def check_run(self, request: Request) -> None:
         """Raises `WrongRun` for callers that belong to another run, `Refused` for those that a
@@ -546,7 +553,7 @@ class Gossip:
             for r in self.view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]
             if r.peer_id in self._envelopes and not (own_is_known and r.peer_id == own)
         )
-        wanted = tuple(self.view.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
+        wanted = tuple(self.view.digest.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
         if self.is_admitted(request.remote):
             self._hear_suspicions(theirs.suspicions)
         return Message(Records(records=records, wanted=wanted, suspicions=self._suspicions()))

@@ -77,7 +77,9 @@ class Reconnecting:
             return {}
         seen = {machine_of(r.peer_id) for r in live} | {own}
         gone = [r for r in view.records() if machine_of(r.peer_id) not in seen]
-        gone.sort(key=lambda r: (r.state == LEFT, view.silent_s(r.peer_id, now), r.peer_id))
+        gone.sort(
+            key=lambda r: (r.state == LEFT, view.detector.silent_s(r.peer_id, now), r.peer_id)
+        )
         missing: dict[str, dict[str, None]] = {}
         for record in gone:
             addresses = missing.setdefault(machine_of(record.peer_id), {})

@@ -258,7 +258,7 @@ class Feeder:
         view, batch = self.gossip.view, self.settings.global_batch
         own, feeders = self.gossip.own, assignment.feeders(self.gossip.view, now)
         own_launched = own.count(round_index).launched
-        launched_by_others = view.launched_at_most(round_index) - own_launched
+        launched_by_others = view.counters.launched_at_most(round_index) - own_launched
         if launched_by_others != mine.heard:
             mine.heard, mine.heard_at = launched_by_others, now
         if own.peer_id not in feeders or progress.is_launched(view, round_index, now, batch):

@@ -424,7 +424,7 @@ class StepService:
         """Taken for dead, or gone."""
         view = self.gossip.view
         record = view.get(feeder)
-        return view.is_suspected(feeder) or (record is not None and record.state == LEFT)
+        return view.detector.is_suspected(feeder) or (record is not None and record.state == LEFT)
 
     def _announce(self, replica: Replica) -> None:
         """A piece of a microbatch is done: says how long they take, where that has changed."""

@@ -188,7 +188,7 @@ class ExchangePace:
         needed."""
         replica, batch = self._replica, self._settings.global_batch
         age_s = asyncio.get_running_loop().time() - replica.began_at
-        launched = self._gossip.view.launched_at_most(replica.round)
+        launched = self._gossip.view.counters.launched_at_most(replica.round)
         return feeding_left_s(launched, batch, age_s)
 
     def _result_share(self, exchange: int) -> float:

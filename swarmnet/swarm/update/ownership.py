@@ -167,16 +167,14 @@ class Ownership:
             ALL,
             ("lost feeders", round_index),
             now,
-            lambda: [
-                r.peer_id for r, _ in view.counts(round_index) if not view.is_live(r.peer_id, now)
-            ],
+            lambda: [p for p, _ in view.counters.by_peer(round_index) if not view.is_live(p, now)],
         )
         return any(map(self.gossip.has_stalled, lost))
 
     def feeders(self, round_index: int) -> list[str]:
         """Live peers that have counted samples of a round."""
         view, now = self.gossip.view, asyncio.get_running_loop().time()
-        return [r.peer_id for r, _ in view.counts(round_index) if view.is_live(r.peer_id, now)]
+        return [p for p, _ in view.counters.by_peer(round_index) if view.is_live(p, now)]
 
     def past(self, round_index: int) -> list[str]:
         """Live replicas of this stage that have finished a round, by peer id; this one excepted."""

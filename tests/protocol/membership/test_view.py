@@ -60,14 +60,14 @@ def test_one_swap_of_digests_makes_two_views_equal(
         one.merge(r, 0.0)
     for r in dedupe(theirs):
         other.merge(r, 0.0)
-    wanted = other.wanted_from(one.stamps())
-    sent = one.newer_than(other.stamps())
+    wanted = other.digest.wanted_from(one.digest.stamps())
+    sent = one.newer_than(other.digest.stamps())
     assert wanted == [r.peer_id for r in sent]
-    for r in other.newer_than(one.stamps()):
+    for r in other.newer_than(one.digest.stamps()):
         one.merge(r, 0.0)
     for r in sent:
         other.merge(r, 0.0)
-    assert one.stamps() == other.stamps()
+    assert one.digest.stamps() == other.digest.stamps()
 
 
 def test_merge_says_what_is_news() -> None:
@@ -117,12 +117,12 @@ def test_a_suspicion_holds_until_a_higher_stamp_refutes_it() -> None:
     assert view.is_live("a", 0.0)
     assert view.suspect("a", (1, 5), 0.0)
     assert not view.suspect("a", (1, 5), 0.0)
-    assert view.is_suspected("a")
+    assert view.detector.is_suspected("a")
     assert not view.is_live("a", 0.0)
-    assert view.suspicions() == [("a", (1, 5))]
+    assert view.detector.suspicions() == [("a", (1, 5))]
     view.merge(record("a", 6), 0.0)
     assert view.is_live("a", 0.0)
-    assert view.suspicions() == []
+    assert view.detector.suspicions() == []
 
 
 def test_for_how_long_a_peer_has_been_gone() -> None:
@@ -161,9 +161,9 @@ def test_a_suspicion_may_overtake_the_record() -> None:
     view.merge(record("a", 5), 0.0)
     assert view.suspect("a", (1, 7), 0.0)
     view.merge(record("a", 7), 1.0)
-    assert view.is_suspected("a")
+    assert view.detector.is_suspected("a")
     view.merge(record("a", 8), 1.0)
-    assert not view.is_suspected("a")
+    assert not view.detector.is_suspected("a")
 
 
 def test_a_lie_about_the_far_future_does_not_silence_a_peer_for_good() -> None:
@@ -179,7 +179,7 @@ def test_the_own_peer_refutes() -> None:
     view.merge(record("me", 5), 0.0)
     assert view.suspect("me", (1, 5), 0.0)
     assert view.is_live("me", 0.0)
-    assert view.suspicions() == []
+    assert view.detector.suspicions() == []
     view.merge(record("me", 6), 0.0)
     assert not view.suspect("me", (1, 5), 0.0)
 
@@ -187,7 +187,7 @@ def test_the_own_peer_refutes() -> None:
 def test_unknown_peers_are_not_suspected() -> None:
     view = View("me")
     assert not view.suspect("a", (1, 1), 0.0)
-    assert view.suspicions() == []
+    assert view.detector.suspicions() == []
 
 
 def test_the_old_are_forgotten_and_do_not_come_back() -> None:
@@ -200,8 +200,8 @@ def test_the_old_are_forgotten_and_do_not_come_back() -> None:
     assert view.forget_old(100.0, 100.0) == ["gone", "silent"]
     assert [r.peer_id for r in view.records()] == ["alive", "me"]
     assert not view.merge(record("silent", 7), 101.0)
-    assert view.wanted_from({"silent": (1, 7)}) == []
-    assert view.wanted_from({"silent": (1, 8)}) == ["silent"]
+    assert view.digest.wanted_from({"silent": (1, 7)}) == []
+    assert view.digest.wanted_from({"silent": (1, 8)}) == ["silent"]
     assert view.merge(record("silent", 8), 102.0)
     assert view.replicas(0, 102.0)[-1].peer_id == "silent"
 
@@ -213,7 +213,7 @@ def test_a_dead_feeder_is_remembered_as_long_as_its_round_goes_on() -> None:
     view.merge(record("me", round=3), 0.0)
     view.merge(record("feeder", counts=(count,)), 0.0)
     assert view.forget_old(1000.0, 100.0) == []
-    assert view.committed(3) == 5
+    assert view.counters.committed(3) == 5
     view.merge(record("me", 1, round=4), 1000.0)
     assert view.forget_old(1000.0, 100.0) == ["feeder"]
 

@@ -166,7 +166,7 @@ def test_every_round_drains_at_every_survivor(
         views[n].merge(own[n], now)
         partner = rng.choice(alive)
         for one, other in ((n, partner), (partner, n)):
-            for fresh in views[one].newer_than(views[other].stamps()):
+            for fresh in views[one].newer_than(views[other].digest.stamps()):
                 views[other].merge(fresh, now)
                 quiet_since[other] = now
     states = [round_progress(views[n], R, now, num_slots) for n in alive]
@@ -225,4 +225,4 @@ def test_the_quick_answers_are_those_of_the_whole_sum(
         state = round_progress(view, 1, now, batch)
         assert is_drained(view, 1, now, batch) == state.drained
         assert is_launched(view, 1, now, batch) == (state.launched >= batch)
-        assert state.committed == sum(c.committed for _, c in view.counts(1))
+        assert state.committed == sum(c.committed for _, c in view.counters.by_peer(1))

@@ -126,7 +126,7 @@ def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
     replica.is_fed = lambda r, *known: r < replica.round
     gossip: Any = pace._gossip
     gossip.own.upload_bytes_per_s = UPLOAD
-    gossip.view.launched_at_most = lambda r: 0
+    gossip.view.counters = SimpleNamespace(launched_at_most=lambda r: 0)
     pace._ownership = SimpleNamespace(  # type: ignore[assignment]
         placement=lambda exchange: SimpleNamespace(owned_by=lambda peer_id: [0])
     )
