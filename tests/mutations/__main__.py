@@ -50,9 +50,13 @@ class Area:
 
 AREAS = {
     "routing": Area(
-        ("swarmnet/protocol/pipeline/routing.py",),
+        (
+            "swarmnet/protocol/pipeline/routing.py",
+            "swarmnet/protocol/pipeline/service_estimates.py",
+        ),
         (
             "tests/protocol/pipeline/test_routing.py",
+            "tests/protocol/pipeline/test_service_estimates.py",
             "tests/swarm/membership/test_path_hints.py",
             "tests/swarm/pipeline/test_stalls.py",
             "tests/swarm/pipeline/test_room.py",

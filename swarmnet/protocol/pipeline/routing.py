@@ -1,22 +1,19 @@
-"""Who gets the next microbatch: interleaved weighted round-robin over the replicas of a stage.
+"""The choice of a replica for the next microbatch: interleaved weighted round-robin over the
+replicas of a stage.
 
 From SWARM (Ryabinin et al. 2023, arXiv:2301.11913, appendix): every replica has an accumulated
-cost; the one with the least gets the next microbatch, and its estimated service time is added to
-the cost. So replicas get shares proportional to their speed, interleaved as evenly as can be.
+cost. The replica with the least cost gets the next microbatch, and its estimated service time is
+added to its cost. So replicas get shares proportional to their speed, interleaved as evenly as can
+be.
 
 What differs here:
 
-- *What is measured.* The reply to a call comes after the whole rest of the pipeline: it takes
-  D + s + q, where s is the replica's own device time, D the way behind it, common to all
-  replicas of a stage, and q the queue before it. s is announced; D is estimated as the least of
-  what calls take beyond it; what the own calls that stood in that queue explain is taken off;
-  the rest is congestion (or a replica slower than it says), shared among these calls. Otherwise
-  a burst of calls to a fast replica looks like a slow one, and shares oscillate from round to
-  round.
+- *What is measured* is a round trip through the rest of the pipeline: `service_estimates` takes
+  the way behind the replica and the caller's own queue out of it.
 - *A new replica* starts at the present minimum and gets a call at once. Until it is measured its
   estimate is what it announces, on the scale of those that are.
 - *A failure costs.* The time waited goes into the estimate, and the replica is banned for
-  seconds; the ban doubles with every failed try and a success clears it.
+  seconds. The ban doubles with every failed try, and a success clears it.
 - *A deadline follows the measured latency*, as TCP's retransmission timer does (RFC 6298).
 """
 
@@ -24,19 +21,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
-ESTIMATE_GAIN = 0.2
-"""Weight of a new measurement in the moving average of the service time."""
+from swarmnet.protocol.pipeline.service_estimates import ServiceEstimates
+
 LATENCY_GAIN, DEVIATION_GAIN = 1 / 8, 1 / 4
-"""The same for latency and its mean deviation (RFC 6298)."""
-FIRST_SERVICE_S = 1.0
-"""Estimate while nothing at all is known; only proportions matter then."""
-MIN_SERVICE_S = 1e-6
-MIN_SHARE = 0.05
-"""Of a call's time that counts as the replica's own, at least, where it announces nothing."""
+"""Weights of a new measurement in the moving averages of the latency and of its mean deviation
+(RFC 6298)."""
 DEADLINE_FACTOR = 3.0
 MIN_DEADLINE_S = 1.0
 FIRST_DEADLINE_S = 30.0
@@ -54,13 +46,7 @@ BUSY_JITTER = 0.25
 class _Replica:
     cost_s: float
     """Accumulated, on a scale where the replica with the least is next."""
-    samples_per_s: float
-    """Announced; 0 while unknown."""
     tried: bool = False
-    service_s: float | None = None
-    """Moving average of the service time of a call; None until measured."""
-    rest_s: float | None = None
-    """Moving average of what a call took beyond the device time that it announces."""
     latency_s: float | None = None
     deviation_s: float = 0.0
     crowd: float = 1.0
@@ -74,6 +60,14 @@ class _Replica:
 
     def ready_at(self) -> float:
         return max(self.banned_until, self.busy_until)
+
+    def measure_latency(self, elapsed_s: float) -> None:
+        if self.latency_s is None:
+            self.latency_s, self.deviation_s = elapsed_s, elapsed_s / 2
+        else:
+            error_s = elapsed_s - self.latency_s
+            self.deviation_s += DEVIATION_GAIN * (abs(error_s) - self.deviation_s)
+            self.latency_s += LATENCY_GAIN * error_s
 
 
 class Router:
@@ -94,13 +88,12 @@ class Router:
         for calls to a replica that never answered."""
         self._rng = rng
         self._first_deadline_s = first_deadline_s
-        self._samples_per_call = samples_per_call
         self._replicas: dict[str, _Replica] = {}
+        self._estimates = ServiceEstimates(samples_per_call)
         self._virtual_s = 0.0
         self._announced: dict[str, float] = {}
-        self._usual_s: float | None = None
 
-    # -- who there is ----------------------------------------------------------------------
+    # -- the replicas ----------------------------------------------------------------------
 
     def update(self, samples_per_s: Mapping[str, float], now: float) -> None:
         """The live replicas and the throughput that each announces (samples/s; 0: unknown). A
@@ -112,23 +105,17 @@ class Router:
             replica.present = peer_id in samples_per_s
             if not replica.present and not replica.calls and now >= replica.banned_until:
                 del self._replicas[peer_id]
+                self._estimates.drop(peer_id)
         for peer_id in sorted(samples_per_s):
-            announced = samples_per_s[peer_id]
-            announced = announced if 0 < announced < math.inf else 0.0
-            known = self._replicas.get(peer_id)
-            if known is None:
-                self._replicas[peer_id] = _Replica(self._virtual_s, announced)
-            else:
-                known.samples_per_s = announced
-        each_s = (self._announced_s(self._replicas[p]) for p in samples_per_s)
-        known_s = [s for s in each_s if s is not None]
-        self._usual_s = median(known_s) if known_s else None
+            if peer_id not in self._replicas:
+                self._replicas[peer_id] = _Replica(self._virtual_s)
+        self._estimates.announce(samples_per_s)
 
     @property
     def usual_s(self) -> float | None:
-        """Device seconds of a call at a usual one of the live replicas, as announced; None while
+        """Device seconds of a call, as announced: the median of the live replicas; None while
         none has announced any."""
-        return self._usual_s
+        return self._estimates.usual_s
 
     def pick(
         self, now: float, *, exclude: Collection[str] = (), prefer: str | None = None
@@ -143,18 +130,18 @@ class Router:
         }
         if not ready:
             return None
-        for replica in ready.values():  # who was away has no claim to what it missed
+        for replica in ready.values():  # an absent replica has no claim to the calls it missed
             replica.cost_s = max(replica.cost_s, self._virtual_s)
         least = min(r.cost_s for r in ready.values())
         self._virtual_s = least
-        if prefer in ready:
+        if prefer is not None and prefer in ready:
             choice = prefer
         else:
             untried = [p for p, r in ready.items() if not r.tried]
             cheapest = [p for p, r in ready.items() if r.cost_s <= least]
             choice = self._rng.choice(untried or cheapest)
         ready[choice].tried = True
-        ready[choice].cost_s += self._estimate_s(ready[choice])
+        ready[choice].cost_s += self._estimates.seconds(choice)
         return choice
 
     def sample(self, now: float, count: int, *, exclude: Collection[str] = ()) -> list[str]:
@@ -173,10 +160,11 @@ class Router:
         replica = self._replicas.get(peer_id)
         if replica is not None:
             replica.tried = True
-            replica.cost_s = max(replica.cost_s, self._virtual_s) + self._estimate_s(replica)
+            cost_s = max(replica.cost_s, self._virtual_s)
+            replica.cost_s = cost_s + self._estimates.seconds(peer_id)
 
     def put_off(self, peer_id: str, now: float, backlog_s: float) -> None:
-        """It said, before it was called, that it has no room: as `busy`."""
+        """The replica said, before it was called, that it has no room: as `busy`."""
         replica = self._replicas.get(peer_id)
         if replica is not None:
             wait_s = _clamp(backlog_s, MIN_BUSY_S, MAX_BUSY_S)
@@ -189,13 +177,13 @@ class Router:
         return max(now, min(times)) if times else None
 
     def is_banned(self, peer_id: str, now: float) -> bool:
+        """True for some time after a call to this replica failed."""
         replica = self._replicas.get(peer_id)
         return replica is not None and now < replica.banned_until
 
     def service_s(self, peer_id: str) -> float | None:
         """The present estimate of a replica's service time, for display."""
-        replica = self._replicas.get(peer_id)
-        return None if replica is None else self._estimate_s(replica)
+        return self._estimates.seconds(peer_id) if peer_id in self._replicas else None
 
     # -- how calls went --------------------------------------------------------------------
 
@@ -209,35 +197,36 @@ class Router:
 
     def succeeded(self, peer_id: str, now: float, elapsed_s: float) -> None:
         """The reply came, `elapsed_s` after the call was sent."""
-        back = self._back(peer_id, now - elapsed_s)
-        if back is None:
+        crowd = self._returned(peer_id, now - elapsed_s)
+        if crowd is None:
             return
-        replica, crowd = back
+        replica = self._replicas[peer_id]
         replica.ban_s = 0.0
         replica.banned_until = -math.inf
-        self._measure(replica, max(0.0, elapsed_s), crowd)
+        self._measure(peer_id, max(0.0, elapsed_s), crowd)
 
     def busy(self, peer_id: str, now: float, backlog_s: float) -> None:
-        """It turned the call away with `backlog_s` seconds of work: not asked before about then."""
-        self._back(peer_id, now)
+        """The replica turned the call away with `backlog_s` seconds of work, and is not asked
+        before about then."""
+        self._returned(peer_id, now)
         self.put_off(peer_id, now, backlog_s)
 
     def failed(self, peer_id: str, now: float, waited_s: float) -> None:
         """The call failed or ran past its deadline after `waited_s`. Calls that fail while the
         replica is banned already do not prolong the ban."""
-        back = self._back(peer_id, now - waited_s)
-        if back is None:
+        crowd = self._returned(peer_id, now - waited_s)
+        if crowd is None:
             return
-        replica, crowd = back
+        replica = self._replicas[peer_id]
         if replica.latency_s is not None and waited_s > replica.latency_s:
-            self._measure(replica, waited_s, crowd)
+            self._measure(peer_id, waited_s, crowd)
         if now >= replica.banned_until:
             replica.ban_s = min(max(BAN_S, 2 * replica.ban_s), BAN_MAX_S)
             replica.banned_until = now + replica.ban_s
 
     def abandoned(self, peer_id: str, now: float) -> None:
         """The caller gave the call up for reasons that are not the replica's."""
-        self._back(peer_id, now)
+        self._returned(peer_id, now)
 
     def deadline_s(self, peer_id: str) -> float:
         """Seconds to allow a call that is sent now. Grows with the own calls that are outstanding
@@ -250,7 +239,7 @@ class Router:
         return _clamp(DEADLINE_FACTOR * crowding * usual_s, MIN_DEADLINE_S, MAX_DEADLINE_S)
 
     def _longest_usual_s(self) -> float:
-        """A newcomer may be as slow as the slowest that is known."""
+        """A newcomer may be as slow as the slowest known replica."""
         usual = (
             DEADLINE_FACTOR * (r.latency_s + 4 * r.deviation_s)
             for r in self._replicas.values()
@@ -258,93 +247,35 @@ class Router:
         )
         return min(max(usual, default=0.0), MAX_DEADLINE_S)
 
-    # -- estimates -------------------------------------------------------------------------
-
-    def _back(self, peer_id: str, sent_at: float) -> tuple[_Replica, int] | None:
-        """The call that was sent at about `sent_at` is over: its replica, and how many own calls
-        were outstanding there when it was sent, itself included."""
+    def _returned(self, peer_id: str, sent_at: float) -> int | None:
+        """The call that was sent at about `sent_at` is over. Returns how many own calls were
+        outstanding at the replica when it was sent, itself included; None for an unknown one."""
         replica = self._replicas.get(peer_id)
         if replica is None:
             return None
         calls = replica.calls
         if not calls:
-            return replica, 1
+            return 1
         index = min(range(len(calls)), key=lambda i: abs(calls[i][0] - sent_at))
-        return replica, calls.pop(index)[1]
+        return calls.pop(index)[1]
 
-    def _measure(self, replica: _Replica, elapsed_s: float, crowd: int) -> None:
+    def _measure(self, peer_id: str, elapsed_s: float, crowd: int) -> None:
         """Takes in how long a call took."""
-        if replica.latency_s is None:
-            replica.latency_s, replica.deviation_s = elapsed_s, elapsed_s / 2
-        else:
-            error_s = elapsed_s - replica.latency_s
-            replica.deviation_s += DEVIATION_GAIN * (abs(error_s) - replica.deviation_s)
-            replica.latency_s += LATENCY_GAIN * error_s
-        device_s = self._announced_s(replica)
-        if device_s is not None:
-            replica.rest_s = _average(replica.rest_s, max(0.0, elapsed_s - device_s))
-        first = replica.service_s is None
-        before = self._estimates() if first else {}
-        service_s = self._own_share_s(elapsed_s, device_s, crowd)
-        replica.service_s = _average(replica.service_s, service_s)
+        self._replicas[peer_id].measure_latency(elapsed_s)
+        first = not self._estimates.is_measured(peer_id)
+        before = self._estimates.all() if first else {}
+        self._estimates.measure(peer_id, elapsed_s, crowd)
         if first:
             self._rescale(before)
 
-    def _own_share_s(self, elapsed_s: float, device_s: float | None, crowd: int) -> float:
-        """The service time that one call of `elapsed_s` speaks for: what the replica announces,
-        and its share of the delay that neither this, the own calls before it nor the way behind
-        the stage explain."""
-        explained_s = crowd * (device_s or 0.0) + self._common_s()
-        delay_s = max(elapsed_s - explained_s, 0.0 if device_s else MIN_SHARE * elapsed_s)
-        return max((device_s or 0.0) + delay_s / crowd, MIN_SERVICE_S)
-
-    def _announced_s(self, replica: _Replica) -> float | None:
-        """Seconds of device time a call, as announced; None while unknown."""
-        if self._samples_per_call is None or not replica.samples_per_s:
-            return None
-        return self._samples_per_call / replica.samples_per_s
-
-    def _common_s(self) -> float:
-        """What a call takes beyond the service time at the replica that adds least to it: the way
-        behind the stage. 0 while no replica's service time is known."""
-        rests = [r.rest_s for r in self._replicas.values() if r.present and r.rest_s is not None]
-        return min(rests, default=0.0)
-
-    def _estimate_s(self, replica: _Replica) -> float:
-        """Seconds of service a call: measured, else guessed."""
-        return replica.service_s if replica.service_s is not None else self._guess()(replica)
-
-    def _guess(self) -> Callable[[_Replica], float]:
-        """For replicas that are not measured: what one announces, on the scale of those that are
-        measured; where it announces nothing, what is usual among those."""
-        measured = [(r.service_s, r) for r in self._replicas.values() if r.service_s is not None]
-        usual_s = median([s for s, _ in measured] or [FIRST_SERVICE_S])
-        scales = [s * r.samples_per_s for s, r in measured if r.samples_per_s]
-        scale = median(scales) if scales else self._samples_per_call or FIRST_SERVICE_S
-
-        def guess(replica: _Replica) -> float:
-            rate = replica.samples_per_s
-            return max(scale / rate, MIN_SERVICE_S) if rate else usual_s
-
-        return guess
-
-    def _estimates(self) -> dict[str, float]:
-        guess = self._guess()
-        return {
-            p: guess(r) if r.service_s is None else r.service_s for p, r in self._replicas.items()
-        }
-
     def _rescale(self, before: Mapping[str, float]) -> None:
-        """Charges made with other estimates count on the scale of the present ones: otherwise a
-        first guess that was far too high would be made up for by a long run of calls to others."""
-        for peer_id, estimate_s in self._estimates().items():
+        """Puts charges that were made with the estimates `before` on the scale of the present ones.
+        Otherwise a first guess that was far too high would be made up for by a long run of calls to
+        others."""
+        for peer_id, estimate_s in self._estimates.all().items():
             replica = self._replicas[peer_id]
             excess_s = max(0.0, replica.cost_s - self._virtual_s)
             replica.cost_s = self._virtual_s + excess_s * estimate_s / before[peer_id]
-
-
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + ESTIMATE_GAIN * (new - old)
 
 
 def _clamp(value: float, low: float, high: float) -> float:
