@@ -44,11 +44,15 @@ class Scenario:
     sizes: Sizes = field(default_factory=Sizes)
     service_s: float = 0.05
     """Device seconds of one microbatch, forward and backward, at a machine of speed 1."""
+    service_sigma: float = 0.0
+    """Of the logarithm: by how much the device time of the same work varies."""
     speed_ratio: float = 4.0
     """Fastest machine over slowest; speeds are log-uniform, and 1 in the middle."""
     home_links: bool = False
     """Log-normal home links; else every peer has `link`."""
     link: Link = FAST_LINK
+    links: tuple[Link, ...] = ()
+    """Of the first machines, in the order of their arrival, in place of these."""
     loss: float = 0.0
     churn: ChurnRates = field(default_factory=ChurnRates)
     trace: tuple[ChurnEvent, ...] = ()
@@ -60,6 +64,8 @@ class Scenario:
     clip: bool = True
     sync_mode: str = ZERO
     """One of `protocol.update.sync_modes`."""
+    replication: int = 2
+    """Owners of each shard's optimizer state."""
     local_steps: int = 1
     """Rounds between two exchanges of a shard, in the modes `local` and `gossip`."""
     fragments: int = 1
@@ -83,6 +89,10 @@ class Scenario:
     """Compares what was committed with what was averaged."""
     keep_log: bool = True
     """Keeps the event log's lines; its hash is always made."""
+
+    def rng(self, name: str) -> random.Random:
+        """A generator for one part of the simulation, whose numbers no other part changes."""
+        return random.Random(f"{self.seed}|{name}")
 
 
 @dataclass(frozen=True)

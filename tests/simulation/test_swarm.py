@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
-import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
-from swarmnet.simulation import swarm as simulation
+from swarmnet.simulation import population
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_swarm_in
 from swarmnet.simulation.stage import Sizes, SyntheticStage
-from swarmnet.simulation.swarm import simulate
+from swarmnet.simulation.swarm import Simulation, simulate
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.lost_samples import LostSamples
 from swarmnet.swarm.settings import Limits
@@ -195,7 +192,7 @@ def test_the_dead_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args, **kwargs)
             born.append(weakref.ref(self))
 
-    monkeypatch.setattr(simulation, "Peer", Noted)
+    monkeypatch.setattr(population, "Peer", Noted)
     crashes = ChurnRates(join=900.0, crash=900.0, rejoin=300.0, leave=300.0)
     scenario = Scenario(seed=5, peers=6, stages=2, until_s=120.0, churn=crashes, churn_until_s=90.0)
     try:
@@ -208,19 +205,10 @@ def test_the_dead_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("has_hysteresis", [True, False])
-def test_noise_sends_nobody_to_and_fro(
-    has_hysteresis: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_sends_nobody_to_and_fro(has_hysteresis: bool) -> None:
     """Machines whose work takes now half and now twice the time; without margin and rest they go
     to and fro. (With seeds 3 and 5 one move is made, and is due: newcomers who did not know their
     speed had made unequal stages.)"""
-    costs = simulation.Simulation._costs
-
-    def noisy(self: simulation.Simulation, host: simulation.Host) -> Callable[[str], float]:
-        cost, rng = costs(self, host), random.Random(f"noise {host.name}")
-        return lambda kind: cost(kind) * math.exp(rng.gauss(0.0, 0.5))
-
-    monkeypatch.setattr(simulation.Simulation, "_costs", noisy)
     none = Limits(move_margin=0.0, move_proposals=1, move_cooldown_s=1.0)
     scenario = Scenario(
         seed=0,
@@ -229,14 +217,15 @@ def test_noise_sends_nobody_to_and_fro(
         until_s=400.0 if has_hysteresis else 900.0,
         global_batch=240,
         service_s=2.0,
+        service_sigma=0.5,
         speed_ratio=3.0,
         check_s=2.0,
         keep_log=False,
         limits=Limits() if has_hysteresis else none,
         bounds=Bounds(converge_s=300.0, progress_s=900.0),
     )
-    noted = simulation.Simulation(scenario, lambda: noted._total("moved") > 1)
-    result = run(noted.run(), seed=0)
+    simulation = Simulation(scenario, lambda: simulation.population.total("moved") > 1)
+    result = run(simulation.run(), seed=0)
     assert result.broken is None
     assert result.moved == 0 if has_hysteresis else result.moved > 1
 

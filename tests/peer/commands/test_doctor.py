@@ -18,7 +18,7 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.simulation.swarm import OpenSigner
+from swarmnet.simulation.population import OpenSigner
 from swarmnet.spec import load_spec
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.probes import PROBE_BURST, Probes

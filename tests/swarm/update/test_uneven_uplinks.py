@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,7 +14,8 @@ from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
-from swarmnet.simulation.swarm import Host, Simulation
+from swarmnet.simulation.swarm import Simulation
+from swarmnet.swarm.peer import Peer
 
 NUM_SHARDS, SHARD_PARAMETERS = 80, 20_000
 ROUNDS, UNTIL_S = 10, 600.0
@@ -32,33 +33,18 @@ class Seen:
     """Shards whose primary it is, by its own word."""
 
 
-class Uneven(Simulation):
-    """Every peer has an uplink of its own."""
+def links(uplinks: list[float]) -> tuple[Link, ...]:
+    """Of machines with these uplinks (bytes/s)."""
+    return tuple(Link(up, 1e9, 0.01) for up in uplinks)
 
-    def __init__(self, scenario: Scenario, uplinks: list[float], replication: int) -> None:
-        super().__init__(scenario)
-        self.settings = replace(self.settings, replication=replication)
-        self._uplinks = uplinks
-        self.seen: list[Seen] = []
-        self.norms_missed = 0
 
-    def _new_host(self) -> Host:
-        up = self._uplinks[self._num_hosts]
-        host = super()._new_host()
-        host.link = Link(up, 1e9, 0.01)
-        self.network.add(host.name, host.link)
-        return host
-
-    async def _close(self) -> None:
-        for name in sorted(self.hosts):
-            peer = self.monitor.members[name].peer
-            replica, own = peer.replica, peer.gossip.own
-            assert replica is not None
-            placement = peer.averaging.ownership.placement(peer.averaging.current)
-            primaries = [j for j in range(NUM_SHARDS) if placement.primary(j) == own.peer_id]
-            self.norms_missed += own.totals.get("norm_missed", 0)
-            self.seen.append(Seen(own.upload_bytes_per_s, replica.optimizer.owned(), primaries))
-        await super()._close()
+def seen(peer: Peer) -> Seen:
+    """What a peer has measured, and what it owns."""
+    replica, own = peer.replica, peer.gossip.own
+    assert replica is not None
+    placement = peer.averaging.ownership.placement(peer.averaging.current)
+    primaries = [j for j in range(NUM_SHARDS) if placement.primary(j) == own.peer_id]
+    return Seen(own.upload_bytes_per_s, replica.optimizer.owned(), primaries)
 
 
 @pytest.mark.parametrize("replication", [1, 2])
@@ -70,7 +56,9 @@ def test_a_swarm_comes_to_own_in_proportion_to_its_uplinks(seed: int, replicatio
         seed=seed,
         peers=len(uplinks),
         stages=1,
+        links=links(uplinks),
         rounds=ROUNDS,
+        replication=replication,
         until_s=UNTIL_S,
         sizes=Sizes(num_shards=NUM_SHARDS, shard_parameters=SHARD_PARAMETERS),
         check_s=5.0,
@@ -78,25 +66,29 @@ def test_a_swarm_comes_to_own_in_proportion_to_its_uplinks(seed: int, replicatio
     )
 
     async def simulated() -> list[Seen]:
-        simulation = Uneven(scenario, uplinks, replication)
-        result = await simulation.run()
+        simulation = Simulation(scenario)
+        result = await simulation.play()
         assert result.broken is None
         assert result.rounds >= ROUNDS
         assert result.shards_reset == 0, "shards move, and none is lost on the way"
-        assert simulation.norms_missed == 0, "the root moves too, and no norm is waited for in vain"
-        return simulation.seen
+        missed = simulation.population.total("norm_missed")
+        assert missed == 0, "the root moves too, and no norm is waited for in vain"
+        members = simulation.monitor.members
+        at_the_end = [seen(members[name].peer) for name in sorted(members)]
+        await simulation.population.close()
+        return at_the_end
 
     found = run(simulated())
-    shares = [len(seen.primaries) for seen in found]
+    shares = [len(one.primaries) for one in found]
     print(f"uplinks {[round(up / 1e6, 2) for up in uplinks]} MB/s, primary of {shares} shards")
-    for up, seen in zip(uplinks, found, strict=True):
-        assert abs(math.log2(seen.upload_bytes_per_s / up)) < 0.5, "the uplink was not measured"
+    for up, one in zip(uplinks, found, strict=True):
+        assert abs(math.log2(one.upload_bytes_per_s / up)) < 0.5, "the uplink was not measured"
         share = up / sum(uplinks)
         spread = math.sqrt(share * (1 - share) * NUM_SHARDS)
-        assert abs(len(seen.primaries) - share * NUM_SHARDS) <= SPREADS * spread + 1
-        assert set(seen.primaries) <= set(seen.owned)
-    assert sum(len(seen.primaries) for seen in found) == NUM_SHARDS
-    assert sum(len(seen.owned) for seen in found) == replication * NUM_SHARDS
+        assert abs(len(one.primaries) - share * NUM_SHARDS) <= SPREADS * spread + 1
+        assert set(one.primaries) <= set(one.owned)
+    assert sum(len(one.primaries) for one in found) == NUM_SHARDS
+    assert sum(len(one.owned) for one in found) == replication * NUM_SHARDS
 
 
 def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
@@ -106,6 +98,7 @@ def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
         seed=0,
         peers=len(uplinks),
         stages=1,
+        links=links(uplinks),
         rounds=2,
         until_s=300.0,
         start_s=0.5,
@@ -116,12 +109,13 @@ def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
     )
 
     async def simulated() -> None:
-        simulation = Uneven(scenario, uplinks, 2)
+        simulation = Simulation(scenario)
         result = await simulation.run()
         assert result.broken is None
         assert result.rounds >= 2
         assert result.virtual_s > 60.0
-        assert (result.samples_lost, result.reported_lost, simulation.norms_missed) == (0, 0, 0)
+        assert (result.samples_lost, result.reported_lost) == (0, 0)
+        assert simulation.population.total("norm_missed") == 0
 
     run(simulated())
 
@@ -135,6 +129,7 @@ def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
         seed=0,
         peers=4,
         stages=1,
+        links=links(uplinks),
         rounds=5,
         until_s=2500.0,
         start_s=0.5,
@@ -150,10 +145,11 @@ def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
     )
 
     async def simulated() -> None:
-        simulation = Uneven(scenario, uplinks, 2)
+        simulation = Simulation(scenario)
         result = await simulation.run()
         assert result.broken is None
         assert result.rounds >= 5
-        assert (result.samples_lost, result.reported_lost, simulation.norms_missed) == (0, 0, 0)
+        assert (result.samples_lost, result.reported_lost) == (0, 0)
+        assert simulation.population.total("norm_missed") == 0
 
     run(simulated())
