@@ -60,6 +60,10 @@ class VirtualLoop(base_events.BaseEventLoop):
             )
         self._now = max(self._now, when)
 
+    def lift_limit(self) -> None:
+        """Virtual time may go on for ever, so that tasks that are cancelled can clean up."""
+        self._limit_s = None
+
     def stand_still(self, seconds: float) -> None:
         """Time passes and nothing runs, as when a machine is suspended: whatever was due meanwhile
         is due at once."""
@@ -77,7 +81,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._num_timers += 1
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._scheduled, (when, self._num_timers, timer))
-        timer._scheduled = True  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]  # noqa: SLF001  a loop sets it
         return timer
 
     def _run_once(self) -> None:
@@ -85,11 +89,11 @@ class VirtualLoop(base_events.BaseEventLoop):
         their order among timers of the same instant and are compared without a call."""
         scheduled, ready = self._scheduled, self._ready  # type: ignore[attr-defined]
         if self._timer_cancelled_count > max(MIN_CANCELLED, len(scheduled) // 2):
-            live = [entry for entry in scheduled if not entry[2]._cancelled]
+            live = [entry for entry in scheduled if not entry[2].cancelled()]
             heapq.heapify(live)
             scheduled[:] = live
             self._timer_cancelled_count = 0
-        while scheduled and scheduled[0][2]._cancelled:
+        while scheduled and scheduled[0][2].cancelled():
             heapq.heappop(scheduled)
             self._timer_cancelled_count -= 1
         if not ready:
@@ -101,15 +105,15 @@ class VirtualLoop(base_events.BaseEventLoop):
         end = self._now + RESOLUTION_S
         while scheduled and scheduled[0][0] < end:
             timer = heapq.heappop(scheduled)[2]
-            if timer._cancelled:
+            if timer.cancelled():
                 self._timer_cancelled_count -= 1
             else:
-                timer._scheduled = False  # type: ignore[attr-defined]
+                timer._scheduled = False  # type: ignore[attr-defined]  # noqa: SLF001  likewise
                 ready.append(timer)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if not handle.cancelled():
+                handle._run()  # noqa: SLF001  only a loop runs handles
 
     def describe_tasks(self) -> str:
         """The tasks that are not done, and the line at which each waits."""
@@ -152,7 +156,7 @@ def run(
         return loop.run_until_complete(coro)
     finally:
         try:
-            loop._limit_s = None
+            loop.lift_limit()
             _cancel_leftovers(loop, leftovers)
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:

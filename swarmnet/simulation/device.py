@@ -164,11 +164,11 @@ def _is_wanted(job: _Job) -> bool:
 def _beside_the_loop(work: Callable[[], T]) -> T:
     """What `work` returns; it finds no event loop, as on the thread of a real device or worker."""
     loop = asyncio.get_running_loop()
-    asyncio._set_running_loop(None)
+    asyncio._set_running_loop(None)  # noqa: SLF001  what asyncio offers to loops
     try:
         return work()
     finally:
-        asyncio._set_running_loop(loop)
+        asyncio._set_running_loop(loop)  # noqa: SLF001  likewise
 
 
 class SyntheticSeat:

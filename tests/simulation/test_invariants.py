@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
-from swarmnet.simulation.invariants import Monitor
+import pytest
+
+from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
+from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
+from swarmnet.simulation.stage import Gradient, contribution
+
+COMMITTED = range(4)
 
 
 def quiet(kind: str, **facts: Any) -> None:
     pass
 
 
-def closed(averaged: dict[tuple[int, int], set[int]]) -> Monitor:
-    """Two stages of two shards, four microbatches. `averaged`: those in the update of a shard."""
+def feeder() -> Any:
+    """A peer that has committed four microbatches in round 0 and is in round 1."""
+    paths = {0: dict.fromkeys(COMMITTED, ("a", "b"))}
+    return SimpleNamespace(
+        feeder=SimpleNamespace(committed_paths=lambda: paths),
+        replica=SimpleNamespace(
+            round=1, synced=False, device=SimpleNamespace(num_waiting=0), ledger=()
+        ),
+        steps=SimpleNamespace(num_flying=0),
+        limits=SimpleNamespace(max_open_steps=1),
+        gossip=SimpleNamespace(
+            own=SimpleNamespace(peer_id="a", state=ACTIVE, stage=OBSERVER_STAGE)
+        ),
+    )
+
+
+def gradient_of(stage: int, shard: int, ids: set[int]) -> Gradient:
+    """The sum of what these microbatches of round 0 add to a shard."""
+    keys = [(0, the_id) for the_id in sorted(ids)]
+    parts = [contribution(stage, shard, key) for key in keys]
+    return Gradient.of([sum(numbers) for numbers in zip(*parts, strict=True)], Counter(keys))
+
+
+def monitor_of(averaged: dict[tuple[int, int], set[int]]) -> Monitor:
+    """Two stages of two shards, after round 0. `averaged`: the microbatches in the update of each
+    (stage, shard)."""
     monitor = Monitor(lambda: 0.0, quiet, num_stages=2, num_shards=2)
-    books = monitor._book(0)
-    books.committed = dict.fromkeys(range(4), ("a", "b"))
-    books.averaged = {key: [frozenset(ids)] for key, ids in averaged.items()}
-    monitor._close(0)
+    monitor.members["a"] = Member(feeder())
+    for (stage, shard), ids in averaged.items():
+        step = monitor.observer(f"owner of {shard}", 1, stage)
+        step("step", shard=shard, round=0, gradient=gradient_of(stage, shard, ids))
     return monitor
 
 
 def test_lost_samples_are_told_of_the_worst_shard_and_as_a_mean_of_all() -> None:
-    everything = {0, 1, 2, 3}
+    everything = set(COMMITTED)
     of_all = {(s, j): everything for s in range(2) for j in range(2)}
-    assert closed(of_all).lost_part == 0.0
-    monitor = closed(of_all | {(1, 0): {0}, (1, 1): {0, 1}})
+    monitor = monitor_of(of_all)
+    monitor.finish()
+    assert monitor.lost_part == 0.0
+    monitor = monitor_of(of_all | {(1, 0): {0}, (1, 1): {0, 1}})
+    monitor.finish()
     assert monitor.lost[(0, 0)] == 0
     assert monitor.lost[(0, 1)] == 3  # round 0, stage 1
     assert monitor.lost_part == (0 + 0 + 3 + 2) / 4
@@ -33,6 +68,6 @@ def test_lost_samples_are_told_of_the_worst_shard_and_as_a_mean_of_all() -> None
 
 
 def test_what_nobody_committed_must_not_be_averaged() -> None:
-    monitor = closed({(s, j): {0, 1, 2, 3, 9} for s in range(2) for j in range(2)})
-    assert monitor.broken is not None
-    assert "no feeder committed" in monitor.broken
+    monitor = monitor_of({(s, j): {*COMMITTED, 9} for s in range(2) for j in range(2)})
+    with pytest.raises(InvariantBroken, match="no feeder committed"):
+        monitor.finish()

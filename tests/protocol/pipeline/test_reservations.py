@@ -75,9 +75,10 @@ def test_nobody_has_more_than_may_be_had(asks: list[tuple[str, int, float, bool]
         assert all(alive.count(c) <= 2 for c in "abc")
 
 
-def test_what_is_remembered_of_a_crowd_is_bounded() -> None:
+def test_only_the_newest_of_a_crowd_are_remembered_as_distrusted() -> None:
     places = Reservations(2)
     for i in range(3 * MAX_DISTRUSTED):
-        places.keep(f"peer {i}", (0, i), i * RESERVED_S)
-        assert places.count(i * RESERVED_S) == 1
-    assert len(places._distrusted) == MAX_DISTRUSTED
+        assert places.keep(f"peer {i}", (0, i), 0.0)
+    assert places.count(RESERVED_S) == 0, "all of them lapse together"
+    believed = [places.keep(f"peer {i}", (1, i), RESERVED_S) for i in range(3 * MAX_DISTRUSTED)]
+    assert believed == [True] * 2 * MAX_DISTRUSTED + [False] * MAX_DISTRUSTED
