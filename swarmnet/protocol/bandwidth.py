@@ -1,10 +1,10 @@
-"""How fast this peer can send, from what its links drained while they had more to send. Pure.
+"""The upload bandwidth of this peer, from what its links drained while they had more to send. Pure.
 
-Only *saturated* links say something about bandwidth: one that had nothing left to send was as
-fast as its sender. The rate of all together is measured over the time in which at least one was
-saturated, for they share an uplink. What is published is rounded (`STEPS` to a doubling) and
+Only *saturated* links tell the bandwidth: a link that had nothing left to send was as fast as its
+sender. The rate of all links together is measured over the time in which at least one was
+saturated, because they share an uplink. The published rate is rounded (`STEPS` to a doubling) and
 changes only when the measured rate has moved well away from it: placement weighs owners by it, and
-shards must not move for noise.
+shards must not move because of noise.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import math
 from dataclasses import dataclass
 
 SAMPLE_S = 0.25
-"""A sample covers at least so much saturated time..."""
+"""A sample covers at least this much saturated time..."""
 SAMPLE_BYTES = 4 << 20
-"""...or so many bytes."""
+"""...or this number of bytes."""
 SMOOTHING_BYTES = 64 << 20
 """Bytes after which an older measurement has lost two thirds of its weight."""
 ENOUGH_BYTES = 16 << 20
-"""Measured before anything is published."""
+"""Bytes measured before a rate is published."""
 STEPS = 4
-"""Steps in which published rates double."""
+"""Steps to a doubling of the published rate."""
 MOVE_LOG2 = 0.5
 """By how many powers of two the rate must differ from the published one to be published anew."""
 REPUBLISH_S = 60.0
@@ -38,11 +38,11 @@ class Rate:
     _seconds: float = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes took so much saturated time."""
+        """Takes in that `num_bytes` took `seconds` of saturated time."""
         self._num_bytes += num_bytes
         self._seconds += seconds
         if self._seconds <= 0 or not self._num_bytes:
-            return  # where nothing was taken, that time counts with the next bytes
+            return  # time without bytes counts with the next bytes
         if self._seconds < SAMPLE_S and self._num_bytes < SAMPLE_BYTES:
             return
         sample = self._num_bytes / self._seconds
@@ -67,12 +67,12 @@ class UploadMeter:
         self._limit = math.inf
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """The upload is capped, or not any more: what is published follows at once."""
+        """Sets or (None) removes a limit on the upload; the published rate follows at once."""
         self._limit = math.inf if bytes_per_s is None else bytes_per_s
         self._published, self._published_at_s = 0.0, -math.inf
 
     def began(self, link: object, peer_id: str, now: float) -> None:
-        """A link has more to send than it takes."""
+        """A link is saturated now: it has more to send than it takes."""
         if not self._saturated:
             self._since_s = now
         self._saturated[link] = (peer_id, now)
@@ -91,7 +91,7 @@ class UploadMeter:
             self._saturated[link] = (peer_id, now)
 
     def link_bytes_per_s(self, peer_id: str) -> float:
-        """What a link to a peer took lately; 0 where unknown."""
+        """The recent rate of a link to a peer; 0 where unknown."""
         rate = self._links.get(peer_id)
         return 0.0 if rate is None else rate.bytes_per_s
 
@@ -100,7 +100,7 @@ class UploadMeter:
         self._links.pop(peer_id, None)
 
     def published(self, now: float) -> float:
-        """For the record, bytes/s, rounded; 0 while too little was measured."""
+        """The rate for the record, bytes/s, rounded; 0 while too little was measured."""
         known = self.total.seen_bytes >= ENOUGH_BYTES and self.total.bytes_per_s >= 1
         rate = min(self.total.bytes_per_s if known else math.inf, self._limit)
         if rate == math.inf:

@@ -1,4 +1,4 @@
-"""How long things took, in few numbers: the counts of a Prometheus histogram."""
+"""Durations in few numbers: the counts of a Prometheus histogram."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper ends of the ranges that seconds are sorted into."""
+"""Upper ends of the ranges, seconds."""
 
 
 @dataclass(slots=True)
@@ -22,12 +22,12 @@ class Histogram:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, value: float) -> None:
-        """A value that equals a bound is within it."""
+        """Counts a value; one that equals a bound is within it."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """(upper end, how many values were not above it), the infinite end last."""
+        """(upper end, number of values not above it), the infinite end last."""
         total = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count

@@ -1,8 +1,8 @@
-"""How often somebody may: a token bucket for each remote peer.
+"""A rate limit for each remote peer: token buckets.
 
-A bucket fills at a steady rate up to its burst; every call takes from it, and who finds it empty
-is refused. So nobody is slowed down who asks at an ordinary pace, and a flood costs its receiver
-no more than the counting."""
+A bucket fills at a steady rate up to its burst. Every call takes from it, and a call that finds it
+empty is refused. So a peer that calls at an ordinary pace is not slowed down, and a flood costs its
+receiver no more than the counting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TokenBucket:
-    """`burst` at once, `per_s` in the long run."""
+    """Allows `burst` at once and `per_s` a second in the long run."""
 
     per_s: float
     burst: float
@@ -21,7 +21,7 @@ class TokenBucket:
     """Seconds, of the caller's clock."""
 
     def take(self, now: float, amount: float = 1.0) -> bool:
-        """Takes `amount` if that much is there."""
+        """Takes `amount` and returns True, if that much is there."""
         elapsed_s = max(0.0, now - self.filled_at)
         self.tokens = min(self.burst, self.tokens + elapsed_s * self.per_s)
         self.filled_at = now
@@ -33,9 +33,9 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class RateLimiter:
-    """A bucket a key, the least recently used of at most `max_keys`.
+    """One bucket a key, for the `max_keys` most recently used keys.
 
-    A key that falls out begins again with a full bucket, so `max_keys` should exceed the number
+    A key that is dropped begins again with a full bucket, so `max_keys` should exceed the number
     of remotes that there can be at a time."""
 
     per_s: float
@@ -44,7 +44,7 @@ class RateLimiter:
     _buckets: OrderedDict[str, TokenBucket] = field(default_factory=OrderedDict)
 
     def allows(self, key: str, now: float, amount: float = 1.0) -> bool:
-        """Counts one request of `key`; False where it asks too often."""
+        """Counts one request of `key`; False where it exceeds the rate."""
         bucket = self._buckets.get(key)
         if bucket is None:
             if len(self._buckets) >= self.max_keys:

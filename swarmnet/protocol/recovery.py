@@ -1,26 +1,27 @@
-"""Everybody died: from which round does the run go on?
+"""The round from which a run continues after all peers have died.
 
-Peers that come back say in their records which checkpoints of their stage they have
+Returning peers publish in their records which checkpoints of their stage they have
 (`Record.restorable`) and stay JOINING. As long as a replica is active somewhere, the run lives, and
 they join it. Where none is, each peer decides alone, by the same rule on what it sees:
 
-1. The newest round that is *whole* (of every stage, somebody has the parameters, and of every
-   shard of every stage somebody has the optimizer state), once what is offered has not changed for
-   `SETTLE_S`: whoever comes back within that time of the others is still counted in.
-2. Where no round is whole after `RESTORE_PATIENCE_S`: the newest of which all parameters exist.
-   Optimizer state that nobody has begins again from zero.
-3. Where of no round all parameters exist, it waits for whoever has them, without end: to begin
-   from the initial parameters would throw away what was learned, and only a person can say so
-   (`begin_anew`). From them at once where nobody has anything.
+1. The newest round that is *whole*: for every stage a peer has the parameters, and for every shard
+   of every stage a peer has the optimizer state. The peer decides once the offers have not changed
+   for `SETTLE_S`, so a peer that returns within that time of the others is still counted.
+2. Where no round is whole after `RESTORE_PATIENCE_S`: the newest round of which all parameters
+   exist. Optimizer state that no peer has begins again from zero.
+3. Where all parameters exist of no round, the peer waits without end for the peers that have them:
+   to begin from the initial parameters would throw away what was learned, and only a person can
+   decide that (`begin_anew`). Where no peer offers anything, the run begins from the initial
+   parameters at once.
 
-Those who have the chosen round load it, say so while still JOINING (`is_loaded`), and become active
-only when all that was chosen is loaded by somebody (`is_covered`): so no round begins without
-optimizer state that somebody has. Where replicas make steps of their own they wait for everybody
-who has the round (`is_loading`), since nobody else has the steps of a replica. Two peers may choose
-differently for a moment, when one of them has heard of more. That heals: the first replica that
-becomes active makes the run live, and from then on its round is everybody's. Where two rounds
-become active at the same instant, each covered by other peers, the replicas in the older one fall
-behind and fetch the newer.
+The peers that have the chosen round load it, publish that while still JOINING (`is_loaded`), and
+become active only when all that was chosen is loaded by some peer (`is_covered`): so no round
+begins without optimizer state that a peer has. Where replicas make steps of their own, they wait
+for all peers that have the round (`is_loading`), because no other peer has the steps of a replica.
+Two peers may choose differently for a moment, when one of them has heard of more offers. That
+heals: the first replica that becomes active makes the run live, and from then on its round is that
+of all peers. Where two rounds become active at the same instant, each covered by other peers, the
+replicas in the older one fall behind and fetch the newer one.
 
 Only checkpoints of one *history* fit together. A run that went on from round 20 makes its own round
 30, and a checkpoint of the first round 30 has nothing to do with it. The newest history wins.
@@ -35,33 +36,34 @@ from dataclasses import dataclass
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record, Restorable
 
 SETTLE_S = 3.0
-"""What is offered must not have changed for this long."""
+"""Seconds for which the offers must not have changed."""
 RESTORE_PATIENCE_S = 60.0
-"""How long to wait for peers that would make a round whole."""
+"""Seconds to wait for peers that would make a round whole."""
 STRIDES = (1, 2, 4, 8)
-"""Of the interval between checkpoints: at powers of two, the rounds that slower disks save are
-rounds of faster ones too."""
+"""Multiples of the interval between checkpoints. They are powers of two, so that the rounds that
+slower disks save are rounds of faster disks too."""
 MAX_LISTED = 8
-"""Missing things named in a line for people."""
+"""Missing parts named in one line for users at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A round from which the run could go on, and what is missing of it."""
+    """A round from which the run could continue, and its missing parts."""
 
     history: int
     round: int
     missing_stages: tuple[int, ...] = ()
-    """Stages whose parameters nobody has."""
+    """Stages whose parameters no peer has."""
     missing_shards: tuple[tuple[int, int], ...] = ()
-    """(stage, shard) whose optimizer state nobody has, of the stages that somebody has."""
+    """(stage, shard) whose optimizer state no peer has, of the stages whose parameters exist."""
 
     @property
     def is_whole(self) -> bool:
+        """True where nothing is missing."""
         return not self.missing_stages and not self.missing_shards
 
     def describe(self) -> str:
-        """What is missing, in one line."""
+        """The missing parts, in one line."""
         parts = [f"stage {k}" for k in self.missing_stages]
         parts += [f"optimizer state of stage {k} shard {j}" for k, j in self.missing_shards]
         more = f" and {len(parts) - MAX_LISTED} more" if len(parts) > MAX_LISTED else ""
@@ -70,42 +72,43 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet."""
+    """The run cannot continue yet."""
 
     reason: str = ""
-    """For people; empty while it is only a matter of seconds."""
+    """For users; empty while it is only a matter of seconds."""
     is_endless: bool = False
-    """Until whoever has what is missing comes, or a person says that the run begins anew."""
+    """It lasts until a peer with the missing parts returns, or a person decides that the run begins
+    anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """The run goes on from this round."""
+    """The run continues from this round."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The run begins from its initial parameters: nobody has anything to go on from, or a person
-    has said so."""
+    """The run begins from its initial parameters: no peer has a checkpoint, or a person has decided
+    so."""
 
 
 Decision = Wait | Restore | Begin
 
 
 def is_running(records: Iterable[Record]) -> bool:
-    """A replica among these (live) records is active: the run lives."""
+    """True where a replica among these (live) records is active: the run lives."""
     return any(r.stage >= 0 and r.state in (ACTIVE, LEAVING) for r in records)
 
 
 def offers(record: Record) -> tuple[Restorable, ...]:
-    """What a peer could load. Once it has chosen a stage, it offers that stage's only."""
+    """The checkpoints that a peer could load; only those of its stage, once it has chosen one."""
     return record.restorable if record.state == JOINING else ()
 
 
 def candidates(records: Iterable[Record], num_stages: int) -> list[Candidate]:
-    """Every round that somebody offers, the newest history and round first."""
+    """Every offered round, the newest history and round first."""
     rounds: dict[tuple[int, int], list[Restorable]] = {}
     for record in records:
         for offer in offers(record):
@@ -115,7 +118,7 @@ def candidates(records: Iterable[Record], num_stages: int) -> list[Candidate]:
 
 
 def is_loaded(record: Record, candidate: Candidate) -> bool:
-    """A peer that offers this round has it in memory, and waits for the others."""
+    """True where a peer that offers this round has it in memory, and waits for the others."""
     return (
         record.round == candidate.round
         and bool(record.digests)
@@ -124,7 +127,7 @@ def is_loaded(record: Record, candidate: Candidate) -> bool:
 
 
 def is_covered(records: Iterable[Record], candidate: Candidate, num_stages: int) -> bool:
-    """All that was found of this round has been loaded by somebody: it may begin."""
+    """True where all existing parts of this round have been loaded by some peer: it may begin."""
     loaded = [r for r in records if is_loaded(r, candidate)]
     found = [o for r in loaded for o in offers(r) if _is_of(o, candidate)]
     now = _candidate(candidate.history, candidate.round, found, num_stages)
@@ -134,7 +137,7 @@ def is_covered(records: Iterable[Record], candidate: Candidate, num_stages: int)
 
 
 def is_loading(records: Iterable[Record], candidate: Candidate) -> bool:
-    """Somebody has this round on his disk, and not yet in memory."""
+    """True where a peer has this round on its disk, and not yet in memory."""
     return any(
         not is_loaded(record, candidate)
         for record in records
@@ -143,7 +146,7 @@ def is_loading(records: Iterable[Record], candidate: Candidate) -> bool:
 
 
 class Settling:
-    """One peer's decision over time. `decide` is to be asked again and again."""
+    """One peer's decision over time. `decide` is to be called again and again."""
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class Settling:
         patience_s: float = RESTORE_PATIENCE_S,
         begin_anew: bool = False,
     ) -> None:
-        """`begin_anew`: whatever anybody has."""
+        """`begin_anew`: the run begins from its initial parameters, whatever peers have."""
         self.begin_anew = begin_anew
         self._settle_s = settle_s
         self._patience_s = patience_s
@@ -161,7 +164,8 @@ class Settling:
         self._seen: tuple[object, ...] = ()
 
     def decide(self, records: Sequence[Record], num_stages: int, now: float) -> Decision:
-        """`records`: of the live peers, the own one included, none of them active."""
+        """The decision now. `records`: of the live peers, the own one included, none of them
+        active."""
         found = candidates(records, num_stages)
         if not found or self.begin_anew:
             self._began_at = None
@@ -184,9 +188,8 @@ class Settling:
 
 
 def for_running(own: Iterable[Restorable], round_index: int) -> Restorable | None:
-    """The checkpoint with which a stage that has no replica is best served in a run that is in
-    `round_index`: of that very round, else the newest one before it. Later rounds are of another
-    history."""
+    """The best checkpoint for a stage without replicas in a run that is in `round_index`: the one
+    of that very round, else the newest one before it. Later rounds are of another history."""
     fitting = [c for c in own if c.round <= round_index]
     return max(fitting, key=lambda c: (c.round == round_index, c.history, c.round), default=None)
 
@@ -214,5 +217,5 @@ def _candidate(
 
 
 def _usual(numbers: Sequence[int]) -> int:
-    """The most frequent, of equally frequent ones the least: one peer's nonsense is outvoted."""
+    """The most frequent number, the least of equally frequent ones: false claims are outvoted."""
     return min(Counter(numbers).items(), key=lambda item: (-item[1], item[0]))[0]

@@ -1,7 +1,7 @@
-"""What the owner of a machine lets a peer take, and whether it may work now. Pure.
+"""The resource limits that the owner of a machine sets for a peer, and its working hours. Pure.
 
-A peer is a guest: it keeps to a rate of upload, to an amount of memory, to a share of the device's
-time and to hours of the day, and stands back while the machine's owner uses it.
+A peer keeps to a rate of upload, to an amount of memory, to a share of the device's time and to
+hours of the day, and pauses while the owner uses the machine.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 MINUTES_A_DAY = 24 * 60
 MAX_HOURS = 16
-"""Spans of the day that may be named."""
+"""Spans of the day at most."""
 MIN_UPLOAD_BYTES_PER_S = 1_000.0
-"""Below it not even gossip gets through."""
+"""Below this rate not even gossip gets through."""
 MIN_SHARE = 0.01
 BUSY_ABOVE, QUIET_BELOW = 0.25, 0.10
-"""Parts of the machine (CPU, or the busiest GPU) that others use: more for `BUSY_AFTER_S` is busy,
-less for `QUIET_AFTER_S` is quiet again."""
+"""Parts of the machine (CPU, or the busiest GPU) that other programs use. The machine is busy after
+more than `BUSY_ABOVE` for `BUSY_AFTER_S`, and quiet again after less than `QUIET_BELOW` for
+`QUIET_AFTER_S`."""
 BUSY_AFTER_S, QUIET_AFTER_S = 6.0, 60.0
 
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -26,12 +27,13 @@ AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(bits?|b)(/s)?", re.IGNOREC
 SPAN = re.compile(r"(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})")
 
 Span = tuple[int, int]
-"""Minutes of the day at which it begins and ends; wraps around midnight where it ends earlier."""
+"""Minutes of the day at which a span begins and ends; it wraps around midnight where the end is
+earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerLimits:
-    """What a peer may take of its machine."""
+    """The resources that a peer may take of its machine."""
 
     max_upload_bytes_per_s: float | None = None
     max_memory_bytes: float | None = None
@@ -41,7 +43,7 @@ class OwnerLimits:
     """Local time; empty = always."""
     pause_when_busy: bool = False
     paused: bool = False
-    """By the owner's word."""
+    """The owner has paused the peer."""
 
     def __post_init__(self) -> None:
         upload, memory, share = (
@@ -80,7 +82,7 @@ class OwnerLimits:
 def parse_rate(text: str) -> float:
     """Bytes/s of "10Mbit" or "2 MB/s". Raises `ValueError`."""
     problem = "a rate is written 10Mbit or 2MB (a second)"
-    if text.strip().removesuffix("/s").endswith("b"):  # bits or bytes? Nobody knows
+    if text.strip().removesuffix("/s").endswith("b"):  # bits or bytes: ambiguous
         raise ValueError(f"{text[:40]!r}: {problem}")
     amount, is_bits = _amount(text, problem)
     return amount / 8 if is_bits else amount
@@ -152,7 +154,7 @@ def _scaled(amount: float) -> str:
 
 
 def is_open(hours: tuple[Span, ...], minute: int) -> bool:
-    """May it work at this minute of the day?"""
+    """Whether the peer may work at this minute of the day."""
     if not hours:
         return True
     return any(
@@ -173,19 +175,20 @@ def why_paused(limits: OwnerLimits, minute: int, is_busy: bool) -> str:
 
 
 def rest_s(worked_s: float, share: float | None) -> float:
-    """How long the device must rest after so much work."""
+    """Seconds for which the device must rest after `worked_s` seconds of work."""
     return 0.0 if share is None else worked_s * (1 / share - 1)
 
 
 @dataclass(slots=True)
 class BusyWatch:
-    """Is the machine in use by others? With hysteresis: a moment of either kind changes nothing."""
+    """Tells whether other programs use the machine. With hysteresis: a short change of their use
+    changes nothing."""
 
     is_busy: bool = False
     _differs_since: float | None = None
 
     def observe(self, others: float, now: float) -> bool:
-        """`others`: the part of the machine that others use, 0 to 1, since the last look."""
+        """`others`: the part of the machine that others used since the last look, 0 to 1."""
         looks_busy = others > (QUIET_BELOW if self.is_busy else BUSY_ABOVE)
         if looks_busy == self.is_busy:
             self._differs_since = None
@@ -197,34 +200,34 @@ class BusyWatch:
         return self.is_busy
 
     def reset(self) -> None:
-        """Nobody looks any more."""
+        """The use of the machine is no longer observed."""
         self.is_busy, self._differs_since = False, None
 
 
 @dataclass(slots=True)
 class UploadBucket:
-    """A token bucket that may go into debt: what is sent is always a whole piece, and the next one
-    waits until it is paid for."""
+    """A token bucket that may go into debt: pieces are sent whole, and the next one waits until the
+    last is paid for."""
 
     bytes_per_s: float | None = None
     """None = no limit."""
     burst_s: float = 0.25
-    """So many seconds' worth may be saved up."""
+    """Seconds of upload that may be saved up."""
     _level: float = 0.0
     _filled_at: float = 0.0
 
     def limit(self, bytes_per_s: float | None, now: float) -> None:
-        """Changes the rate. Debts of before are forgiven."""
+        """Changes the rate; None = no limit. Earlier debts are dropped."""
         self.bytes_per_s, self._level, self._filled_at = bytes_per_s, 0.0, now
 
     def spend(self, num_bytes: int, now: float) -> None:
-        """So many bytes left."""
+        """Takes in that `num_bytes` were sent."""
         if self.bytes_per_s is not None:
             self._fill(now, self.bytes_per_s)
             self._level -= num_bytes
 
     def wait_s(self, now: float) -> float:
-        """Until more may be sent."""
+        """Seconds until more may be sent."""
         if self.bytes_per_s is None:
             return 0.0
         self._fill(now, self.bytes_per_s)

@@ -1,4 +1,4 @@
-"""Direct connections: when to try one, and the tickets that authenticate it. Pure."""
+"""Direct connections: the times to try one, and the tickets that authenticate it. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
 STEADY_S = 60.0
-"""A direct connection that stood for so long is opened again at once after it broke."""
+"""A direct connection that lasted this long is opened again at once after it breaks."""
 MAX_REMEMBERED = 4096
 """Peers whose failed attempts are remembered."""
 TICKET_S = 15.0
-"""A ticket that was not used for so long is void."""
+"""A ticket that was not used for this long is void."""
 MAX_TICKETS = 1024
 MAX_TICKETS_EACH = 4
 """Open tickets of one peer; the oldest becomes void."""
@@ -26,13 +26,14 @@ class _Failure:
 
 
 class Attempts:
-    """Which peers a direct connection may be tried with now: a failed attempt is followed by a
-    pause that doubles."""
+    """The peers to which a direct connection may be tried now: a failed attempt is followed by a
+    pause, which doubles with every further one."""
 
     def __init__(self) -> None:
         self._failures: dict[str, _Failure] = {}
 
     def may_try(self, peer_id: str, now: float) -> bool:
+        """False during the pause after a failed attempt."""
         failure = self._failures.get(peer_id)
         return failure is None or now >= failure.retry_at_s
 
@@ -46,7 +47,7 @@ class Attempts:
         return pause_s
 
     def broke(self, peer_id: str, stood_s: float, now: float) -> None:
-        """A connection ended that had stood for `stood_s`."""
+        """A connection ended that had lasted `stood_s` seconds."""
         if stood_s >= STEADY_S:
             self._failures.pop(peer_id, None)
         else:
@@ -61,7 +62,7 @@ class _Issued:
 
 class Tickets:
     """One-time tokens, each bound to the peer that asked for it. Only their hashes are kept, so
-    that looking one up takes as long whatever it is."""
+    that a look-up takes the same time for every token."""
 
     def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
         self._random_bytes = random_bytes
@@ -83,13 +84,13 @@ class Tickets:
         return token
 
     def redeem(self, token: bytes, now: float) -> str | None:
-        """The peer that a token is bound to; None where it was never given, was used, or is too
-        old. It is void from then on."""
+        """The peer that a token is bound to; None where it was never issued, was used, or is too
+        old. The token is void from then on."""
         issued = self._issued.pop(_hash(token), None)
         return issued.peer_id if issued is not None and issued.expires_s > now else None
 
     def is_open(self, token: bytes) -> bool:
-        """It was given, and nobody has come with it."""
+        """True for a token that was issued and not redeemed."""
         return _hash(token) in self._issued
 
 

@@ -1,1 +1,1 @@
-"""Who is in the run, where each serves, and how lost members are found again."""
+"""The members of a run: their records, their stages, and how lost members are found again."""

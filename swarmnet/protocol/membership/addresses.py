@@ -1,9 +1,10 @@
-"""Which of a machine's addresses is of use, to whom, and in which order. Pure.
+"""The choice and the order of a machine's addresses, to publish and to dial. Pure.
 
 A machine listens at all its addresses, and libp2p lists them in the order of their bytes: loopback
-and the bridge of docker, which every such machine has, come before most homes. What is told to
-others is ordered by use, and what nobody else can use is left out. What others told is tried in
-that order, a start every `STAGGER_S`, and the first that answers wins (RFC 8305, "happy eyeballs").
+and the bridge of docker, which every such machine has, come before most home addresses. Published
+addresses are ordered by usefulness, and addresses that are useless to others are left out. A
+dialling peer tries them in that order, one more every `STAGGER_S` seconds, and the first that
+answers wins (RFC 8305, "happy eyeballs").
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ STAGGER_S = 0.25
 """Between the starts of two attempts (RFC 8305, section 5)."""
 SHORTEST_STAGGER_S = 0.02
 MAX_STARTING_S = 5.0
-"""Of many addresses all are started within this time."""
+"""All attempts are started within this time, however many addresses there are."""
 BRIDGE = re.compile(
     r"(docker|docker_gwbridge|podman|cni|cilium|flannel|lxcbr|lxdbr|virbr|vmnet|vboxnet|veth)\w*$"
     r"|br-[0-9a-f]{12}$"
 )
-"""Interfaces between a machine and its own containers or virtual machines, by their names."""
+"""Names of interfaces between a machine and its own containers or virtual machines."""
 CIRCUIT = "/p2p-circuit"
 Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
 class OwnHosts:
-    """What a machine knows of its IP addresses."""
+    """What a machine knows about its IP addresses."""
 
     default: tuple[str, ...] = ()
-    """From which packets to the rest of the world go out: of the default route, one a family."""
+    """Source addresses of the default route, one of each family (IPv4, IPv6)."""
     bridges: tuple[str, ...] = ()
-    """Of interfaces to its own containers and virtual machines."""
+    """Addresses of interfaces to its own containers and virtual machines."""
 
 
 def is_bridge(interface: str) -> bool:
-    """Leads an interface of this name only to the machine's own containers?"""
+    """True where an interface of this name leads only to the machine's own containers."""
     return BRIDGE.match(interface) is not None
 
 
@@ -55,20 +56,21 @@ def host_of(address: str) -> Host | None:
 
 
 def is_loopback(address: str) -> bool:
+    """True for a multiaddr with a loopback address."""
     host = host_of(address)
     return host is not None and host.is_loopback
 
 
 def is_public(address: str) -> bool:
-    """Is it the same everywhere?"""
+    """True for a multiaddr whose IP address is valid everywhere."""
     host = host_of(address)
     return host is not None and host.is_global
 
 
 def to_tell(listening: Iterable[str], own: OwnHosts) -> list[str]:
-    """Addresses at which a machine listens, as others should hear of them: public ones, those of
-    the default route, other private ones. Bridges only where there is nothing else, loopback only
-    where there is no bridge either."""
+    """The addresses that a machine publishes, of those at which it listens: public ones first, then
+    those of the default route, then other private ones. Bridges are published only where there is
+    nothing else, loopback addresses only where there is no bridge either."""
     default = {ipaddress.ip_address(h) for h in own.default}
     bridges = {ipaddress.ip_address(h) for h in own.bridges} - default
 
@@ -89,14 +91,14 @@ def to_tell(listening: Iterable[str], own: OwnHosts) -> list[str]:
 
 
 def _is_useless(host: Host | None) -> bool:
-    """Link-local ones need the name of an interface beside them, and mean nothing elsewhere."""
+    """Link-local addresses need the name of an interface, and mean nothing on other machines."""
     return host is not None and (host.is_link_local or host.is_unspecified or host.is_multicast)
 
 
 def to_dial(addresses: Iterable[str], own: Iterable[str]) -> list[str]:
-    """Those of a peer's addresses that may lead to it from a machine that has `own`, in their
-    order. At a loopback address everybody finds himself: it is tried last, where the peer is on
-    this machine (they share a host), and where it has no other address."""
+    """The addresses of a peer that may lead to it from a machine with the addresses `own`, in their
+    order. A loopback address leads every machine to itself. It is tried last, where the peer is on
+    this machine (they share an address), and where the peer has no other address."""
     known = list(dict.fromkeys(addresses))
     if not any(map(_leads_out, known)):
         return known
@@ -108,14 +110,14 @@ def to_dial(addresses: Iterable[str], own: Iterable[str]) -> list[str]:
 
 
 def _leads_out(address: str) -> bool:
-    """Off this machine, as far as can be told; not for what is malformed."""
+    """True for an address that may lead off this machine; False for a malformed one."""
     host = host_of(address)
     return address.startswith("/dns") if host is None else not host.is_loopback
 
 
 def others_to_name(addresses: Sequence[str]) -> list[str]:
-    """Beside the first address, which a person is told to use, those that may be the right one
-    instead: one of each other host, where the first is private."""
+    """Addresses that may be the right ones instead of the first, which users are told to use: one
+    of each other host, where the first is private; otherwise none."""
     if not addresses or is_public(addresses[0]) or host_of(addresses[0]) is None:
         return []
     seen, others = {host_of(addresses[0])}, []
@@ -128,13 +130,13 @@ def others_to_name(addresses: Sequence[str]) -> list[str]:
 
 
 def in_turns(lists: Iterable[Sequence[str]]) -> list[str]:
-    """The first of each, then the second of each, and so on, each once."""
+    """The first of each list, then the second of each, and so on, without duplicates."""
     turns = zip_longest(*lists)
     return list(dict.fromkeys(a for turn in turns for a in turn if a is not None))
 
 
 def of_all(peers: Mapping[str, Sequence[str]], own: Iterable[str]) -> list[str]:
-    """The addresses of several peers as they are to be tried, each with its peer id at its end."""
+    """The addresses of several peers in dialling order, each with its peer id at its end."""
     here = list(own)
     return in_turns(
         [full_address(a, peer_id) for a in to_dial(addresses, here)]
@@ -143,7 +145,7 @@ def of_all(peers: Mapping[str, Sequence[str]], own: Iterable[str]) -> list[str]:
 
 
 def full_address(address: str, peer_id: str) -> str:
-    """With `/p2p/<peer id>` at its end."""
+    """The address with `/p2p/<peer id>` at its end."""
     end = f"/p2p/{peer_id}"
     return address if address.endswith(end) else address + end
 
@@ -163,5 +165,5 @@ def by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stagger_s(number: int) -> float:
-    """Between the starts of so many attempts."""
+    """Seconds between the starts of this number of attempts."""
     return max(SHORTEST_STAGGER_S, min(STAGGER_S, MAX_STARTING_S / max(1, number)))

@@ -1,4 +1,4 @@
-"""Which layers make a stage, who serves which stage, and who feeds."""
+"""The assignment of layers to stages, of peers to stages, and of feeders."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from swarmnet.protocol.membership.seats import machine_of, stages_beside
 from swarmnet.protocol.membership.view import View
 
 MANY = 8
-"""Replicas of a stage from which on no single one makes much of a difference."""
+"""With this many replicas in a stage, no single one makes much of a difference."""
 WORTH = 0.5
-"""Part of what a replica could add to its new stage that it must add there."""
+"""A moving replica must add at least this part of what it could add to its new stage."""
 LONG_PASSAGE_S = 120.0
-"""Who moves takes nothing new until its last microbatch has come back: where that takes longer than
-this, it costs as much as many moves bring."""
+"""A moving replica accepts no new microbatches until its last one has returned. Where that takes
+longer than this, it costs as much as many moves gain."""
 DEFAULT_DEVICE_SPEED = 1.0
-"""Cost units a second, of a device that nobody has measured while no other is known either."""
+"""Cost units a second of an unmeasured device, while no device has been measured."""
 
 
 def split_layers(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cuts layers into contiguous, non-empty stages so that the dearest stage is as cheap as can
-    be; among such cuts, the most even one (least sum of squares).
+    """Cuts layers into contiguous, non-empty stages so that the most expensive stage is as
+    cheap as possible; among such cuts, the most even one (least sum of squares).
 
     Dynamic programming in O(stages x layers^2). Raises `ValueError` where there are fewer layers
     than stages."""
@@ -84,17 +84,17 @@ def choose_stage(
     allowed: Sequence[int] | None = None,
 ) -> int:
     """The stage that a newcomer should serve: one without a replica first, else the one with the
-    least throughput. Those already on their way to a stage count; who is to move there and serves
-    another one yet does not (it takes a while, and stays where a newcomer came first). Those that
-    leave do not count, the own record neither, and stages that the same machine serves already
-    come last. Ties are broken by `rng`, so that newcomers who know as little as each other spread;
-    a machine that serves neighbouring stages spares itself the link between them. `costs`: of each
-    stage, in any unit; equal when not given. `allowed`: the stages to choose from, at least one;
-    all when not given."""
+    least throughput.
+
+    Peers that are joining a stage count as its replicas. A replica that is to move there and still
+    serves another stage does not: the move takes a while, and is dropped where a newcomer comes
+    first. Leaving peers and the own record do not count. Stages that the same machine serves
+    already come last. `rng` breaks ties, so that newcomers with the same knowledge spread out; a
+    stage next to one that the machine serves comes first, because it saves the link between them.
+    `costs`: of each stage, in any unit; equal when not given. `allowed`: the stages to choose from,
+    at least one; all when not given."""
     candidates = range(num_stages) if allowed is None else allowed
-    staff = Staff(
-        view, num_stages, now, without=view.own_peer_id, costs=costs, only_who_leaves=True
-    )
+    staff = Staff(view, num_stages, now, without=view.own_peer_id, costs=costs, only_leaving=True)
     beside = stages_beside(view, view.own_peer_id, num_stages, now)
     stages = [k for k in candidates if k not in beside] or list(candidates)
     empty = [k for k in stages if not staff.members[k]]
@@ -115,15 +115,15 @@ def settle(
     costs: Sequence[float] | None = None,
     allowed: Sequence[int] | None = None,
 ) -> int:
-    """The stage to which a newcomer goes that chose one a moment ago, when others may have chosen
-    as well: the same one, or another. `before`: who was on the way to some stage, or there, when it
+    """The final stage of a newcomer that chose one a moment ago, when others may have chosen as
+    well: the same one, or another. `before`: peers that were joining or serving a stage when it
     chose.
 
-    Everybody who came since is placed in the order of ids: in the stage of its choice, unless that
-    has somebody and another has nobody, or it has more by then than the poorest by more than half
-    of what the newcomer adds; else in the poorest. Peers with equal views find the same places
-    for all of them."""
-    staff = Staff(view, num_stages, now, costs=costs, only_who_leaves=True)
+    All newcomers since then are placed in the order of their ids. A newcomer is placed in the stage
+    of its choice, with two exceptions: that stage has replicas and another one has none, or its
+    throughput exceeds that of the poorest stage by more than half of what the newcomer adds. Then
+    it is placed in the poorest stage. Peers with equal views compute the same places."""
+    staff = Staff(view, num_stages, now, costs=costs, only_leaving=True)
     own = view.own_peer_id
     rates = [0.0] * num_stages
     newcomers: list[tuple[str, int, float]] = []
@@ -149,13 +149,14 @@ def settle(
 
 
 def _next_to(beside: frozenset[int], stages: list[int]) -> list[int]:
-    """Those of the stages that neighbour one of `beside`; all where none does."""
+    """The stages that are next to one of `beside`; all where none is."""
     return [k for k in stages if k - 1 in beside or k + 1 in beside] or stages
 
 
 def feeders(view: View, now: float) -> Sequence[str]:
-    """Peer ids of those that start microbatches, sorted: the active replicas of stage 0 that have
-    data. Where none of them has data, one active peer that has it, with the lowest id."""
+    """Sorted peer ids of the feeders, which launch microbatches: the active replicas of stage 0
+    that have data. Where none of them has data, the active peer with data that has the lowest
+    id."""
     first = view.remembered(
         0, "feeders", now, lambda: [r.peer_id for r in view.replicas(0, now) if r.has_data]
     )
@@ -173,7 +174,7 @@ class Move:
     source: int
     target: int
     gain: float
-    """By how much the poorer of the two stages becomes faster: 0.5 is one and a half times as fast;
+    """Relative speed-up of the poorer of the two stages: 0.5 is one and a half times as fast;
     infinite when `target` had no throughput at all, or where that does not matter."""
 
 
@@ -186,19 +187,20 @@ def propose_move(
     costs: Sequence[float] | None = None,
     without: Collection[str] = (),
 ) -> Move | None:
-    """The best move of one active replica to the poorest stage, or None. `without`: who is not to
-    be named.
+    """The best move of one active replica to the poorest stage, or None. `without`: peers that must
+    not be named.
 
     A move is worth it when the poorer of its two stages is afterwards faster than the poorest
-    stage is now by the fraction `margin`; or, between stages of `MANY` replicas, where no single
-    one makes that much of a difference, by `WORTH` of what it could add at most: then the stage
-    that it leaves stays the richer one by enough that it does not pay to come back. (Comparing
-    those two rather than the whole swarm lets two equally poor stages be helped one after the
-    other; every move raises the sorted list of throughputs, so that moves come to an end.) The
-    source keeps an active replica, always.
+    stage is now by the fraction `margin`. Between stages of `MANY` replicas no single replica makes
+    that much of a difference; there the speed-up must be `WORTH` of what it could add at most. Then
+    the stage that it leaves stays the richer one by enough that moving back does not pay.
+    (Comparing those two stages rather than the whole swarm lets two equally poor stages be helped
+    one after the other. Every move raises the sorted list of throughputs, so moves come to an end.)
+    The source always keeps an active replica.
 
-    Hysteresis: `margin`, and `MoveGate`. Whose speed nobody knows yet moves only to a stage that
-    has nobody. Only records decide, so peers with equal views name the same candidate."""
+    Hysteresis: `margin`, and `MoveGate`. A replica of unknown speed moves only to a stage without
+    replicas. The decision uses nothing but records, so peers with equal views name the same
+    candidate."""
     staff = Staff(view, num_stages, now, costs=costs)
     rates, costs = staff.rates(), staff.costs
     target = min(range(num_stages), key=lambda k: (rates[k], k))
@@ -225,9 +227,8 @@ def propose_move(
 
 
 def pays(move: Move, passage_s: float, *, margin: float) -> bool:
-    """Whether its peer should make a move where microbatches take `passage_s` to come back to it.
-    What makes less of a difference than `margin` does not pay where that is long: newcomers mend
-    it sooner."""
+    """Whether a peer should make a move, where microbatches take `passage_s` seconds to return to
+    it. A gain below `margin` does not pay where that is long: newcomers close the gap sooner."""
     return move.gain >= margin or passage_s <= LONG_PASSAGE_S
 
 
@@ -239,8 +240,8 @@ def is_worth_it(
     *,
     costs: Sequence[float] | None = None,
 ) -> bool:
-    """Whether a move that was decided a while ago still makes the poorer of its stages faster. It
-    is in the records already: its peer says where it goes."""
+    """Whether a move that was decided a while ago still makes the poorer of its stages faster. The
+    records contain the move already: the peer publishes its target."""
     staff = Staff(view, num_stages, now, costs=costs)
     rates = staff.rates()
     source, target = rates[move.source], rates[move.target]
@@ -250,7 +251,7 @@ def is_worth_it(
 
 
 class Assigner(Protocol):
-    """Who serves which stage. The swarm's own way is `Adaptive`; the simulator compares others."""
+    """Assigns peers to stages. The swarm uses `Adaptive`; the simulator compares others."""
 
     def choose(
         self,
@@ -275,7 +276,7 @@ class Assigner(Protocol):
         costs: Sequence[float] | None = None,
         allowed: Sequence[int] | None = None,
     ) -> int:
-        """The same a moment later, when others may have come too."""
+        """The final stage of a newcomer a moment later, when others may have joined too."""
 
     def propose(
         self,
@@ -287,7 +288,7 @@ class Assigner(Protocol):
         costs: Sequence[float] | None = None,
         without: Collection[str] = (),
     ) -> Move | None:
-        """The move that is due, whosever it is."""
+        """The move that is due, of any peer."""
 
     def confirm(
         self,
@@ -298,7 +299,7 @@ class Assigner(Protocol):
         *,
         costs: Sequence[float] | None = None,
     ) -> bool:
-        """Whether a move that was decided a while ago is to be made now."""
+        """Whether to make a move now that was decided a while ago."""
 
 
 class Adaptive:
@@ -311,8 +312,8 @@ class Adaptive:
 
 
 class MoveGate:
-    """Hysteresis in time: lets a peer move only when the same move of its own was proposed
-    `times` times running, and not within `cooldown_s` of its last one."""
+    """Hysteresis in time: a peer may move only when the same move of its own was proposed `times`
+    times in a row, and not within `cooldown_s` seconds of its last move."""
 
     def __init__(self, own_peer_id: str, *, times: int = 2, cooldown_s: float = 60.0) -> None:
         self._own_peer_id = own_peer_id
@@ -323,7 +324,7 @@ class MoveGate:
         self._moved_at = float("-inf")
 
     def decide(self, move: Move | None, now: float) -> bool:
-        """To be told every proposal; True when the peer should move now."""
+        """Takes in every proposal; returns True when the peer should move now."""
         if move is None or move.peer_id != self._own_peer_id:
             self._last, self._count = None, 0
             return False
@@ -337,12 +338,12 @@ class MoveGate:
 
 
 class PassedOver:
-    """Who was named look after look and did not go: bound to its stage by its owner, too small for
-    the other one, resting, or stuck. The next best is named then. For a stage that has nobody that
-    is soon found, else the best one has time."""
+    """Peers that were named at look after look and did not move: bound to their stage by their
+    owner, too small for the other one, in their cooldown, or stuck. The next best peer is named
+    then. For a stage without replicas this takes few looks; otherwise the best peer has time."""
 
     def __init__(self, own_peer_id: str, *, times: int = 3, patient_times: int = 10) -> None:
-        """`times`: looks, for a stage that has nobody; `patient_times`: else."""
+        """`times`: looks, for a stage without replicas; `patient_times`: for any other stage."""
         self.peers: set[str] = set()
         self._own_peer_id = own_peer_id
         self._times = times
@@ -351,8 +352,8 @@ class PassedOver:
         self._count = 0
 
     def heard(self, move: Move | None) -> None:
-        """To be told every proposal, which was made without `peers`."""
-        if move is None:  # nothing is due, or nobody is left
+        """Takes in every proposal, which was made without `peers`."""
+        if move is None:  # no move is due, or no peer is left
             self.peers.clear()
             self._last, self._count = None, 0
             return
@@ -373,9 +374,9 @@ def _checked_costs(costs: Sequence[float] | None, num_stages: int) -> Sequence[f
 
 
 class Staff:
-    """Per stage, who serves it or is on the way to it, and what they can do of it. Who is about to
-    move is counted where it goes, with the rate that it will have there: from the decision on, or
-    when it is `LEAVING`."""
+    """The replicas of each stage, joining ones included, and their throughput. A replica that is
+    about to move is counted at its target, with its future rate there: from the decision on, or
+    (`only_leaving`) from when it is `LEAVING`."""
 
     def __init__(
         self,
@@ -385,10 +386,10 @@ class Staff:
         *,
         without: str | None = None,
         costs: Sequence[float] | None = None,
-        only_who_leaves: bool = False,
+        only_leaving: bool = False,
     ) -> None:
         def is_going(r: Record) -> bool:
-            return r.is_moving and (r.state == LEAVING or not only_who_leaves)
+            return r.is_moving and (r.state == LEAVING or not only_leaving)
 
         self.costs = _checked_costs(costs, num_stages)
         here = [
@@ -406,9 +407,9 @@ class Staff:
         """Cost units a second."""
 
     def rate(self, record: Record, stage: int) -> float:
-        """Samples a second of one of its replicas; as usual where nobody knows."""
+        """Samples a second of one replica of a stage; the usual rate where its own is unknown."""
         return record.samples_per_s or self._usual_speed / self.costs[stage]
 
     def rates(self) -> list[float]:
-        """Of each stage."""
+        """Samples a second of each stage."""
         return [sum(self.rate(r, k) for r in rs) for k, rs in enumerate(self.members)]

@@ -1,4 +1,4 @@
-"""The stamps of all records in a view: what gossip compares to find out who has newer records."""
+"""The stamps of all records in a view, which gossip compares to find newer records."""
 
 from __future__ import annotations
 

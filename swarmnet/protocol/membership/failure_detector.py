@@ -52,7 +52,7 @@ class FailureDetector:
         self._suspected_at.pop(peer_id, None)
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """The own process has not run for so long, and could hear of nobody meanwhile."""
+        """The own process did not run for so long, and could not hear of any peer meanwhile."""
         for peer_id, at in self._heard_at.items():
             self._heard_at[peer_id] = min(now, at + seconds)
         for peer_id, at in self._suspected_at.items():

@@ -1,7 +1,7 @@
-"""Can others dial this peer, and through what kind of NAT does it go out? Pure.
+"""Whether other peers can dial this one, and the kind of its NAT. Pure.
 
-Peers that it is connected with say what they see (`Sight`): the address that it comes from, and
-whether a new connection to that address, at a port on which it listens, came about.
+Connected peers report what they see (`Sight`): the address from which this peer's connections come,
+and whether they could open a new connection to that address, at a port on which it listens.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NONE, ENDPOINT_INDEPENDENT, SYMMETRIC, UNKNOWN = "none", "endpoint-independent", "symmetric", ""
-"""Kinds of NAT: by whether the port that others see depends on who they are (RFC 4787)."""
+"""Kinds of NAT, by whether the port that a remote peer sees depends on that peer (RFC 4787)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one peer sees."""
+    """The report of one peer."""
 
     peer_id: str
     host: str
-    """IP address that the asker comes from."""
+    """IP address from which the asking peer's connection comes."""
     port: int
     reached: tuple[int, ...]
-    """Ports of the asker at which that peer reached it."""
+    """Ports at which the reporting peer reached the asking one."""
 
 
 def is_global(host: str) -> bool:
-    """An address that is the same everywhere."""
+    """True for an address that is valid everywhere."""
     try:
         return ipaddress.ip_address(host).is_global
     except ValueError:
@@ -35,7 +35,7 @@ def is_global(host: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Of a multiaddr of TCP or QUIC; None for any other, and for circuits."""
+    """IP address and port of a multiaddr of TCP or QUIC; None for any other, and for circuits."""
     parts = address.split("/")
     if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
         return None
@@ -45,20 +45,20 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def relevant(sights: Sequence[Sight]) -> list[Sight]:
-    """Those of peers elsewhere, where there are any: a neighbour in the same house reaches what
-    nobody else does."""
+    """The reports of peers outside the local network, where there are any: a neighbour in the same
+    house reaches addresses that others cannot."""
     outside = [s for s in sights if is_global(s.host)]
     return outside or list(sights)
 
 
 def is_reachable(sights: Sequence[Sight]) -> bool | None:
-    """By the word of most of them: one may lie. None while nobody has said anything."""
+    """The majority of the reports, because one may lie; None without reports."""
     judges = relevant(sights)
     return 2 * sum(bool(s.reached) for s in judges) > len(judges) if judges else None
 
 
 def kind_of_nat(own_hosts: Sequence[str], sights: Sequence[Sight]) -> str:
-    """From two or more sights; one suffices where there is no NAT."""
+    """The kind of NAT, from two or more reports; one suffices where there is no NAT."""
     judges = relevant(sights)
     if not judges:
         return UNKNOWN
@@ -71,8 +71,8 @@ def kind_of_nat(own_hosts: Sequence[str], sights: Sequence[Sight]) -> str:
 
 
 def forwarded_addresses(own: Sequence[str], sights: Sequence[Sight]) -> list[str]:
-    """Multiaddrs (without peer id) at which this peer was reached and that it does not know of: a
-    port that its router forwards."""
+    """Multiaddrs (without peer id) at which this peer was reached and that are not in `own`: ports
+    that its router forwards."""
     known = {pair for pair in map(host_and_port, own) if pair is not None}
     found: dict[str, None] = {}
     for sight in relevant(sights):

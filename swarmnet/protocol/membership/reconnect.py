@@ -1,15 +1,15 @@
-"""Whom to look for: members of the run that are remembered and not seen. Pure.
+"""The search for members of the run that are remembered and not seen. Pure.
 
-A swarm that was cut in two does not mend by itself: each side has forgotten to talk to the other,
-and who is on a side with others does not miss them. So every peer goes on dialling whom it
-remembers and does not see, whether it is alone or not (as serf reconnects to failed members,
-hashicorp/serf `serf/serf.go`); whoever answers is gossiped with, and both sides are one again.
+A swarm that was cut in two does not heal by itself: each side has forgotten the other, and a peer
+that sees others does not miss them. So every peer goes on dialling the members that it remembers
+and does not see, whether it is alone or not (as serf reconnects to failed members, hashicorp/serf
+`serf/serf.go`). A member that answers is gossiped with, and both sides are one again.
 
-One row a member; each dial tries all of its addresses. How long a row rests grows with the time
-for which the member has not been seen, from `FIRST_S` to `LONGEST_S`: of a cut of ten minutes the
-end is found within one. Where more rows are due than may be dialled, the ones most overdue in
-proportion to their rest come first, which are those that were seen lately. Where none is due, some
-row is dialled every `EVERY_S` all the same.
+The table has one row a member; each dial tries all of its addresses. The rest of a row between two
+dials grows with the time for which the member has not been seen, from `FIRST_S` to `LONGEST_S`: the
+end of a cut of ten minutes is found within one minute. Where more rows are due than may be dialled,
+the ones most overdue in proportion to their rest come first, which are those that were seen lately.
+Where none is due, one row is dialled every `EVERY_S` seconds all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_S, LONGEST_S = 1.0, 600.0
-"""Between two dials of one member."""
+"""Seconds between two dials of one member, at least and at most."""
 AGE_PART = 0.1
 """The rest of a row, as a part of the time for which its member has not been seen."""
 EVERY_S = 10.0
@@ -28,7 +28,7 @@ EVERY_S = 10.0
 LEAST_PAUSE_S = 0.25
 """Between the starts of two dials."""
 AT_ONCE = 8
-"""Dials that are under way at a time, at most."""
+"""Concurrent dials at most."""
 MAX_ROWS = 64
 
 
@@ -39,21 +39,22 @@ class Row:
     peer_id: str
     addresses: tuple[str, ...]
     since: float
-    """From when it has not been seen."""
+    """Time since which it has not been seen."""
     tried_at: float
     rest_s: float = 0.0
-    """After the last dial."""
+    """Seconds to wait after the last dial."""
     tries: int = 0
-    """Dials that have ended; none reached it."""
+    """Dials that have ended; none reached the member."""
     is_trying: bool = False
 
     def lateness(self, now: float) -> float:
-        """Time since the last dial over the rest; due from 1 on."""
+        """Time since the last dial, divided by the rest; the row is due from 1 on."""
         return (now - self.tried_at) / self.rest_s if self.rest_s else math.inf
 
 
 class Reconnect:
-    """The table. `look` says who is missing, `next` whom to dial now, `ended` that it was tried."""
+    """The table of missing members. `look` updates it, `next` returns the member to dial now, and
+    `ended` takes in the end of a dial that failed."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -77,7 +78,7 @@ class Reconnect:
         self._rows = rows
 
     def next(self, now: float) -> Row | None:
-        """Whom to dial now; counts as under way until `ended`."""
+        """The member to dial now, or None. The dial counts as under way until `ended`."""
         if now - self._dialled_at < LEAST_PAUSE_S:
             return None
         if sum(row.is_trying for row in self._rows.values()) >= AT_ONCE:
@@ -92,16 +93,16 @@ class Reconnect:
         return first
 
     def ended(self, row: Row, now: float) -> None:
-        """A dial did not reach its member, or what was said there did not bring it back."""
+        """A dial did not reach its member, or the member did not come back into the view."""
         row.is_trying = False
         row.tries += 1
         wanted_s = min(max(FIRST_S, AGE_PART * (now - row.since)), LONGEST_S)
         row.rest_s = wanted_s * self._rng.uniform(0.8, 1.0)
 
     def is_looking(self) -> bool:
-        """Somebody has not been tried yet: he may be there."""
+        """True while a member has not been tried yet, and may be there."""
         return any(row.tries == 0 for row in self._rows.values())
 
     def rows(self) -> list[Row]:
-        """Who is looked for, those seen last first."""
+        """The missing members, those seen last first."""
         return list(self._rows.values())

@@ -1,9 +1,9 @@
-"""What a peer says of itself.
+"""What a peer publishes about itself.
 
 A record is small, versioned and signed (the signature is kept beside it, see
-`swarm.membership.gossip`). Of two records of one peer the one with the higher (incarnation,
-version) holds, so that records may arrive in any order. Counters of a round only grow, but for
-`launched`: a microbatch that its feeder gives up is taken out of it."""
+`swarm.membership.gossip`). Of two records of one peer, the one with the higher (incarnation,
+version) is valid, so records may arrive in any order. Counters of a round only grow, except
+`launched`: a microbatch that its feeder gives up is subtracted from it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LEFT = "left"
 OBSERVING = "observing"
 STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
 MAX_COUNT = 1 << 47
-"""Of samples or tokens of one feeder in a round: what all that a view holds (`view.MAX_PEERS`) may
-say adds up below 2^62."""
+"""Samples or tokens of one feeder in a round, at most. The sum over all peers of a view
+(`view.MAX_PEERS`) stays below 2^62."""
 MAX_LOSS_SUM = 1e20
-"""Likewise of its loss, nats: sums stay finite."""
+"""The loss of one feeder in a round, at most, nats: sums stay finite."""
 MAX_RATE = 1e15
-"""Of what is said by the second, and of seconds."""
+"""Limit of published rates (per second) and times (seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RoundCount:
     launched: int = 0
     committed: int = 0
     sealed: bool = False
-    """No flight of this feeder is in flight and it will launch no more in this round."""
+    """The feeder has no microbatch of this round in flight and launches no more."""
     tokens: int = 0
     loss_sum: float = 0.0
     """Sum over the committed tokens of the loss, in nats."""
@@ -85,7 +85,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """A checkpoint that a peer could go on from (see `protocol.recovery`)."""
+    """A checkpoint from which a peer could continue (see `protocol.recovery`)."""
 
     round: int
     """The round that begins with this state."""
@@ -110,12 +110,13 @@ class Restorable:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a peer says of itself."""
+    """What a peer publishes about itself."""
 
     peer_id: str
     run_id: str
     incarnation: int
-    """Unix milliseconds at which the process started: a restarted peer overrules its past."""
+    """Unix milliseconds at which the process started: records of a restarted peer replace its
+    earlier ones."""
     version: int
     """Grows with every change while the process lives."""
     state: str = JOINING
@@ -126,10 +127,10 @@ class Record:
     """First round for which this replica counts as a possible owner of shards."""
     has_data: bool = False
     counts: tuple[RoundCount, ...] = ()
-    """Of the newest `KEPT_ROUNDS` rounds that it fed, oldest first."""
+    """Counters of the newest `KEPT_ROUNDS` rounds that it fed, oldest first."""
     samples_per_s: float = 0.0
-    """What its device could do of this stage, forward and backward, were it never idle: measured,
-    before that as it expects of itself, 0 while unknown."""
+    """Throughput of its device at this stage, forward and backward, if it were never idle:
+    measured, before that an estimate of its own, 0 while unknown."""
     queue_length: int = 0
     upload_bytes_per_s: float = 0.0
     """Measured; 0 while unknown."""
@@ -142,21 +143,21 @@ class Record:
     totals: dict[str, int] = field(default_factory=dict)
     """Counters since its start, such as `rerouted` or `sent_bytes`."""
     strikes: dict[str, int] = field(default_factory=dict)
-    """By peer, how many of its contributions to gradients were not finite and did not count."""
+    """By peer, the number of its gradient contributions that were rejected as not finite."""
     agent: str = ""
     started_unix_s: float = 0.0
     restorable: tuple[Restorable, ...] = ()
     """Checkpoints of `stage` on its disk; only while it is joining."""
     history: int = 0
-    """Incarnation of the peer that began the run as it goes on now, or went on with it from a
-    checkpoint; the highest one among the active replicas holds. Rounds of different histories
-    have nothing in common but their number."""
+    """Incarnation of the peer that began the present run, or continued it from a checkpoint. The
+    highest one among the active replicas is valid. Rounds of different histories have nothing in
+    common but their number."""
     credential: bytes = b""
     """What admits this peer to a closed run (see `swarmnet.admission`)."""
     samples: int = 0
-    """Committed in the round before `round` and in its update, as far as this replica knew when it
-    closed it: how much its parameters weigh where others have different ones (see
-    `protocol.update.divergence`)."""
+    """Samples committed in the round before `round` and in its update, as far as this replica knew
+    when it closed that round: the weight of its parameters where other replicas have different ones
+    (see `protocol.update.divergence`)."""
 
     spread: float = 0.0
     """In mode `gossip`: distance of the parameters from those of the partner of the last meeting,
@@ -164,19 +165,19 @@ class Record:
     round_s: float = 0.0
     """In mode `auto`: how long rounds are open, a moving average; 0 while unknown."""
     exchange_s: float = 0.0
-    """Likewise, how long exchanges take."""
+    """In mode `auto`: how long exchanges take, a moving average; 0 while unknown."""
     switches: tuple[Switch, ...] = ()
-    """In mode `auto`: the newest changes that are known, by ascending round."""
+    """In mode `auto`: the newest known changes of the mode, by ascending round."""
     last_open_s: float = 0.0
     """How long the last round that ended here was open to microbatches; 0 before the first."""
     last_busy_s: float = 0.0
-    """Of it and its exchange, how long the device worked."""
+    """How long the device worked in that round and its exchange."""
     last_exchange_s: float = 0.0
-    """How long its exchange took."""
+    """How long the exchange of that round took."""
     moving_to: int = OBSERVER_STAGE
     """The stage that this replica will serve when the round that is being fed is done here."""
     paused: str = ""
-    """Why an `observing` peer serves no stage for now, by its owner's wish; it comes back."""
+    """Why an `observing` peer serves no stage for now, at its owner's request; it will return."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -230,21 +231,21 @@ class Record:
 
     @property
     def stamp(self) -> Stamp:
-        """Of two records of one peer, the one with the higher stamp holds."""
+        """Of two records of one peer, the one with the higher stamp is valid."""
         return (self.incarnation, self.version)
 
     @property
     def is_moving(self) -> bool:
-        """Has decided to serve another stage, and does not serve it yet."""
+        """The peer has decided to serve another stage, and does not serve it yet."""
         return self.moving_to != OBSERVER_STAGE
 
     @property
     def is_replica(self) -> bool:
-        """Serves microbatches of its stage now."""
+        """The peer serves microbatches of its stage now."""
         return self.stage >= 0 and self.state == ACTIVE
 
     def count(self, round_index: int) -> RoundCount:
-        """Its counters for a round; zeros where it has none."""
+        """The counters for a round; zeros where the record has none."""
         for c in self.counts:
             if c.round == round_index:
                 return c
@@ -257,7 +258,7 @@ class Record:
         return has_bit(self.holds, shard_index)
 
     def with_count(self, count: RoundCount) -> Record:
-        """This record with the counters of one round replaced; old rounds fall off."""
+        """This record with the counters of one round replaced; the oldest rounds are dropped."""
         counts = {c.round: c for c in self.counts}
         counts[count.round] = count
         kept = sorted(counts.values(), key=lambda c: c.round)[-KEPT_ROUNDS:]

@@ -1,7 +1,7 @@
-"""Several stages on one machine: who sits where, and how many seats a machine takes.
+"""Several stages on one machine: the ids of its seats, and the number of seats that it takes.
 
-A machine that serves K stages has K seats, each a peer to everybody else: with a record, a stage
-and an id of its own. The first has the machine's peer id, the others that id, a slash and the
+A machine that serves K stages has K seats. Each seat is a peer to all others, with a record, a
+stage and an id of its own. The first has the machine's peer id, the others that id, a slash and the
 number of the seat: `12D3Koo.../1`. One key signs for all of them, and one channel carries them all.
 """
 
@@ -16,10 +16,10 @@ from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.membership.view import View
 
 MAX_SEATS = 64
-"""Of one machine, the first among them."""
+"""Seats of one machine at most, the first included."""
 SEPARATOR = "/"
 MEMORY_PART = 0.7
-"""Of the memory that is free, what stages may take together."""
+"""Part of the free memory that all stages of a machine may take together."""
 
 
 def machine_of(peer_id: str) -> str:
@@ -34,7 +34,7 @@ def seat_id(machine: str, seat: int) -> str:
 
 def split_seat(peer_id: str) -> tuple[str, int]:
     """The machine's peer id and the number of the seat. Raises `ProtocolViolation` where the text
-    is not what `seat_id` writes: a seat has one name."""
+    is not what `seat_id` returns: a seat has exactly one name."""
     machine, separator, text = peer_id.partition(SEPARATOR)
     if not separator:
         return machine, 0
@@ -45,8 +45,8 @@ def split_seat(peer_id: str) -> tuple[str, int]:
 
 
 def stages_beside(view: View, own_peer_id: str, num_stages: int, now: float) -> frozenset[int]:
-    """Stages that other seats of the same machine serve or are on the way to. A second copy of a
-    stage on one machine would die with the first."""
+    """Stages that other seats of the same machine serve or are joining. A second copy of a stage on
+    one machine would die with the first."""
     machine = machine_of(own_peer_id)
     return frozenset(
         k
@@ -60,15 +60,15 @@ def stages_beside(view: View, own_peer_id: str, num_stages: int, now: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many stages a machine serves, and why."""
+    """The number of stages that a machine serves, and its reasons."""
 
     num_seats: int
     by_memory: int
     """Stages that fit into the memory."""
     by_speed: int
-    """Stages that it could serve as fast each as the others serve theirs."""
+    """Stages that it could serve, each as fast as the other peers serve theirs."""
     uncovered: int
-    """Stages without a replica, when it looked."""
+    """Stages without a replica at that time."""
 
 
 def room_for(
@@ -77,12 +77,12 @@ def room_for(
     own_samples_per_s: float,
     rates: Sequence[Sequence[float]],
 ) -> Room:
-    """How many stages a newcomer takes.
+    """The number of stages that a newcomer takes.
 
-    More than one costs memory, and an exchange of gradients each; it pays where a stage would have
-    nobody otherwise, and where the machine is so much faster than the others that it can serve
-    several as fast as they serve one. Whatever the reason, no more than memory allows, and never
-    the same stage twice.
+    Every further stage costs memory and an exchange of gradients. It pays where a stage would have
+    no replica otherwise, and where the machine is so much faster than the others that it can serve
+    several stages as fast as they serve one. The memory limits the number in both cases, and no
+    stage is taken twice.
 
     Args:
         stage_bytes: what a replica of each stage holds, bytes.

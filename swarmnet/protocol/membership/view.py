@@ -28,9 +28,9 @@ version far in the future would otherwise silence a peer for good."""
 class View:
     """The records known to one peer. `silence_s` may be changed at any time.
 
-    Who is live is asked far more often than it changes. So answers are remembered, for each stage
-    apart, until a record of that stage changes or the first of its live peers may have been silent
-    for too long.
+    The list of live peers is read far more often than it changes. So answers are remembered, for
+    each stage apart, until a record of that stage changes or the first of its live peers may have
+    been silent for too long.
 
     `detector`, `digest` and `counters` are to be read by others; only the view changes them."""
 
@@ -104,7 +104,7 @@ class View:
         """Records that the owner of `stamps` lacks or has older, by peer id."""
         return [self._records[p] for p in self.digest.newer_than(stamps)]
 
-    # -- who is live -----------------------------------------------------------------------
+    # -- live peers ------------------------------------------------------------------------
 
     def suspect(self, peer_id: str, stamp: Stamp, now: float) -> bool:
         """Takes in that another peer found this one silent when its stamp was `stamp`. The
@@ -131,7 +131,7 @@ class View:
         return record is not None and record.state != LEFT and self.detector.is_sound(peer_id, now)
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """The own process has not run for so long, and could hear of nobody meanwhile."""
+        """The own process did not run for so long, and could not hear of any peer meanwhile."""
         self.detector.stood_still(seconds, now)
         self._answers.clear()
 

@@ -1,4 +1,4 @@
-"""The microbatches that a replica has in its gradient buffer, or is about to.
+"""The microbatches that are in a replica's gradient buffer, or are about to be.
 
 An entry's life::
 
@@ -7,8 +7,8 @@ An entry's life::
                 +-- failed          +------ retracted -----+
                     (gone)                  (gone)
 
-A commit may overtake the end of the work that it is about (the caller has its gradient before
-the callee's own bookkeeping ran): it is remembered, and `done` then leads straight to COMMITTED.
+A commit may arrive before the work is recorded as done (the caller has its gradient before the
+callee's own bookkeeping ran). It is remembered, and `done` then leads straight to COMMITTED.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Entry:
     feeder: str
     num_samples: int
     callers: list[str] = field(default_factory=list)
-    """Who asked for it, in order of asking."""
+    """Peers that asked for it, in order of asking."""
     state: str = RUNNING
     num_tokens: int = 0
     next_peer: str | None = None
-    """Where it went downstream; None at the last stage, and while that is open."""
+    """The peer of the next stage that got it; None at the last stage, and while that is open."""
     commit_seen: bool = False
 
     @property
     def caller(self) -> str:
-        """Who asked for it last."""
+        """The peer that asked for it last."""
         return self.callers[-1]
 
     def add_caller(self, peer_id: str) -> None:
-        """Somebody (else) asked for it."""
+        """A peer asked for it; it is the last caller now."""
         if peer_id in self.callers:
             self.callers.remove(peer_id)
         self.callers.append(peer_id)
@@ -77,10 +77,11 @@ class Ledger:
         return entry
 
     def get(self, key: StepKey) -> Entry | None:
+        """The entry of a microbatch; None where it is unknown here."""
         return self._rounds.get(key[0], {}).get(key[1])
 
     def done(self, key: StepKey, *, num_tokens: int, next_peer: str | None) -> None:
-        """Its gradient is in the buffer. Ignored where the entry is gone (the round is over)."""
+        """The gradient is in the buffer. Ignored where the entry is gone (the round is over)."""
         entry = self.get(key)
         if entry is None:
             return
@@ -90,13 +91,13 @@ class Ledger:
         entry.state = COMMITTED if entry.commit_seen else PENDING
 
     def failed(self, key: StepKey) -> None:
-        """Nothing of it came into the buffer."""
+        """The work failed; nothing of it is in the buffer."""
         entry = self.get(key)
         assert entry is None or entry.state == RUNNING, f"microbatch {key} failed after its end"
         self._remove(key)
 
     def commit(self, key: StepKey) -> Entry | None:
-        """The feeder counts it. Idempotent; None where it is unknown here."""
+        """The feeder counts the microbatch. Idempotent; None where it is unknown here."""
         entry = self.get(key)
         if entry is None:
             return None
@@ -106,7 +107,7 @@ class Ledger:
         return entry
 
     def retracted(self, key: StepKey) -> None:
-        """Its gradient was taken out of the buffer again; it may begin anew."""
+        """The gradient was subtracted from the buffer; the microbatch may begin anew."""
         entry = self.get(key)
         assert entry is None or entry.state != RUNNING, f"microbatch {key} retracted while running"
         self._remove(key)
@@ -132,13 +133,13 @@ class Ledger:
         return sum(e.num_samples for e in self._buffered(round_index))
 
     def take(self, round_index: int) -> dict[int, Entry]:
-        """The entries of a round, which are no more here: another replica counts them now."""
+        """Removes and returns the entries of a round: another replica counts them now."""
         entries = self._rounds.pop(round_index, {})
         self._num_entries -= len(entries)
         return entries
 
     def put_back(self, round_index: int, entries: dict[int, Entry]) -> None:
-        """The reverse of `take`: no other counts them after all."""
+        """The reverse of `take`: no other replica counts them after all."""
         self._rounds.setdefault(round_index, {}).update(entries)
         self._num_entries += len(entries)
 

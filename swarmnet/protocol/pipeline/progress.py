@@ -1,10 +1,11 @@
-"""Rounds without a coordinator: when is an update due, and who launches the rest.
+"""Rounds without a coordinator: when an update is due, and which feeder launches the rest.
 
-Each feeder says in its record how many samples of a round it has launched and committed, and
+Each feeder publishes in its record how many samples of a round it has launched and committed, and
 whether it has sealed the round (nothing of its own in flight and nothing more to launch). The
-sums over a view say how far the round is. As long as feeders live, the sums only grow and every
-view ends at the same ones. When a feeder dies, what it had launched and not committed is lost
-and counts as never launched; a feeder that had sealed then unseals and launches it again.
+sums over a view are the progress of the round. As long as feeders live, the sums only grow and all
+views end at the same sums. When a feeder dies, the samples that it had launched and not committed
+are lost and count as never launched; a feeder that had sealed then unseals and launches them
+again.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from swarmnet.protocol.membership.view import ALL, View
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """How far a round is, as one view sees it."""
+    """The progress of a round, as one view sees it."""
 
     round: int
     launched: int
-    """Samples, those not counted that died with their feeder."""
+    """Samples, without those that died with their feeder."""
     committed: int
     """Samples."""
     tokens: int
-    """Behind the committed samples."""
+    """Of the committed samples."""
     loss_sum: float
     """Nats, over these tokens."""
     num_feeders: int
     """Live feeders now."""
     drained: bool
-    """The global batch is committed and nobody has a sample in flight: the update is due."""
+    """The global batch is committed and no sample is in flight: the update is due."""
 
 
 def round_progress(view: View, round_index: int, now: float, global_batch: int) -> RoundProgress:
@@ -50,14 +51,14 @@ def round_progress(view: View, round_index: int, now: float, global_batch: int) 
 
 
 def is_drained(view: View, round_index: int, now: float, global_batch: int) -> bool:
-    """`RoundProgress.drained`, quickly in the usual case that far too little is committed."""
+    """`RoundProgress.drained`; quick in the usual case that far too little is committed."""
     if view.counters.committed(round_index) < global_batch:
         return False
     return round_progress(view, round_index, now, global_batch).drained
 
 
 def is_launched(view: View, round_index: int, now: float, global_batch: int) -> bool:
-    """The global batch has been launched; likewise."""
+    """True when the global batch has been launched; as quick as `is_drained`."""
     if view.counters.launched_at_most(round_index) < global_batch:
         return False
     return round_progress(view, round_index, now, global_batch).launched >= global_batch
@@ -111,12 +112,12 @@ def may_launch(
     quiet_s: float,
     patience_s: float,
 ) -> bool:
-    """May a feeder launch one more microbatch?
+    """Whether a feeder may launch one more microbatch.
 
-    Within its quota at once. Beyond it only what is missing in the whole swarm (`launched`, as
-    seen in the view, is below `global_batch`), and only when nothing new was heard of the other
-    feeders' counters, nor launched beyond the quota, for `patience_s`. `quiet_s` is how long ago
-    the later of the two was: the caller starts it anew with every microbatch that it launches
+    Within its quota it may at once. Beyond it only what is missing in the whole swarm (`launched`,
+    as seen in the view, is below `global_batch`), and only when for `patience_s` seconds the other
+    feeders' counters have not changed and nothing was launched beyond the quota. `quiet_s` is the
+    time since the later of the two: the caller restarts it with every microbatch that it launches
     beyond its quota, so that one at a time is taken over from a slow or dead feeder."""
     if launched >= global_batch:
         return False
@@ -124,7 +125,8 @@ def may_launch(
 
 
 FEW_FEEDERS = 8
-"""Up to so many, the global batch is launched exactly; more do not hear of each other at once."""
+"""Up to this number of feeders the global batch is launched exactly; more feeders do not learn
+of each other's launches at once."""
 
 
 def may_help(
@@ -139,18 +141,18 @@ def may_help(
     num_feeders: int,
     samples_per_microbatch: int,
 ) -> bool:
-    """May one of many feeders, done with its quota, launch more in place of slower ones?
+    """Whether one of many feeders, done with its quota, may launch more in place of slower ones.
 
-    Of what others launched it knows what they said `spread_s` seconds ago, so their number is
-    carried forward at the mean rate of the round, which has lasted `age_s`. The batch may become
-    larger by what was launched meanwhile; no part of it is lost, and nobody waits for the slowest
-    feeder. What it may not launch any more others have launched, or are about to: who is told to
-    leave it may go on with the next round.
+    It knows what the others had launched `spread_s` seconds ago, so their number is extrapolated at
+    the mean rate of the round, which has lasted `age_s` seconds. The batch may become larger by the
+    samples that were launched meanwhile; none of them is lost, and no peer waits for the slowest
+    feeder. Samples that it may not launch any more have been launched by others, or are about to
+    be: a feeder that gets False may go on with the next round.
 
-    Where no launch has been heard of for longer than news take (`quiet_s`, since that or the own
-    last one), those who have the rest in their quota do not launch it: as many feeders as there are
-    microbatches missing launch one each, after another such time the next ones. `rank`: in the
-    sorted list of feeders."""
+    Where no launch has become known for longer than news take to spread (`quiet_s`, since that or
+    the own last launch), the feeders that have the rest in their quota do not launch it. Then as
+    many feeders as microbatches are missing launch one each, and the next ones after another such
+    time. `rank`: position in the sorted list of feeders."""
     others = launched - own_launched
     rate = others / age_s if age_s > 0 else 0.0
     if own_launched + others + rate * spread_s < global_batch:
@@ -163,8 +165,8 @@ def may_help(
 
 
 def newest_round(view: View, now: float, stage: int | None = None) -> int:
-    """The highest round that a live, serving peer (of `stage`, where given) is in; 0 when there
-    is none."""
+    """The highest round of the live, serving peers (of `stage`, where given); 0 when there are
+    none."""
     if stage is not None:
         return _newest(view.members(stage, now))
     return view.remembered(ALL, "newest round", now, lambda: _newest(view.live(now)))

@@ -1,9 +1,10 @@
 """Places that a replica keeps for microbatches whose activations are on their way. Pure.
 
-A caller on a slow link asks before it sends (`admit`). What it is granted must not be taken by
-others meanwhile, and whoever asks and never comes must not keep others out: a place lasts for
-`keep_s`, asking again does not prolong it, one caller has at most so many places at a time, and
-one that let a place lapse is only told whether there is room, for a while.
+A caller on a slow link asks before it sends (`admit`). Other callers must not take its place
+meanwhile, and a caller that asks and never sends must not keep others out. So a place lasts for
+`keep_s` seconds, asking again does not prolong it, and the number of places of one caller is
+limited. A caller that let a place lapse gets no place for a while; it is only told whether there is
+room.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field
 RESERVED_S = 60.0
 """How long a place is kept."""
 DISTRUST_S = 60.0
-"""How long nothing is kept for a caller that let a place lapse."""
+"""How long a caller that let a place lapse gets no place."""
 MAX_DISTRUSTED = 1024
-"""Callers that are remembered as such, the newest."""
+"""Callers remembered as distrusted at most, the newest."""
 
 Key = tuple[int, int]
 """(round, microbatch id)."""
@@ -24,17 +25,17 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class Reservations:
-    """Of one replica."""
+    """The places of one replica."""
 
     max_per_caller: int
     keep_s: float = RESERVED_S
     _places: dict[tuple[str, Key], float] = field(default_factory=dict)
-    """Until when, by caller and microbatch; in the order of their ends."""
+    """End of each place, by caller and microbatch; in the order of these ends."""
     _distrusted: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """Until when."""
+    """Time until which a caller gets no place."""
 
     def count(self, now: float) -> int:
-        """Places that are kept."""
+        """The number of places that are kept now."""
         while self._places:
             place, until = next(iter(self._places.items()))
             if until > now:
@@ -44,12 +45,12 @@ class Reservations:
         return len(self._places)
 
     def has(self, caller: str, key: Key, now: float) -> bool:
-        """Is a place kept for this microbatch of this caller?"""
+        """Whether a place is kept for this microbatch of this caller."""
         self.count(now)
         return (caller, key) in self._places
 
     def keep(self, caller: str, key: Key, now: float) -> bool:
-        """Keeps a place from now on, where the caller may have one more."""
+        """Keeps a place from now on; False where the caller may not have one more."""
         if self.has(caller, key, now):
             return True
         if self._distrusted.get(caller, now) > now:
@@ -60,15 +61,15 @@ class Reservations:
         return True
 
     def take(self, caller: str, key: Key, now: float) -> bool:
-        """The microbatch is here: True where its place was still kept. One that comes late shows
-        that its caller had meant it."""
+        """The microbatch has arrived. Returns True where its place was still kept. A late one shows
+        that its caller had meant it, and ends the distrust."""
         kept = self.has(caller, key, now)
         self._places.pop((caller, key), None)
         self._distrusted.pop(caller, None)
         return kept
 
     def drop_round(self, round_index: int) -> None:
-        """Microbatches of this round and of those before it do not come any more."""
+        """Microbatches of this round and of earlier ones will not arrive any more."""
         for place in [p for p in self._places if p[1][0] <= round_index]:
             del self._places[place]
 

@@ -1,4 +1,4 @@
-"""How long a device takes for a microbatch, learned from pieces of work of unequal length."""
+"""The device time of a microbatch, estimated from pieces of work of unequal length."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 FORWARD_PART = 1 / 3
 BACKWARD_PART = 1 - FORWARD_PART
-"""Of a microbatch's work. A backward pass is twice a forward pass (2 and 4 FLOP a parameter and
-token: Kaplan et al. 2020). Where a stage differs, only estimates made of more forward than
-backward passes are off: in the long run there are as many of both."""
+"""Parts of a microbatch's work. A backward pass is twice a forward pass (2 and 4 FLOP a parameter
+and token: Kaplan et al. 2020). Where a stage differs, only estimates from more forward than
+backward passes are wrong: in the long run there are as many of both."""
 SMOOTHING = 0.1
-"""Of a whole microbatch in the moving average, once there have been more than 1 / `SMOOTHING`."""
+"""Weight of a whole microbatch in the moving average, after the first 1 / `SMOOTHING` ones."""
 MIN_PIECES = 3
-"""Before there is an estimate. The first is left out of it: it warms caches and compiles."""
+"""Pieces of work before there is an estimate. The first is left out: it warms caches and
+compiles."""
 
 
 @dataclass(slots=True)
 class ServiceTime:
     """Device seconds of a microbatch, forward and backward together.
 
-    At the begin of a round a replica makes many forward passes before the first gradient comes
+    At the beginning of a round a replica makes many forward passes before the first gradient comes
     back, so what the device has worked between two finished microbatches says little. Each piece
     counts as the part of a microbatch that it is."""
 
@@ -27,11 +28,11 @@ class ServiceTime:
     """The estimate; 0 while unknown."""
     _pieces: int = 0
     _done: float = 0.0
-    """Microbatches' worth of work in the estimate."""
+    """Work in the estimate, in microbatches."""
     _mean: float = 0.0
 
     def add(self, seconds: float, part: float) -> None:
-        """The device worked so many seconds for this part of a microbatch."""
+        """The device worked `seconds` for this part of a microbatch."""
         self._pieces += 1
         if self._pieces == 1 or seconds < 0:
             return

@@ -1,1 +1,1 @@
-"""When replicas exchange what, who owns which shard, and how contributions are summed."""
+"""The schedule of exchanges, the owners of shards, and the sums of contributions."""

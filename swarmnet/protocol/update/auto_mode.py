@@ -1,14 +1,14 @@
-"""Mode `auto`: should exchanges run beside the rounds or between them?
+"""Mode `auto`: the choice between exchanges beside the rounds and between them.
 
 Between them (`zero`) an update is exact, and every round waits for its exchange. Beside them
-(`delayed`) nobody waits, and what is learned is one update late. So: `delayed` where an exchange
-takes a good part of a round, `zero` where it hardly matters, and between the two no change.
-`local` and `gossip` are no candidates: they take the memory back that sharding saves, and what a
-token teaches depends on them in a way that no clock shows. Where not even `delayed` hides the
-exchange, people are told what would (`Adviser`).
+(`delayed`) no peer waits, and every update is one round late. So the choice is `delayed` where an
+exchange takes a good part of a round, `zero` where it hardly matters, and no change between the
+two. `local` and `gossip` are no candidates: they use the memory again that sharding saves, and they
+change the learning progress per token in a way that no clock shows. Where not even `delayed` hides
+the exchange, users are told what would (`Adviser`).
 
 One feeder decides (`swarm.update.auto_sync`), by the medians that replicas publish, for some rounds
-ahead, and everybody passes the decision on in its record. Every replica that drains a round has
+ahead, and every peer passes the decision on in its record. Every replica that drains a round has
 seen the record of each feeder that launched in it, so it knows by then what the feeder decided
 before."""
 
@@ -23,25 +23,26 @@ from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.update.sync_modes import DELAYED, ZERO, Switch, SyncPlan
 
 DELAYED_ABOVE, ZERO_BELOW = 0.25, 0.1
-"""Exchange over round."""
+"""Bounds of the duration of an exchange over that of a round."""
 AHEAD_ROUNDS = 3
-"""From the decision to the first exchange in the new mode."""
+"""Rounds from the decision to the first exchange in the new mode."""
 IN_A_ROW = 3
 """Rounds that must want the same change."""
 REST_ROUNDS = 10
-"""Between two changes."""
+"""Rounds between two changes, at least."""
 KEPT_SWITCHES = 4
 LONG_ABOVE, SHORT_BELOW = 1.25, 0.9
-"""Exchange over round: a round that it runs beside waits for it; it does not any more."""
+"""Exchange over round: above the first, a round waits for the exchange beside it; below the second
+it does not any more."""
 EXCHANGE_PART = 0.1
-"""Of the time, that exchanges between steps of each replica's own are to take."""
+"""Part of the time that exchanges should take where replicas make steps of their own."""
 LEAST_S = 1e-6
-"""A round that is said to be shorter counts as this: peers may say anything."""
+"""A shorter published round counts as this: peers may publish anything."""
 MOST_STEPS = 1e9
 
 
 def merge(*several: Iterable[Switch]) -> tuple[Switch, ...]:
-    """The newest switches, ascending. Of two for one round the first in the alphabet holds."""
+    """The newest switches, ascending. Of two for one round, the lower (mode, seconds) is valid."""
     by_round: dict[int, Switch] = {}
     for switch in (s for switches in several for s in switches):
         known = by_round.setdefault(switch.round, switch)
@@ -68,14 +69,14 @@ def pace(records: Iterable[Record]) -> tuple[float, float]:
 
 @dataclass
 class Chooser:
-    """What the deciding feeder remembers."""
+    """The memory of the deciding feeder."""
 
     votes: int = 0
 
     def decide(
         self, plan: SyncPlan, round_index: int, round_s: float, exchange_s: float
     ) -> Switch | None:
-        """A change, or the first word on the matter; None to leave it as it is. To be asked once a
+        """A change, or the first decision; None to leave the mode as it is. To be called once a
         round."""
         if round_s <= 0:
             return None
@@ -95,8 +96,8 @@ class Chooser:
 
 
 def local_steps_for(round_s: float, exchange_s: float) -> int:
-    """How many steps of their own replicas would have to make between two exchanges for these to
-    take `EXCHANGE_PART` of the time: from H rounds + exchange = exchange / part."""
+    """The number of own steps between two exchanges with which these take `EXCHANGE_PART` of the
+    time: from H rounds + exchange = exchange / part."""
     steps = exchange_s * (1 - EXCHANGE_PART) / (EXCHANGE_PART * max(round_s, LEAST_S))
     return max(1, math.ceil(min(steps, MOST_STEPS)))
 
@@ -109,8 +110,9 @@ class Adviser:
     has_told: bool = False
 
     def steps(self, round_s: float, exchange_s: float) -> int:
-        """The number of own steps that would hide the exchanges, when it is to be told; else 0. To
-        be asked once a round. Told once, and again only after exchanges were short."""
+        """The number of own steps that would hide the exchanges, when users should be told; else 0.
+        To be called once a round. Users are told once, and again only after exchanges were
+        short."""
         if round_s <= 0:
             return 0
         share = exchange_s / round_s

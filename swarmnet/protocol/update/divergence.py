@@ -1,10 +1,10 @@
-"""Which of two results of one round holds.
+"""The choice between two results of one round.
 
 The two sides of a partition may both finish a round. When they hear of each other again, replicas
-of one stage are in the same round with different parameters. The result with more samples behind
-it holds, then that of the lower peer id. Every record is ranked by itself: the owner of the best
-one never gives way, and whoever sees it goes over to it, so views that differ cannot send two
-sides after each other.
+of one stage are in the same round with different parameters. The result with more samples is valid;
+of equal ones, that of the lower peer id. Every record is ranked by itself: the owner of the best
+one keeps its parameters, and every peer that sees it adopts them. So two sides with different views
+cannot adopt each other's parameters in turn.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 
 
 def best(records: Iterable[Record]) -> Record | None:
-    """The record whose parameters hold, of replicas of one stage in one round; those that leave
+    """The record with the valid parameters, of replicas of one stage in one round; leaving ones
     count too."""
     known = [r for r in records if r.stage >= 0 and r.state in (ACTIVE, LEAVING) and r.digests]
     return min(known, key=lambda r: (-r.samples, r.peer_id), default=None)
 
 
 def holding(records: Iterable[Record]) -> list[Record]:
-    """Of replicas of one stage, those whose parameters hold in their round; the order
-    stays."""
+    """The replicas with the valid parameters of their round, of replicas of one stage; in the same
+    order."""
     by_round: dict[int, list[Record]] = {}
     for r in records:
         by_round.setdefault(r.round, []).append(r)
@@ -35,7 +35,7 @@ def holding(records: Iterable[Record]) -> list[Record]:
 
 
 def winner_over(own: Record, others: Sequence[Record]) -> Record | None:
-    """The replica to whose parameters `own` is to go over; None where its own hold, as far as is
+    """The replica whose parameters `own` should adopt; None where its own are valid, as far as is
     known. `others`: live replicas of the stage."""
     if not own.is_replica or not own.digests:
         return None

@@ -1,4 +1,4 @@
-"""Which replica owns which shard: weighted rendezvous hashing.
+"""The owners of shards, by weighted rendezvous hashing.
 
 Every peer computes, from names and weights alone, the same ordered list of owners of each
 shard. Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); with the
@@ -18,14 +18,14 @@ from statistics import fmean
 from swarmnet.protocol.membership.records import Record
 
 HASH_BITS = 52
-"""Of the hash that are used: (x + 1/2) / 2^52 is exact in a double and never 0 or 1."""
+"""Bits of the hash that are used: (x + 1/2) / 2^52 is exact in a double and never 0 or 1."""
 MAX_RATIO = 16.0
-"""Of the weight of a peer over the mean of all but the largest."""
+"""Weight of a peer over the mean of all but the largest weight, at most."""
 SLOW_BYTES_PER_S = 10e3
-"""What is slower counts as this."""
+"""A slower link counts as this."""
 FAST_BYTES_PER_S = 125e6
-"""1 Gbit/s. A faster link is not what limits an update: what is measured beyond says how busy the
-machine was. All such links count alike."""
+"""1 Gbit/s. A faster link does not limit an update: a measurement beyond tells how busy the machine
+was. All such links count alike."""
 
 
 def owners(stage: int, shard_index: int, weights: Mapping[str, float]) -> list[str]:
@@ -40,7 +40,7 @@ def _score(stage: int, shard_index: int, peer_id: str, weight: float) -> float:
 
 
 KEPT_DRAWS = 1 << 16
-"""Peers times shards whose hash is remembered: memberships change by a peer at a time."""
+"""Peers times shards whose hash is remembered: memberships change by one peer at a time."""
 
 
 @lru_cache(maxsize=KEPT_DRAWS)
@@ -95,14 +95,14 @@ class Placement:
 def placed(
     stage: int, num_shards: int, weights: tuple[tuple[str, float], ...], replication: int
 ) -> Placement:
-    """The placement under a membership, made once: asked for with every shard of every update."""
+    """The placement under a membership. Cached, because every shard of every update needs it."""
     return Placement(stage, num_shards, dict(weights), replication)
 
 
 def short_of_owners(placement: Placement, records: Iterable[Record], peer_id: str) -> list[int]:
-    """Shards that a peer is to own and does not say it holds, and that fewer replicas hold than
-    there should be owners: one more death could be that of the last. `records`: of the live
-    replicas that count as possible owners. Ascending."""
+    """Shards, ascending, that a peer should own and does not hold, and that have fewer holders than
+    they should have owners: one more death could be that of the last holder. `records`: of the live
+    replicas that count as possible owners."""
     known = {r.peer_id: r for r in records}
     own = known.get(peer_id)
     if own is None:
@@ -115,8 +115,8 @@ def short_of_owners(placement: Placement, records: Iterable[Record], peer_id: st
 def comes_after_a_holder(
     placement: Placement, records: Iterable[Record], peer_id: str, shard_index: int
 ) -> bool:
-    """A peer that says now that it holds a shard does not become its primary by that: one that
-    comes before it in the order holds it too."""
+    """True where a peer that publishes now that it holds a shard does not become its primary: a
+    holder comes before it in the order."""
     holders = {r.peer_id for r in records if r.holds_shard(shard_index)}
     order = placement.order(shard_index)
     return peer_id in order and any(p in holders for p in order[: order.index(peer_id)])
@@ -124,13 +124,14 @@ def comes_after_a_holder(
 
 def weights_from(records: Iterable[Record]) -> dict[str, float]:
     """Weights of replicas: their upload bandwidth (bytes/s), between `SLOW_BYTES_PER_S` and
-    `FAST_BYTES_PER_S`, rounded to a power of two so that the noise of measuring does not move
-    shards. One that is not known yet counts as the geometric mean of the others.
+    `FAST_BYTES_PER_S`, rounded to a power of two so that the noise of measurements does not move
+    shards. An unknown bandwidth counts as the geometric mean of the others.
 
-    So the weight of a measured peer is its own affair, and does not change when another comes or
-    goes; but for that of one far above the rest, for none is above `MAX_RATIO` times the mean of
-    all but the largest: a huge link does not make its owner hold everything, nor a false claim of
-    one. That bound moves smoothly with the swarm, and so do the shards of who is at it."""
+    So the weight of a measured peer depends on its own bandwidth alone, and does not change when
+    other peers join or leave. The exception is a peer far above the rest: no weight is above
+    `MAX_RATIO` times the mean of all but the largest. So a huge link, or a false claim of one, does
+    not make its owner hold everything. That bound moves smoothly with the swarm, and so do the
+    shards of a peer at the bound."""
     rates = {r.peer_id: r.upload_bytes_per_s for r in records}
     exponents = {p: _exponent(rate) for p, rate in rates.items() if rate > 0}
     usual = fmean(exponents.values()) if exponents else 0.0

@@ -1,8 +1,8 @@
-"""How much each contribution to a gradient counts: by its tokens, and by its norm.
+"""The weight of each contribution to a gradient, by its tokens and by its norm.
 
-A contribution is a sum over the tokens that its sender says it worked on. Both may be false. These
-decisions need the norms and the words of the contributors alone, never their gradients; what needs
-those (trimmed mean, CenteredClip) is in `training.optimizer.aggregation`.
+A contribution is a sum over the tokens that its sender claims. Both may be false. These decisions
+need only the norms and the claims of the contributors, never their gradients. Rules that need the
+gradients (trimmed mean, CenteredClip) are in `training.optimizer.aggregation`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MEAN, MEDIAN_CLIP, TRIMMED_MEAN, CENTERED_CLIP = (
 )
 RULES = (MEAN, MEDIAN_CLIP, TRIMMED_MEAN, CENTERED_CLIP)
 MIN_CONTRIBUTORS = 4
-"""With fewer there is no majority to tell who is wrong: every rule is the mean."""
+"""With fewer contributors no majority can tell which one is wrong: every rule is the mean."""
 CLIP_TOLERANCE = 2.0
-"""A contribution is left alone up to so many times its fair norm."""
+"""A contribution is not changed up to this multiple of its fair norm."""
 TOKEN_SLACK = 1.25
-"""The claims of all contributors may add up to so many times the tokens that the feeders counted:
-what a feeder counted just before it died may be missing from its last record."""
+"""The claims of all contributors may add up to this multiple of the tokens that the feeders
+counted: tokens that a feeder counted just before it died may be missing from its last record."""
 
 
 LARGEST_PER_TOKEN = 1e15
@@ -32,17 +32,17 @@ LARGEST_PER_TOKEN = 1e15
 
 
 def is_sound(squares: float, num_tokens: int) -> bool:
-    """May a contribution with this sum of squares count at all? Not where it is not finite, nor
-    where it is so large that no stage would take the result."""
+    """Whether a contribution with this sum of squares may count: False where it is not finite, or
+    so large that no stage would accept the result."""
     return math.isfinite(squares) and math.sqrt(squares) <= LARGEST_PER_TOKEN * num_tokens
 
 
 def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
     """The token counts to believe.
 
-    Claims that together are within `TOKEN_SLACK` of what the feeders counted stand as they are, so
-    that among honest peers nothing changes. Beyond that somebody lies, and the largest claims are
-    cut down to one level at which the sum fits. `counted` = 0: unknown, all stand.
+    Claims whose sum is within `TOKEN_SLACK` of the feeders' count are accepted, so nothing changes
+    among honest peers. Beyond that a claim is false, and the largest claims are cut down to one
+    level at which the sum fits. `counted` = 0: unknown, all claims are accepted.
     """
     room = math.floor(counted * TOKEN_SLACK)
     if counted <= 0 or sum(claims.values()) <= room:
@@ -59,20 +59,21 @@ def fair_tokens(claims: Mapping[str, int], counted: int) -> dict[str, int]:
 
 
 def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """By contributor, what its sum is to be multiplied by: 1, or less where its norm is too large.
+    """The factor for each contributor's sum: 1, or less where its norm is too large.
 
     `squares`: sum of squares of the whole contribution (all shards that are known), `tokens` behind
-    it. Of honest contributors the gradient *per token* has a norm that is alike where the signal
-    prevails, and one that shrinks as 1/sqrt(tokens) where the noise does. The fair norm of a
+    it. The gradient *per token* of honest contributors has a similar norm where the signal
+    prevails, and a norm that shrinks as 1/sqrt(tokens) where the noise does. The fair norm of a
     contributor is the larger of the two medians, so that one with few tokens is not taken for an
     attacker. The lower median makes sure that half of the contributors cannot raise it.
 
-    Up to `CLIP_TOLERANCE` times its fair norm a contribution is left alone. Beyond, at k times the
-    fair norm, it is cut to the fair norm, and its tokens count 1/k. So the grossest count least.
-    (Cut to the fair norm alone, noise still hides the smallest gradients, and AdamW makes as large
-    steps on those as on others.) The weighted sum is divided by all tokens, those that do not count
-    in full too: that would shorten the step, which an outer step in mode `local` feels; so all
-    factors are larger by as much. Nobody cut, or fewer than `MIN_CONTRIBUTORS`: all factors are 1.
+    Up to `CLIP_TOLERANCE` times its fair norm a contribution is not changed. Beyond, at k times the
+    fair norm, it is cut to the fair norm, and its tokens count 1/k. So the largest count least. (If
+    it were only cut to the fair norm, noise would still hide the smallest gradients, and AdamW
+    makes as large steps on those as on others.) The weighted sum is divided by all tokens, also
+    those that do not count in full. That would shorten the step, which matters for an outer step in
+    mode `local`; so all factors are enlarged in proportion. Where none is cut, or with fewer than
+    `MIN_CONTRIBUTORS`, all factors are 1.
     """
     if len(squares) < MIN_CONTRIBUTORS:
         return dict.fromkeys(squares, 1.0)
@@ -92,9 +93,9 @@ def clip_factors(squares: Mapping[str, float], tokens: Mapping[str, int]) -> dic
 
 
 def is_alike(own_squares: float, own_tokens: int, squares: float, tokens: int) -> bool:
-    """May a gradient be added to one's own without changing what others think of it? Both are sums
-    over tokens; the rule is that of `clip_factors`, among two. Never where it is not finite; where
-    there is none of one's own, it is for the primary to judge."""
+    """Whether another gradient may be added to the own one without making it look like an attack.
+    Both are sums over tokens; the rule is that of `clip_factors`, for two contributors. False where
+    it is not finite; True where there is no own gradient, as the primary judges then."""
     if not math.isfinite(squares) or tokens <= 0:
         return False
     if own_tokens <= 0:

@@ -1,21 +1,22 @@
-"""When the replicas of a stage exchange what, by `[sync] mode`. Pure; every peer finds the same.
+"""The schedule of exchanges between the replicas of a stage, by `[sync] mode`. Pure; every peer
+computes the same.
 
 `zero`: at the end of every round, before the next one begins. `delayed`: the exchange of round r
-runs beside the microbatches of round r + 1, whose parameters therefore lack it (the delayed
-parameter update of ZeRO-Offload, Ren et al. 2021). `auto` changes between these two. `local` and
-`gossip`: a round ends with a step of each replica's own; every `local_steps` rounds they exchange
-how far they have come (DiLoCo, Douillard et al. 2023; NoLoCo, Kolehmainen et al. 2025). With
-`fragments` the shards take turns instead of going all in one round (Streaming DiLoCo, Douillard et
-al. 2025).
+runs beside the microbatches of round r + 1, whose parameters therefore do not contain it (the
+delayed parameter update of ZeRO-Offload, Ren et al. 2021). `auto` changes between these two.
+`local` and `gossip`: a round ends with a step of each replica's own, and every `local_steps` rounds
+replicas exchange their progress (DiLoCo, Douillard et al. 2023; NoLoCo, Kolehmainen et al. 2025).
+With `fragments` groups of shards are exchanged in turn instead of all in one round (Streaming
+DiLoCo, Douillard et al. 2025).
 
-Every mode begins with a *warm-up*, some rounds in which exchanges come as soon as they can, for
-that is when parameters change fastest and an old gradient, or a model gone its own way, does most
-harm: `delayed` and `auto` are `zero` in it (ZeRO-Offload too delays only after some steps), `local`
-and `gossip` exchange every shard in every round (post-local SGD, Lin et al. 2020).
+Every mode may begin with a *warm-up*: some rounds in which exchanges happen as soon as possible,
+because parameters change fastest then, and an old gradient or a diverged model does most harm. In
+the warm-up `delayed` and `auto` are `zero` (ZeRO-Offload too delays only after some steps), and
+`local` and `gossip` exchange every shard in every round (post-local SGD, Lin et al. 2020).
 
-Exchanges have the number of the round whose gradient they are about. The *version* of a round is
-the number of exchanges that its parameters contain: what it begins with is the input of the
-exchange of that number.
+An exchange has the number of the round whose gradient it sums. The *version* of a round is the
+number of exchanges that its parameters contain: the parameters with which it begins are the input
+of the exchange of that number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_ROUND = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """In mode `auto`: which mode the exchanges have from one on, and what was measured."""
+    """In mode `auto`: the mode of exchanges from one round on, and the measurements behind it."""
 
     round: int
     mode: str
@@ -52,15 +53,15 @@ class SyncPlan:
 
     mode: str = ZERO
     rounds: int = 1
-    """Length of the run: it ends with an exchange of everything."""
+    """Length of the run, which ends with an exchange of all shards."""
     local_steps: int = 1
     """Rounds between two exchanges of a shard, where replicas make steps of their own."""
     fragments: int = 1
     """Groups of shards that are exchanged in different rounds; at most `local_steps` differ."""
     switches: tuple[Switch, ...] = ()
-    """Of mode `auto`, by ascending round; before them it is `zero`."""
+    """Changes in mode `auto`, by ascending round; before them the mode is `zero`."""
     warmup_rounds: int = 0
-    """From the beginning of the run; see above."""
+    """Rounds of the warm-up, at the beginning of the run."""
 
     @property
     def is_local(self) -> bool:
@@ -73,11 +74,11 @@ class SyncPlan:
         return round_index - 1 if late else round_index
 
     def is_warmup(self, round_index: int) -> bool:
-        """Is a round one of the warm-up?"""
+        """Whether a round belongs to the warm-up."""
         return round_index < self.warmup_rounds
 
     def steps_until_due(self, round_index: int) -> int:
-        """Rounds from one exchange of a shard to the next, about a round."""
+        """Rounds from one exchange of a shard to the next, around a round."""
         return 1 if self.is_warmup(round_index) else self.local_steps
 
     def mode_at(self, round_index: int) -> str:
@@ -89,12 +90,12 @@ class SyncPlan:
         return next((s.mode for s in reversed(self.switches) if s.round <= round_index), ZERO)
 
     def is_delayed(self, round_index: int) -> bool:
-        """Does the exchange of this round run beside the next round? The last one never does."""
+        """Whether the exchange of this round runs beside the next round; never for the last."""
         return round_index < self.rounds - 1 and self.mode_at(round_index) == DELAYED
 
     def next_owner_round(self, round_index: int) -> int:
-        """From which round a replica that joins in this one may own shards: in the exchange that
-        the round begins with, owners do not change any more."""
+        """The first round for which a replica that joins in this one may own shards: owners do not
+        change any more in the exchange with which the round begins."""
         after = round_index + 1
         return (
             after
@@ -103,7 +104,7 @@ class SyncPlan:
         )
 
     def is_due(self, shard_index: int, round_index: int) -> bool:
-        """Is a shard exchanged at the end of this round?"""
+        """Whether a shard is exchanged at the end of this round."""
         is_always = not self.is_local or self.is_warmup(round_index)
         if is_always or round_index >= self.rounds - 1:
             return True

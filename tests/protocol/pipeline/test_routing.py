@@ -6,7 +6,7 @@ import pytest
 
 from swarmnet.protocol.pipeline import routing
 from swarmnet.protocol.pipeline.routing import Router
-from tests.protocol.queueing import Stage, bursts, closed_loop
+from tests.protocol.pipeline.queueing import Stage, bursts, closed_loop
 
 SERVICE_S = {"a": 0.01, "b": 0.02, "c": 0.05, "d": 0.1}
 CAPACITY = sum(1 / s for s in SERVICE_S.values())
