@@ -1,7 +1,7 @@
-"""Other ways to share the stages out, to compare the swarm's own with in the simulator.
+"""Other assignments of peers to stages, for comparison in the simulator.
 
-Everything else (routing, rounds, averaging, joining) stays as it is, so that the difference is that
-of the assignment alone.
+Everything else (routing, rounds, averaging, joining) stays the same, so that a difference comes
+from the assignment alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _always(
     *,
     costs: Sequence[float] | None = None,
 ) -> bool:
-    """What was decided is done."""
+    """Every decided move is made."""
     return True
 
 
@@ -90,13 +90,14 @@ class StaticAssignment:
 @dataclass
 class SwarmRebalancing:
     """Adaptive rebalancing as published with SWARM (Ryabinin et al. 2023, arXiv:2301.11913,
-    algorithm 2): every `every_s` seconds one peer of the stage with the least load goes to the
+    algorithm 2): every `every_s` seconds one peer of the stage with the least load moves to the
     stage with the most.
 
-    Load is how long a stage's queues are. Where throughputs are announced, as here, the longest
-    queue grows at the stage with the least throughput, so these stand in for it. Who goes is the
-    peer with the shortest queue there, which in a stage that waits for work is any: drawn. There is
-    no margin, and no memory. Newcomers go to the stage with the least throughput."""
+    Load is the length of a stage's queues. Where throughputs are announced, as here, the longest
+    queue grows at the stage with the least throughput, so throughputs stand in for load. The moving
+    peer is the one with the shortest queue; in a stage that waits for work that is any peer, and it
+    is drawn. There is no margin, and no memory. Newcomers join the stage with the least
+    throughput."""
 
     every_s: float = REBALANCE_EVERY_S
     _moved_in: int = -1
@@ -156,7 +157,7 @@ def assigner(name: str, every_s: float) -> Assigner:
 
 
 def limits_for(name: str, every_s: float, limits: Limits) -> Limits:
-    """The published rebalancing looks at fixed times, not twice, and has no rest."""
+    """The published rebalancing looks at fixed times, decides at once, and has no cooldown."""
     if name != SWARM:
         return limits
     look_s = WINDOW * every_s / 3

@@ -1,8 +1,8 @@
-"""How fast could a swarm be? The max-flow bound of its compute and its links.
+"""The max-flow bound of a swarm's throughput, from its compute and its links.
 
-A microbatch passes one replica of every stage. A replica is a node with a capacity: what its
-device computes, and what its link carries of the activations in and out and of their gradients.
-Any replica can hand over to any of the next stage and the core of the network is free, so that
+A microbatch passes one replica of every stage. A replica is a node with a capacity: the rate of its
+device, limited by the rate at which its link carries activations and their gradients in and out.
+Any replica can send to any replica of the next stage and the core of the network is unlimited. So
 the graph between two stages is complete, every minimum cut lies in the nodes of a single stage,
 and the maximum flow is the least over the stages of the sum of their capacities (Ford and
 Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not charged: the bound
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one machine could do of any stage."""
+    """The capacity of one machine."""
 
     samples_per_s: float
-    """Forward and backward, of its device."""
+    """Of its device, forward and backward."""
     up_bytes_per_s: float
     down_bytes_per_s: float
 
@@ -29,7 +29,7 @@ def replica_rate(
     machine: Capacity, stage_index: int, num_stages: int, bytes_per_sample: float
 ) -> float:
     """Samples/s through one replica. A middle stage receives an activation and a gradient for each
-    sample and sends as much; the first stage reads its data at home, the last has no successor."""
+    sample and sends as much; the first stage has its data locally, the last has no successor."""
     neighbours = (stage_index > 0) + (stage_index < num_stages - 1)
     if not neighbours or not bytes_per_sample:
         return machine.samples_per_s
@@ -42,7 +42,7 @@ def replica_rate(
 def max_flow(
     machines: Iterable[tuple[int, Capacity]], num_stages: int, bytes_per_sample: float
 ) -> float:
-    """Samples/s of a swarm where each machine serves the stage beside it."""
+    """Samples/s of a swarm of pairs (stage, machine that serves it)."""
     rates = [0.0] * num_stages
     for stage_index, machine in machines:
         rates[stage_index] += replica_rate(machine, stage_index, num_stages, bytes_per_sample)
@@ -50,8 +50,8 @@ def max_flow(
 
 
 def best_flow(machines: Sequence[Capacity], num_stages: int, bytes_per_sample: float) -> float:
-    """Samples/s that no assignment of the machines to stages exceeds: as if each could share
-    itself out over the stages, at its rate in the easiest one."""
+    """Samples/s that no assignment of the machines to stages exceeds: as if each could divide its
+    time among the stages, at its rate in the easiest one."""
     if len(machines) < num_stages:
         return 0.0
     edge = (

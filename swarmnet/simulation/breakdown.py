@@ -1,7 +1,7 @@
-"""Where the bound went: what the machines that were alive did, second by second.
+"""The use of the swarm's capacity: what the live machines did, second by second.
 
-Every machine is looked at at each check, and its state is counted with the samples/s that it could
-do of a middle stage, so that a fast machine that waits weighs more than a slow one.
+The state of every machine is sampled at each check and weighted with the samples/s that the machine
+could process in a middle stage, so that a fast machine that waits counts more than a slow one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINK = "idle behind the own link, which is full"
 WAITING = "idle, no work has come"
 STATES = (WORKING, WAITING, LINK, FILL, DRAIN, EXCHANGE, JOINING, LEAVING_STATE, STALLED)
 LINK_FULL_S = 0.25
-"""A link with so much to send is full."""
+"""A link with messages of so many seconds to send is full."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Breakdown:
     global_batch: int
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     _fresh: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By peer: its round, and its device's work when that began."""
+    """By peer: its round, and the work of its device (seconds) when that round began."""
 
     def add(self, peer: Peer, is_stalled: bool, rate: float, seconds: float, now: float) -> None:
-        """Counts what a peer does at this moment for the `seconds` since the last look."""
+        """Counts the present state of a peer for the `seconds` since the last look."""
         self.spent[self._state(peer, is_stalled, now)] += rate * seconds
 
     def clear(self) -> None:

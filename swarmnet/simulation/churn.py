@@ -1,4 +1,4 @@
-"""Who comes, goes, breaks and stalls, and when: a Poisson process, or a trace from a file."""
+"""The times of joins, leaves, crashes and stalls: a Poisson process, or a trace from a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ChurnEvent:
-    """Something that happens to a peer. Where `peer` is empty, the simulation draws one."""
+    """An event of one peer. Where `peer` is empty, the simulation draws one."""
 
     at_s: float
     action: str
@@ -44,7 +44,7 @@ class ChurnRates:
     crash: float = 0.0
     stall: float = 0.0
     rejoin: float = 0.0
-    """Crashes after which the same machine comes back."""
+    """Crashes after which the same machine rejoins."""
     partition: float = 0.0
     one_way: float = 0.0
     mean_stall_s: float = 10.0
@@ -53,8 +53,8 @@ class ChurnRates:
 
     @classmethod
     def replacing(cls, num_peers: int, fraction_per_hour: float) -> ChurnRates:
-        """`fraction_per_hour` of the peers vanish and as many new ones come; three in four of
-        those that go do so without a word."""
+        """`fraction_per_hour` of the peers leave or crash and as many new ones join; three of four
+        crash."""
         gone = num_peers * fraction_per_hour
         return cls(join=gone, leave=0.25 * gone, crash=0.75 * gone)
 

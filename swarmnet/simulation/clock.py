@@ -20,7 +20,7 @@ T = TypeVar("T")
 RESOLUTION_S = 1e-7
 """Timers closer together than this fire at the same instant (exact up to 10^8 s in a double)."""
 MIN_CANCELLED = 64
-"""Cancelled timers that stay in the heap, at least, before it is built anew without them."""
+"""The heap is rebuilt without cancelled timers when there are more than this, at least."""
 MAX_LISTED_TASKS = 16
 """Tasks named in an error."""
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set, but somebody still waits."""
+    """Nothing is ready and no timer is set, but a task still waits."""
 
 
 class VirtualTimeLimit(RuntimeError):
@@ -65,8 +65,8 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._limit_s = None
 
     def stand_still(self, seconds: float) -> None:
-        """Time passes and nothing runs, as when a machine is suspended: whatever was due meanwhile
-        is due at once."""
+        """Time passes and nothing runs, as when a machine is suspended: timers that were due
+        meanwhile are due at once."""
         self._now += seconds
 
     def call_later(  # type: ignore[override]
@@ -81,12 +81,12 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._num_timers += 1
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._scheduled, (when, self._num_timers, timer))
-        timer._scheduled = True  # type: ignore[attr-defined]  # noqa: SLF001  a loop sets it
+        timer._scheduled = True  # type: ignore[attr-defined]  # noqa: SLF001  loops set it
         return timer
 
     def _run_once(self) -> None:
-        """One turn of the loop, as `BaseEventLoop` does it; but the heap holds tuples, which keep
-        their order among timers of the same instant and are compared without a call."""
+        """One turn of the loop, as in `BaseEventLoop`; but the heap holds tuples, which keep the
+        order of timers of the same instant and are compared without a call."""
         scheduled, ready = self._scheduled, self._ready  # type: ignore[attr-defined]
         if self._timer_cancelled_count > max(MIN_CANCELLED, len(scheduled) // 2):
             live = [entry for entry in scheduled if not entry[2].cancelled()]
@@ -116,7 +116,7 @@ class VirtualLoop(base_events.BaseEventLoop):
                 handle._run()  # noqa: SLF001  only a loop runs handles
 
     def describe_tasks(self) -> str:
-        """The tasks that are not done, and the line at which each waits."""
+        """The tasks that are not done, and the line at which each one waits."""
         waiting = _in_order(tasks.all_tasks(self))
         lines = [_where(task) for task in waiting[:MAX_LISTED_TASKS]]
         if len(waiting) > MAX_LISTED_TASKS:

@@ -1,4 +1,4 @@
-"""Devices and threads of virtual time: the work is real, how long it takes is made up."""
+"""Devices and threads in virtual time: the work is real, its duration is made up."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class _Job:
 class SyntheticDevice:
     """`ports.Device` on which a piece of work of some kind takes `seconds(kind)` of loop time.
 
-    The work function itself runs at the end of that time, on the event loop; its check at the begin
-    and at the end. One thing runs at a
-    time, in the order that the port asks for."""
+    The work function itself runs at the end of that time, on the event loop; its check runs at the
+    beginning and at the end. One piece of work runs at a time, in the order of the port."""
 
     def __init__(self, seconds: Callable[[str], float], *, max_waiting: int = MAX_WAITING) -> None:
         self._seconds = seconds
@@ -107,7 +106,7 @@ class SyntheticDevice:
             raise
 
     async def close(self) -> None:
-        """Cancels what has not started and waits for what has. Idempotent."""
+        """Cancels work that has not started and waits for work that has. Idempotent."""
         self._closed = True
         waiting, self._heap = self._heap, []
         for *_, job in sorted(waiting, key=lambda entry: entry[:3]):
@@ -137,7 +136,7 @@ class SyntheticDevice:
         self._busy_s += job.took_s
         if job.seat is not None:
             job.seat.busy_s += job.took_s
-        if _is_wanted(job):  # the work is done only now: of what has changed meanwhile it must know
+        if _is_wanted(job):  # the work is done only now: its check must see the changes meanwhile
             try:
                 value = _beside_the_loop(job.work)
             except Exception as error:
@@ -150,7 +149,7 @@ class SyntheticDevice:
 
 
 def _is_wanted(job: _Job) -> bool:
-    """False where the waiter was told why it is not."""
+    """False where the check failed, and the waiter got its error."""
     try:
         if job.check is not None:
             job.check()
@@ -162,9 +161,9 @@ def _is_wanted(job: _Job) -> bool:
 
 
 def _beside_the_loop(work: Callable[[], T]) -> T:
-    """What `work` returns; it finds no event loop, as on the thread of a real device or worker."""
+    """Returns `work()`, which finds no event loop, as on the thread of a real device or worker."""
     loop = asyncio.get_running_loop()
-    asyncio._set_running_loop(None)  # noqa: SLF001  what asyncio offers to loops
+    asyncio._set_running_loop(None)  # noqa: SLF001  asyncio keeps it for event loops
     try:
         return work()
     finally:
@@ -172,7 +171,7 @@ def _beside_the_loop(work: Callable[[], T]) -> T:
 
 
 class SyntheticSeat:
-    """`ports.Device`: a device that others work on too, as one of them sees it."""
+    """`ports.Device`: one seat's view of a device that several seats share."""
 
     def __init__(self, device: SyntheticDevice) -> None:
         self.busy_s = 0.0
@@ -203,7 +202,7 @@ class SyntheticSeat:
         return SyntheticSeat(self._device)
 
     async def close(self) -> None:
-        """The device is its machine's to close."""
+        """Does nothing: the machine closes the device."""
 
 
 class InlineWorker:
@@ -224,7 +223,7 @@ class InlineWorker:
             return _beside_the_loop(work)
 
     async def close(self) -> None:
-        """Waits for what was begun. Idempotent."""
+        """Waits for work that has begun. Idempotent."""
         self._closed = True
         async with self._turn:
             pass

@@ -1,4 +1,4 @@
-"""Parts of a swarm that do not see each other although nothing keeps them apart. Pure."""
+"""Parts of a swarm that do not see each other although no cut separates them. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 
 def parts(sees: Mapping[str, Set[str]]) -> list[list[str]]:
-    """Peers that are connected by somebody's seeing somebody, the largest part first. `sees`: whom
-    each of them takes for alive."""
+    """The connected parts of the graph `sees` (for each peer, the peers that are live in its view),
+    the largest part first."""
     of = {name: name for name in sees}
 
     def root(name: str) -> str:
@@ -29,15 +29,15 @@ def parts(sees: Mapping[str, Set[str]]) -> list[list[str]]:
 
 @dataclass
 class Islands:
-    """How long somebody has been outside the largest part."""
+    """Measures for how long peers have been outside the largest part."""
 
     longest_s: float = 0.0
-    """Of any island so far."""
+    """The longest duration of any island so far, seconds."""
     _since: dict[str, float] = field(default_factory=dict)
 
     def look(self, sees: Mapping[str, Set[str]], now: float) -> float:
-        """`sees`: of those who run and whom nothing keeps apart from the others. Returns for how
-        long the oldest island has been there, seconds."""
+        """`sees`: views of the running peers that no cut separates from the others. Returns the age
+        of the oldest island, seconds."""
         outside = [name for part in parts(sees)[1:] for name in part]
         self._since = {name: self._since.get(name, now) for name in outside}
         oldest_s = now - min(self._since.values(), default=now)

@@ -4,7 +4,7 @@ Every peer has an access link to an otherwise infinite core. Large messages queu
 upload and the receiver's download, first come first served; small ones (`SMALL_BYTES`) are
 interleaved with them, as the parts of a real channel are, and pay only their own time. Channels
 are reliable streams: a lost packet delays what it was part of by a retransmission, and what is
-said while two peers cannot reach each other arrives some time after they can again.
+sent while two peers cannot reach each other arrives some time after they can again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def home_link(rng: random.Random, sigma: float = HOME_SIGMA) -> Link:
 
 @dataclass
 class SimulatedNetwork:
-    """`transport.memory.Network`: when does a message arrive, if it does."""
+    """`transport.memory.Network`: the delivery times of messages."""
 
     rng: random.Random
     loss: float = 0.0
@@ -63,7 +63,7 @@ class SimulatedNetwork:
     """Latency varies by up to this part of it."""
     links: dict[str, Link] = field(default_factory=dict)
     blocked_until: dict[tuple[str, str], float] = field(default_factory=dict)
-    """When (source, target) is open again."""
+    """Time at which (source, target) is open again."""
 
     def __post_init__(self) -> None:
         self._up_free_at: dict[str, float] = {}
@@ -73,19 +73,20 @@ class SimulatedNetwork:
         self.num_bytes = 0
 
     def add(self, peer_id: str, link: Link) -> None:
+        """Connects a peer, or changes its link."""
         self.links[peer_id] = link
 
     def block(self, source: str, target: str, until: float) -> None:
-        """Nothing gets from `source` to `target` before `until`; the other way is not touched."""
+        """No message gets from `source` to `target` before `until`; the other way stays open."""
         pair = (source, target)
         self.blocked_until[pair] = max(until, self.blocked_until.get(pair, 0.0))
 
     def is_cut(self, now: float) -> bool:
-        """Is anything blocked, or was it so shortly before: what was said then is on its way?"""
+        """Whether a pair is blocked, or was a moment ago: its messages are still on their way."""
         return any(until + MAX_BACKOFF_S > now for until in self.blocked_until.values())
 
     def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
-        """Seconds from now until the last byte is there."""
+        """Seconds from now until the last byte has arrived."""
         self.num_messages += 1
         self.num_bytes += num_bytes
         self._hash.update(f"{now!r} {source} {target} {num_bytes}\n".encode())
@@ -102,15 +103,15 @@ class SimulatedNetwork:
             return latency_s + max(up_s, down_s)
         up_begin = max(now, self._up_free_at.get(source, 0.0))
         up_end = self._up_free_at[source] = up_begin + up_s
-        # What still waits for the sender's uplink holds up nobody at the receiver: the downlink is
-        # taken from now on for as long as the message takes it, not from when it comes.
+        # A message that waits for the sender's uplink delays no other at the receiver: the downlink
+        # is reserved from now on for as long as the message takes, not from when it arrives.
         down_free_at = max(now, self._down_free_at.get(target, 0.0))
         down_begin = max(up_begin + latency_s, down_free_at)
         self._down_free_at[target] = down_free_at + down_s
         return max(up_end + latency_s, down_begin + down_s) - now
 
     def upload_s(self, source: str, num_bytes: int) -> float:
-        """Seconds that so many bytes keep the uplink of `source` busy."""
+        """Seconds for which `num_bytes` keep the uplink of `source` busy."""
         return num_bytes / self.links[source].up_bytes_per_s
 
     def upload_queue(self, source: str, now: float) -> int:
@@ -124,11 +125,11 @@ class SimulatedNetwork:
         return max(0.0, free_at - now)
 
     def digest(self) -> str:
-        """Of every message so far: who, to whom, how long, when."""
+        """Of every message so far: time, sender, receiver and length."""
         return self._hash.hexdigest()
 
     def _held_s(self, source: str, target: str, now: float) -> float:
-        """Until the way is open and the sender, whose pauses double, has tried again."""
+        """Seconds until the way is open and the sender, whose pauses double, has tried again."""
         until = self.blocked_until.get((source, target), 0.0)
         if until <= now:
             self.blocked_until.pop((source, target), None)

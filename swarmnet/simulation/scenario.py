@@ -1,4 +1,4 @@
-"""What is to be simulated, and what came of it."""
+"""The description of a simulation, and its result."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ STAGE_BYTES = 50_000_000
 STAGE_SHARDS = 64
 ACTIVATION_BYTES = 1 << 20
 CHECK_S = 10.0
-"""Of `large_swarm`."""
+"""`Scenario.check_s` of `large_swarm`."""
 CHAOS_FROM_S, REPLACED_AFTER_S = 20.0, 2.0
-"""Of `chaotic_swarm`."""
+"""Times of `chaotic_swarm`, seconds."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A swarm and what befalls it. With the same scenario the same history, bit for bit."""
+    """A swarm and its faults. The same scenario gives the same history, bit for bit."""
 
     seed: int = 0
     peers: int = 6
-    """That start with the run, within `start_s`."""
+    """Peers that start with the run, within `start_s`."""
     stages: int = 2
     rounds: int = 1_000_000
-    """The simulation ends when every live peer has done them, or after `until_s`."""
+    """The simulation ends when every live peer has finished them, or after `until_s`."""
     until_s: float = 60.0
     """Virtual seconds."""
     churn_until_s: float = float("inf")
-    """After this nothing breaks any more; what was broken mends."""
+    """No fault begins after this time; those that are open end by themselves."""
     global_batch: int = 64
     samples_per_microbatch: int = 4
     sizes: Sizes = field(default_factory=Sizes)
@@ -59,7 +59,8 @@ class Scenario:
     keep_covered: bool = True
     """No fault takes a stage's last replica."""
     lasting: int = 0
-    """The first so many peers never die. Newcomers are told of those whom the others see."""
+    """The first peers, as many as this, never die. Newcomers are told of peers that the others
+    see."""
     max_peers: int = 12
     clip: bool = True
     sync_mode: str = ZERO
@@ -71,20 +72,21 @@ class Scenario:
     fragments: int = 1
     """Groups of shards that are exchanged in different rounds, in mode `local`."""
     warmup_rounds: int = 0
-    """First rounds in which exchanges come as soon as they can, whatever the mode."""
+    """First rounds, in which exchanges happen as soon as possible, whatever the mode."""
     settled_rounds: int = 0
-    """Where set, the run ends when all replicas have made so many rounds after `churn_until_s`."""
+    """Where set, the run ends when all replicas have made this number of rounds after
+    `churn_until_s`."""
     start_s: float = 2.0
     check_s: float = 0.25
     bounds: Bounds = field(default_factory=Bounds)
     limits: Limits = field(default_factory=Limits)
     gossip: GossipSettings = field(default_factory=GossipSettings)
     warmup_s: float = 0.0
-    """Left out of the throughput and of its bound."""
+    """Virtual seconds that are left out of the throughput and of its bound."""
     assignment: str = ADAPTIVE
-    """How the stages are shared out: one of `baselines.ASSIGNMENTS`."""
+    """The assignment of peers to stages: one of `baselines.ASSIGNMENTS`."""
     rebalance_every_s: float = REBALANCE_EVERY_S
-    """Of the `swarm` assignment."""
+    """Period of the `swarm` assignment, seconds."""
     keeps_books: bool = True
     """Compares what was committed with what was averaged."""
     keep_log: bool = True
@@ -110,7 +112,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     log_hash: str
     broken: str | None
@@ -118,25 +120,25 @@ class Result:
     virtual_s: float
     rounds: int
     samples: int
-    """Committed, all of the run."""
+    """Committed in the whole run."""
     samples_per_s: float
     """After the warm-up."""
     bound_per_s: float
-    """Max-flow of what was alive, each in the stage it served; mean over the same time."""
+    """Max-flow of the live machines, each in the stage that it served; mean over the same time."""
     best_per_s: float
     """The same with the best assignment of machines to stages."""
     rerouted: int
     retracted: int
     moved: int
     settled_samples: int
-    """Committed in rounds whose updates are made: only of these is it known what was lost."""
+    """Committed in rounds whose updates are made: losses are known of these only."""
     samples_lost: int
-    """Committed, and not in the update of some shard; the worst shard of all stages in each
-    round."""
+    """Committed and not in the update of a shard: for each round, those of the worst shard of all
+    stages."""
     samples_lost_mean: float
-    """The same as a mean over all shards of all stages: so much work was for nothing."""
+    """The same as a mean over all shards of all stages: the amount of wasted work."""
     reported_lost: int
-    """The same by the peers' own counters."""
+    """Lost samples by the peers' own counters."""
     stages_restarted: int
     shards_reset: int
     faults: dict[str, int]
@@ -145,10 +147,10 @@ class Result:
     control_bytes_per_peer_s: float
     bytes_per_peer_s: float
     longest_island_s: float
-    """For how long somebody was in a part of the swarm that did not see the rest, though nothing
-    kept them apart."""
+    """Longest time for which a peer was in a part of the swarm that did not see the rest, though no
+    cut separated them."""
     breakdown: dict[str, float]
-    """What the machines did after the warm-up, as parts of their capacity (see `breakdown`)."""
+    """Activity of the machines after the warm-up, as parts of their capacity (see `breakdown`)."""
     checks: int
     samples_over_time: tuple[Sample, ...]
     log: tuple[str, ...] = ()
@@ -163,7 +165,7 @@ class Result:
 
     @property
     def assignment_quality(self) -> float:
-        """The bound as they served over that of the best assignment: what rebalancing is for."""
+        """The bound of the actual assignment over that of the best one: the aim of rebalancing."""
         return self.bound_per_s / self.best_per_s if self.best_per_s else 0.0
 
 
@@ -211,15 +213,15 @@ def small_swarm(seed: int) -> Scenario:
 
 
 def _small_limits(seed: int) -> Limits:
-    """In a third of the swarms peers move within seconds, for such a history is too short for the
-    usual rests."""
+    """In a third of the swarms peers move within seconds, because such a history is too short for
+    the usual cooldowns."""
     if random.Random(f"moves {seed}").random() < 1 / 3:
         return Limits(balance_every_s=1.0, move_cooldown_s=2.0)
     return Limits()
 
 
 def small_swarm_in(mode: str, seed: int) -> Scenario:
-    """A small swarm of the sweep in another mode. Its end lies behind an exchange of everything."""
+    """A small swarm of the sweep in another mode. It ends after an exchange of all shards."""
     warmup_rounds = random.Random(f"warm-up {mode} {seed}").choice((0, 0, 4, 15))
     scenario = replace(small_swarm(seed), sync_mode=mode, warmup_rounds=warmup_rounds)
     if mode not in (LOCAL, GOSSIP):
@@ -231,9 +233,10 @@ def small_swarm_in(mode: str, seed: int) -> Scenario:
 
 
 def chaotic_swarm(until_s: float, seed: int = 0) -> Scenario:
-    """What `swarmnet local --peers 4 --chaos kill=20/min,stop=10/min` does, and one peer that
-    lasts: it may be stopped for so long that all whom it knew are gone when it goes on. About
-    islands; a swarm of five that loses one every three seconds cannot keep books of its rounds."""
+    """`swarmnet local --peers 4 --chaos kill=20/min,stop=10/min`, and one peer that lasts: it may
+    be stopped for so long that all peers that it knew are gone when it continues. The scenario is
+    about islands; a swarm of five that loses one peer every three seconds cannot keep books of its
+    rounds."""
     rng = random.Random(f"chaos {seed}")
     trace: list[ChurnEvent] = []
     at = CHAOS_FROM_S
@@ -241,7 +244,7 @@ def chaotic_swarm(until_s: float, seed: int = 0) -> Scenario:
         trace += [ChurnEvent(at, CRASH), ChurnEvent(at + REPLACED_AFTER_S, JOIN)]
     at = CHAOS_FROM_S
     while (at := at + rng.expovariate(10 / 60)) < until_s:
-        # Every second time the one that lasts.
+        # Half of the time it hits the peer that lasts.
         peer = "peer-0000" if rng.random() < 0.5 else ""
         trace.append(ChurnEvent(at, STALL, peer, rng.uniform(2.0, 12.0)))
     return Scenario(
@@ -271,12 +274,13 @@ def large_swarm(
     microbatches_per_replica: int = MICROBATCHES_PER_REPLICA,
     sequences: int = 1,
 ) -> Scenario:
-    """A swarm of volunteers at home: heterogeneous machines on home links, peers that come and go.
+    """A swarm of volunteers: heterogeneous machines on home links, peers that join and leave.
 
-    A stage of 50 million parameters, exchanged in 8 bits; a microbatch is `sequences` sequences of
-    1,024 tokens of width 1,024, which travel in 8 bits too, and each takes a machine of middle
-    speed `service_s` in its stage (4 s: about 0.1 TFLOP/s that reach the model). A round has so
-    many microbatches for each replica of a stage; its exchange runs beside the next one."""
+    A stage has 50 million parameters, exchanged in 8 bits. A microbatch is `sequences` sequences of
+    1,024 tokens of width 1,024, sent in 8 bits too. Each sequence takes a machine of middle speed
+    `service_s` seconds in its stage (4 s: about 0.1 TFLOP/s that reach the model). A round has
+    `microbatches_per_replica` microbatches for each replica of a stage; its exchange runs beside
+    the next round."""
     return Scenario(
         seed=seed,
         peers=peers,
