@@ -1,7 +1,7 @@
-"""What must hold at every moment of a simulated swarm, whatever died.
+"""The invariants of a simulated swarm, which must hold at every moment, whatever peers have died.
 
-`Monitor` hears of every piece of work at once (from the synthetic stages and optimizers) and looks
-at the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
+`Monitor` is told of every piece of work at once (by the synthetic stages and optimizers) and checks
+the peers at every `look`. The first broken invariant is kept with its time; the run ends there.
 
 1. A microbatch of round r meets only the parameters of round r, and its backward the same as its
    forward.
@@ -10,14 +10,14 @@ at the peers at every `look`. The first broken invariant is kept with its time; 
 3. What a stage averaged in a round was committed by a feeder. Committed = averaged + lost, exactly,
    by the peers' own books too, and no loss is told twice.
    Where replicas make steps of their own, no two of a stage have the same microbatch in theirs.
-4. Replicas of a stage that are in the same round agree within `Bounds.converge_s`: in their common
+4. Replicas of a stage in the same round agree within `Bounds.converge_s`: in their common
    parameters, where they make steps of their own. In mode `gossip`, where they have none, they are
    never further apart than `Bounds.spread_meetings`.
 5. A peer that moves leaves another replica behind.
 6. Queues stay within their limits.
-7. Peers that nothing keeps apart see each other: nobody who has come to a stage is on an island
-   for longer than `Bounds.island_s`.
-8. While every stage has a live replica the run goes on: a round ends within `Bounds.progress_s`
+7. Peers that no cut separates see each other: no peer of a stage is on an island for longer than
+   `Bounds.island_s`.
+8. While every stage has a live replica the run continues: a round ends within `Bounds.progress_s`
    of the last one or of the last fault.
 """
 
@@ -42,18 +42,18 @@ KEPT_ROUNDS = 3
 MIN_MEETING_STEPS = 2
 ISLANDS_EVERY_S = 1.0
 MAX_WATCHED = 64
-"""Peers of a swarm that is looked through for islands: of all, each one's view."""
+"""Largest swarm that is searched for islands, through the views of all its peers."""
 SPARE_JOBS = 8
-"""Device work beside that of microbatches."""
+"""Pieces of device work beside those of microbatches, at most."""
 
 
 class InvariantBroken(AssertionError):
-    """The swarm did what it must not do."""
+    """An invariant of the swarm does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Virtual seconds within which the swarm must have come round."""
+    """Virtual seconds within which the swarm must have recovered."""
 
     converge_s: float = 30.0
     progress_s: float = 60.0
@@ -70,7 +70,7 @@ class Member:
     frozen_until: float = 0.0
     leaving: bool = False
     stage: int | None = None
-    """Which it served when last looked at."""
+    """The stage that it served at the last look."""
 
 
 @dataclass
@@ -79,17 +79,17 @@ class Books:
 
     began_at: float = 0.0
     committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Path by microbatch id, by the word of the feeders."""
+    """Path by microbatch id, as the feeders say."""
     averaged: dict[tuple[int, int], list[frozenset[int]]] = field(default_factory=dict)
     """(stage, shard): the microbatches of every aggregate that an optimizer step used."""
     own: dict[int, dict[int, str]] = field(default_factory=dict)
-    """By stage: who made an own step with which microbatch."""
+    """By stage: microbatch id to the peer that made an own step with it."""
     losses: dict[int, list[Loss]] = field(default_factory=dict)
-    """By stage, what its replicas said of the round's books."""
+    """By stage, the reports of its replicas about the round's books."""
     tellers: dict[int, list[str]] = field(default_factory=dict)
-    """By stage, who said it."""
+    """By stage, the reporting peers."""
     retold: dict[int, None] = field(default_factory=dict)
-    """Stages where who said it died at once, and another said it again."""
+    """Stages where a reporting peer died at once, and another one reported again."""
 
 
 @dataclass
@@ -109,31 +109,31 @@ class Monitor:
     keeps_books: bool = True
     """Compares what was committed with what was averaged."""
     is_cut: Callable[[], bool] = lambda: False
-    """Does anything keep peers apart at the moment?"""
+    """Whether a cut separates peers at the moment."""
     num_committed: int = 0
     """Microbatches."""
     num_settled: int = 0
-    """Of those, how many belong to rounds whose updates are made: they may be in `lost`."""
+    """Committed microbatches of rounds whose updates are made: these may be in `lost`."""
     num_checks: int = 0
     lost: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(round, stage): microbatches that were committed and not averaged, of closed books."""
     lost_part: float = 0.0
     """Microbatches that were committed and not averaged, a mean over all shards of all stages."""
     unclosed: int = 0
-    """Books, one a round and stage, that nobody closed: all who could have been lost meanwhile."""
+    """Books, one a round and stage, that no peer closed, because all that could were lost."""
     untold: int = 0
-    """Microbatches, once a stage, that a feeder committed and took with it untold."""
+    """Microbatches, once a stage, that a feeder committed and told no peer before it died."""
     splits: int = 0
     """Shards that were stepped with different aggregates in one round."""
     last_fault_at: float = 0.0
-    """Of the last crash, stall or cut, or of its end."""
+    """Time of the last beginning or end of a crash, stall or cut."""
     closed_rounds: int = 0
 
     def __post_init__(self) -> None:
         self.members: dict[str, Member] = {}
         self._books: dict[int, Books] = {}
         self._closed: dict[int, Books] = {}
-        """The last ones that were closed: an exchange is about several rounds."""
+        """The last closed books: an exchange may be about several rounds."""
         self._stepped: dict[tuple[str, int, int, int], int] = {}
         self._progress_at = 0.0
         self._best_round = -1
@@ -146,7 +146,7 @@ class Monitor:
     # ---- work -------------------------------------------------------------------------------
 
     def observer(self, peer_id: str, incarnation: int, stage_index: int) -> Callable[..., None]:
-        """For the synthetic stage and optimizer of a peer."""
+        """The observer of the synthetic stage and optimizer of a peer."""
         return partial(self._observe, peer_id, incarnation, stage_index)
 
     def _observe(
@@ -282,11 +282,11 @@ class Monitor:
             self.log("broken", text=text)
 
     def fault(self) -> None:
-        """Something was broken or mended just now."""
+        """A fault began or ended just now."""
         self.last_fault_at = self.now()
 
     def collect(self, member: Member) -> None:
-        """Takes down what a feeder has committed. To be called before a peer is lost."""
+        """Takes in the commits of a feeder. To be called before a peer is lost."""
         feeder = member.peer.feeder
         if feeder is None:
             return
@@ -306,12 +306,12 @@ class Monitor:
         return (m for m in self.members.values() if m.frozen_until <= now)
 
     def _least_round(self) -> int:
-        """The oldest round that some peer, be it cut off, may still work on."""
+        """The oldest round on which a peer, even one that is cut off, may still work."""
         members = self.members.values()
         return min((m.peer.replica.round for m in members if m.peer.replica is not None), default=0)
 
     def _least_settled(self) -> int:
-        """Of the rounds before this one no peer has anything to exchange any more."""
+        """No peer has anything to exchange any more for the rounds before this one."""
         least = self._least_round()
         if self.plan.mode == GOSSIP:
             return least
@@ -446,9 +446,9 @@ class Monitor:
         self.log("closed", round=r, committed=len(committed), lost=lost)
 
     def _check_losses(self, r: int, s: int, books: list[Books]) -> None:
-        """Committed = averaged + reported lost, by the word of the peers, for the rounds of an
-        exchange. Only what a feeder committed and died, or was cut off, before it told anybody is
-        in nobody's books."""
+        """Committed = averaged + reported lost, as the peers say, for the rounds of an exchange.
+        The only exception are commits that a feeder told no other peer before it died or was cut
+        off."""
         # Where shards take turns, the peers' books are about the first one.
         shards = range(1 if self.plan.is_local else self.num_shards)
         results = [[b.averaged.get((s, j), []) for b in books] for j in shards]
@@ -461,7 +461,7 @@ class Monitor:
         if not losses:
             if self.last_fault_at < began_at:
                 self.fail(f"{where}: no replica closed the books")
-            self.unclosed += 1  # whoever was in the exchange is gone
+            self.unclosed += 1  # all peers of the exchange are gone
             return
         size, per = self.tokens_per_microbatch, self.samples_per_microbatch
         counted = max((x.counted_tokens // size for x in losses), default=0)
@@ -471,8 +471,8 @@ class Monitor:
         if any(x.averaged_tokens != averaged * size for x in losses):
             self.fail(f"{where}: its replicas say {[x.averaged_tokens for x in losses]} tokens")
         lost = max(0, counted - averaged) * per
-        # An exchange of several rounds, or beside one, outlasts a stall, after which two may speak
-        # for a stage: who slept, and who spoke for it meanwhile.
+        # An exchange of several rounds, or beside one, outlasts a stall. After that two peers may
+        # report for a stage: the one that was stalled, and the one that replaced it meanwhile.
         outlasts = self.plan.is_local or self.plan.mode in (DELAYED, AUTO)
         twice = (outlasts and self.last_fault_at >= began_at) or s in books[-1].retold
         if sum(told := [x.lost_samples for x in losses]) != lost and not (

@@ -1,9 +1,9 @@
-"""Steps of a synthetic replica's own, for the modes `local` and `gossip`.
+"""Own steps of a synthetic replica, for the modes `local` and `gossip`.
 
-What an exchange averages must stay exact in any order, as in `simulation.stage`: so the change of a
-shard is not the difference of two rounded vectors but the sum of what its microbatches add, and
-names them. The fast parameters go their own, rounded way beside it; they show whether a microbatch
-met the same parameters forwards and backwards, and how far partners are apart.
+The average of an exchange must be exact in any order, as in `simulation.stage`. So the change of a
+shard is not the difference of two rounded vectors but the sum of what its microbatches add, and it
+names them. The fast parameters are updated beside it, with rounding. They show whether a microbatch
+met the same parameters in its forward and backward pass, and how far partners are apart.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from swarmnet.wire import Array
 
 _FLOATS = struct.Struct(f"<{NUMBERS}f")
 MOMENTUM, PULL = 0.5, 0.7
-"""Of the outer step of a pair: how much of the last one, and how far towards the mean."""
+"""Of the outer step of a pair: the weight of the last step, and of the way to the mean."""
 
 
 class SyntheticLocalSteps:
-    """`ports.LocalSteps`. `observer` hears of every step, see `invariants.Monitor`."""
+    """`ports.LocalSteps`. `observer` is called at every step, see `invariants.Monitor`."""
 
     def __init__(
         self,

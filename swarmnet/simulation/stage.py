@@ -1,9 +1,9 @@
 """A stage and its optimizer without a neural network, for thousands of peers in one process.
 
 Vectors are real but tiny: a shard is `NUMBERS` fp32 numbers, whatever size it claims on the wire.
-A microbatch adds a vector of small whole numbers that only its (round, id) and the stage decide,
-so that sums are exact in any order, a retraction takes out precisely what was put in, and digests
-compare what they should. Beside the numbers every gradient carries the multiset of microbatches
+A microbatch adds a vector of small whole numbers that depend only on its (round, id) and the stage.
+So sums are exact in any order, a retraction subtracts exactly what was added, and equal histories
+have equal digests. Beside the numbers every gradient carries the multiset of microbatches
 that went into it (`Gradient.ids`); `check_sum` proves that the two agree.
 
 An array *claims* its size by its shape; its buffer is small. So the production code checks shapes
@@ -43,7 +43,7 @@ Observer = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a stage claims."""
+    """The sizes that a stage claims."""
 
     num_shards: int = 2
     shard_parameters: int = 4096
@@ -70,14 +70,14 @@ class Gradient(bytes):
 
 
 def contribution(stage_index: int, shard_index: int, key: StepKey) -> Numbers:
-    """What a microbatch adds to a gradient shard; the first number is 1."""
+    """The numbers that a microbatch adds to a gradient shard; the first is 1."""
     name = struct.pack("<iiqq", stage_index, shard_index, *key)
     digest = blake2b(name, digest_size=2 * (NUMBERS - 1)).digest()
     return (1.0, *(float(x % LARGEST) for x in struct.unpack(f"<{NUMBERS - 1}H", digest)))
 
 
 def check_sum(stage_index: int, shard_index: int, gradient: Gradient) -> bool:
-    """The numbers are those of the microbatches that the gradient names."""
+    """True where the numbers are those of the microbatches that the gradient names."""
     total = [0.0] * NUMBERS
     for key, times in gradient.ids.items():
         for i, x in enumerate(contribution(stage_index, shard_index, key)):
@@ -92,7 +92,7 @@ def activation(key: StepKey, sizes: Sizes) -> Array:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a stage keeps of one microbatch until it is forgotten."""
+    """The state of one microbatch in a stage, until it is forgotten."""
 
     weights: bytes
     added: bool = False
@@ -100,7 +100,7 @@ class _Kept:
 
 @dataclass
 class _Round:
-    """What belongs to one round."""
+    """The state of one round."""
 
     index: int
     parameters: list[Numbers]
@@ -109,7 +109,7 @@ class _Round:
 
 
 class SyntheticStage:
-    """`ports.Stage`. `observer(event, **facts)` hears of every piece of work; see
+    """`ports.Stage`. `observer(event, **facts)` is called at every piece of work; see
     `invariants.Monitor`."""
 
     def __init__(self, stage_index: int, num_stages: int, sizes: Sizes, observer: Observer) -> None:
