@@ -102,7 +102,7 @@ def read_stream(data: bytes) -> None:
 
 
 def take_record(data: bytes) -> None:
-    """What `Gossip.take` does with a signed record before it believes it."""
+    """What `KnownRecords.take` does with a signed record before it believes it."""
     envelope = unpack(data, messages.SignedRecord)
     record = unpack(envelope.payload, Record)
     verify(record.peer_id, envelope.payload, envelope.signature)

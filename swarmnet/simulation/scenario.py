@@ -11,7 +11,7 @@ from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
-from swarmnet.swarm.membership.gossip import GossipSettings
+from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.settings import Limits
 
 SERVICE_S = 4.0

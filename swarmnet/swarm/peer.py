@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -34,7 +34,9 @@ from swarmnet.protocol.membership.seats import machine_of, stages_beside
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
-from swarmnet.swarm.membership.gossip import Gossip, GossipSettings, Signer, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.own_record import Signer
+from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.messages import SpecReply
@@ -48,6 +50,7 @@ from swarmnet.swarm.recovery.restart import Checkpointing, Disk, Recovery
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
@@ -199,7 +202,7 @@ class Peer:
             self.gossip, self.settings.num_stages, disk, self.begin_anew, self.reconnecting
         )
         # Before anybody asks: who sees this record must not begin the run anew.
-        self.gossip.own = replace(own, restorable=self.recovery.offers())
+        self.gossip.amend(restorable=self.recovery.offers())
         self.checkpointing = (
             Checkpointing(self.gossip, disk, self.settings.rounds) if disk is not None else None
         )
@@ -928,7 +931,7 @@ class Peer:
         if self.feeder is not None:
             self.feeder.leave()
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
-        await self.gossip.publish_now()
+        self.gossip.pushes.now()
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
 
     def _handed_over(self, replica: Replica, alone: bool) -> bool:

@@ -139,7 +139,7 @@ class Directory:
         own = gossip.own
         if own.stage == OBSERVER_STAGE or own.state == LEFT:
             return False
-        envelope = gossip.envelope()
+        envelope = gossip.own_record.seal()
         return bool(
             await self._node.store(
                 stage_key(own.run_id, own.stage),
@@ -158,7 +158,7 @@ class Directory:
         news = 0
         for _, entry in sorted(found.value.items(), key=lambda item: str(item[0]))[:MAX_FOUND]:
             try:
-                news += self._gossip.take(unpack(entry.value, SignedRecord))
+                news += self._gossip.records.take(unpack(entry.value, SignedRecord))
             except ProtocolViolation as e:
                 log.debug("an entry of the directory was dropped: %s", e)
         return news

@@ -15,7 +15,8 @@ from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.reconnect import LEAST_PAUSE_S, Reconnect, Row
 from swarmnet.protocol.membership.records import LEFT
 from swarmnet.protocol.membership.seats import machine_of
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.tasks import Tasks
 
 log = logging.getLogger("swarmnet.peer")
 

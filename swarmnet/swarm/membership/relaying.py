@@ -25,8 +25,9 @@ from swarmnet.protocol.membership.reachability import (
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Handler, Request
 from swarmnet.wire import Message, convert
 
@@ -177,7 +178,7 @@ class Relaying:
     def _is_doubted(self) -> bool:
         """Somebody does not reach this peer, though others do."""
         now = asyncio.get_running_loop().time()
-        recent = [at for at in self._gossip.doubts if at > now - DOUBTS_IN_S]
+        recent = [at for at in self._gossip.unreached.doubts if at > now - DOUBTS_IN_S]
         if recent and recent[-1] - recent[0] >= DOUBTED_S:
             if self._doubted_at is None:
                 log.warning("somebody cannot reach this peer: it can be reached through relays too")

@@ -17,7 +17,7 @@ from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stal
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import ACTIVE, HeldOut, RoundCount
 from swarmnet.protocol.pipeline import feeding, progress
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     EVALUATE,
     Commit,
@@ -32,6 +32,7 @@ from swarmnet.swarm.pipeline.step import StepService, check_tokens, infer_throug
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert

@@ -19,7 +19,7 @@ from swarmnet.protocol.membership.records import LEAVING, LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.reservations import Reservations
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     LOGITS,
     AdmitReply,
@@ -35,6 +35,7 @@ from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, LossResult, StepKey
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -140,7 +141,7 @@ class StepService:
             {"step": self.on_step, "admit": self._on_admit, "infer": self._on_infer}
         )
         self.gossip.on_suspected(self._feeder_lost)
-        self.gossip.on_record(self._maybe_left)
+        self.gossip.records.on_news(self._maybe_left)
         # One caller never has all places: others get through whatever it does.
         self._places = Reservations(max(1, self.limits.max_waiting_forwards - 1))
         self._passage_s = 0.0

@@ -110,7 +110,7 @@ class LostSamples:
         own = self.gossip.own
         plan = self.replica.plan
         replicas = list(self.gossip.view.replicas(self.replica.index, now))
-        if own.state == LEAVING and now - self.gossip.state_since < JUST_NOW_S:
+        if own.state == LEAVING and now - self.gossip.own_record.state_since < JUST_NOW_S:
             replicas.append(own)
         # Who has not come so far by now has lost touch, and will fetch the stage again.
         replicas = [m for m in replicas if m.round >= window.stop - 1]

@@ -16,15 +16,16 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import ContributionsReply, ContributionsRequest
 from swarmnet.swarm.ports import Optimizer, Worker
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -166,7 +167,7 @@ def strike(gossip: Gossip, peer_id: str) -> None:
     `MAX_STRIKES` by name are kept."""
     gossip.add_total("contributions_dropped")
     strikes = {**gossip.own.strikes, peer_id: gossip.own.strikes.get(peer_id, 0) + 1}
-    gossip.own = replace(gossip.own, strikes=dict(sorted(strikes.items())[:MAX_STRIKES]))
+    gossip.amend(strikes=dict(sorted(strikes.items())[:MAX_STRIKES]))
 
 
 @dataclass

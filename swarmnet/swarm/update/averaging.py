@@ -40,7 +40,8 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.membership.gossip import STALL_S, Gossip, Tasks
+from swarmnet.swarm.membership.failure_detection import STALL_S
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     MirrorRequest,
     ReduceProgress,
@@ -50,6 +51,7 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.recovery.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.update.exchange_pace import ExchangePace
 from swarmnet.swarm.update.live_calls import LiveCalls

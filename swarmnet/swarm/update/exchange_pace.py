@@ -20,7 +20,8 @@ from swarmnet.protocol.update.pacing import (
     share_beside,
 )
 from swarmnet.protocol.update.sync_modes import SyncPlan
-from swarmnet.swarm.membership.gossip import STALL_S, Gossip
+from swarmnet.swarm.membership.failure_detection import STALL_S
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import NormReply, NormRequest, StageNormRequest
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 

@@ -35,9 +35,10 @@ from swarmnet.protocol.update.placement import (
     weights_from,
 )
 from swarmnet.protocol.update.sync_modes import GOSSIP, SyncPlan
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert

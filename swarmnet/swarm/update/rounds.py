@@ -18,13 +18,15 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.sync_modes import ZERO
-from swarmnet.swarm.membership.gossip import STALL_S, Gossip, Tasks
+from swarmnet.swarm.membership.failure_detection import STALL_S
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.ports import BACKWARD
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Transport

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,8 @@ from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.membership.gossip import STRANGER_BURST, Gossip
+from swarmnet.swarm.membership.callers import STRANGER_BURST
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub
@@ -112,13 +112,13 @@ def test_a_stolen_credential_admits_nobody() -> None:
         a, b = closed.join(1, closed.invite), closed.join(2, closed.invite)
         await a.reconcile(b.own.peer_id)
         thief = closed.join(3, None)
-        thief.own = replace(thief.own, credential=b.own.credential)
+        thief.amend(credential=b.own.credential)
         await thief.reconcile(a.own.peer_id)
         await asyncio.sleep(0.1)
         with pytest.raises(Refused):
             await step(thief, a)
         # Nor does the record of an admitted peer, replayed by the thief, say who the thief is.
-        replayed = b.envelope()
+        replayed = b.own_record.seal()
         thief.transport.notify(a.own.peer_id, "records", Message(Records(records=(replayed,))))
         await asyncio.sleep(0.1)
         with pytest.raises(Refused):
@@ -170,7 +170,7 @@ def test_an_old_record_that_is_played_again_changes_nothing() -> None:
         closed = Closed()
         a, b = closed.join(1, closed.invite), closed.join(2, closed.invite)
         await a.reconcile(b.own.peer_id)
-        old: SignedRecord = b.envelope()
+        old: SignedRecord = b.own_record.seal()
         b.update(round=7)
         await b.reconcile(a.own.peer_id)
         await asyncio.sleep(0.1)

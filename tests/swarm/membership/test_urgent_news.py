@@ -10,7 +10,8 @@ import pytest
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.gossip import PUSH_FANOUT, Gossip
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner
 
@@ -39,9 +40,9 @@ def test_in_a_large_swarm_the_newest_news_is_asked_for(size: int) -> None:
             newcomer.view.merge(gossip.own, now)
         mover = members[-1]
         mover.update(stage=0)
-        signed = mover.envelope()
+        signed = mover.own_record.seal()
         for feeder in members[:4]:
-            assert feeder.take(signed)
+            assert feeder.records.take(signed)
         await newcomer.catch_up()
         known = newcomer.view.get(mover.own.peer_id)
         assert known is not None

@@ -411,7 +411,7 @@ def test_no_work_is_begun_for_a_feeder_that_is_gone() -> None:
         work = [loop.create_task(near.step(i, feeder="far")) for i in range(3)]
         await asyncio.sleep(0.5)
         assert len(pair.replica.ledger.running(0)) == 3
-        pair.gossip.suspect("far", far.gossip.own.stamp)
+        pair.gossip.failures.suspect("far", far.gossip.own.stamp)
         await asyncio.sleep(WORK_S)
         assert not pair.replica.ledger.running(0)
         assert len(pair.replica.ledger.pending(0)) <= 1, "more than what was at work was done"

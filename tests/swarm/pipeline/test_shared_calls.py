@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,7 +105,7 @@ def test_what_shares_a_call_goes_up_the_link_in_a_second(tmp_path: Path) -> None
         await swarm.until_round(1)
         peer = swarm.members["peer-0"].peer
         for rate, expected in ((2e6, 2_000_000), (1e9, MAX_SHARED_CALL_BYTES)):
-            peer.gossip.own = replace(peer.gossip.own, upload_bytes_per_s=rate)
+            peer.gossip.amend(upload_bytes_per_s=rate)
             assert peer.averaging._call_bytes() == expected
 
     in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, rounds=2))

@@ -1,0 +1,133 @@
+"""Exchanges of records with one partner at a time: each side sends what the other lacks.
+
+A view converges this way whatever else is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
+from swarmnet.protocol.membership.view import NO_STAMP, Stamp, View
+from swarmnet.swarm.membership.callers import CallerChecks
+from swarmnet.swarm.membership.failure_detection import FailureDetector
+from swarmnet.swarm.membership.known_records import KnownRecords
+from swarmnet.swarm.membership.news import News
+from swarmnet.swarm.membership.own_record import OwnRecord
+from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message, convert
+
+log = logging.getLogger("swarmnet.gossip")
+
+RECONCILE_S = 10.0
+"""Longest wait for a partner's records."""
+MAX_SENT_RECORDS = 512
+
+
+class AntiEntropy:
+    """Swaps stamps with a partner, and then the records that differ."""
+
+    def __init__(
+        self,
+        own: OwnRecord,
+        transport: Transport,
+        view: View,
+        *,
+        records: KnownRecords,
+        failures: FailureDetector,
+        unreached: UnreachedNotices,
+        callers: CallerChecks,
+        news: News,
+        rng: random.Random,
+    ) -> None:
+        self._own, self._transport, self._view = own, transport, view
+        self._records, self._failures, self._unreached = records, failures, unreached
+        self._callers, self._news, self._rng = callers, news, rng
+        transport.handle("gossip", self._on_gossip)
+        transport.handle("records", self._on_records)
+
+    def partner(self) -> str | None:
+        """A random live peer. A peer that is missing is looked for elsewhere
+        (`swarm.membership.reconnecting`)."""
+        now = asyncio.get_running_loop().time()
+        own = self._own.peer_id
+        live = self._view.live(now)
+        if len(live) > 1:
+            drawn = self._rng.choice(live).peer_id
+            if drawn != own:
+                return drawn
+        pool = [r.peer_id for r in live if r.peer_id != own]
+        pool = pool or [p for p in self._transport.connected() if p != own]
+        return self._rng.choice(pool) if pool else None
+
+    async def reconcile(self, peer_id: str, timeout_s: float = RECONCILE_S) -> bool:
+        """Exchanges records with one peer; False where it cannot be reached. Raises `WrongRun`."""
+        self._own.seal_if_due()
+        request = GossipRequest(stamps=self._stamps(), suspicions=self._failures.suspicions())
+        try:
+            reply = await self._transport.call(
+                peer_id, "gossip", Message(request), timeout_s=timeout_s
+            )
+            theirs = convert(reply.body, Records)
+        except WrongRun:
+            raise
+        except SwarmnetError as e:
+            log.debug("gossip with %s: %s", peer_id[-8:], e)
+            if not isinstance(e, RemoteError):  # which is an answer
+                self._unreached.tell(peer_id)
+            return False
+        is_news = self._records.take_all(theirs.records)
+        self._failures.hear(theirs.suspicions)
+        if is_news:
+            self._news.tell()
+        wanted = self._records.envelopes(theirs.wanted[:MAX_SENT_RECORDS])
+        if wanted:
+            self._transport.notify(peer_id, "records", Message(Records(records=wanted)))
+        return True
+
+    async def hear_from(self, peer_id: str, timeout_s: float) -> None:
+        """As `reconcile`, where it does not matter whether that works."""
+        try:
+            await self.reconcile(peer_id, timeout_s)
+        except SwarmnetError as e:  # it is of another run by now, say
+            log.debug("the newest news was not heard: %s", e)
+
+    def _stamps(self) -> dict[str, Stamp]:
+        stamps = self._view.stamps()
+        if self._own.is_quiet or self._own.published == NO_STAMP:
+            stamps.pop(self._own.peer_id, None)
+        else:  # the view is ahead of what has been published
+            stamps[self._own.peer_id] = self._own.published
+        if len(stamps) > MAX_RECORDS:  # as many as a message may have; others another time
+            stamps = {p: stamps[p] for p in self._rng.sample(sorted(stamps), MAX_RECORDS)}
+        return stamps
+
+    async def _on_gossip(self, request: Request) -> Message:
+        """Observers may listen: records are no secret."""
+        self._callers.check_same_run(request)
+        self._callers.check_stranger(request)
+        theirs = convert(request.message.body, GossipRequest)
+        self._own.seal_if_due()
+        own = self._own.peer_id
+        own_is_known = theirs.stamps.get(own, NO_STAMP) >= self._own.published
+        newer = [r.peer_id for r in self._view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]]
+        records = self._records.envelopes(p for p in newer if not (own_is_known and p == own))
+        wanted = tuple(self._view.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
+        if self._callers.is_admitted(request.remote):
+            self._failures.hear(theirs.suspicions)
+        suspicions = self._failures.suspicions()
+        return Message(Records(records=records, wanted=wanted, suspicions=suspicions))
+
+    async def _on_records(self, request: Request) -> Message:
+        """A record speaks for itself, whichever peer brings it."""
+        self._callers.check_same_run(request)
+        self._callers.check_stranger(request)
+        theirs = convert(request.message.body, Records)
+        if self._records.take_all(theirs.records):
+            self._news.tell()
+        if self._callers.is_admitted(request.remote):
+            self._failures.hear(theirs.suspicions)
+        return Message()

@@ -1,0 +1,107 @@
+"""The signed records of the other peers: checked on arrival, and kept to be passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from swarmnet.admission import Admission
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.records import Record
+from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.membership.own_record import OwnRecord, Signer
+from swarmnet.swarm.messages import SignedRecord
+from swarmnet.transport.base import Transport
+from swarmnet.wire import unpack
+
+log = logging.getLogger("swarmnet.gossip")
+
+DECODED_RECORDS = 8192
+"""Kept in their decoded form."""
+FORGET_AFTER_S = 600.0
+
+
+@lru_cache(maxsize=DECODED_RECORDS)
+def _decode(payload: bytes) -> Record:
+    """The same record arrives from several peers; it is checked once."""
+    return unpack(payload, Record)
+
+
+class KnownRecords:
+    """Takes records of others into the view, and keeps the signed form of each."""
+
+    def __init__(
+        self,
+        own: OwnRecord,
+        transport: Transport,
+        view: View,
+        signer: Signer,
+        admission: Admission,
+        last_round: int | None,
+    ) -> None:
+        """`last_round`: of the run, where it is known. No peer is in a later one."""
+        self._own, self._transport, self._view, self._signer = own, transport, view, signer
+        self._admission, self._last_round = admission, last_round
+        self._envelopes: dict[str, SignedRecord] = {}
+        self._listeners: list[Callable[[Record], None]] = []
+
+    def on_news(self, listener: Callable[[Record], None]) -> None:
+        """`listener(record)` for every record of another peer that is news."""
+        self._listeners.append(listener)
+
+    def envelopes(self, peer_ids: Iterable[str]) -> tuple[SignedRecord, ...]:
+        """The signed records of those peers of which there is one here, the own peer included."""
+        own = self._own
+        found = (own.sealed if p == own.peer_id else self._envelopes.get(p) for p in peer_ids)
+        return tuple(e for e in found if e is not None)
+
+    def take(self, envelope: SignedRecord) -> bool:
+        """Checks one record and merges it into the view; True when it was news. Raises
+        `ProtocolViolation` where it is false, of another run, or of a peer not admitted."""
+        record = _decode(envelope.payload)
+        own = self._own.record
+        if record.run_id != own.run_id:
+            raise ProtocolViolation(f"a record of run {record.run_id[:8]}, not of this one")
+        if self._last_round is not None and record.round > self._last_round:
+            raise ProtocolViolation(
+                f"{record.peer_id} says that it is in round {record.round} of {self._last_round}"
+            )
+        is_own = record.peer_id == own.peer_id
+        present = own if is_own else self._view.get(record.peer_id)
+        if present is not None and record.stamp <= present.stamp:
+            return False
+        if not self._signer.verify(record.peer_id, envelope.payload, envelope.signature):
+            raise ProtocolViolation(f"the signature on the record of {record.peer_id} is wrong")
+        try:
+            self._admission.check(machine_of(record.peer_id), record.credential)
+        except ProtocolViolation as e:
+            raise ProtocolViolation(f"{record.peer_id} is not admitted: {e}") from None
+        if is_own:
+            self._own.follow(record.version)
+            return False
+        if not self._view.merge(record, asyncio.get_running_loop().time()):
+            return False
+        self._envelopes[record.peer_id] = envelope
+        if present is None or present.addresses != record.addresses:
+            self._transport.learn(record.peer_id, record.addresses)
+        for listener in self._listeners:
+            listener(record)
+        return True
+
+    def take_all(self, envelopes: Iterable[SignedRecord]) -> bool:
+        """Takes each record that is valid, and logs the others; True when any was news."""
+        is_news = False
+        for envelope in envelopes:
+            try:
+                is_news |= self.take(envelope)
+            except ProtocolViolation as e:
+                log.warning("a record was dropped: %s", e)
+        return is_news
+
+    def forget_old(self) -> None:
+        """Drops the records of peers that have been gone for long."""
+        for peer_id in self._view.forget_old(asyncio.get_running_loop().time(), FORGET_AFTER_S):
+            self._envelopes.pop(peer_id, None)

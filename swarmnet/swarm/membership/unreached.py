@@ -1,0 +1,70 @@
+"""Telling a peer that it cannot be reached from here, through a third peer.
+
+The peer may be alive with only the way to it cut. It then looks for a relay (`relaying`)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+
+from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.membership.callers import CallerChecks
+from swarmnet.swarm.messages import Unreached
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message, convert
+
+UNREACHED_EVERY_S = 3.0
+"""A peer is told no more often that it cannot be reached."""
+KEPT_DOUBTS = 64
+
+
+class UnreachedNotices:
+    """Sends such notices, passes those of others on, and remembers those about this peer."""
+
+    def __init__(
+        self,
+        own_peer_id: str,
+        transport: Transport,
+        view: View,
+        callers: CallerChecks,
+        rng: random.Random,
+    ) -> None:
+        self.doubts: deque[float] = deque(maxlen=KEPT_DOUBTS)
+        """The newest times, by the loop's clock, when another peer could not reach this one."""
+        self._own, self._transport, self._view = own_peer_id, transport, view
+        self._callers, self._rng = callers, rng
+        self._told: dict[str, float] = {}
+        """When a peer was told last."""
+        transport.handle("unreached", self._on_unreached)
+
+    def tell(self, peer_id: str) -> None:
+        """Lets a peer that does not answer here know of it, through another one."""
+        now = asyncio.get_running_loop().time()
+        if not self._may_tell(peer_id, now):
+            return
+        others = [r.peer_id for r in self._view.live(now) if r.peer_id not in (peer_id, self._own)]
+        if others:
+            self._notify(self._rng.choice(others), peer_id)
+
+    async def _on_unreached(self, request: Request) -> Message:
+        """The notice is about this peer, or about one to which it is passed on."""
+        self._callers.check_run(request)
+        peer_id = convert(request.message.body, Unreached).peer_id
+        now = asyncio.get_running_loop().time()
+        if peer_id == self._own:
+            self.doubts.append(now)
+        elif self._view.is_live(peer_id, now) and self._may_tell(peer_id, now):
+            self._notify(peer_id, peer_id)
+        return Message()
+
+    def _notify(self, target: str, unreached: str) -> None:
+        self._transport.notify(target, "unreached", Message(Unreached(unreached)))
+
+    def _may_tell(self, peer_id: str, now: float) -> bool:
+        told = self._told
+        if now - told.get(peer_id, float("-inf")) < UNREACHED_EVERY_S:
+            return False
+        self._told = {p: at for p, at in told.items() if now - at < UNREACHED_EVERY_S}
+        self._told[peer_id] = now
+        return True
