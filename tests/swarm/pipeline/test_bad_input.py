@@ -49,6 +49,7 @@ from swarmnet.swarm.ports import LossResult
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Array, Message, convert, pack
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 8
@@ -601,7 +602,7 @@ def test_one_replica_that_says_that_a_round_is_over_does_not_keep_it_from_its_en
             return await handler(request)
 
         lie(liar)
-        handler = liar.transport._handlers["step"]  # type: ignore[attr-defined]
+        handler = handler_of(liar.transport, "step")
         liar.transport.handle("step", counted)
         await swarm.until_round(6, limit_s=200.0)
         assert asked > 6, "it was hardly ever asked"

@@ -15,6 +15,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.peer import Peer
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 12
@@ -91,7 +92,7 @@ def test_a_newcomer_is_known_to_its_stage_before_it_computes(
 
 def hear_late(gossip: Gossip, name: str) -> None:
     """That a peer is active is heard from itself only, and late."""
-    hears, merge, told = gossip._on_records, gossip.view.merge, asyncio.Event()
+    hears, merge, told = handler_of(gossip.transport, "records"), gossip.view.merge, asyncio.Event()
 
     async def hears_later(request: Request) -> Message:
         if request.remote == name:

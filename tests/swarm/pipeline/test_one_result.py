@@ -20,6 +20,7 @@ from swarmnet.swarm.update.averaging import Pushed
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 NUM_PEERS = 5
@@ -83,7 +84,7 @@ async def strike(swarm: Swarm, favoured: int) -> dict[int, bytes]:
 
 def answer_only(primary: Peer, chosen: Chosen) -> None:
     """The primary hears everybody, and answers one."""
-    answer = primary.averaging._on_reduce
+    answer = handler_of(primary.transport, "reduce")
 
     async def answer_one(request: Request) -> Message:
         push = convert(request.message.body, ReduceRequest)
@@ -149,7 +150,7 @@ def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) 
         order = swarm.members["peer-0"].peer.averaging.ownership.placement(STRUCK).order(0)
         primary, first, second = (swarm.members[name].peer for name in order[:3])
         answer_only(primary, {0: "nobody"})
-        take = first.averaging._on_mirror
+        take = handler_of(first.transport, "mirror")
 
         async def take_others(request: Request) -> Message:
             mirror = convert(request.message.body, MirrorRequest)
@@ -240,7 +241,7 @@ def test_a_primary_that_stops_when_it_is_past_the_round_is_waited_for(
         first = swarm.members["peer-0"].peer
         name = first.averaging.ownership.placement(STRUCK).order(0)[0]
         primary = swarm.members[name].peer
-        answer, goes_on = primary.averaging._on_reduce, asyncio.Event()
+        answer, goes_on = handler_of(primary.transport, "reduce"), asyncio.Event()
 
         async def answer_late(request: Request) -> Message:
             reply = await answer(request)

@@ -12,6 +12,7 @@ from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.swarm.update.averaging import MAX_SHARED_CALL_BYTES, Averaging
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.pipeline.test_bad_input import assert_numbers_agree
 
@@ -24,7 +25,7 @@ Calls = Counter[tuple[int, str, str, tuple[int, ...]]]
 
 
 def count_calls(swarm: Swarm, name: str, calls: Calls) -> None:
-    take = swarm.members[name].peer.averaging._on_reduce
+    take = handler_of(swarm.members[name].peer.transport, "reduce")
 
     async def counted(request: Request) -> Message:
         push = convert(request.message.body, ReduceRequest)

@@ -28,6 +28,7 @@ from swarmnet.swarm.update.averaging import Behind
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import (
     Member,
     Swarm,
@@ -228,7 +229,7 @@ def refusing(answer: Callable[[], Exception]) -> Callable[[Swarm], list[str]]:
         for name, member in swarm.members.items():
             if name in (LEAVER, "feeder"):
                 continue
-            takes = member.peer.handover._on_adopted
+            takes = handler_of(member.peer.transport, "adopted")
 
             async def refuse(request: Request, name: str = name, takes: Any = takes) -> Message:
                 if not asked:

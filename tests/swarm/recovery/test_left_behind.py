@@ -11,6 +11,7 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.swarm.update.averaging import Diverged
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 32
@@ -76,7 +77,7 @@ def test_a_feeder_that_fetches_its_stage_again_holds_up_nobody(tmp_path: Path) -
             swarm.start(f"peer-{i}", stage=i % 2, feeds=i % 2 == 0)
         await swarm.until_round(3)
         peer, donor = swarm.members["peer-2"].peer, swarm.members["peer-0"].peer
-        give = donor.transport._handlers["fetch_parameters"]  # type: ignore[attr-defined]
+        give = handler_of(donor.transport, "fetch_parameters")
 
         async def slowly(request: Request) -> Message:
             await asyncio.sleep(30.0)

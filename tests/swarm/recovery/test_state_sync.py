@@ -18,6 +18,7 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 NUM_DONORS = 3
@@ -144,7 +145,7 @@ def test_a_shard_that_does_not_match_its_digest_is_taken_from_another(
 def spoil(swarm: Swarm, name: str, spoiled: list[int]) -> None:
     """From now on this donor's shards are not what its record says: one number is another."""
     transport = swarm.hub.transports[name]
-    honest = transport._handlers["fetch_parameters"]
+    honest = handler_of(transport, "fetch_parameters")
 
     async def on_fetch(request: Request) -> Message:
         reply = await honest(request)

@@ -17,6 +17,7 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.update.norms import KEPT_ROUNDS, Norms
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 WAIT_S = 60.0
@@ -174,8 +175,10 @@ def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
     after_backup: list[float | None] = []
 
     def note(peer: Peer) -> None:
+        take = handler_of(peer.transport, "mirror")
+
         async def back_up(request: Request) -> Message:
-            reply = await peer.averaging._on_mirror(request)
+            reply = await take(request)
             after_backup.append(peer.averaging.norms.known(request.message.body["round"]))
             return reply
 

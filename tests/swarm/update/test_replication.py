@@ -24,6 +24,7 @@ from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 NUM_PEERS = 4
@@ -207,7 +208,7 @@ def test_while_a_newcomer_fetches_its_shards_there_are_as_many_holders_as_ever(
         await swarm.until_round(1)
         for member in swarm.members.values():
             transport = swarm.hub.transports[member.peer_id]
-            honest = transport._handlers["fetch_optimizer"]
+            honest = handler_of(transport, "fetch_optimizer")
 
             async def late(request: Request, honest: Any = honest) -> Message:
                 reply = await honest(request)
@@ -254,7 +255,7 @@ def test_a_result_is_given_out_when_the_backups_have_made_the_step(
     async def scenario(swarm: Swarm) -> None:
         await start(swarm)
         transport = swarm.hub.transports[second]
-        honest = transport._handlers["mirror"]
+        honest = handler_of(transport, "mirror")
 
         async def late(request: Request) -> Message:
             await asyncio.sleep(1.0)
@@ -335,7 +336,7 @@ def test_owners_that_die_one_after_the_other_beside_one_exchange(folder: Path) -
     results: list[State] = []
 
     def make_late(averaging: Averaging) -> None:
-        take = averaging._on_reduce
+        take = handler_of(averaging.transport, "reduce")
 
         async def late(request: Request) -> Message:
             reply = await take(request)

@@ -21,6 +21,7 @@ from swarmnet.swarm.update.exchange_pace import ExchangePace
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 24
@@ -208,7 +209,7 @@ def test_an_offer_that_does_not_fit_is_as_none(
         swarm.start("bad")
         await swarm.until_round(1)
         transport = swarm.hub.transports["bad"]
-        honest = transport._handlers["offer"]
+        honest = handler_of(transport, "offer")
 
         async def on_offer(request: Request) -> Message:
             reply = await honest(request)

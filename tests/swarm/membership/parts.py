@@ -1,0 +1,111 @@
+"""The parts of a peer's gossip, one by one, over the memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from swarmnet.admission import OPEN, Admission
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.membership.anti_entropy import AntiEntropy
+from swarmnet.swarm.membership.awake_clock import AwakeClock
+from swarmnet.swarm.membership.callers import CallerChecks
+from swarmnet.swarm.membership.failure_detection import FailureDetector
+from swarmnet.swarm.membership.known_records import KnownRecords
+from swarmnet.swarm.membership.news import News
+from swarmnet.swarm.membership.own_record import OwnRecord
+from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
+from swarmnet.swarm.membership.pushes import Pushes
+from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.transport.memory import MemoryHub
+from tests.swarm.harness import OpenSigner
+
+RUN = "0123456789abcdef" * 2
+
+
+def record(name: str, version: int = 0, **fields: Any) -> Record:
+    return Record(name, RUN, 1, version, **{"state": ACTIVE, **fields})
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Site:
+    """One peer's parts, composed as `Gossip` does it, without its loop."""
+
+    def __init__(
+        self,
+        hub: MemoryHub,
+        name: str,
+        *,
+        is_quiet: bool = False,
+        admission: Admission = OPEN,
+        last_round: int | None = None,
+        **fields: Any,
+    ) -> None:
+        self.transport = hub.transport(name)
+        self.transport.set_run(RUN)
+        self.view, rng, signer = View(name), random.Random(name), OpenSigner()
+        settings = GossipSettings()
+        self.pace = GossipPace(settings, self.view)
+        self.news = News(self.pace)
+        self.own = OwnRecord(
+            record(name, **fields),
+            self.transport,
+            self.view,
+            signer,
+            self.pace,
+            self.news,
+            is_quiet=is_quiet,
+        )
+        self.callers = CallerChecks(RUN, self.view, admission)
+        self.records = KnownRecords(
+            self.own, self.transport, self.view, signer, admission, last_round
+        )
+        self.pushes = Pushes(self.own, self.transport, self.view, rng, settings.push_delay_s)
+        self.unreached = UnreachedNotices(name, self.transport, self.view, self.callers, rng)
+        self.tasks = Tasks(name)
+        self.failures = FailureDetector(
+            self.own,
+            self.transport,
+            self.view,
+            pushes=self.pushes,
+            unreached=self.unreached,
+            callers=self.callers,
+            changed=self.news.changed,
+            clock=AwakeClock(lambda seconds: None),
+            tasks=self.tasks,
+        )
+        self.exchange = AntiEntropy(
+            self.own,
+            self.transport,
+            self.view,
+            records=self.records,
+            failures=self.failures,
+            unreached=self.unreached,
+            callers=self.callers,
+            news=self.news,
+            rng=rng,
+        )
+
+    def knows(self, *others: Site) -> None:
+        """This peer has the newest records of the others."""
+        for other in others:
+            self.records.take(other.own.seal())
+
+    def sent(self, method: str) -> int:
+        """Bytes of calls of a method."""
+        return self.transport.traffic.sent_bytes.get(method, 0)
+
+
+def acquainted(hub: MemoryHub, *names: str) -> list[Site]:
+    """Peers that all know each other."""
+    sites = [Site(hub, name) for name in names]
+    for site in sites:
+        site.own.change()
+        site.knows(*(other for other in sites if other is not site))
+    return sites

@@ -1,0 +1,94 @@
+"""Which records are believed, what is news, and what is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.records import LEFT, Record
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.membership.known_records import FORGET_AFTER_S
+from swarmnet.swarm.messages import SignedRecord
+from swarmnet.transport.memory import MemoryHub
+from swarmnet.wire import pack
+from tests.swarm.membership.parts import Site, record
+
+
+def signed(of: Record) -> SignedRecord:
+    return SignedRecord(pack(of), b"")
+
+
+def test_a_newer_record_is_news_and_an_older_one_is_not() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        heard: list[int] = []
+        site.records.on_news(lambda r: heard.append(r.version))
+        assert site.records.take(signed(record("b", 2)))
+        assert not site.records.take(signed(record("b", 2)))
+        assert not site.records.take(signed(record("b", 1)))
+        assert site.records.take(signed(record("b", 3)))
+        assert heard == [2, 3]
+        assert site.records.envelopes(["nobody", "b"]) == (signed(record("b", 3)),)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("false", "why"),
+    [
+        (replace(record("b"), run_id="f" * 32), "of run"),
+        (record("b", round=11), "round 11 of 10"),
+    ],
+)
+def test_what_cannot_be_is_refused(false: Record, why: str) -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a", last_round=10)
+        with pytest.raises(ProtocolViolation, match=why):
+            site.records.take(signed(false))
+        assert site.records.take_all([signed(false), signed(record("c"))]), "the other is taken"
+        assert site.view.get("b") is None
+        assert site.view.get("c") is not None
+
+    run(scenario())
+
+
+def test_an_address_is_learned_with_the_record() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        learned: list[tuple[str, tuple[str, ...]]] = []
+        site.transport.learn = lambda p, to: learned.append((p, tuple(to)))  # type: ignore[method-assign]
+        address = "/ip4/10.0.0.1/tcp/1/p2p/b"
+        site.records.take(signed(record("b", 1, addresses=(address,))))
+        site.records.take(signed(record("b", 2, addresses=(address,))))
+        assert learned == [("b", (address,))], "once"
+
+    run(scenario())
+
+
+def test_the_own_record_from_elsewhere_is_no_news() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        assert not site.records.take(signed(record("a", 40, stage=3)))
+        assert site.own.record.stage == -1
+        site.own.seal()
+        assert site.own.published == (1, 41)
+        assert site.records.envelopes(["a"]) == (site.own.sealed,)
+
+    run(scenario())
+
+
+def test_who_is_long_gone_is_forgotten() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        site.records.take(signed(record("b", state=LEFT)))
+        site.records.forget_old()
+        assert site.records.envelopes(["b"])
+        await asyncio.sleep(FORGET_AFTER_S + 1)
+        site.records.forget_old()
+        assert not site.records.envelopes(["b"])
+        assert site.view.get("b") is None
+
+    run(scenario())
