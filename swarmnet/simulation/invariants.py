@@ -324,7 +324,7 @@ class Monitor:
         replica, limits = member.peer.replica, member.peer.limits
         if replica is None:
             return
-        flying, waiting = member.peer.steps.num_flying, replica.device.num_waiting
+        flying, waiting = member.peer.steps.num_in_flight, replica.device.num_waiting
         if flying > limits.max_open_steps or waiting > flying + SPARE_JOBS + len(replica.ledger):
             self.fail(
                 f"{member.peer.transport.peer_id}: {flying} microbatches, {waiting} jobs waiting"

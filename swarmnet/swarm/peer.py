@@ -41,6 +41,7 @@ from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.swarm.pipeline.feeder import Feeder, OnRound
+from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
@@ -223,6 +224,7 @@ class Peer:
             resource_limits=self.resource_limits,
         )
         self.steps.on_measured = self._announce_rate
+        self.inference = InferService(self.wiring, self.limits, self.steps.serving)
         self.feeder = (
             Feeder(
                 self.transport,
@@ -470,7 +472,9 @@ class Peer:
             assert move is not None
             if self.resource_limits.unfit(move.target):
                 continue
-            if not assignment.pays(move, self.steps.passage_s(), margin=self.limits.move_margin):
+            if not assignment.pays(
+                move, self.steps.flights.passage_s(), margin=self.limits.move_margin
+            ):
                 continue
             log.info("stage %d needs this peer more than stage %d", move.target, move.source)
             if await self._prepare_move(replica, move):
@@ -526,7 +530,7 @@ class Peer:
                 if (
                     may_give
                     and now >= patient_until
-                    and self.steps.passage_s() <= assignment.LONG_PASSAGE_S
+                    and self.steps.flights.passage_s() <= assignment.LONG_PASSAGE_S
                 ):
                     return True
             await self.gossip.changed.wait(LOOK_AGAIN_S)
@@ -576,7 +580,7 @@ class Peer:
             if loop.time() >= ask_at:
                 await self._settle_orphans(replica)
                 ask_at = loop.time() + ASK_ORPHANS_S
-            is_still = not self.steps.num_flying and not self.rounds.is_settling
+            is_still = not self.steps.num_in_flight and not self.rounds.is_settling
             if loop.time() >= give_at and is_still and self.handover.may_give():
                 on_giving()
                 if not await self.handover.give():
@@ -940,7 +944,7 @@ class Peer:
         others = self._heirs(replica, ACTIVE)
         if not others:
             return alone and not self._heirs(replica, JOINING)
-        if self.steps.num_flying or replica.closed or self.rounds.is_settling:
+        if self.steps.num_in_flight or replica.closed or self.rounds.is_settling:
             return False
         if any(replica.ledger.num_samples(replica.round + i) for i in (0, 1)):
             return False

@@ -28,7 +28,8 @@ from swarmnet.swarm.messages import (
     StepReply,
     StepRequest,
 )
-from swarmnet.swarm.pipeline.step import StepService, check_tokens, infer_through
+from swarmnet.swarm.pipeline.infer import infer_through
+from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import Limits, RunSettings

@@ -44,7 +44,7 @@ def test_in_a_deep_pipeline_it_is_noticed_as_soon(
         await swarm.until_round(10)
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == stage)
         silent = swarm.members[name]
-        await swarm.until(lambda: silent.peer.steps.num_flying > 0)
+        await swarm.until(lambda: silent.peer.steps.num_in_flight > 0)
         assert swarm.total("rerouted") == 0
         swarm.hub.freeze(name)
         del swarm.members[name]
@@ -65,7 +65,7 @@ def test_a_silent_replica_is_noticed_within_two_seconds_and_used_again(tmp_path:
         await swarm.until_round(5)
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
         silent = swarm.members[name]
-        await swarm.until(lambda: silent.peer.steps.num_flying > 0)  # in the middle of its work
+        await swarm.until(lambda: silent.peer.steps.num_in_flight > 0)  # in the middle of its work
         swarm.hub.freeze(name)
         del swarm.members[name]
         frozen_at = loop.time()

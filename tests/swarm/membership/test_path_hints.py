@@ -36,9 +36,9 @@ def test_the_work_behind_a_dead_replica_is_done_once(
             swarm.start(f"peer-{i}", stage=stage)
         await swarm.until_round(5)
         victim = swarm.members["peer-1"].peer
-        flights = victim.steps._flights
-        await swarm.until(lambda: sum(flight.is_beyond for flight in flights.values()) >= 2)
-        beyond = [key for key, flight in flights.items() if flight.path]
+        flights = victim.steps.flights
+        await swarm.until(lambda: len(flights.beyond()) >= 2)
+        beyond = [key for key, path in flights.beyond().items() if path]
         swarm.kill("peer-1")
         await swarm.until(lambda: all(worked[key] for key in beyond))
         await swarm.until_round(max(swarm.rounds()) + 3)

@@ -166,7 +166,7 @@ def test_memory_bounds_the_microbatches_inside(tmp_path: Path) -> None:
 
         def look() -> bool:
             nonlocal most
-            most = max(most, small.steps.num_flying)
+            most = max(most, small.steps.num_in_flight)
             return all(r >= spec.optimizer.rounds for r in swarm.rounds())
 
         await swarm.until(look)

@@ -10,7 +10,7 @@ import pytest
 
 from swarmnet.errors import Stale
 from swarmnet.swarm.messages import EVALUATE, InferRequest
-from swarmnet.swarm.pipeline.step import infer_through
+from swarmnet.swarm.pipeline.infer import infer_through
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 

@@ -15,7 +15,9 @@ from swarmnet.protocol.pipeline.reservations import RESERVED_S
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.pipeline.asking import ASK_WORK_S
+from swarmnet.swarm.pipeline.flights import Flight
 from swarmnet.swarm.ports import FORWARD, OTHER
+from swarmnet.wire import Message
 from tests.swarm.one_replica import (
     CALLEE,
     SIZES,
@@ -91,7 +93,7 @@ def queue_of(pair: OneReplica, work_s: float) -> None:
     pair.work_s = work_s
     learn(pair.replica, work_s)
     pair.limits = replace(pair.limits, max_waiting_announced=8, route_wait_s=30.0)
-    pair.steps.limits = pair.limits
+    pair.steps.entrance.limits = pair.limits
 
 
 def test_who_is_turned_away_from_a_long_queue_asks_from_then_on() -> None:
@@ -135,7 +137,7 @@ def test_the_place_of_a_microbatch_on_its_way_is_not_given_to_others() -> None:
         await asyncio.sleep(0.5)
         work = pair.fill()  # for one of these there is no room yet
         await asyncio.sleep(0.5)
-        assert pair.steps.num_flying == pair.limits.max_waiting_forwards - 1
+        assert pair.steps.num_in_flight == pair.limits.max_waiting_forwards - 1
         other = pair.caller("other")
         await refused_as_busy(other.ask(2))
         await slow.ask(1)  # who has the place may ask again, full as it is
@@ -204,9 +206,7 @@ def test_a_flood_of_questions_does_not_keep_others_out(is_known: bool) -> None:
         alone_s = 3 * (WORK_S + SIZES.activation_bytes / SLOW_BYTES_PER_S)
         assert took_s < 1.2 * alone_s
         await asyncio.sleep(RESERVED_S)
-        now = loop.time()
-        assert pair.steps._places.count(now) == 0, "and in the end it is not believed"
-        assert len(pair.steps._places._distrusted) <= 1
+        assert pair.steps.entrance.num_reserved() == 0, "and in the end it is not believed"
         attack.cancel()
 
     scenario(play)
@@ -236,7 +236,7 @@ def test_a_callee_that_knows_nothing_of_it_is_left_at_its_deadline() -> None:
         caller = pair.caller("caller", 1e9)
         coming = asyncio.get_running_loop().create_task(caller.step(1))
         await asyncio.sleep(1.0)
-        pair.steps._flights.clear()
+        pair.steps.settled((0, 1))
         pair.replica.ledger = Ledger()
         await asyncio.sleep(1.5 * FIRST_DEADLINE_S)
         assert caller.gossip.own.totals["rerouted"] == 1
@@ -282,12 +282,17 @@ def test_what_a_replica_has_passed_on_weighs_less_than_what_waits_before_a_devic
         loop = asyncio.get_running_loop()
         near = two_free(pair)
         (other,) = pair.others
+
+        async def with_the_stages_behind(flight: Flight) -> Message:
+            await asyncio.sleep(600.0)
+            return Message()
+
         for first, steps, num_passed_on, chosen in (
             (10, pair.steps, 8, "free"),
             (20, other, 16, CALLEE),
         ):
-            for _ in range(num_passed_on):
-                steps._tasks.start(asyncio.sleep(600.0))  # with the stages behind it
+            for i in range(num_passed_on):
+                steps.flights.start((0, 100 * first + i), "far", with_the_stages_behind)
             for n in range(first, first + 3):
                 assert (await near.step(n)).peer_id == chosen
         device = pair.replica.device
@@ -339,7 +344,7 @@ def two_free(pair: OneReplica) -> Caller:
     """Two equal replicas without work, which know their speed and have room for many; and
     somebody who knows both."""
     pair.limits = replace(pair.limits, max_waiting_announced=32, route_wait_s=60.0)
-    pair.steps.limits = pair.limits
+    pair.steps.entrance.limits = pair.limits
     learn(pair.replica, pair.work_s)
     rate = 4 / pair.work_s
     free = replace(pair.second("free"), samples_per_s=rate)
@@ -357,7 +362,7 @@ def test_many_microbatches_at_once_do_not_all_go_to_one_of_two_free_replicas() -
         near = two_free(pair)
         work = [asyncio.create_task(near.step(n)) for n in range(16)]
         await asyncio.sleep(pair.work_s - 0.1)
-        numbers = [s.num_flying for s in (pair.steps, *pair.others)]
+        numbers = [s.num_in_flight for s in (pair.steps, *pair.others)]
         assert sum(numbers) == 16
         assert min(numbers) >= 4
         await asyncio.gather(*work)
@@ -374,7 +379,7 @@ def test_many_that_come_at_once_find_no_more_room_than_there_is() -> None:
         pair.gossip.update(stage=0, state=ACTIVE, samples_per_s=rate)
         work = [asyncio.create_task(pair.feed(n)) for n in range(8)]
         await asyncio.sleep(0.5)
-        assert pair.steps.num_flying == pair.limits.max_waiting_announced
+        assert pair.steps.num_in_flight == pair.limits.max_waiting_announced
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
@@ -427,15 +432,18 @@ def test_other_work_of_the_device_does_not_make_its_microbatches_slow() -> None:
     """Work for an exchange, and microbatches that nobody wants any more when they are done."""
 
     async def play(pair: OneReplica) -> None:
-        near, gone = pair.caller("near", 1e9), pair.caller("gone", 1e9)
+        near = pair.caller("near", 1e9)
         for n in range(6):
+            gone = pair.caller(f"gone-{n}", 1e9)
             wanted = asyncio.create_task(near.step(n))
             await asyncio.sleep(0.1)
             unwanted = asyncio.create_task(gone.step(100 + n))
             other = asyncio.create_task(pair.replica.device.run(OTHER, int, 0))
             await wanted
             await asyncio.sleep(WORK_S / 2)
-            pair.steps._feeder_lost("gone")  # in the middle of its microbatch
+            pair.gossip.failures.suspect(
+                f"gone-{n}", gone.gossip.own.stamp
+            )  # in the middle of its microbatch
             unwanted.cancel()
             await asyncio.gather(unwanted, other, return_exceptions=True)
         assert pair.replica.device.busy_s >= 3 * 6 * WORK_S
@@ -470,7 +478,7 @@ def test_behind_a_slow_device_few_may_wait_whoever_asks() -> None:
 
     async def play(pair: OneReplica) -> None:
         pair.limits = replace(pair.limits, max_waiting_announced=32, max_waiting_s=240.0)
-        pair.steps.limits = pair.limits
+        pair.steps.entrance.limits = pair.limits
         for work_s, room in ((1.0, 32), (48.0, 10), (400.0, 3)):
             for _ in range(40):
                 pair.replica.service.add(work_s, 1.0)

@@ -1,0 +1,140 @@
+"""Microbatches inside a replica: one task each, and the result of those that are done.
+
+A flight belongs to the replica, not to its caller: it goes on when the caller's channel breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmnet.errors import NotReady
+from swarmnet.swarm.messages import StepProgress
+from swarmnet.swarm.ports import StepKey
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.wire import Message
+
+PASSAGE_SMOOTHING = 0.1
+FURTHER_S = 5.0
+"""How long callers are not told that a microbatch has come further on a way that they know."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A microbatch inside this replica, or its receipt."""
+
+    feeder: str
+    began: float
+    """When it came, by the loop's clock."""
+    path: tuple[str, ...] = ()
+    """Where it went after here, as far as is known."""
+    listeners: list[Callable[[Message], None]] = field(default_factory=list)
+    """Callers, which hear where it is."""
+    is_doomed: bool = False
+    """Its feeder is gone: it will never count."""
+    is_beyond: bool = False
+    """It is with the following stages; nothing is done for it here."""
+    task: asyncio.Task[Message] = field(init=False)
+    _later: asyncio.TimerHandle | None = None
+
+    def doom(self) -> None:
+        """Begins no more work for it. What is in the gradient already is retracted when the round
+        ends."""
+        self.is_doomed = True
+        if self.is_beyond:
+            self.task.cancel()
+
+    def check(self) -> None:
+        """Raises `NotReady` where it is doomed."""
+        if self.is_doomed:
+            raise NotReady("the feeder of the microbatch is gone")
+
+    def moved(self, path: tuple[str, ...]) -> None:
+        """Tells every caller where the microbatch is: at once where it goes another way, or begins
+        to go one; a little later where it has only come further, for by then it may have come
+        further still."""
+        before, self.path = self.path, path
+        if before and path[: len(before)] == before:
+            if self._later is None:
+                loop = asyncio.get_running_loop()
+                self._later = loop.call_later(FURTHER_S, self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.silence()
+        for tell in self.listeners:
+            tell(Message(StepProgress(self.path)))
+
+    def silence(self) -> None:
+        """It has returned: where it was is of no interest any more."""
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+
+class Flights:
+    """The flights of one replica by (round, microbatch id). A flight that is done stays, as a
+    receipt, until it is forgotten."""
+
+    def __init__(self) -> None:
+        self._flights: dict[StepKey, Flight] = {}
+        self._tasks = Tasks("step")
+        self._passage_s = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Microbatches that are inside the replica now."""
+        return len(self._tasks)
+
+    def __contains__(self, key: StepKey) -> bool:
+        return key in self._flights
+
+    def get(self, key: StepKey) -> Flight | None:
+        return self._flights.get(key)
+
+    def start(
+        self, key: StepKey, feeder: str, work: Callable[[Flight], Coroutine[Any, Any, Message]]
+    ) -> Flight:
+        """Begins a flight, whose work is `work(flight)`."""
+        flight = self._flights[key] = Flight(feeder, asyncio.get_running_loop().time())
+        flight.task = self._tasks.start(work(flight))
+        return flight
+
+    def completed(self, flight: Flight) -> None:
+        """Takes the duration of a flight that succeeded into `passage_s`."""
+        took = asyncio.get_running_loop().time() - flight.began
+        usual = self._passage_s or took
+        self._passage_s = usual + PASSAGE_SMOOTHING * (took - usual)
+
+    def forget(self, key: StepKey) -> None:
+        """Drops a flight that failed, or a receipt that nobody needs any more."""
+        self._flights.pop(key, None)
+
+    def drop_round(self, round_index: int) -> None:
+        """Ends the flights of a round and of those before it."""
+        for key in [k for k in self._flights if k[0] <= round_index]:
+            flight = self._flights.pop(key)
+            flight.silence()
+            flight.task.cancel()
+
+    def doom(self, feeder: str) -> None:
+        """A feeder is gone: work for it would have to be retracted from the gradient again."""
+        for flight in list(self._flights.values()):
+            if flight.feeder == feeder:
+                flight.doom()
+
+    def beyond(self) -> dict[StepKey, tuple[str, ...]]:
+        """The paths of the microbatches that are with the following stages now."""
+        return {key: flight.path for key, flight in self._flights.items() if flight.is_beyond}
+
+    def passage_s(self) -> float:
+        """How long a microbatch is inside this replica, with its way through the stages after it:
+        usually, or that of the oldest here now where that is more."""
+        now = asyncio.get_running_loop().time()
+        began = [f.began for f in self._flights.values() if not f.task.done()]
+        return max(self._passage_s, now - min(began, default=now))
+
+    async def close(self) -> None:
+        await self._tasks.close()

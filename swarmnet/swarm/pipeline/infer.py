@@ -1,0 +1,98 @@
+"""Forward passes without a gradient, for held-out losses and for `swarmnet generate`: `infer`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.swarm.messages import LOGITS, InferReply, InferRequest
+from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.ports import OTHER, LossResult
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message, convert
+
+INFER_TIMEOUT_S = 60.0
+MAX_INFERRING, INFER_BACKLOG_S = 64, 1.0
+"""Forward passes that wait for the device at a time, far fewer than all work that may."""
+
+
+class InferService:
+    """Serves `infer` for the stage of this peer."""
+
+    def __init__(self, wiring: Wiring, limits: Limits, serving: Callable[[int], Replica]) -> None:
+        """`serving(stage_index)` is the replica of that stage here, or raises `NotReady`."""
+        self._wiring, self._limits, self._serving = wiring, limits, serving
+        self._num_waiting = 0
+        wiring.transport.handle("infer", self.on_infer)
+        wiring.local["infer"] = self.on_infer
+
+    async def on_infer(self, request: Request) -> Message:
+        """Forward only, through this stage and the following ones."""
+        self._wiring.gossip.check_run(request)
+        infer = convert(request.message.body, InferRequest)
+        replica = self._serving(infer.stage)
+        if infer.round >= 0:
+            await replica.enter(infer.round, self._limits.enter_wait_s)
+        arrays = request.message.arrays
+        inputs = arrays[0] if arrays else None
+        if inputs is None or len(arrays) > 2:
+            raise ProtocolViolation("infer takes inputs and, for a loss, targets")
+        targets = arrays[1] if len(arrays) > 1 else None
+        last = infer.stage == replica.stage.num_stages - 1
+        wanted = None if infer.mode == LOGITS or not last else targets
+        if self._num_waiting >= MAX_INFERRING:
+            raise Busy("too many forward passes wait here", backlog_s=INFER_BACKLOG_S)
+        self._num_waiting += 1
+        try:
+            result = await replica.device.run(
+                OTHER, lambda: replica.stage.evaluate(inputs, wanted), replica.round
+            )
+        finally:
+            self._num_waiting -= 1
+        if isinstance(result, LossResult):
+            return Message(InferReply(result.loss_sum, result.num_tokens))
+        if last:
+            return Message(InferReply(), (result,))
+        onward = (result,) if targets is None else (result, targets)
+        return await infer_through(
+            self._wiring, InferRequest(infer.stage + 1, infer.mode, infer.round), onward
+        )
+
+
+async def infer_through(
+    wiring: Wiring,
+    infer: InferRequest,
+    arrays: tuple[Array, ...],
+    timeout_s: float = INFER_TIMEOUT_S,
+) -> Message:
+    """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
+    error; `Stale` at once when the round that it asks for is over."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
+    tried: list[str] = []
+    while loop.time() < end:
+        router = wiring.router(infer.stage)
+        peer_id = router.pick(loop.time(), exclude=tried)
+        if peer_id is None:
+            tried = []
+            await wiring.gossip.changed.wait(0.2)
+            continue
+        message = Message(infer, arrays)
+        try:
+            if peer_id == wiring.gossip.own.peer_id:
+                reply = await wiring.call_self("infer", message, lambda _: None)
+            else:
+                timeout_s = max(0.1, end - loop.time())
+                reply = await wiring.transport.call(peer_id, "infer", message, timeout_s=timeout_s)
+            return Message(convert(reply.body, InferReply), reply.arrays)
+        except SwarmnetError as e:
+            theirs = e.details.get("round") if isinstance(e, Stale) else None
+            if isinstance(theirs, int) and theirs > infer.round:
+                raise
+            error = e
+            tried.append(peer_id)
+    raise error
