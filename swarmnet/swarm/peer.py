@@ -40,7 +40,8 @@ from swarmnet.swarm.membership.pace import GossipSettings
 from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.messages import SpecReply
-from swarmnet.swarm.pipeline.feeder import Feeder, OnRound
+from swarmnet.swarm.pipeline.fed_rounds import OnRound
+from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Wiring

@@ -75,7 +75,7 @@ AREAS = {
         (
             "tests/protocol/pipeline/test_progress.py",
             "tests/protocol/pipeline/test_feeding.py",
-            "tests/swarm/pipeline/test_in_the_air.py",
+            "tests/swarm/pipeline/test_in_flight.py",
             "tests/swarm/pipeline/test_overlap.py",
         ),
     ),

@@ -211,7 +211,7 @@ class Swarm:
         def on_round(r: int, ids: list[int]) -> None:
             self.counted.setdefault(r, []).extend(ids)
             assert peer.feeder is not None
-            self.paths.setdefault(r, {}).update(peer.feeder.committed_paths()[r])
+            self.paths.setdefault(r, {}).update(peer.feeder.rounds.committed_paths()[r])
 
         known = list(self.members)[:1] if neighbours is None else list(neighbours)
         life = asyncio.get_running_loop().create_task(peer.run(known))

@@ -29,3 +29,22 @@ def test_a_measurement_of_a_round_that_is_over_ends_at_once(tmp_path: Path) -> N
         assert loop.time() - began < 1.0
 
     in_virtual_time(scenario, spec)
+
+
+def test_the_first_feeder_measures_for_all_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
+    rounds = 6
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds)
+
+    async def scenario(swarm: Swarm) -> None:
+        def measured() -> dict[str, int]:
+            records = {name: m.peer.gossip.own.held_out for name, m in swarm.members.items()}
+            return {name: r.round for name, r in records.items() if r is not None}
+
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(2)
+        assert set(measured().values()) == {0}
+        await swarm.until(lambda: rounds in measured().values())
+        assert len(measured()) == 1
+
+    in_virtual_time(scenario, spec)

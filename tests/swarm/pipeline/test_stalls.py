@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet.simulation.clock import VirtualLoop
-from swarmnet.swarm.pipeline.feeder import RoundOfFeeder
+from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 30
@@ -96,9 +96,10 @@ def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
             )
         feeder = swarm.members["peer-1"].peer.feeder
         assert feeder is not None
-        is_feeder, may_launch = feeder._is_feeder, feeder._may_launch
+        rules = feeder.rules
+        is_feeder, may_launch = rules.is_feeder, rules.may_launch
 
-        def launches_one(mine: RoundOfFeeder) -> bool:
+        def launches_one(mine: FedRound) -> bool:
             if mine.round != struck or launched:
                 return may_launch(mine)
             launched.append(loop.time())
@@ -109,8 +110,8 @@ def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
                 return True
             return is_feeder()
 
-        feeder._may_launch = launches_one  # type: ignore[method-assign]
-        feeder._is_feeder = feeds  # type: ignore[method-assign]
+        rules.may_launch = launches_one  # type: ignore[method-assign]
+        rules.is_feeder = feeds  # type: ignore[method-assign]
         await swarm.until(lambda: bool(launched))
         await swarm.until_round(struck + 2)
         assert loop.time() - launched[0] < 3.0

@@ -154,7 +154,8 @@ def test_a_question_in_the_middle_of_a_round_ends_no_flight(tmp_path: Path) -> N
         feeder = swarm.members["feeder"].peer.feeder
         assert feeder is not None
         r = max(swarm.rounds())
-        mine = feeder._rounds[r]
+        mine = feeder.rounds.get(r)
+        assert mine is not None
         await swarm.until(lambda: len(mine.in_flight) >= 2)
         stays, ends = sorted(mine.in_flight)[:2]
         reply = feeder.committed(CommittedRequest(r, 1, (stays,), is_over=False), leaver.peer_id)
@@ -177,7 +178,8 @@ def test_what_went_another_way_counts_whoever_asks_about_it(tmp_path: Path) -> N
         feeder = swarm.members["feeder"].peer.feeder
         assert feeder is not None
         r = max(swarm.rounds())
-        mine = feeder._rounds[r]
+        mine = feeder.rounds.get(r)
+        assert mine is not None
         await swarm.until(lambda: len(mine.in_flight) >= 2)
         asked = tuple(sorted(mine.in_flight)[:2])
         for stage in range(4):  # some of these stages there are not

@@ -12,11 +12,11 @@ NUM_STAGES, NUM_REPLICAS = 2, 4
 def test_a_small_swarm_begins_with_few_and_comes_to_more_than_two_for_each_replica(
     tmp_path: Path,
 ) -> None:
-    """One peer feeds: one and a half for each replica at first, and one more for each that has come
-    home."""
+    """One peer feeds: one and a half for each replica at first, and one more for each that has
+    been completed."""
     spec = tiny_spec(tmp_path, num_stages=NUM_STAGES, rounds=2, global_batch=240)
     most: dict[int, int] = {}
-    """In the air, by how many were home."""
+    """In flight, by how many were completed."""
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(NUM_REPLICAS):
@@ -25,8 +25,8 @@ def test_a_small_swarm_begins_with_few_and_comes_to_more_than_two_for_each_repli
         assert feeder is not None
 
         def looked() -> bool:
-            in_flight = sum(len(m.in_flight) for m in feeder._open)
-            most[feeder._num_completed] = max(in_flight, most.get(feeder._num_completed, 0))
+            completed = feeder.num_completed
+            most[completed] = max(feeder.num_in_flight, most.get(completed, 0))
             return min(swarm.rounds()) >= 1
 
         await swarm.until(looked)

@@ -1,0 +1,127 @@
+"""What a feeder did in each round: its microbatches in flight, and those that count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from swarmnet.swarm.messages import CommittedReply, CommittedRequest
+from swarmnet.swarm.tasks import Tasks
+
+KEPT_COMMITS = 4
+"""Rounds whose committed microbatches a feeder can still be asked about."""
+
+OnRound = Callable[[int, list[int]], None]
+
+
+@dataclass(eq=False)
+class FedRound:
+    """One round of a feeder."""
+
+    round: int
+    next_n: int = 0
+    """How many microbatches it has begun to launch."""
+    committed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Path of every microbatch that counts, by microbatch id."""
+    refused: dict[int, set[tuple[int, str]]] = field(default_factory=dict)
+    """(stage, peer id) of replicas whose round is closed and that asked about a microbatch while it
+    was in flight: they will not count it. By microbatch id."""
+    in_flight: set[int] = field(default_factory=set)
+    """Microbatch ids."""
+    began_at: float = 0.0
+    launched_at: float = 0.0
+    """When it launched the newest one."""
+    heard: int = 0
+    """Samples that others have launched, and since when they have been so many."""
+    heard_at: float = 0.0
+    told: set[int] = field(default_factory=set)
+    """Microbatches that `on_round` has heard of."""
+    flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
+
+    def is_refused(self, the_id: int, path: tuple[str, ...]) -> bool:
+        """Whether a replica on the path will not count the microbatch. No other one can keep it
+        from being counted."""
+        refusals = self.refused.pop(the_id, ())
+        return any(s < len(path) and path[s] == asker for s, asker in refusals)
+
+
+class FedRounds:
+    """The newest rounds of a feeder, and which of them are open."""
+
+    def __init__(self, num_stages: int, on_round: OnRound) -> None:
+        """`on_round(round, ids)` hears each committed microbatch once."""
+        self._num_stages, self._on_round = num_stages, on_round
+        self._rounds: dict[int, FedRound] = {}
+        self._open: list[FedRound] = []
+
+    def __iter__(self) -> Iterator[FedRound]:
+        """The open ones: the present one, and the next where that is open ahead."""
+        return iter(list(self._open))
+
+    def get(self, r: int) -> FedRound | None:
+        """A round of the newest `KEPT_COMMITS`, open or not; None where nothing was launched."""
+        return self._rounds.get(r)
+
+    def get_open(self, r: int) -> FedRound | None:
+        return next((m for m in self._open if m.round == r), None)
+
+    def begin(self, r: int) -> FedRound:
+        """A round that is open at the replica."""
+        mine = self._rounds.setdefault(r, FedRound(r))
+        if mine not in self._open:
+            mine.began_at = asyncio.get_running_loop().time()
+            self._open.append(mine)
+            for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
+                del self._rounds[old]
+        return mine
+
+    async def end_others(self, r: int) -> None:
+        """Ends what is in flight of rounds that are over where `r` is the present one, or whose
+        beginning was taken back."""
+        for mine in [m for m in self._open if m.round not in (r, r + 1)]:
+            self._open.remove(mine)
+            await mine.flights.close()
+            if mine.round < r:
+                self._tell(mine)
+
+    async def end_all(self) -> None:
+        """Ends what is in flight."""
+        for mine in self._open:
+            await mine.flights.close()
+        self._open.clear()
+
+    def tell_all(self) -> None:
+        """This peer, or its stage, goes while rounds go on: tells what they have counted."""
+        for mine in self._rounds.values():
+            self._tell(mine)
+
+    def committed(self, question: CommittedRequest, asker: str) -> CommittedReply:
+        """Those that count with `asker` on their path at the stage of the question, and those that
+        may yet. Where the asker's round is closed, what is in flight is never committed."""
+        mine = self._rounds.get(question.round)
+        if mine is None:
+            return CommittedReply(())
+        counted, in_flight = [], []
+        for the_id in question.microbatch_ids:
+            path = mine.committed.get(the_id)
+            if path is not None:
+                if question.stage < len(path) and path[question.stage] == asker:
+                    counted.append(the_id)
+            elif the_id in mine.in_flight and question.is_over:
+                refusals = mine.refused.setdefault(the_id, set())
+                if question.stage < self._num_stages:
+                    refusals.add((question.stage, asker))
+            elif the_id in mine.in_flight:
+                in_flight.append(the_id)
+        return CommittedReply(tuple(counted), tuple(in_flight))
+
+    def committed_paths(self) -> dict[int, dict[int, tuple[str, ...]]]:
+        """By round (the newest `KEPT_COMMITS`), the path of every microbatch that counts."""
+        return {r: mine.committed for r, mine in self._rounds.items()}
+
+    def _tell(self, mine: FedRound) -> None:
+        new = sorted(mine.committed.keys() - mine.told)
+        if new:
+            mine.told.update(new)
+            self._on_round(mine.round, new)

@@ -1,0 +1,73 @@
+"""Measuring the loss on held-out data, by one feeder for the whole swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.records import HeldOut
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
+from swarmnet.swarm.pipeline.infer import infer_through
+from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.ports import Data
+from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.wire import convert
+
+log = logging.getLogger("swarmnet.feeder")
+
+
+class HeldOutLoss:
+    """Measures in the rounds where that is due, and puts the loss into the own record."""
+
+    def __init__(self, gossip: Gossip, wiring: Wiring, data: Data, settings: RunSettings) -> None:
+        self.is_measuring = False
+        """The round is not sealed meanwhile."""
+        self._gossip, self._wiring = gossip, wiring
+        self._data, self._settings = data, settings
+        self._measured = -1
+        """The newest round in which it was measured here."""
+
+    def measure_if_due(self, r: int, tasks: Tasks) -> None:
+        """The first of the feeders measures every so often, unless a peer that was first before it
+        has done so. `tasks` are the round's: the measurement ends with the round."""
+        every = self._settings.evaluate_every
+        due = r >= self._settings.rounds or (every > 0 and r % every == 0)
+        if not due or self._measured >= r or self.is_measuring or not self._data.num_held_out:
+            return
+        now = asyncio.get_running_loop().time()
+        view = self._gossip.view
+        if any(p.held_out is not None and p.held_out.round == r for p in view.live(now)):
+            return
+        covered = all(view.replicas(s, now) for s in range(self._settings.num_stages))
+        if covered and assignment.feeders(view, now)[0] == self._gossip.own.peer_id:
+            self.is_measuring = True
+            tasks.start(self._measure(r))
+
+    async def _measure(self, r: int) -> None:
+        loss_sum, num_tokens = 0.0, 0
+        try:
+            for index in range(self._data.num_held_out):
+                infer = InferRequest(stage=0, mode=EVALUATE, round=r)
+                reply = await infer_through(self._wiring, infer, self._data.held_out(index))
+                body = convert(reply.body, InferReply)
+                loss_sum += body.loss_sum
+                num_tokens += body.num_tokens
+            if num_tokens:
+                loss = loss_sum / num_tokens
+                bits = bits_per_byte(loss, self._data.bytes_per_token)
+                self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
+        except SwarmnetError as e:
+            log.info("round %d: the held-out loss was not measured: %s", r, e)
+        finally:
+            self.is_measuring = False
+            self._measured = r
+            self._gossip.changed.notify_all()
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Loss in nats per token as bits per byte of text; 0 where the data is not text."""
+    return loss / 0.6931471805599453 / bytes_per_token if bytes_per_token else 0.0

@@ -1,0 +1,156 @@
+"""How many microbatches a feeder may launch: whether it feeds, its window, its part of a round.
+
+The numbers are in `protocol.pipeline.feeding` and `protocol.pipeline.progress`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.pipeline import feeding, progress
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.fed_rounds import FedRound
+from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.replica import Replica
+
+
+class LaunchRules:
+    """What the view says that this peer may launch now."""
+
+    def __init__(
+        self, gossip: Gossip, wiring: Wiring, settings: RunSettings, limits: Limits
+    ) -> None:
+        self._gossip, self._wiring = gossip, wiring
+        self._settings, self._limits = settings, limits
+
+    def is_feeder(self) -> bool:
+        """Whether this peer is one of the feeders."""
+        own = self._gossip.own
+        return own.state == ACTIVE and own.peer_id in self._feeders(_now())
+
+    def may_launch(self, mine: FedRound) -> bool:
+        """Whether a round needs one more microbatch of this feeder."""
+        now = _now()
+        view, batch = self._gossip.view, self._settings.global_batch
+        own, feeders = self._gossip.own, self._feeders(now)
+        own_launched = own.count(mine.round).launched
+        launched_by_others = view.launched_at_most(mine.round) - own_launched
+        if launched_by_others != mine.heard:
+            mine.heard, mine.heard_at = launched_by_others, now
+        if own.peer_id not in feeders or progress.is_launched(view, mine.round, now, batch):
+            return False
+        quota = self._quota(feeders)
+        if own_launched < quota:
+            return True
+        launched = progress.round_progress(view, mine.round, now, batch).launched
+        if len(feeders) > progress.FEW_FEEDERS:
+            return self._may_help(mine, feeders, own_launched, launched, now)
+        return progress.may_launch(
+            own_launched=own_launched,
+            quota=quota,
+            launched=launched,
+            global_batch=batch,
+            quiet_s=now - max(mine.heard_at, mine.launched_at),
+            patience_s=self._limits.patience_s,
+        )
+
+    def window(self, num_completed: int) -> int:
+        """Microbatches that this feeder keeps in flight. `num_completed`: those of its own that
+        have counted so far."""
+        if self._settings.max_in_flight:
+            return self._settings.max_in_flight
+        now = _now()
+        view, settings = self._gossip.view, self._settings
+        replicas = sum(len(view.replicas(s, now)) for s in range(settings.num_stages))
+        feeders = max(1, len(self._feeders(now)))
+        is_small = self._gossip.is_small
+        part = 1.0 / feeders if is_small else self._part(feeders, now)
+        a_round = -(-settings.global_batch // settings.samples_per_microbatch)
+        asks = self._wiring.shares(0)
+        most = feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
+        return feeding.slow_start(most, replicas, part, num_completed)
+
+    def room(self, replica: Replica, num_completed: int) -> int:
+        """Microbatches to launch now. Among many feeders, one whose own device or uplink has enough
+        to do leaves the rest to others."""
+        most = self._limits.max_waiting_forwards * (2 if replica.service_s else 1)
+        if replica.index != 0 or not self.serves_itself():
+            return self.window(num_completed)
+        return feeding.send_window_room(
+            most,
+            replica.device.num_waiting,
+            queued_bytes=self._gossip.transport.traffic.queued_bytes(),
+            sent_bytes=replica.sent_bytes,
+        )
+
+    def serves_itself(self) -> bool:
+        """In a large swarm in which most replicas of stage 0 feed, each works on its own data,
+        unless the work is so long that whichever replica is free does it."""
+        if self._wiring.shares(0):
+            return False
+        now = _now()
+        first = len(self._gossip.view.replicas(0, now))
+        return not self._gossip.is_small and 2 * len(self._feeders(now)) > first
+
+    def leaves_to_others(self, mine: FedRound) -> bool:
+        """Whether this peer, one of many feeders, has launched its part of a round, and what is
+        missing is on its way."""
+        now = _now()
+        feeders = self._feeders(now)
+        if len(feeders) <= progress.FEW_FEEDERS or not self.is_feeder():
+            return False
+        own_launched = self._gossip.own.count(mine.round).launched
+        if own_launched < self._quota(feeders):
+            return False
+        state = progress.round_progress(
+            self._gossip.view, mine.round, now, self._settings.global_batch
+        )
+        return not self._may_help(mine, feeders, own_launched, state.launched, now)
+
+    def _feeders(self, now: float) -> Sequence[str]:
+        return assignment.feeders(self._gossip.view, now)
+
+    def _part(self, num_feeders: int, now: float) -> float:
+        view, own = self._gossip.view, self._gossip.own
+        if own.stage != 0 or self._wiring.shares(0):
+            return 1.0 / num_feeders
+        rates = view.remembered(
+            0,
+            "rates of feeders",
+            now,
+            lambda: [r.samples_per_s for r in view.replicas(0, now) if r.has_data],
+        )
+        return feeding.part_of_feeder(own.samples_per_s, rates)
+
+    def _quota(self, feeders: Sequence[str]) -> int:
+        settings, rank = self._settings, feeders.index(self._gossip.own.peer_id)
+        return progress.quota(
+            rank, len(feeders), settings.global_batch, settings.samples_per_microbatch
+        )
+
+    def _may_help(
+        self,
+        mine: FedRound,
+        feeders: Sequence[str],
+        own_launched: int,
+        launched: int,
+        now: float,
+    ) -> bool:
+        return progress.may_help(
+            own_launched=own_launched,
+            launched=launched,
+            global_batch=self._settings.global_batch,
+            age_s=now - mine.began_at,
+            spread_s=self._gossip.spread_s,
+            quiet_s=now - max(mine.heard_at, mine.launched_at),
+            rank=feeders.index(self._gossip.own.peer_id),
+            num_feeders=len(feeders),
+            samples_per_microbatch=self._settings.samples_per_microbatch,
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
