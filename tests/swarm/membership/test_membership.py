@@ -15,12 +15,14 @@ from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.assignment import Move, propose_move
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT, Record
 from swarmnet.protocol.pipeline import progress
-from swarmnet.swarm.peer import DRAIN_S, MOVE_PATIENCE_S, Peer
+from swarmnet.swarm.lifecycle.departure import DRAIN_S
+from swarmnet.swarm.lifecycle.moving import MOVE_PATIENCE_S
+from swarmnet.swarm.lifecycle.served_stage import ServedStage
+from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.ownership import Ownership
-from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
 from tests.oracles.reference_modes import DelayedReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -283,16 +285,16 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
 
     async def scenario(swarm: Swarm) -> None:
         def stop_when_ready(peer: Peer) -> None:
-            prepare = peer._prepare_move
+            prepare = peer.mover.prepare
 
-            async def prepare_and_stop(replica: Replica, move: Move) -> bool:
-                is_ready = await prepare(replica, move)
+            async def prepare_and_stop(served: ServedStage, move: Move) -> bool:
+                is_ready = await prepare(served, move)
                 if is_ready and not stopped:
                     stopped.append(peer)
                     peer.stop()
                 return is_ready
 
-            peer._prepare_move = prepare_and_stop  # type: ignore[method-assign]
+            peer.mover.prepare = prepare_and_stop  # type: ignore[method-assign]
 
         for i in range(4):
             stop_when_ready(swarm.start(f"peer-{i}", stage=1 if i < 3 else 0))

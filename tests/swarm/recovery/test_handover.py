@@ -16,13 +16,13 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSER
 from swarmnet.protocol.pipeline.ledger import Entry, Ledger
 from swarmnet.protocol.update.robust import CLIP_TOLERANCE, is_alike
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.lifecycle.departure import DRAIN_S
 from swarmnet.swarm.messages import (
     AdoptedRequest,
     AdoptRequest,
     CommittedReply,
     CommittedRequest,
 )
-from swarmnet.swarm.peer import DRAIN_S
 from swarmnet.swarm.recovery.handover import MAX_ADOPTED
 from swarmnet.swarm.update.averaging import Behind
 from swarmnet.training.arrays import from_tensor, to_tensor

@@ -1,0 +1,222 @@
+"""The stage that a peer serves: it joins the stage, goes from round to round, and falls behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+from swarmnet.protocol import recovery as recovering
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
+from swarmnet.swarm.lifecycle.departure import Departure
+from swarmnet.swarm.lifecycle.opening import Openings
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.feeder import Feeder
+from swarmnet.swarm.pipeline.step import StepService
+from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.recovery.lost_samples import OnLoss
+from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
+from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
+from swarmnet.swarm.update.delayed_updates import DelayedUpdates
+from swarmnet.swarm.update.gossip_averaging import GossipAveraging
+from swarmnet.swarm.update.local_updates import LocalUpdates
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
+from swarmnet.transport.base import Transport
+
+log = logging.getLogger("swarmnet.peer")
+
+JOIN_RETRY_S = 0.2
+EMPTY_STAGE_S = 2.0
+"""How long a stage must have had no replica before a joiner begins it from its initial state."""
+ALONE_S = 20.0
+"""The same where no peer of a run that has begun can be heard of."""
+
+
+class ServedStage:
+    """A replica with all that serves it, from its download to its departure."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        gossip: Gossip,
+        settings: RunSettings,
+        limits: Limits,
+        replica: Replica,
+        *,
+        steps: StepService,
+        feeder: Feeder | None,
+        recovery: Recovery,
+        checkpointing: Checkpointing | None,
+        openings: Openings,
+        rng: random.Random,
+        on_loss: OnLoss,
+    ) -> None:
+        self.replica = replica
+        self._gossip, self._settings, self._steps = gossip, settings, steps
+        self._recovery, self._checkpointing, self._openings = recovery, checkpointing, openings
+        self.averaging = Averaging(transport, gossip, settings, limits, replica, on_loss)
+        self._sync = StateSync(transport, gossip, limits, replica, rng)
+        self.handover = Handover(transport, gossip, settings, replica, self.averaging, rng)
+        self.updates = self._updates(transport, limits)
+        self.rounds = Rounds(
+            transport,
+            gossip,
+            settings,
+            limits,
+            replica,
+            steps,
+            self.updates,
+            feeder,
+            lambda: openings.opened(replica, self.averaging),
+        )
+        self.departure = Departure(
+            gossip, settings.rounds, steps, replica, self.rounds, self.handover
+        )
+
+    def _updates(self, transport: Transport, limits: Limits) -> Updates:
+        """What the run's mode does with a round's gradient."""
+        gossip, replica, averaging = self._gossip, self.replica, self.averaging
+        if replica.plan.mode in (DELAYED, AUTO):
+            return DelayedUpdates(gossip, replica, averaging, self.handover)
+        if replica.plan.mode == GOSSIP:
+            return GossipAveraging(transport, gossip, limits, replica, averaging)
+        if replica.local is not None:
+            return LocalUpdates(transport, gossip, limits, replica, averaging)
+        return ZeroUpdates(replica, averaging, self.handover)
+
+    async def run(self) -> None:
+        """Fetches the stage, then serves it; begins again where it fell behind. Ends never."""
+        replica, averaging = self.replica, self.averaging
+        await replica.measure_digests()
+        try:
+            while True:
+                try:
+                    await self._join()
+                    await self.rounds.run()
+                    await self._gossip.changed.wait()  # the run has done its rounds: serve on
+                except Behind as e:
+                    log.warning("%s: fetching the stage again", e)
+                    self._gossip.update(state=JOINING, urgent=True)
+                    replica.synced = False
+                    self.handover.forget()
+                    if replica.ahead:
+                        self._steps.drop_round(replica.round + 1)
+                        await replica.drop_ahead()
+                    averaging.forget_results()
+                    await self.updates.close()
+                except Diverged as e:
+                    log.warning("%s: going over to them", e)
+                    replica.synced = False
+                    self.handover.forget()
+                    self._gossip.add_total("diverged")
+                    self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+                    self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
+                    await averaging.forget_state()
+        finally:
+            await self.rounds.close()
+            await self.updates.close()
+            await averaging.close()
+
+    async def _join(self) -> None:
+        """Returns when the replica has the parameters of a round that is going on."""
+        replica, averaging, updates = self.replica, self.averaging, self.updates
+        if replica.synced:
+            return
+        loop = asyncio.get_running_loop()
+        alone_since = loop.time()
+        while not replica.synced:
+            updates.attend()
+            donors = self._sync.donors()
+            if donors:
+                if await self._recovery.resume(replica, averaging, donors):
+                    continue
+                self._recovery.forget_loaded()
+                if isinstance(updates, LocalUpdates | GossipAveraging):
+                    await updates.follow(self._sync, self.rounds)
+                else:
+                    await self._follow(max(d.round for d in donors))
+            elif self.departure.others(ACTIVE) or self.departure.others(LEAVING):
+                alone_since = loop.time()
+                await self._gossip.changed.wait(JOIN_RETRY_S)
+            elif await self._recovery.attend(replica, averaging):
+                if replica.synced and self._checkpointing is not None:
+                    self._checkpointing.restored(replica)
+            elif loop.time() - alone_since >= self._patience_with_empty_stage():
+                await self._begin()
+            else:
+                await self._gossip.changed.wait(JOIN_RETRY_S)
+        if self._gossip.own.state != ACTIVE:
+            await self._openings.opened(replica, averaging)
+
+    def _patience_with_empty_stage(self) -> float:
+        """In a run that goes on already, a replica of the stage may yet be heard of; where no peer
+        of such a run is live, it is rather this peer that is cut off."""
+        now = asyncio.get_running_loop().time()
+        if progress.newest_round(self._gossip.view, now):
+            return EMPTY_STAGE_S
+        return ALONE_S if self._known_round() else 0.0
+
+    def _known_round(self) -> int:
+        """The newest round that any peer, live or not, is known to have served in."""
+        records = self._gossip.view.records()
+        return max((r.round for r in records if r.state != OBSERVING), default=0)
+
+    async def _begin(self) -> None:
+        """The first replica of its stage: initial parameters, and all the optimizer state."""
+        now = asyncio.get_running_loop().time()
+        replica, view = self.replica, self._gossip.view
+        round_index = progress.newest_round(view, now) or self._known_round()
+        if round_index:
+            log.warning("stage %d had no replica left: it starts afresh", replica.index)
+            self._gossip.add_total("stage_restarted")
+        if not recovering.is_running(view.live(now)):
+            self._gossip.update(history=self._recovery.new_history())
+        if replica.local is not None:
+            await _drop_own_steps(replica)
+        await replica.open_round(round_index, synced=True)
+        self.averaging.ownership.start_fresh()
+
+    async def _follow(self, round_index: int) -> None:
+        """Fetches a round's parameters; where that round ends first, gets the next one's with its
+        update, like every other replica but without a gradient of its own."""
+        replica, rounds = self.replica, self.rounds
+        if replica.round != round_index:
+            replica.round = round_index
+        fetching = asyncio.get_running_loop().create_task(self._sync.fetch(round_index))
+        try:
+            while not fetching.done():
+                if rounds.is_drained(round_index) and round_index < self._settings.rounds:
+                    await _end(fetching)  # else it would go on over the parameters to come
+                    await rounds.finish(round_index)
+                    return
+                told = asyncio.get_running_loop().create_task(
+                    self._gossip.changed.wait(JOIN_RETRY_S)
+                )
+                await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
+                told.cancel()
+            if fetching.result() and not rounds.is_drained(round_index):
+                await replica.open_round(round_index, synced=True)
+                await replica.measure_digests()
+            elif fetching.result() and round_index >= self._settings.rounds:
+                await replica.open_round(round_index, synced=True)
+            else:
+                await self._gossip.changed.wait(JOIN_RETRY_S)
+        finally:
+            await _end(fetching)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _drop_own_steps(replica: Replica) -> None:
+    """A stage begins with the common parameters: the steps after them count for no replica."""
+    for j in range(replica.num_shards):
+        await replica.worker.run(lambda j=j: replica.put_common(j, replica.common_shard(j)))  # type: ignore[misc]

@@ -1,0 +1,95 @@
+"""Choosing the stage that needs a newcomer most, or the one that its checkpoint is of."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from swarmnet.errors import UserError
+from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.records import JOINING, OBSERVER_STAGE
+from swarmnet.protocol.membership.seats import stages_beside
+from swarmnet.swarm.lifecycle.speed import Speed
+from swarmnet.swarm.machine import Machine
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.recovery.restart import Recovery
+from swarmnet.swarm.resource_limits import ResourceLimits
+
+CLAIM_S = 0.5
+"""How long a newcomer's choice of stage is left to be seen before it is made good."""
+MAX_CLAIMS = 5
+
+
+class StageChoice:
+    """Chooses among the stages that fit into this peer's memory, and announces the choice."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        num_stages: int,
+        *,
+        machine: Machine,
+        recovery: Recovery,
+        assigner: assignment.Assigner,
+        resource_limits: ResourceLimits,
+        speed: Speed,
+        rng: random.Random,
+        wanted: Callable[[], int | None],
+    ) -> None:
+        """`wanted()` is the stage that the user wants, or None."""
+        self._gossip, self._num_stages = gossip, num_stages
+        self._machine, self._recovery, self._assigner = machine, recovery, assigner
+        self._resource_limits, self._speed = resource_limits, speed
+        self._rng, self._wanted = rng, wanted
+
+    async def claim(self) -> int:
+        """Chooses a stage and says so; chooses again where another newcomer chose the same. Raises
+        `UserError` where no stage fits, or not the wanted one."""
+        loop, view, num_stages = asyncio.get_running_loop(), self._gossip.view, self._num_stages
+        old = self._recovery.old_stage()
+        if old in stages_beside(view, self._gossip.own.peer_id, num_stages, loop.time()):
+            old = None
+        by_user = self._wanted()
+        wanted = old if by_user is None else by_user
+        allowed = self._stages_that_fit(by_user)
+        if wanted is not None and (wanted in allowed or by_user is not None):
+            self._announce(wanted)
+            return wanted
+        await self._gossip.catch_up()
+        present = {r.peer_id for r in view.live(loop.time()) if r.stage != OBSERVER_STAGE}
+        costs = self._machine.stage_costs
+        chosen = self._assigner.choose(
+            view, num_stages, loop.time(), self._rng, costs=costs, allowed=allowed
+        )
+        for _ in range(MAX_CLAIMS):
+            self._announce(chosen)
+            await asyncio.sleep(CLAIM_S)
+            await self._gossip.catch_up()
+            better = self._assigner.settle(
+                view, num_stages, loop.time(), chosen, present, costs=costs, allowed=allowed
+            )
+            if better == chosen:
+                return chosen
+            chosen = better
+        self._announce(chosen)
+        return chosen
+
+    def _announce(self, stage_index: int) -> None:
+        """Says that this peer comes to a stage, and how fast it is likely to be: newcomers of the
+        same moment go elsewhere."""
+        self._gossip.update(
+            state=JOINING,
+            stage=stage_index,
+            restorable=self._recovery.offers(stage_index),
+            samples_per_s=self._speed.expected_rate(stage_index),
+            urgent=True,
+        )
+
+    def _stages_that_fit(self, wanted: int | None) -> list[int]:
+        """Into the memory that this peer may take."""
+        stages = range(self._num_stages)
+        reasons = [self._resource_limits.unfit(k) for k in stages]
+        if all(reasons) or (wanted is not None and reasons[wanted]):
+            raise UserError(reasons[wanted or 0])
+        return [k for k in stages if not reasons[k]]

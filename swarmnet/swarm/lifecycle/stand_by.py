@@ -1,0 +1,85 @@
+"""Standing by while the machine's owner has paused the peer, or no stage fits any more."""
+
+from __future__ import annotations
+
+import logging
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.membership.records import JOINING, MAX_TEXT, OBSERVER_STAGE, OBSERVING
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.pipeline.feeder import Feeder
+from swarmnet.swarm.recovery.restart import Disk, Recovery
+from swarmnet.swarm.resource_limits import ResourceLimits
+
+log = logging.getLogger("swarmnet.peer")
+
+
+class StandBy:
+    """Stays in the swarm as an observer while this peer may not work."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        num_stages: int,
+        resource_limits: ResourceLimits,
+        *,
+        feeder: Feeder | None,
+        disk: Disk | None,
+        recovery: Recovery,
+    ) -> None:
+        self._gossip, self._num_stages, self._resource_limits = gossip, num_stages, resource_limits
+        self._feeder, self._disk, self._recovery = feeder, disk, recovery
+        self._has_served = False
+
+    def served(self) -> None:
+        """This peer has served a stage. From now on it waits where none fits. (At the start that
+        ends the peer, with a line: see `StageChoice.claim`.)"""
+        self._has_served = True
+
+    async def until_paused(self) -> None:
+        """Returns when the machine's owner wants the machine back."""
+        while not self._resource_limits.why_paused:
+            self._resource_limits.changed.clear()
+            await self._resource_limits.changed.wait()
+
+    async def until_wanted(self) -> None:
+        """Returns when this peer may work; it is an observer meanwhile."""
+        while reason := self._resource_limits.why_paused or self._why_no_stage():
+            if self._gossip.own.paused != reason[:MAX_TEXT]:
+                self._gossip.update(
+                    state=OBSERVING,
+                    stage=OBSERVER_STAGE,
+                    paused=reason[:MAX_TEXT],
+                    digests=b"",
+                    holds=b"",
+                    restorable=(),
+                    samples_per_s=0.0,
+                    queue_length=0,
+                    urgent=True,
+                )
+            self._resource_limits.changed.clear()
+            await self._resource_limits.changed.wait()
+        if self._gossip.own.paused:
+            self._gossip.update(state=JOINING, paused="", urgent=True)
+
+    async def put_away(self) -> None:
+        """Drops what a paused peer does not need: its microbatches, and what it knows of its
+        disk."""
+        if self._feeder is not None:
+            self._feeder.leave()
+            self._feeder.write_off()
+        disk = self._disk
+        if disk is not None:
+            try:
+                found = await disk.worker.run(disk.checkpoints.available)
+            except (SwarmnetError, OSError) as e:
+                log.warning("the checkpoints here cannot be read: %s", e)
+                found = []
+            self._recovery.found(found)
+
+    def _why_no_stage(self) -> str:
+        """After a pause: no stage fits any more, beside what other seats of the machine serve."""
+        if not self._has_served:
+            return ""
+        reasons = [self._resource_limits.unfit(k) for k in range(self._num_stages)]
+        return reasons[0] if all(reasons) else ""

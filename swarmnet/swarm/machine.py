@@ -1,0 +1,35 @@
+"""What a machine brings into the swarm: its device, data, disk, and the parts of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
+from swarmnet.swarm.recovery.restart import Disk
+
+
+@dataclass
+class Machine:
+    """What a machine brings into the swarm."""
+
+    build: Callable[[int], tuple[Stage, Optimizer]]
+    """The parts of a stage, by its index; runs on the worker."""
+    device: Device
+    worker: Worker
+    data: Data | None = None
+    disk: Disk | None = None
+    """Where checkpoints are kept; None for nowhere."""
+    build_local: Callable[[Any, Any], LocalSteps | None] = lambda stage, optimizer: None
+    """The own steps of a replica, where the run's mode has them; runs on the worker."""
+    services: dict[int, float] = field(default_factory=dict)
+    """Device seconds of a microbatch, by the stage that the device serves: all seats of a machine
+    share one device."""
+    free: Callable[[], None] = lambda: None
+    """Gives memory that is not used any more back to the machine; runs on the worker."""
+    measure: Callable[[], float] = lambda: 0.0
+    """Device seconds that a microbatch is likely to take in a stage of middle cost, before any was
+    served; 0 where that is unknown. Runs on the worker."""
+    stage_costs: tuple[float, ...] | None = None
+    """Of each stage, in any unit; None where all are alike."""
