@@ -249,6 +249,9 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.identity import Identity
     from swarmnet.protocol.membership.records import ACTIVE, Record
     from swarmnet.protocol.membership.view import View
+    from swarmnet.runtime.compose import run_settings
+    from swarmnet.runtime.net import KeySigner, open_net
+    from swarmnet.runtime.run import spare_old_objects
     from swarmnet.swarm.membership.gossip import Gossip
     from swarmnet.swarm.recovery.handover import Handover
     from swarmnet.swarm.settings import Limits

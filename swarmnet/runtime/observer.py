@@ -21,12 +21,13 @@ from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.runtime.options import TransportName
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.membership.gossip import Gossip, Tasks
+from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.messages import LOGITS, InferRequest
-from swarmnet.swarm.pipeline.step import infer_through
+from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
 

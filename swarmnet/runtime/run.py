@@ -29,9 +29,9 @@ from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
 from swarmnet.runtime.stuck import until_stuck
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.discovery import Directory
-from swarmnet.swarm.membership.gossip import Tasks
 from swarmnet.swarm.membership.relaying import Relaying
 from swarmnet.swarm.peer import Machine, Peer
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 from swarmnet.transport.channel import ChannelTransport
 

@@ -23,11 +23,11 @@ def feeder() -> Any:
     """A peer that has committed four microbatches in round 0 and is in round 1."""
     paths = {0: dict.fromkeys(COMMITTED, ("a", "b"))}
     return SimpleNamespace(
-        feeder=SimpleNamespace(committed_paths=lambda: paths),
+        feeder=SimpleNamespace(rounds=SimpleNamespace(committed_paths=lambda: paths)),
         replica=SimpleNamespace(
             round=1, synced=False, device=SimpleNamespace(num_waiting=0), ledger=()
         ),
-        steps=SimpleNamespace(num_flying=0),
+        steps=SimpleNamespace(num_in_flight=0),
         limits=SimpleNamespace(max_open_steps=1),
         gossip=SimpleNamespace(
             own=SimpleNamespace(peer_id="a", state=ACTIVE, stage=OBSERVER_STAGE)

@@ -9,7 +9,8 @@ import logging
 import random
 
 from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
-from swarmnet.protocol.membership.view import NO_STAMP, Stamp, View
+from swarmnet.protocol.membership.records import NO_STAMP, Stamp
+from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.failure_detection import FailureDetector
 from swarmnet.swarm.membership.known_records import KnownRecords
@@ -96,7 +97,7 @@ class AntiEntropy:
             log.debug("the newest news was not heard: %s", e)
 
     def _stamps(self) -> dict[str, Stamp]:
-        stamps = self._view.stamps()
+        stamps = self._view.digest.stamps()
         if self._own.is_quiet or self._own.published == NO_STAMP:
             stamps.pop(self._own.peer_id, None)
         else:  # the view is ahead of what has been published
@@ -115,7 +116,7 @@ class AntiEntropy:
         own_is_known = theirs.stamps.get(own, NO_STAMP) >= self._own.published
         newer = [r.peer_id for r in self._view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]]
         records = self._records.envelopes(p for p in newer if not (own_is_known and p == own))
-        wanted = tuple(self._view.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
+        wanted = tuple(self._view.digest.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
         if self._callers.is_admitted(request.remote):
             self._failures.hear(theirs.suspicions)
         suspicions = self._failures.suspicions()

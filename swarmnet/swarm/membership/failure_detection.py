@@ -146,7 +146,7 @@ class FailureDetector:
 
     def suspicions(self) -> tuple[Suspicion, ...]:
         """Those in force here."""
-        return tuple(Suspicion(p, s[0], s[1]) for p, s in self._view.suspicions())
+        return tuple(Suspicion(p, s[0], s[1]) for p, s in self._view.detector.suspicions())
 
     def hear(self, suspicions: Iterable[Suspicion]) -> None:
         """Takes over what others suspect. A suspicion of this peer is refuted."""

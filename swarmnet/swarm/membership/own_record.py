@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from swarmnet.protocol.membership.records import Record, RoundCount
-from swarmnet.protocol.membership.view import NO_STAMP, Stamp, View
+from swarmnet.protocol.membership.records import NO_STAMP, Record, RoundCount, Stamp
+from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.pace import GossipPace
 from swarmnet.swarm.messages import SignedRecord

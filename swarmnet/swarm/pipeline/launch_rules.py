@@ -37,7 +37,7 @@ class LaunchRules:
         view, batch = self._gossip.view, self._settings.global_batch
         own, feeders = self._gossip.own, self._feeders(now)
         own_launched = own.count(mine.round).launched
-        launched_by_others = view.launched_at_most(mine.round) - own_launched
+        launched_by_others = view.counters.launched_at_most(mine.round) - own_launched
         if launched_by_others != mine.heard:
             mine.heard, mine.heard_at = launched_by_others, now
         if own.peer_id not in feeders or progress.is_launched(view, mine.round, now, batch):

@@ -1,0 +1,157 @@
+"""The shape of the code, which people find their way in by: rooms that are not too full, functions
+and classes that fit into a head, no imports in a circle, and tests that use what everybody may
+use."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("swarmnet", "peer", "tests")
+MAX_MODULES = 20
+"""In a folder, `__init__` not counted."""
+MAX_FUNCTION_LINES = 60
+MAX_CLASS_LINES, MAX_METHODS = 400, 25
+REWRITTEN_LATER = "swarmnet/swarm/"
+"""Functions and classes there may be longer, for now."""
+MAX_PRIVATE_PLACES = 40
+"""In tests, with a reason each."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def sources() -> list[Path]:
+    return sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def num_lines(node: Definition) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def too_large(text: str) -> Iterator[str]:
+    """Functions and classes of a module that are over the limits, as a reader would name them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if num_lines(node) > MAX_FUNCTION_LINES:
+                yield f"{node.name}: {num_lines(node)} lines"
+        elif isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef)) for x in node.body)
+            if num_lines(node) > MAX_CLASS_LINES or methods > MAX_METHODS:
+                yield f"{node.name}: {num_lines(node)} lines, {methods} methods"
+
+
+def imports_of(path: Path) -> set[str]:
+    """All modules that a module imports, whenever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import each other, in whatever order (Kosaraju)."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def walk(start: str, edges: dict[str, set[str]], into: list[str]) -> None:
+        stack = [(start, iter(sorted(edges[start])))]
+        seen.add(start)
+        while stack:
+            node, rest = stack[-1]
+            after = next((n for n in rest if n not in seen), None)
+            if after is None:
+                into.append(node)
+                stack.pop()
+            else:
+                seen.add(after)
+                stack.append((after, iter(sorted(edges[after]))))
+
+    for node in sorted(graph):
+        if node not in seen:
+            walk(node, graph, order)
+    backwards: dict[str, set[str]] = {node: set() for node in graph}
+    for node, others in graph.items():
+        for other in others:
+            backwards[other].add(node)
+    seen.clear()
+    found = []
+    for node in reversed(order):
+        if node not in seen:
+            walk(node, backwards, group := [])
+            if len(group) > 1:
+                found.append(sorted(group))
+    return found
+
+
+def test_no_room_is_too_full() -> None:
+    folders = {path.parent for path in sources()}
+    modules = {
+        name_of(folder): sum(p.name != "__init__.py" for p in folder.glob("*.py"))
+        for folder in folders
+    }
+    assert {f: n for f, n in modules.items() if n > MAX_MODULES} == {}
+
+
+def test_functions_and_classes_fit_into_a_head() -> None:
+    found = [
+        f"{name_of(path)}: {line}"
+        for path in sources()
+        if not name_of(path).startswith(REWRITTEN_LATER)
+        for line in too_large(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f():\n" + "    x = 1\n" * 59, []),
+        ("def f():\n" + "    x = 1\n" * 60, ["f: 61 lines"]),
+        ("class A:\n" + "    def f(self): ...\n" * 26, ["A: 27 lines, 26 methods"]),
+        ("class A:\n    async def f(self):\n" + "        x = 1\n" * 60, ["f: 61 lines"]),
+    ],
+)
+def test_the_limits_are_counted(text: str, expected: list[str]) -> None:
+    assert list(too_large(text)) == expected
+
+
+def test_no_imports_in_a_circle() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources()
+    }
+    graph = {
+        module: {n for n in imports_of(path) if n in modules and n != module}
+        for module, path in modules.items()
+    }
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e2"}, "e2": {"e"}}
+    assert sorted(circles(graph)) == [["b", "c"], ["e", "e2"]]
+
+
+def test_few_tests_reach_into_private_attributes() -> None:
+    """ruff (SLF001) refuses every other place."""
+    marked = [
+        (name_of(path), line)
+        for path in sources()
+        for line in path.read_text().splitlines()
+        if re.search(r"# noqa: .*\bSLF001\b", line) and "re.search" not in line
+    ]
+    without_reason = [m for m in marked if not re.search(r"SLF001\s+\S", m[1])]
+    assert without_reason == []
+    assert sum(name.startswith("tests/") for name, _ in marked) <= MAX_PRIVATE_PLACES
