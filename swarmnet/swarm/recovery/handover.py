@@ -92,8 +92,12 @@ class Handover:
         )
 
     def has_any(self, round_index: int) -> bool:
-        """Others' gradients of a round are here."""
-        return any(a.round == round_index for a in self._adopted)
+        """Whether gradients of others of a round are here."""
+        return bool(self._of(round_index))
+
+    def num_samples(self, round_index: int) -> int:
+        """Samples behind the gradients of others of a round that are here."""
+        return sum(a.num_samples for a in self._of(round_index))
 
     async def give(self) -> bool:
         """Gives the gradient of the present round away; False where nobody took it."""

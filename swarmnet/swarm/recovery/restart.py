@@ -26,6 +26,7 @@ from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
+from swarmnet.swarm.recovery.waiting_notice import WaitingNotice
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
@@ -33,13 +34,6 @@ from swarmnet.wire import Array
 log = logging.getLogger("swarmnet.recovery")
 
 LOOK_AGAIN_S = 0.2
-SAY_EVERY_S = 10.0
-"""Between two lines that say what is being waited for."""
-SAY_ENDLESS_EVERY_S = 60.0
-"""Likewise where only a person, or a peer that is not there, can help."""
-WAY_OUT = (
-    "start the peer that has it, or one peer with --begin-anew to begin from initial parameters"
-)
 OLDER_AFTER_S = 12.0
 """How long a running swarm must have had no replica of a stage before the stage goes on from an
 older round; longer than a dead peer is taken for live."""
@@ -233,7 +227,7 @@ class Recovery:
         self._told_ahead = False
         self._may_resume = True
         """Nothing has come from elsewhere yet."""
-        self._said_at = self._said_endless_at = float("-inf")
+        self.notice = WaitingNotice(self.reconnecting)
 
     # ---- what this peer has -----------------------------------------------------------------
 
@@ -318,7 +312,7 @@ class Recovery:
                 self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
             return False
         if isinstance(decision, recovery.Wait):
-            self._say(decision.reason, now, decision.is_endless)
+            self.notice.say(decision.reason, now, is_endless=decision.is_endless)
             await self.gossip.changed.wait(LOOK_AGAIN_S)
             return True
         await self._restore(decision.candidate, replica, averaging, now)
@@ -330,7 +324,7 @@ class Recovery:
         """Nobody is active: loads the chosen round, and opens it when the others have it too."""
         if self._chosen != candidate:
             self._chosen, self._chosen_at = candidate, now
-            self._said_at = now  # nothing to say as long as it is quick
+            self.notice.put_off(now)
         key = (candidate.history, candidate.round)
         mine = next((o for o in self._offers if (o.history, o.round) == key), None)
         if mine is not None and self.restored != key:
@@ -359,7 +353,7 @@ class Recovery:
                 and not recovery.is_loaded(r, candidate)
             ]
             self._given_up.update(dict.fromkeys(slow))
-        self._say(f"others are still loading round {candidate.round}", now)
+        self.notice.say(f"others are still loading round {candidate.round}", now)
         await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _attend_running(self, replica: Replica, averaging: Averaging, now: float) -> bool:
@@ -453,18 +447,6 @@ class Recovery:
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)
         return True
-
-    def _say(self, reason: str, now: float, is_endless: bool = False) -> None:
-        missing = self.reconnecting
-        if is_endless and missing is not None and missing.is_looking():
-            reason, is_endless = f"{reason}; looking for peers that were met before", False
-        if is_endless and now - self._said_endless_at >= SAY_ENDLESS_EVERY_S:
-            self._said_endless_at = now
-            unreached = missing.describe() if missing is not None else ""
-            log.warning("waiting: %s", "; ".join(filter(None, (reason, unreached, WAY_OUT))))
-        elif reason and not is_endless and now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
-            log.warning("waiting: %s", reason)
 
 
 def _put(snapshot: Snapshot, replica: Replica) -> None:

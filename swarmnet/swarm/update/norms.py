@@ -83,6 +83,7 @@ class Norms:
         self._batch: Batch | None = None
         self._tasks = Tasks("norms")
         self.last_total = 0.0
+        """The newest sum of squares that was taken here; 0 before the first."""
         self.transport.handle("norm", self._on_norm)
         self.transport.handle("stage_norm", self._on_stage_norm)
 
@@ -124,7 +125,7 @@ class Norms:
                     log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
             if round_index in self._told:
                 return self._take(round_index, self._told[round_index])
-            told = await self._from_others(round_index, turn)
+            told = await self.ask_others(round_index, turn)
             if told is not None:
                 return told
             turn += 1
@@ -151,7 +152,7 @@ class Norms:
         if self._oldest <= round_index <= self.current() + KEPT_ROUNDS:
             self._told.setdefault(round_index, total)
 
-    async def _from_others(self, round_index: int, turn: int) -> float | None:
+    async def ask_others(self, round_index: int, turn: int) -> float | None:
         """The total from peers that took it from a root which is gone: of this stage, and the roots
         of the others. Some are asked in each `turn`. None where none of these knows it."""
         own = self.gossip.own.peer_id

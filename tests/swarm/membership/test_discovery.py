@@ -14,15 +14,16 @@ from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import SignedRecord
 from swarmnet.transport.memory import MemoryHub
-from swarmnet.wire import Message, pack
+from swarmnet.wire import Message
 from tests.swarm.harness import OpenSigner
 
 RUN = "0123456789abcdef" * 2
 
 
-async def _member(stack: AsyncExitStack, stage: int) -> tuple[Gossip, Directory]:
+async def _member(
+    stack: AsyncExitStack, stage: int, signer: KeySigner | None = None
+) -> tuple[Gossip, Directory]:
     """A peer that listens, and its directory, not yet started. Gossip itself never runs."""
     key = Identity.generate()
     net = await open_net("p2pd", key, host="127.0.0.1", port=0, announce=())
@@ -36,15 +37,19 @@ async def _member(stack: AsyncExitStack, stage: int) -> tuple[Gossip, Directory]
         stage=stage,
         addresses=tuple(net.transport.addresses()),
     )
-    gossip = Gossip(net.transport, View(key.peer_id), KeySigner(key), own, random.Random(stage))
+    signer = signer or KeySigner(key)
+    gossip = Gossip(net.transport, View(key.peer_id), signer, own, random.Random(stage))
     assert net.p2p is not None
     directory = Directory(gossip, 2, net.p2p, random.Random(stage))
     stack.push_async_callback(directory.close)
     return gossip, directory
 
 
-async def _started(stack: AsyncExitStack, stages: Sequence[int]) -> list[tuple[Gossip, Directory]]:
-    members = [await _member(stack, stage) for stage in stages]
+async def _started(
+    stack: AsyncExitStack, stages: Sequence[int], signer_of_first: KeySigner | None = None
+) -> list[tuple[Gossip, Directory]]:
+    signers = [signer_of_first, *[None] * (len(stages) - 1)]
+    members = [await _member(stack, *place) for place in zip(stages, signers)]
     first = members[0][0].own.addresses
     for gossip, directory in members:
         await directory.start([] if gossip is members[0][0] else first)
@@ -73,22 +78,13 @@ def test_a_peer_finds_the_peers_of_every_stage_in_the_directory() -> None:
 
 def test_a_forged_entry_of_the_directory_is_passed_over() -> None:
     async def scenario() -> None:
-        from hivemind.utils import get_dht_time
-
-        from swarmnet.swarm.membership.discovery import stage_key
-
         async with AsyncExitStack() as stack:
-            members = await _started(stack, (0, 1))
-            victim = members[0][0].own
-            forged = SignedRecord(pack(victim), b"\0" * 64)
-            await members[0][1]._node.store(
-                stage_key(RUN, 0),
-                subkey=victim.peer_id,
-                value=pack(forged),
-                expiration_time=get_dht_time() + 60,
+            (_, forging), (reader, directory) = await _started(
+                stack, (0, 1), signer_of_first=KeySigner(Identity.generate())
             )
-            assert await members[1][1].find_all() == 0
-            assert members[1][0].view.get(victim.peer_id) is None
+            assert await forging.publish()
+            assert await directory.find_all() == 0
+            assert len(reader.view) <= 1, "itself"
 
     asyncio.run(scenario())
 

@@ -274,10 +274,10 @@ def test_nobody_is_told_to_begin_anew_while_peers_met_before_are_looked_for(
         world.known["a"].peers["b"] = world.told("b")
         await asyncio.sleep(1.5)
         assert missing.is_looking()
-        peer.recovery._say("round 3 lacks stage 1", _now(), True)
+        peer.recovery.notice.say("round 3 lacks stage 1", _now(), is_endless=True)
         await asyncio.sleep(10.0)
         assert not missing.is_looking()
-        peer.recovery._say("round 3 lacks stage 1", _now() + 60.0, True)
+        peer.recovery.notice.say("round 3 lacks stage 1", _now() + 60.0, is_endless=True)
 
     caplog.set_level(logging.WARNING)
     run_islands(scenario, tmp_path)

@@ -348,14 +348,13 @@ def test_a_primary_that_gives_what_is_not_finite_is_gone_round(tmp_path: Path, m
         swarm.start("good-1")
         bad = swarm.start("bad")
         await swarm.until_round(2)
-        averaging: Any = bad.averaging
-        reduce = averaging._reduce
+        reduce = handler_of(bad.transport, "reduce")
 
-        async def false(*arguments: Any) -> Any:
-            told, parameters = await reduce(*arguments)
-            return told, floats(NAN, shape=parameters.shape)
+        async def false(request: Request) -> Message:
+            reply = await reduce(request)
+            return Message(reply.body, tuple(floats(NAN, shape=a.shape) for a in reply.arrays))
 
-        averaging._reduce = false
+        bad.transport.handle("reduce", false)
         began = asyncio.get_running_loop().time()
         await swarm.until_round(8, 120.0)
         assert asyncio.get_running_loop().time() - began < 15.0

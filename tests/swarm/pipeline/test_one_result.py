@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +14,10 @@ from swarmnet.errors import NotReady
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.messages import MirrorRequest, ReduceReply, ReduceRequest, ShardReply
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.update.averaging import Pushed
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
-from tests.swarm.handlers import handler_of
+from tests.swarm.handlers import Around, Go, handler_of, intercept_calls
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 NUM_PEERS = 5
@@ -71,8 +68,7 @@ async def strike(swarm: Swarm, favoured: int) -> dict[int, bytes]:
     for name in victims:
         answer_only(swarm.members[name].peer, chosen)
     for j, name in chosen.items():
-        averaging = swarm.members[name].peer.averaging
-        averaging._end_with = note(averaging._end_with, j, results, given)  # type: ignore[method-assign]
+        intercept_calls(swarm.members[name].peer.transport, "reduce", note(j, results, given))
     async with asyncio.timeout(60.0):
         while len(results) < len(chosen):
             await given.wait()
@@ -98,16 +94,17 @@ def answer_only(primary: Peer, chosen: Chosen) -> None:
     primary.transport.handle("reduce", answer_one)
 
 
-def note(
-    told: Callable[[int, int, Array], None], j: int, results: dict[int, bytes], given: asyncio.Event
-) -> Callable[[int, int, Array], None]:
+def note(j: int, results: dict[int, bytes], given: asyncio.Event) -> Around:
     """Keeps the first result of a shard that a peer has."""
 
-    def has_it(r: int, shard: int, parameters: Array) -> None:
-        told(r, shard, parameters)
-        if (r, shard) == (STRUCK, j):
+    async def has_it(peer_id: str, message: Message, go: Go) -> Message:
+        reply = await go(message)
+        push = message.body
+        if push.round == STRUCK and j in push.shards:
+            parameters = reply.arrays[push.shards.index(j)]
             results.setdefault(j, bytes(parameters.data))
             given.set()
+        return reply
 
     return has_it
 
@@ -160,8 +157,9 @@ def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) 
 
         first.transport.handle("mirror", take_others)
         step = (STRUCK, 0)
-        await swarm.until(lambda: step in second.averaging._mirrored)
-        expected = bytes(second.averaging._mirrored[step].data)
+        mirrored = second.averaging._mirrored  # noqa: SLF001  no other peer is told of it
+        await swarm.until(lambda: step in mirrored)
+        expected = bytes(mirrored[step].data)
         swarm.kill(order[0])
         begins = STRUCK + (2 if mode == "delayed" else 1)
         found: dict[str, bytes] = {}
@@ -202,15 +200,16 @@ def test_what_is_not_finite_is_nobodys_result(tmp_path: Path, dies: bool) -> Non
         nonsense = Array("float32", (size,), torch.full((size,), float("nan")).numpy().tobytes())
         peer = swarm.members[liar].peer
         peer.transport.handle("reduced", lie)
-        call, first = peer.averaging._call_primary, [0]
+        first = [0]
 
-        async def late(peer_id: str, r: int, pushed: dict[int, Pushed]) -> Any:
-            if r == STRUCK and set(first) & pushed.keys():
+        async def late(peer_id: str, message: Message, go: Go) -> Message:
+            push = message.body
+            if push.round == STRUCK and set(first) & set(push.shards):
                 first.clear()
                 await asyncio.sleep(4.0)
-            return await call(peer_id, r, pushed)
+            return await go(message)
 
-        peer.averaging._call_primary = late  # type: ignore[method-assign]
+        intercept_calls(peer.transport, "reduce", late)
         await swarm.until(lambda: swarm.members[primary].peer.replica.closed)  # type: ignore[union-attr]
         if dies:
             swarm.kill(primary)

@@ -90,7 +90,7 @@ def test_who_calls_the_wrong_primary_hears_it_at_once(tmp_path: Path) -> None:
                 wrong += 1
                 return [(other, list(shards))]
 
-            swarm.members[name].peer.averaging._calls_for = everything  # type: ignore
+            swarm.members[name].peer.averaging._calls_for = everything  # type: ignore  # noqa: SLF001  the callee is at fault in no other way
         for r in range(3, ROUNDS + 1):
             await swarm.until_round(r, AT_ONCE_S)
         assert wrong >= 4
@@ -107,7 +107,7 @@ def test_what_shares_a_call_goes_up_the_link_in_a_second(tmp_path: Path) -> None
         peer = swarm.members["peer-0"].peer
         for rate, expected in ((2e6, 2_000_000), (1e9, MAX_SHARED_CALL_BYTES)):
             peer.gossip.amend(upload_bytes_per_s=rate)
-            assert peer.averaging._call_bytes() == expected
+            assert peer.averaging._call_bytes() == expected  # noqa: SLF001  a size, not its effect
 
     in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, rounds=2))
 

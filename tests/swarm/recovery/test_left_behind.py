@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE
-from swarmnet.swarm.update.averaging import Diverged
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import handler_of
@@ -85,20 +84,19 @@ def test_a_feeder_that_fetches_its_stage_again_holds_up_nobody(tmp_path: Path) -
             return reply
 
         donor.transport.handle("fetch_parameters", slowly)
-        check, lost_touch = peer.rounds._check_parameters, []
+        replica = peer.replica
+        assert replica is not None
 
-        def diverged(r: int) -> None:
-            count = peer.gossip.own.count(r)
-            if count.launched and not count.sealed:
-                peer.rounds._check_parameters = check  # type: ignore[method-assign]
-                lost_touch.append((r, loop.time()))
-                assert peer.replica is not None
-                peer.replica.digests = bytes(len(peer.replica.digests))
-                raise Diverged("as after a partition")
+        def has_launched_a_part() -> bool:
+            count = peer.gossip.own.count(replica.round)
+            return count.launched > 0 and not count.sealed and replica.is_open(replica.round)
 
-        peer.rounds._check_parameters = diverged  # type: ignore[method-assign]
-        await swarm.until(lambda: bool(lost_touch))
-        ((r, at),) = lost_touch
+        await swarm.until(has_launched_a_part)
+        r, at = replica.round, loop.time()
+        replica.digests = bytes(len(replica.digests))  # as after a partition
+        peer.gossip.update(digests=replica.digests)
+        await swarm.until(lambda: swarm.total("diverged") == 1)
+        assert loop.time() - at < 1.0
         await swarm.until(lambda: donor.gossip.own.round > r)
         assert loop.time() - at < 5.0
         await swarm.until_round(ROUNDS)

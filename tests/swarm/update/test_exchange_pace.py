@@ -39,12 +39,15 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         open_s=0.0,
     )
     gossip = SimpleNamespace(
-        view=SimpleNamespace(members=lambda stage, now: members),
-        own=SimpleNamespace(peer_id="newcomer"),
+        view=SimpleNamespace(members=lambda stage, now: members, launched_at_most=lambda r: 0),
+        own=SimpleNamespace(peer_id="newcomer", upload_bytes_per_s=UPLOAD),
         spread_s=2.0,
     )
     settings = RunSettings("run", 1, 64, 1, 100, 0.0, sync_mode=mode)
-    parts: Any = (gossip, settings, Limits(), replica, None)
+    ownership = SimpleNamespace(
+        placement=lambda exchange: SimpleNamespace(owned_by=lambda peer_id: [0])
+    )
+    parts: Any = (gossip, settings, Limits(), replica, ownership)
     return ExchangePace(*parts), replica
 
 
@@ -124,12 +127,6 @@ def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
     pace, replica = pace_of(mode, [])
     replica.round, replica.began_at, replica.num_shards = round_index, 0.0, 1
     replica.is_fed = lambda r, *known: r < replica.round
-    gossip: Any = pace._gossip
-    gossip.own.upload_bytes_per_s = UPLOAD
-    gossip.view.counters = SimpleNamespace(launched_at_most=lambda r: 0)
-    pace._ownership = SimpleNamespace(  # type: ignore[assignment]
-        placement=lambda exchange: SimpleNamespace(owned_by=lambda peer_id: [0])
-    )
     return pace, replica
 
 

@@ -34,9 +34,9 @@ class Net:
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
         self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
-        self.norms = {name: self._norms(name, num_stages) for name in names}
+        self.norms = {name: self.make(name, num_stages) for name in names}
 
-    def _norms(self, name: str, num_stages: int, stage: int = 0) -> Norms:
+    def make(self, name: str, num_stages: int, stage: int = 0) -> Norms:
         async def call(peer_id: str, method: str, message: Message, timeout_s: float) -> Message:
             if peer_id not in (*self.live, *self.live_of_others):
                 raise Unreachable("dead")
@@ -116,7 +116,7 @@ def test_the_total_outlives_all_of_its_stage_that_had_it() -> None:
 
     async def scenario() -> None:
         net = Net("ab", num_stages=2)
-        net.norms["o"] = net._norms("o", 2, stage=1)
+        net.norms["o"] = net.make("o", 2, stage=1)
         net.live_of_others.append("o")
         net.records["o"] = SimpleNamespace(stage=1)
         net.norms["o"].heard(ROUND, 17.0)
@@ -197,7 +197,7 @@ def test_it_goes_with_results_and_to_backups(tmp_path: Path) -> None:
         norms = {peer.averaging.norms.known(3) for peer in peers}
         assert len(norms) == 1, "all know the same"
         assert norms != {None}
-        assert sum(bool(peer.averaging.norms._totals) for peer in peers) == 1, "one was primary"
+        assert sum(peer.averaging.norms.last_total > 0 for peer in peers) == 1, "one was primary"
         assert after_backup
         assert None not in after_backup
 
@@ -225,7 +225,7 @@ def test_who_does_not_know_says_so_at_once() -> None:
         net = Net("ab")
         loop = asyncio.get_running_loop()
         began = loop.time()
-        assert await net.norms["a"]._from_others(3, 0) is None
+        assert await net.norms["a"].ask_others(3, 0) is None
         assert loop.time() - began < 1.0
         await net.close()
 
@@ -238,7 +238,7 @@ def test_what_does_not_hold_is_not_told() -> None:
         adding = [net.norms["a"].add(3, j, SUMS[j]) for j in SUMS]
         assert await asyncio.gather(*adding) == [7.0] * 3
         net.norms["a"].forget()
-        assert await net.norms["b"]._from_others(3, 0) is None
+        assert await net.norms["b"].ask_others(3, 0) is None
         await net.close()
 
     run(scenario())

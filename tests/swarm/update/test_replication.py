@@ -26,6 +26,7 @@ from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.update.results import results_at
 
 NUM_PEERS = 4
 ROUNDS = 9
@@ -127,7 +128,7 @@ def undisturbed(folder: Path, replication: int, mode: str = "zero") -> Undisturb
             await asyncio.sleep(1e-4)  # nobody tells, and time costs nothing here
         update_s = loop.time() - began
         while is_beside and not all(  # noqa: ASYNC110
-            (STRUCK - 1, j) in averaging._results for j in range(replica.num_shards)
+            (STRUCK - 1, j) in results_at(averaging) for j in range(replica.num_shards)
         ):
             await asyncio.sleep(1e-4)
         updated_s = loop.time() - began
@@ -267,7 +268,7 @@ def test_a_result_is_given_out_when_the_backups_have_made_the_step(
         others = [m.peer for name, m in swarm.members.items() if name not in (first, second)]
 
         def has_result(peer: Any) -> bool:
-            return (STRUCK, shard) in peer.averaging._results or peer.replica.round > STRUCK
+            return (STRUCK, shard) in results_at(peer.averaging) or peer.replica.round > STRUCK
 
         while not any(map(has_result, others)):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(1e-4)

@@ -23,6 +23,7 @@ from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.swarm.update.results import results_at
 
 ROUNDS = 24
 MODES: list[dict[str, Any]] = [
@@ -152,7 +153,7 @@ def test_what_waits_for_room_on_the_link_is_of_the_exchange_beside_the_round(
         def given() -> list[int]:
             """Shards whose results are here, and were made elsewhere."""
             r, owned = here.current, here.ownership.placement(here.current).owned_by("peer-1")
-            return [j for of, j in sorted(here._results) if of == r and j not in owned]
+            return [j for of, j in sorted(results_at(here)) if of == r and j not in owned]
 
         await swarm.until(lambda: bool(given()))
         for results in behind.values():
