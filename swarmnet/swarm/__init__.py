@@ -1,1 +1,7 @@
-"""Async code of a peer: gossip, the path of a microbatch, rounds, averaging, state sync."""
+"""The asyncio code of a peer, without torch: membership, microbatches, updates, recovery.
+
+What happens when a peer dies: `membership.failure_detection` notices it, `pipeline.wiring` sends
+its microbatches to another replica, `update.rounds` retracts those of a dead feeder,
+`update.averaging` goes on with the backup of a dead primary, `update.ownership` copies the
+optimizer state that has lost an owner, `recovery.lost_samples` tells what was lost, and
+`recovery.restart` goes on from a checkpoint where a whole stage is gone."""

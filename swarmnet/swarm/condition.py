@@ -1,4 +1,4 @@
-"""Waiting for something to change, without polling and without missing it."""
+"""A condition that tasks wait for, without polling and without missing a change."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class SignedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """Somebody cannot reach `peer_id`, of which it hears through others."""
+    """The sender cannot reach `peer_id`, of which it hears through others."""
 
     peer_id: str
 
@@ -73,7 +73,7 @@ class Unreached:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Somebody could not reach `peer_id`; holds while its record is not newer than the stamp."""
+    """Some peer could not reach `peer_id`; holds while its record is not newer than the stamp."""
 
     peer_id: str
     incarnation: int
@@ -158,7 +158,7 @@ class AdmitReply:
     """There is room."""
 
     wait_s: float
-    """Until its work here would begin, seconds, and more for a replica with much in its hands: the
+    """Until its work here would begin, seconds, and more for a replica with much in flight: the
     least is the best choice."""
     known: bool = False
     """It is here already: queued, under way, or done."""
@@ -480,7 +480,7 @@ class FetchReply:
 
 @dataclass(frozen=True, slots=True)
 class DialBackRequest:
-    """Addresses at which somebody wants to know whether it can be reached."""
+    """Addresses of the caller, which wants to know whether it can be reached there."""
 
     addresses: tuple[str, ...]
 
@@ -518,7 +518,8 @@ class BandwidthRequest:
 
 @dataclass(frozen=True, slots=True)
 class LookBackRequest:
-    """Somebody wants to know where it is seen to come from, and whether it can be dialled there."""
+    """The caller wants to know where it is seen to come from, and whether it can be dialled
+    there."""
 
     ports: tuple[int, ...] = ()
     """On which it listens."""
@@ -530,7 +531,7 @@ class LookBackRequest:
 
 @dataclass(frozen=True, slots=True)
 class LookBackReply:
-    """What is seen of who asked."""
+    """What is seen of the caller."""
 
     host: str
     port: int

@@ -80,11 +80,11 @@ STAGE_METHODS = (
 
 @dataclass
 class Identity:
-    """Who a peer is in its run."""
+    """The name of a peer, and the run that it belongs to."""
 
     run_id: str
     spec: bytes
-    """Canonical bytes of the run's spec, given to whoever asks."""
+    """Canonical bytes of the run's spec, given to all that ask."""
     incarnation: int
     started_unix_s: float = 0.0
     agent: str = ""
@@ -425,7 +425,7 @@ class Peer:
             self._openings.announce_rate(replica)
 
     async def _on_spec(self, request: Request) -> Message:
-        """For newcomers who know an address only."""
+        """For newcomers that know only an address."""
         self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
 

@@ -1,9 +1,8 @@
-"""What the swarm code needs of a machine: small interfaces, no torch.
+"""The interfaces between the swarm code and a machine: stage, optimizer, device, data.
 
 `training` implements them with real mathematics, `simulation` with synthetic costs. Methods
 marked *device* run on the device thread (through `Device.run`), methods marked *averaging* on
-the averaging thread (through `Worker.run`), the rest anywhere and at once.
-"""
+the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 
 from __future__ import annotations
 
@@ -66,7 +65,8 @@ class Device(Protocol):
         """The same, and the seconds that the device worked for it."""
 
     def seat(self) -> Device:
-        """The same device, for one of several who work on it: with a `busy_s` of its own work."""
+        """The same device, for one of several peers that work on it: with a `busy_s` of its own
+        work."""
 
     async def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a machine's owner lets its peer take, as the swarm code asks it. Changes while it runs."""
+"""What the owner of a machine lets its peers take. It may change while a peer runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a run that the swarm code needs, free of the spec's file format."""
+"""The numbers of a run that the swarm code needs, without the spec's file format."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Limits:
     """Longest wait of a primary for contributions, where no known uplink needs longer and no round
     runs beside."""
     reduce_wait_min_s: float = 5.0
-    """Shortest such wait beyond what an exchange usually takes: who waits for a silent feeder's
-    word is late itself, and it takes 2.5 s to know that a feeder is silent."""
+    """Shortest such wait beyond what an exchange usually takes: a replica that waits for a silent
+    feeder's word is late itself, and it takes 2.5 s to know that a feeder is silent."""
     norm_wait_s: float = 30.0
     """Longest wait for the gradient norm over all stages, likewise."""
     fetch_timeout_s: float = 60.0

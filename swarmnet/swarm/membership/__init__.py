@@ -1,1 +1,1 @@
-"""Knowing the other peers: gossip, detection of failures, the directory, links and relays."""
+"""Which peers there are: gossip of records, failure detection, directory, relays."""

@@ -1,8 +1,8 @@
-"""Time in which this process ran.
+"""A clock that counts only the time in which this process ran, for deadlines of other peers.
 
-A machine that swaps, or is suspended, or whose disk hangs, stops for seconds without knowing. When
-it goes on, deadlines for others have passed, and what these sent meanwhile has not been read: it
-was not they who were silent. So such deadlines are kept in time awake."""
+A machine that swaps, or is suspended, or has a disk that hangs, stops for seconds without knowing.
+When it goes on, deadlines of others have passed, and what these sent meanwhile has not been read:
+the others were not silent. So such deadlines are kept in time awake."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 TICK_S = 0.5
 STALL_S = 1.0
-"""Who wakes so much later than it wanted to has stood still."""
+"""A process that wakes so much later than it wanted to has stood still."""
 
 
 class AwakeClock:
     """The loop's time without that in which the loop did not run."""
 
     def __init__(self, on_stall: Callable[[float], None]) -> None:
-        """`on_stall(seconds)` as soon as a stall is noticed: by the clock's own tick, or by the
-        first who asks for the time after it."""
+        """`on_stall(seconds)` as soon as a stall is noticed: by the clock's own tick, or when
+        the time is asked for first after it."""
         self._on_stall = on_stall
         self._due = math.inf
         """When the next tick ought to come; infinity while it does not tick."""

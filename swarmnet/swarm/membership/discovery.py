@@ -1,7 +1,7 @@
-"""The directory: how a peer that knows one address finds peers of every stage.
+"""The directory: a peer that knows one address finds peers of every stage in a DHT.
 
-A Kademlia DHT (hivemind's `DHTNode`, in our own event loop, over the daemon that carries our
-channels too). Under `swarmnet/<run id>/stage/<k>` lie the signed records of that stage's peers,
+It is a Kademlia DHT (hivemind's `DHTNode`, in our own event loop, over the daemon that carries our
+channels too). Under `swarmnet/<run id>/stage/<k>` are the signed records of that stage's peers,
 each under its peer id; they expire and are refreshed. What is found is checked like any gossip:
 nothing in the DHT is trusted."""
 
@@ -31,7 +31,7 @@ CALL_TIMEOUT_S = 20.0
 MAX_CONNECTED = 8
 """Addresses of known peers through which the DHT is joined."""
 CONNECT_TIMEOUT_S = 3.0
-"""Those of peers that are gone hold nobody up for longer."""
+"""Addresses of peers that are gone delay a search by no more than this."""
 MAX_FOUND = 64
 """Records taken from one key."""
 

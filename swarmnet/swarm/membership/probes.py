@@ -1,9 +1,9 @@
-"""What a peer does for others who want to know how they are connected (`swarmnet doctor`).
+"""Answering peers that want to know how they are connected (`swarmnet doctor`).
 
-It dials back, which shows whether somebody can be reached from outside, and it takes and gives a
-few bytes, which shows how fast. Both are cheap, bounded and rare for each asker; a peer that trains
-does not notice them. Dialling back is libp2p's handshake and nothing else, so nobody can be made
-to speak to a stranger's service (cf. libp2p AutoNAT)."""
+A peer dials back, which shows whether the asker can be reached from outside, and it takes and gives
+a few bytes, which shows how fast. Both are cheap, bounded and rare for each asker; a peer that
+trains does not notice them. Dialling back is libp2p's handshake and nothing else, so no peer can be
+made to speak to a stranger's service (cf. libp2p AutoNAT)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Finding members of the run again that are remembered and not seen, for as long as a peer lives.
+"""Looking for members of the run that this peer remembers and does not see, as long as it lives.
 
-`protocol.membership.reconnect` decides whom and when. Whoever answers is gossiped with: where it
-was on another side of a cut, each side learns of all on the other with that, and the two are one
-swarm by the rules that heal a partition."""
+`protocol.membership.reconnect` decides which ones, and when. A peer that answers is gossiped with.
+Where it was on another side of a network cut, each side learns of all peers on the other with that,
+and the two become one swarm by the rules that heal a partition."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ log = logging.getLogger("swarmnet.peer")
 FIRST_DIAL_S, DIAL_S = 2.0, 5.0
 """Longest wait for an answer: of the first dials, which follow each other closely, and later."""
 LOOK_EVERY_S, LOOK_PER_PEER_S, LONGEST_LOOK_S = 1.0, 0.02, 10.0
-"""Between two looks at who is missing; longer in large swarms, where each takes longer."""
+"""Between two looks at which peers are missing; longer in large swarms, where a look takes
+longer."""
 DROP_AFTER_S = 15.0
-"""Who has been missing for longer than this, and whose connection is open, has moved, or the way
-there has: a connection that leads nowhere takes a minute to notice."""
+"""A peer that has been missing for longer than this while its connection is open has moved, or the
+way there has: a connection that leads nowhere takes a minute to notice."""
 NAMED = 4
 """Peers that a line for people names."""
 Remembered = Callable[[], Mapping[str, Sequence[str]]]
@@ -34,7 +35,7 @@ Remembered = Callable[[], Mapping[str, Sequence[str]]]
 
 
 class Reconnecting:
-    """Of one peer, or of an observer."""
+    """Looks for missing members, for one peer or one observer."""
 
     def __init__(
         self,
@@ -108,12 +109,12 @@ class Reconnecting:
             self._table.ended(row, loop.time())
 
     def is_looking(self) -> bool:
-        """Somebody who is remembered has not been tried at all yet."""
+        """Whether some remembered peer has not been tried at all yet."""
         return self._looked_at == float("-inf") or self._table.is_looking()
 
     def describe(self) -> str:
-        """Who could not be reached, and where, in a part of a line; empty where nobody is looked
-        for."""
+        """Which peers could not be reached, and where, in a part of a line; empty where none is
+        looked for."""
         rows = self._table.rows()
         named = [f"...{r.peer_id[-8:]} ({', '.join(r.addresses) or 'no address'})" for r in rows]
         more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""

@@ -1,11 +1,9 @@
-"""A peer that nobody can dial is reached through others: it finds out, keeps a place at two relays,
-and tells their addresses in its record. One that can be dialled offers such places.
+"""Being reached through relays: a peer that cannot be dialled keeps places at two other peers.
 
-Most may reach a peer, and one of them not (a firewall, two networks that do not talk). Who cannot
-reach it takes it for dead, time and again, and it refutes that; so it keeps places at relays too.
-
-`transport.relay` moves the bytes.
-"""
+It finds out whether it can be dialled, and puts the addresses at its relays into its record. A peer
+that can be dialled offers such places. Where most peers reach one, and some do not (a firewall, two
+networks that do not talk), those suspect it time and again, and it refutes that; so it keeps places
+at relays too. `transport.relay` moves the bytes."""
 
 from __future__ import annotations
 
@@ -40,15 +38,15 @@ NUM_JUDGES = 3
 LOOK_EVERY_S = 300.0
 """Between two looks at whether this peer can be dialled; networks change."""
 FIRST_LOOKS_S = 0.5
-"""The same until somebody has said something."""
+"""The same until some peer has answered."""
 WANTING_S = 3.0
 """Between two tries to find more relays."""
 RENEW_EVERY_S = 20.0
 GRANT_S = 90.0
 """A place at a relay ends so long after it was asked for last."""
 DOUBTED_S, DOUBTS_IN_S = 10.0, 60.0
-"""Somebody has taken this peer for dead, though it lives, for so long within so long, rather than
-in one bad moment: then it keeps places although it can be dialled."""
+"""Others have suspected this peer, though it lives, for so long within so long, rather than in one
+bad moment: then it keeps places although it can be dialled."""
 DOUBTS_LOOK_S = 5.0
 DOUBTED_FOR_S = 6 * 3600.0
 """How long it keeps them then."""
@@ -176,7 +174,7 @@ class Relaying:
         return self.reachable is False or self._is_doubted()
 
     def _is_doubted(self) -> bool:
-        """Somebody does not reach this peer, though others do."""
+        """Whether some peer does not reach this one, though others do."""
         now = asyncio.get_running_loop().time()
         recent = [at for at in self._gossip.unreached.doubts if at > now - DOUBTS_IN_S]
         if recent and recent[-1] - recent[0] >= DOUBTED_S:

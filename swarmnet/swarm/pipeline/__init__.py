@@ -1,1 +1,1 @@
-"""Microbatches on their way: feeders, wiring, and the steps of a stage."""
+"""The way of a microbatch: feeder, choice of replicas, the steps of a stage."""

@@ -1,4 +1,4 @@
-"""Questions to replicas, before an activation is sent to one and while it is at work."""
+"""Asking replicas before an activation is sent to one (`admit`), and while it is at work there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ replica; the next ones hear of what the first ones took."""
 
 @dataclass
 class Asking:
-    """One caller's questions."""
+    """The questions of one caller, and what it knows of full stages."""
 
     transport: Transport
     gossip: Gossip
@@ -65,7 +65,8 @@ class Asking:
         """Where the arrays' way or the work (`work_s`, None while unknown) takes far longer than
         asking, it pays to ask several replicas first: callers that guess send bursts to some and
         nothing to others, and none finds out that it is full only when the activation has gone up
-        the link for nothing. So it does where queues are long: those who have asked fill them."""
+        the link for nothing. So it does where queues are long: callers that have asked fill
+        them."""
         now = asyncio.get_running_loop().time()
         if work_s is not None and work_s > ASK_WORK_S:
             return True

@@ -1,4 +1,4 @@
-"""How long a call is waited for, where that changes while it is."""
+"""A deadline of a call that may be moved while the call is waited for."""
 
 from __future__ import annotations
 

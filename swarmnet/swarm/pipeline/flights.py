@@ -109,7 +109,7 @@ class Flights:
         self._passage_s = usual + PASSAGE_SMOOTHING * (took - usual)
 
     def forget(self, key: StepKey) -> None:
-        """Drops a flight that failed, or a receipt that nobody needs any more."""
+        """Drops a flight that failed, or a receipt that no peer needs any more."""
         self._flights.pop(key, None)
 
     def drop_round(self, round_index: int) -> None:

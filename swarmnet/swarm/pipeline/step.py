@@ -328,7 +328,7 @@ class StepService:
         self.settled(key)
 
     def settled(self, key: StepKey) -> None:
-        """Whether a microbatch counts is known: nobody needs its receipt any more."""
+        """Whether a microbatch counts is known: no peer needs its receipt any more."""
         self.flights.forget(key)
 
     def drop_round(self, round_index: int) -> None:

@@ -1,4 +1,4 @@
-"""Choosing and calling a replica of a stage, and another when that one fails."""
+"""Choosing and calling a replica of a stage, and another one when that fails or dies."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger("swarmnet.wiring")
 
 LOOK_AGAIN_S = 0.25
 DEPTH_GRACE_S = 0.5
-"""Added to a deadline for each stage behind the callee: who is nearest to a silent peer notices
+"""Added to a deadline for each stage behind the callee: the caller nearest to a silent peer notices
 first."""
 FIRST_DEADLINE_A_STAGE_S = 15.0
-"""For each stage that a call goes through whose duration nobody has measured yet."""
+"""For each stage that a call goes through whose duration has not been measured yet."""
 MAX_EXTENSIONS = 20
 """Times that a callee which says that it is at work is waited for again."""
 LOOKS = 5
@@ -116,8 +116,8 @@ class Wiring:
 
         `accept` checks a reply's arrays; a `ProtocolViolation` that it raises counts as a failure
         of the callee. `on_path` hears where the microbatch is. `prefer_self`: the own replica does
-        it where it can, unless the work is long and its way to others short, for then whoever is
-        free does. `waits_here`: it may wait in a long queue of the own device. Raises `Stale` when
+        it where it can, unless the work is long and its way to others short, for then a free
+        one does. `waits_here`: it may wait in a long queue of the own device. Raises `Stale` when
         the round is over, `NoRoute` when no replica did it in time, `Refused` when the arrays are
         to blame.
         """
@@ -185,7 +185,7 @@ class Wiring:
         return all(r.peer_id in refusers for r in self.gossip.view.replicas(stage_index, now))
 
     def _is_over(self, request: StepRequest, ahead: Collection[str]) -> bool:
-        """Records show it too, or there is nobody else to ask."""
+        """Records show it too, or there is no other replica to ask."""
         now = asyncio.get_running_loop().time()
         is_past = self.gossip.view.is_past(request.round, now)
         return is_past or self._is_last(request.stage, ahead)
@@ -273,7 +273,7 @@ class Wiring:
         return self._asking.pays(stage_index, _num_bytes(arrays), self.router(stage_index).usual_s)
 
     def shares(self, stage_index: int, arrays: tuple[Array, ...] = ()) -> bool:
-        """Does whoever is free do the first work for what this peer feeds?"""
+        """Whether any free replica does the first work for what this peer feeds."""
         return self._asking.shares(_num_bytes(arrays), self.router(stage_index).usual_s)
 
     async def _call(
@@ -286,8 +286,8 @@ class Wiring:
     ) -> Message:
         """Raises `DeadlineExceeded` when neither a reply nor progress came for `silence_s` and the
         callee, asked, does not say that it has the microbatch: one that re-routes, or is slower
-        than it used to be, gets the time for it. After each `look_s` it is asked too: who then says
-        nothing at all is not waited for."""
+        than it used to be, gets the time for it. After each `look_s` it is asked too: a callee that
+        then says nothing at all is not waited for."""
         loop = asyncio.get_running_loop()
         if peer_id == self.gossip.own.peer_id:
             return await self.call_self("step", message, on_progress)
@@ -332,10 +332,10 @@ class Wiring:
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
             elif not call.cancelled():
-                call.exception()  # seen, where nobody waits for it any more
+                call.exception()  # seen, where no task waits for it any more
 
     def _give_up(self, peer_id: str) -> None:
-        """Nobody waits any longer for a peer that is suspected."""
+        """Ends all waits for a peer that is suspected."""
         for patience in self._waiting.get(peer_id, ()):
             patience.end()
 

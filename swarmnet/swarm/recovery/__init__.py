@@ -1,1 +1,1 @@
-"""What happens when peers die, leave or come back: handover, lost samples, restart."""
+"""When peers die, leave or come back: handover, lost samples, downloads, checkpoints."""

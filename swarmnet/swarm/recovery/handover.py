@@ -1,18 +1,18 @@
-"""Who leaves in the middle of a round gives its gradient to another replica of its stage.
+"""Handing over a gradient: a replica that leaves in the middle of a round gives it to another one.
 
-Rounds may be long, and nobody who wants to leave waits for the end of one. So the leaver sends the
-sum over its samples, shard by shard (`adopt`), and then, in one small message, that these samples
-are the heir's from now on (`adopted`). The heir keeps the sum beside its own gradient and brings
-both into the exchange as one contribution.
+Rounds may be long, and a leaving peer need not wait for the end of one. So it sends the sum over
+its samples, shard by shard (`adopt`), and then, in one small message, that these samples are the
+heir's from now on (`adopted`). The heir keeps the sum beside its own gradient and brings both into
+the exchange as one contribution.
 
-At most once. Given is only what feeders count: no microbatch is under way, none waits for its
-commit. Before the last message the leaver takes the samples out of its own books. Where the heir
-says no (its round is over, say), they come back; where no answer comes, they may be lost, and are
-in no update twice.
+A gradient counts at most once. It is given only when feeders count all of it: no microbatch is in
+flight, none waits for its commit. Before the last message the leaver retracts the samples from its
+own books. Where the heir refuses (its round is over, say), they come back; where no answer comes,
+they may be lost, and are in no update twice.
 
 An heir vouches for what it brings. An adopted gradient that is not finite is left out; under a
-robust rule, one too that is far larger than its own, token by token: it would be taken for an
-attacker itself."""
+robust rule, so is one that is far larger than its own, token by token: the heir would be taken for
+an attacker itself."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Adopted:
 
 @dataclass
 class Handover:
-    """Of one replica's gradients."""
+    """Gives the gradients of one replica away, and takes those of others."""
 
     transport: Transport
     gossip: Gossip
@@ -100,7 +100,7 @@ class Handover:
         return sum(a.num_samples for a in self._of(round_index))
 
     async def give(self) -> bool:
-        """Gives the gradient of the present round away; False where nobody took it."""
+        """Gives the gradient of the present round away; False where no replica took it."""
         r = self.replica.round
         heirs = self._heirs(r)
         if not heirs or not self.may_give():

@@ -1,15 +1,14 @@
-"""Samples that a round counted and that are in no update of this stage.
+"""Samples that were lost: a round counted them, and they are in no update of this stage.
 
-Whoever takes part in an exchange learns the tokens behind its result (`averaging`). What the round
-counted stands in the feeders' records. The difference died with a replica, came too late, or was
+A replica that takes part in an exchange learns the tokens behind its result (`averaging`). What the
+round counted is in the feeders' records. The difference died with a replica, came too late, or was
 refused. It is taken when the round has been over for `SETTLED_ROUNDS`: then the counters of all
-feeders are here. One replica of the stage tells it, in its total `samples_lost`: the active one
+feeders are here. One replica of the stage reports it, in its total `samples_lost`: the active one
 with the lowest peer id that was there from the first of the exchange's rounds on. Only where that
-one dies, or is suspected, in those very rounds may a loss be told twice or not at all.
+one dies, or is suspected, in those very rounds may a loss be reported twice or not at all.
 
 In mode `local` a sample counts as averaged when the own step that it is in was part of an exchange:
-books are closed once an exchange, by the first shard.
-"""
+books are closed once an exchange, by the first shard."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from swarmnet.swarm.update.replica import Replica
 log = logging.getLogger("swarmnet.lost_samples")
 
 JUST_NOW_S = 0.1
-"""Who has said for no longer than this that it leaves still counts for the others."""
+"""A replica that has said for no longer than this that it leaves still counts for the others."""
 SETTLED_ROUNDS = 2
 """A feeder's record has the counters of a round for at least so many rounds more."""
 KEPT_EXCHANGES = 8
@@ -105,14 +104,14 @@ class LostSamples:
             )
 
     def _tells(self, window: range, now: float) -> bool:
-        """Is it this peer that speaks for its stage? One of those that were there from the first
+        """Whether this peer reports for its stage. One of those does that were there from the first
         of these rounds on, else of those that joined in them."""
         own = self.gossip.own
         plan = self.replica.plan
         replicas = list(self.gossip.view.replicas(self.replica.index, now))
         if own.state == LEAVING and now - self.gossip.own_record.state_since < JUST_NOW_S:
             replicas.append(own)
-        # Who has not come so far by now has lost touch, and will fetch the stage again.
+        # A replica that has not come so far has lost touch, and will fetch the stage again.
         replicas = [m for m in replicas if m.round >= window.stop - 1]
         for latest in (window.start, window.stop):
             there = [m.peer_id for m in replicas if plan.parameter_version(m.active_from) <= latest]

@@ -1,10 +1,9 @@
-"""Fetching the whole model from a live swarm, all stages of one and the same round.
+"""Downloading the whole model from a live swarm, all stages of one and the same round.
 
-For onlookers. Each shard comes from any of the stage's replicas and is checked against the digest
-in its donor's signed record, as a joiner does it (`swarm.recovery.state_sync`). Replicas serve the
-parameters of their present round only: where the run moves on before all is here, it is begun
-again.
-"""
+It is for peers that serve no stage. Each shard comes from any of the stage's replicas and is
+checked against the digest in its donor's signed record, as a joiner does it
+(`swarm.recovery.state_sync`). Replicas serve the parameters of their present round only: where the
+run moves on before all is here, the download is begun again."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ async def _fetch(
     rng: random.Random,
     at_once: asyncio.Semaphore,
 ) -> Array:
-    """One shard (stage, shard). Raises `Stale` where nobody has that round any more."""
+    """One shard (stage, shard). Raises `Stale` where no peer has that round any more."""
     k, j = wanted
     error: SwarmnetError = Stale("no donor")
     async with at_once:

@@ -1,4 +1,4 @@
-"""Checkpoints: taken while training goes on, and gone on from when everybody was gone.
+"""Checkpoints: saved while training goes on, and loaded where every replica of a stage is gone.
 
 `Checkpointing` copies a replica's state right after a round has opened, on the worker thread, a
 shard at a time, and has it written by a thread of its own: neither the device nor the event loop
@@ -6,8 +6,7 @@ waits for the disk.
 
 `Recovery` does what `protocol.recovery` decides, for a peer that finds no replica of its stage.
 Where replicas make steps of their own, each goes on with those that it saved itself, also where
-others of its stage were there first (`Recovery.resume`).
-"""
+others of its stage were there first (`Recovery.resume`)."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ log = logging.getLogger("swarmnet.recovery")
 LOOK_AGAIN_S = 0.2
 OLDER_AFTER_S = 12.0
 """How long a running swarm must have had no replica of a stage before the stage goes on from an
-older round; longer than a dead peer is taken for live."""
+older round; longer than a dead peer counts as live."""
 LOAD_PATIENCE_S = 600.0
 """How long a peer may take to load what it offers, before the others go on without it."""
 LAST_SAVE_S = 60.0
@@ -208,10 +207,11 @@ class Recovery:
     num_stages: int
     disk: Disk | None = None
     begin_anew: bool = False
-    """Where no replica is active, the run begins from its initial parameters, whatever anybody has.
+    """Where no replica is active, the run begins from its initial parameters, whatever checkpoints
+    there are.
     Once only: not when this peer joins again."""
     reconnecting: Reconnecting | None = None
-    """Looks for peers that were met before, who may be in a run that lives."""
+    """Looks for peers that were met before, which may be in a run that lives."""
 
     def __post_init__(self) -> None:
         self.restored: tuple[int, int] | None = None
@@ -321,7 +321,8 @@ class Recovery:
     async def _restore(
         self, candidate: recovery.Candidate, replica: Replica, averaging: Averaging, now: float
     ) -> None:
-        """Nobody is active: loads the chosen round, and opens it when the others have it too."""
+        """No replica is active: loads the chosen round, and opens it when the others have it
+        too."""
         if self._chosen != candidate:
             self._chosen, self._chosen_at = candidate, now
             self.notice.put_off(now)

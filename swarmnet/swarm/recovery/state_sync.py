@@ -1,10 +1,9 @@
-"""Fetching a stage's parameters by digest: joining, repairing and recovering are this one thing.
+"""Downloading a stage's parameters by digest, to join, to repair, and to recover.
 
-Shards come from several donors at once, each serving at most `Limits.max_serving` at a time and
-never on its device thread; each shard is checked against the digest in the donor's signed
-record; what has arrived stays when a donor vanishes, when the download is begun again, or when the
-round moves on under the same digest.
-"""
+Shards come from several donors at once. Each donor serves at most `Limits.max_serving` at a time
+and never on its device thread. Each shard is checked against the digest in the donor's signed
+record. What has arrived stays when a donor vanishes, when the download is begun again, or when the
+round moves on under the same digest."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class StateSync:
 
     def donors(self, round_index: int | None = None) -> list[Record]:
         """Live replicas of the stage that have published digests, of one round or of any; where
-        they differ in a round, those whose parameters hold. Those that leave only where no other
+        they differ in a round, those whose parameters hold. Leaving replicas only where no other
         is there."""
         now = asyncio.get_running_loop().time()
         known = [

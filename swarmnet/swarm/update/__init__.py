@@ -1,1 +1,1 @@
-"""A round's update: gradients summed per shard, optimizer state owned, replicated and repaired."""
+"""The update of a round: gradients averaged per shard, optimizer state owned and repaired."""

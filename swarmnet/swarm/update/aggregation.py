@@ -1,14 +1,13 @@
-"""A primary's aggregate of the contributions to one shard, by the rule of the run.
+"""Aggregating the contributions to one shard at its primary, by the rule of the run.
 
-What is not finite, or beyond all bounds, does not count, under any rule, and its sender is
-reported: a strike in the own record (`Record.strikes`), which every peer sees by gossip.
+A contribution that is not finite, or beyond all bounds, does not count, under any rule, and its
+sender is reported: a strike in the own record (`Record.strikes`), which every peer sees by gossip.
 
 `median_clip` clips by the norm of a contribution over *all* shards of its stage, which no single
 primary sees: a shard of rare words is all zero at most contributors, and one that knows such a word
 would be taken for an attacker there. So the primaries tell the root of the stage the sums of
 squares of their shards, contributor by contributor, and get the sums over all shards
-(`ContributionNorms`). The other rules work on every shard for itself.
-"""
+(`ContributionNorms`). The other rules work on every shard for itself."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class Aggregator:
     gossip: Gossip
     norms: ContributionNorms
     _clipped: tuple[str, ...] = ()
-    """Who was clipped in the last round that had any."""
+    """Senders of contributions that were clipped in the last round that had any."""
 
     async def __call__(
         self, round_index: int, shard_index: int, parts: list[Part], counted: int
@@ -163,7 +162,7 @@ class Aggregator:
 
 
 def strike(gossip: Gossip, peer_id: str) -> None:
-    """Reports a contribution that was not finite, for all to see; of too many senders, the first
+    """Reports a contribution that was not finite to all peers; of too many senders, the first
     `MAX_STRIKES` by name are kept."""
     gossip.add_total("contributions_dropped")
     strikes = {**gossip.own.strikes, peer_id: gossip.own.strikes.get(peer_id, 0) + 1}
@@ -301,7 +300,7 @@ class ContributionNorms:
         return heard.whole
 
     def finish_round(self, round_index: int) -> None:
-        """Forgets rounds that nobody can ask about any more."""
+        """Forgets rounds that no peer can ask about any more."""
         self._oldest = max(self._oldest, round_index - KEPT_ROUNDS)
         for r in [r for r in self._rounds if r < self._oldest]:
             del self._rounds[r]

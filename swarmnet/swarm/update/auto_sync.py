@@ -1,8 +1,9 @@
-"""Mode `auto` at one replica: measures, learns what was decided, and decides where it is its turn.
+"""Mode `auto` at one replica: it measures, learns what was decided, and decides where it is its
+turn.
 
-Who decides: the first of the feeders. See `protocol.update.auto_mode` for the rule and for why
-everybody knows in time. A replica that still comes to know of a change too late has another idea of
-which parameters its round began with than the others: it fetches its stage again."""
+The first of the feeders decides. See `protocol.update.auto_mode` for the rule and for why every
+replica knows in time. A replica that still comes to know of a change too late has another idea than
+the others of the parameters with which its round began: it fetches its stage again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ log = logging.getLogger("swarmnet.auto_sync")
 
 SMOOTHING = 0.3
 KEPT_EXCHANGES = 4
-"""The shortest of so many counts: whoever is early in an exchange waits for the others, too."""
+"""The shortest of so many counts: a replica that is early in an exchange waits for the others,
+too."""
 
 
 @dataclass

@@ -1,18 +1,19 @@
-"""The update: every shard's gradient to its primary, one step there, new parameters to all.
+"""The update: every shard's gradient goes to its primary, one step is made there, all get the
+result.
 
-A contributor's push of shard j is one call: the gradient goes, the new parameters come back. So
-a push that fails is simply made again to the next owner, which finds the gradient still at
-its contributors. Small shards of one primary share a call, since a call costs the same whatever
-it carries; where that fails each is pushed again alone. The primary waits for every live
-contributor (with a deadline from what earlier rounds took), sums in the order of peer ids, scales
-by tokens and the clip over all stages, steps once, and before it answers has the backups make the
-same step (ZeRO, Rajbhandari et al. 2020, with owners that may vanish). Who owns what, and who is
-primary, is in `ownership`.
+A contributor's push of shard j is one call: the gradient goes, the new parameters come back. A push
+that fails is made again to the next owner, for the gradient is still at its contributor. Small
+shards of one primary share a call, since a call costs the same whatever it carries; where that
+fails each is pushed again alone. The primary waits for every live contributor (with a deadline from
+the duration of earlier rounds), sums in the order of peer ids, scales by tokens and the clip over
+all stages, steps once, and before it answers has the backups make the same step (ZeRO, Rajbhandari
+et al. 2020, with owners that may vanish). `ownership` decides which replica owns what, and which
+one is primary.
 
-One result a shard. A primary may die when some have its result and others, even its backups, have
-not. Whoever has a result gives it to those that ask, as primary or not, and takes no further part
-in making another; and who becomes primary after such a death first asks those that do not
-contribute whether they have it."""
+There is one result a shard. A primary may die when some have its result and others, even its
+backups, have not. A replica that has a result gives it to those that ask, as primary or not, and
+takes no further part in making another. A replica that becomes primary after such a death first
+asks those that do not contribute whether they have it."""
 
 from __future__ import annotations
 
@@ -515,7 +516,7 @@ class Averaging:
         on_progress: Callable[[Message], None] | None = None,
         timeout_s: float | None = None,
     ) -> Message:
-        """A long call that is given up as soon as the callee is not taken for live any more.
+        """A long call that is given up as soon as the callee is not live any more.
         Raises as `Transport.call`."""
         wait_s = self.pace.call_s() if timeout_s is None else timeout_s
         return await self._calls.call(

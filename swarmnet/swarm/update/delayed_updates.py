@@ -1,11 +1,11 @@
 """`[sync] mode = "delayed"`: the exchange of round r runs beside the microbatches of round r + 1.
 
 A round begins at once when the last one is drained: the gradient is copied, the parameters of the
-exchange before are put in place, and the new exchange goes its way while microbatches come and
-go. What a round learns from is therefore one update old (Ren et al. 2021, "ZeRO-Offload",
-section 5.2). One gradient buffer more a replica. After the last round both exchanges that are left
-are made, so that a run of n rounds ends with n updates; so it is in mode `auto` when exchanges
-return between the rounds.
+exchange before are put in place, and the new exchange runs while microbatches come and go. What a
+round learns from is therefore one update old (Ren et al. 2021, "ZeRO-Offload", section 5.2). It
+costs one more gradient buffer a replica. After the last round both exchanges that are left are
+made, so that a run of n rounds ends with n updates; so it is in mode `auto` when exchanges return
+between the rounds.
 
 The exchange of round r - 1 gives the parameters of round r + 1. Where it is done before round r is,
 round r + 1 opens ahead of the last microbatches of round r (`replica`).
@@ -141,8 +141,8 @@ class DelayedUpdates:
 
     async def _beside(self, gradient: Gradient) -> None:
         """The exchange beside a round. It begins when the others have opened the round too, for
-        then everybody knows who holds what. New owners fetch their state after it, when that stays
-        as it is for the rest of the round."""
+        then every replica knows which one holds what. New owners fetch their state after it, when
+        that stays as it is for the rest of the round."""
         loop = asyncio.get_running_loop()
         r, end = self.replica.round, loop.time() + SETTLE_S
         while loop.time() < end and any(

@@ -1,7 +1,7 @@
 """How long an exchange may take, and how much of the uplink it gets.
 
-Deadlines come from what exchanges took lately, or, while nobody knows, from the slowest uplink. Who
-only is slow must not be suspected, for its work would be lost; who is dead must not hold up a
+Deadlines come from the duration of the last exchanges, or, while that is unknown, from the slowest
+uplink. A slow peer must not be suspected, for its work would be lost; a dead one must not hold up a
 stage. A newcomer may be primary of shards in its first exchange: what it has not measured yet it
 takes from the records of the others."""
 
@@ -37,7 +37,7 @@ EXCHANGE_SMOOTHING = 0.3
 UPLOAD_SLACK = 3.0
 """Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
 LONGEST_UPLOAD_S = 600.0
-"""A slower uplink is not waited for: by its owner's word alone, it might hold everybody up."""
+"""A slower uplink is not waited for: by its owner's word alone, it might hold up a whole stage."""
 CLOSING_MICROBATCHES = 3
 """Of the slowest replica: so much work lies between the end of a round and its contributions."""
 BESIDE_PART = 0.8
@@ -48,7 +48,7 @@ steps of their own."""
 
 
 class ExchangePace:
-    """Of the exchanges of one replica's stage."""
+    """Deadlines and shares of the uplink for the exchanges of one replica's stage."""
 
     def __init__(
         self,
@@ -83,21 +83,22 @@ class ExchangePace:
     # ---- time -------------------------------------------------------------------------------
 
     def took(self, seconds: float, *, is_usual: bool = True) -> None:
-        """An exchange is over. One with nobody, or to which this replica had nothing to give, says
-        nothing of others. (A clock that leaves out its own stalls may have gone back a little.)"""
+        """An exchange is over. One with no other replica, or to which this one had nothing to give,
+        says nothing of others (`is_usual` is False). (A clock that leaves out its own stalls may
+        have gone back a little.)"""
         seconds = max(0.0, seconds)
         self.last_s = seconds
         if is_usual:
             self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
 
     def usual_s(self) -> float:
-        """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while nobody
-        knows."""
+        """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while that
+        is unknown."""
         return self._usual_exchange_s() or self._upload_s() / UPLOAD_SLACK
 
     def contributions_s(self) -> tuple[float, float]:
         """After the own contribution: when those of others should be there, and how long a primary
-        waits for them. Where nothing is known yet, who is slow is not to be taken for stuck."""
+        waits for them. Where nothing is known yet, a slow peer must not be suspected."""
         measured_s = max(WAIT_FACTOR * self._usual_exchange_s(), self._upload_s())
         longest_s = self._longest_wait_s()
         due_s = measured_s + self._limits.reduce_wait_min_s + self._closing_s()
@@ -143,12 +144,12 @@ class ExchangePace:
         return BEHIND_PART * steps * self._usual_open_s() if plan.is_local else 0.0
 
     def _beside_s(self) -> float:
-        """An exchange that runs beside a round holds nobody up as long as it ends with it."""
+        """An exchange that runs beside a round delays no peer as long as it ends with it."""
         is_beside = self._plan.is_delayed(self._current)
         return BESIDE_PART * self._usual_open_s() if is_beside else 0.0
 
     def _usual_exchange_s(self) -> float:
-        # One other: it has exchanged with nobody yet, or with others than are here now.
+        # A single other may have exchanged with no replica yet, or with others than are here now.
         return self._exchange_s or self._told(lambda record: record.last_exchange_s, least=2)
 
     def _usual_open_s(self) -> float:
@@ -156,8 +157,8 @@ class ExchangePace:
         return max(self._replica.open_s, self._told(lambda record: record.last_open_s))
 
     def _told(self, what: Callable[[Record], float], least: int = 1) -> float:
-        """By most of the others of the stage; 0 where fewer than `least` are there, or nobody says
-        anything."""
+        """By most of the others of the stage; 0 where fewer than `least` are there, or none
+        says anything."""
         now = asyncio.get_running_loop().time()
         members = self._gossip.view.members(self._replica.index, now)
         values = [what(m) for m in members if m.peer_id != self._gossip.own.peer_id]
@@ -194,8 +195,8 @@ class ExchangePace:
 
     def _result_share(self, exchange: int) -> float:
         """Of the uplink, for results: nothing of them is lost with a machine, but the round after
-        the one that the exchange runs beside cannot be fed before they are there. Who has all of
-        its own results is in that round already, and others wait for these."""
+        the one that the exchange runs beside cannot be fed before they are there. A replica
+        that has all of its own results is in that round already, and others wait for these."""
         replica = self._replica
         now = asyncio.get_running_loop().time()
         is_late = exchange + 1 < replica.round

@@ -1,17 +1,16 @@
 """`[sync] mode = "gossip"`: own steps, and now and then an average with one random partner.
 
-No group and no owner. Every `local_steps` rounds, and in every round of the warm-up, replicas of a
-stage pair off (`protocol.update.pairing`); each asks its partner for its *offer* (parameters of its
-last meeting, change since then, moments of its own steps) and makes the outer step of the pair for
-itself (NoLoCo, Kolehmainen et al. 2025). Who has no partner, or loses it, steps alone. A meeting
-ends when both have the other's offer, or one of them is gone.
+There is no group and no owner. Every `local_steps` rounds, and in every round of the warm-up,
+replicas of a stage pair off (`protocol.update.pairing`). Each asks its partner for its *offer*
+(parameters of its last meeting, change since then, moments of its own steps) and makes the outer
+step of the pair for itself (NoLoCo, Kolehmainen et al. 2025). A replica that has no partner, or
+loses it, steps alone. A meeting ends when both have the other's offer, or one of them is gone.
 
 Replicas never become equal; random pairs and random routing keep them close. How far a replica was
 from its partner when they met, relative to its parameters, is in its record (`spread`).
 
-A newcomer takes everything from one donor: it begins as its copy. So does who was cut off for more
-than a meeting.
-"""
+A newcomer takes everything from one donor: it begins as its copy. So does a replica that was cut
+off for more than a meeting."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class GossipAveraging:
         self._offering = -1
         """The round of the meeting that is going on."""
         self._asked: set[tuple[str, int]] = set()
-        """Who has got which shard of the offer."""
+        """(peer id, shard) of the parts of the offer that were given."""
         self._changed = Condition()
         self._copies = 0
         """Of donors that had moved on when they were complete."""
@@ -105,7 +104,8 @@ class GossipAveraging:
 
     def _check_in_touch(self, r: int) -> None:
         """Raises `Behind` where others have had a whole meeting more than this replica: alone it
-        would run through their rounds with old parameters, and pull back whoever it meets then."""
+        would run through their rounds with old parameters, and pull back the replicas that it meets
+        then."""
         now = asyncio.get_running_loop().time()
         members = self.gossip.view.members(self.replica.index, now)
         newest = max((m.round for m in members if m.state == ACTIVE), default=r)

@@ -1,9 +1,9 @@
-"""Long calls that end as soon as their callee is not taken for live any more.
+"""Long calls that end as soon as their callee is not live any more.
 
 A contributor's call for shards takes as long as the whole exchange, and there may be one for each
 shard: hundreds at a time, to a few dozen peers. A silent callee would hold its calls up to their
 deadline. So all callees are looked at together, the less often the longer their calls take anyway,
-and asked whether they live when an answer should have come."""
+and probed when an answer should have come."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ LOOK_S, MAX_LOOK_S = 0.5, 5.0
 LOOK_PART = 0.25
 """Of the time that calls have taken so far: until they are looked at again, within these bounds."""
 PROBE_CALL_S = 1.0
-"""A callee that has not answered for so long is asked whether it lives."""
+"""A callee that has not answered for so long is probed."""
 PROBE_PART = 0.2
-"""Of the time that calls take or have taken: until it is asked, and asked again."""
+"""Of the time that calls take or have taken: until it is probed, and probed again."""
 
 
 class LiveCalls:
     """The long calls of one caller."""
 
     def __init__(self, transport: Transport, gossip: Gossip, usual_s: Callable[[], float]) -> None:
-        """`usual_s()`: how long such calls took lately, or should take; 0 where nobody knows."""
+        """`usual_s()`: how long such calls took lately, or should take; 0 where that is
+        unknown."""
         self._transport = transport
         self._gossip = gossip
         self._usual_s = usual_s
@@ -71,7 +72,7 @@ class LiveCalls:
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        self._gossip.awake_s()  # after a stall of one's own, nobody is silent
+        self._gossip.awake_s()  # after a stall of this process, no peer is silent
         now, longest_s, usual_s = loop.time(), 0.0, self._usual_s()
         for peer_id, calls in self._open.items():
             waited_s = now - next(iter(calls.values()))

@@ -3,13 +3,12 @@
 A round ends with an AdamW step of each replica on the gradient of the microbatches that it happened
 to get. In the rounds in which a shard is due (`protocol.update.sync_modes`), every replica pushes
 how far it has come since the last exchange, weighted by the tokens behind it, to the shard's
-primary, which makes the outer step on the mean; owners, backups, stragglers and the dead are what
-they are in `averaging`. The result is where all replicas go on from.
+primary, which makes the outer step on the mean; owners, backups, stragglers and dead peers
+are treated as in `averaging`. All replicas go on from the result.
 
-What replicas have in common between exchanges are the parameters of the last one: digests,
-checkpoints and newcomers are about those. A newcomer begins with them, and takes the moments of the
-own steps from one donor where it can, so that its first steps are no wilder than the others'.
-"""
+Between exchanges, replicas have the parameters of the last one in common: digests, checkpoints and
+newcomers are about those. A newcomer begins with them, and takes the moments of the
+own steps from one donor where it can, so that its first steps are no wilder than the others'."""
 
 from __future__ import annotations
 
@@ -180,7 +179,7 @@ class LocalUpdates:
 
     async def follow(self, sync: StateSync, rounds: Rounds) -> None:
         """Fetches the common parameters while rounds go by; a shard that is exchanged meanwhile
-        comes with its exchange. Returns when the replica is synced or nobody is left to fetch
+        comes with its exchange. Returns when the replica is synced or no peer is left to fetch
         from."""
         replica, loop = self.replica, asyncio.get_running_loop()
         self._have = {}

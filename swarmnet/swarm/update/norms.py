@@ -1,14 +1,14 @@
 """The gradient norm over all stages, for clipping as one machine would.
 
 Each primary sends the sums of squares of its shards to the root of its stage (the primary of shard
-0); the roots swap the sums of their stages; everyone gets the same total, summed in the same
-order. Two hops, and O(owners + stages^2) small messages a round. A root that fails is replaced
-by the next owner of shard 0. That one may never hear the sums of primaries that have the total
-already: whoever has it tells all that ask, of whatever stage. It goes with every result, and to
-every backup, so that it outlives those who summed it up; that word is taken only when no root has
-answered. Nothing blocks on a norm for ever: at the deadline the last round's stands in, and that is
-counted.
-"""
+0). The roots swap the sums of their stages, and each gets the same total, summed in the same order.
+That makes two hops, and O(owners + stages^2) small messages a round.
+
+A root that fails is replaced by the next owner of shard 0. That one may never hear the sums of
+primaries that have the total already: so each peer that has it tells all that ask, of whatever
+stage. The total goes with every result, and to every backup, so that it outlives the peers that
+summed it up; that word is taken only when no root has answered. Nothing blocks on a norm for ever:
+at the deadline the last round's norm stands in, and that is counted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Norms:
     wait_s: Callable[[], float]
     """Longest wait for the sums of all stages, now."""
     current: Callable[[], int]
-    """The round of this replica's next update: nobody is far ahead of it."""
+    """The round of this replica's next update: no replica is far ahead of it."""
 
     def __post_init__(self) -> None:
         self._rounds: dict[int, RoundNorms] = {}
@@ -148,7 +148,7 @@ class Norms:
         return self._totals.get(round_index, self._told.get(round_index))
 
     def heard(self, round_index: int, total: float) -> None:
-        """Somebody told the sum of squares of a round with a result. The first word counts."""
+        """A peer told the sum of squares of a round with a result. The first word counts."""
         if self._oldest <= round_index <= self.current() + KEPT_ROUNDS:
             self._told.setdefault(round_index, total)
 
@@ -257,7 +257,7 @@ class Norms:
         self._told.clear()
 
     def finish_round(self, round_index: int) -> None:
-        """Forgets rounds that nobody can ask about any more."""
+        """Forgets rounds that no peer can ask about any more."""
         self._oldest = max(self._oldest, round_index - KEPT_ROUNDS)
         for known in (self._totals, self._told):
             for r in [r for r in known if r < self._oldest]:

@@ -1,16 +1,16 @@
-"""Who is responsible for which shard of a stage, and whose optimizer state this replica has.
+"""Ownership of shards: which replicas are responsible for one, and which optimizer state is here.
 
-Who is primary. Placement orders the replicas of a stage for each shard. The primary is the first
-live one that *holds* the shard's optimizer state, as its record says since the beginning of the
-round; where nobody holds it, the first live one, which then starts afresh. A replica that comes to
-own a shard fetches its state during one round, follows it through that round's update as a backup,
-and says that it holds it when the next round begins: the primary never changes in the middle of an
+The primary. Placement orders the replicas of a stage for each shard. The primary is the first live
+one that *holds* the shard's optimizer state, as its record says since the beginning of the round;
+where none holds it, the first live one, which then starts afresh. A replica that comes to own a
+shard fetches its state during one round, follows it through that round's update as a backup, and
+says that it holds it when the next round begins: the primary never changes in the middle of an
 update, unless it dies. Where an owner is lost in the middle of a round, the next in order fetches
-the state at once, and says so at once where that makes nobody else the primary: rounds may be long,
-and a shard is in danger for seconds, not for the rest of one.
+the state at once, and says so at once where that makes no other replica the primary: rounds may be
+long, and a shard is in danger for seconds, not for the rest of one.
 
-What is here. A replica *follows* a shard while it has the state that the next step on it needs. It
-drops that state when others own the shard and all of them say that they hold it."""
+The state here. A replica *follows* a shard while it has the state that the next step on it needs.
+It drops that state when others own the shard and all of them say that they hold it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ on the device thread, between two pieces of work, so that no microbatch ever mee
 parameters of another round.
 
 In mode `delayed` the next round may be opened *ahead*, when everything of the present one has been
-launched and is on its way home: its parameters are there already. A replica then works on both,
+launched and is in flight: its parameters are there already. A replica then works on both,
 with parameters and a gradient buffer for each (two versions, as in PipeDream-2BW, Narayanan et al.
 2021), and no machine runs out of work between two rounds.
 """

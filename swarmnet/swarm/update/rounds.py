@@ -1,6 +1,6 @@
 """Rounds at one replica: open, drained, settled, averaged, the next one.
 
-Nobody coordinates. A replica closes its round when its view says that the round is drained
+There is no coordinator. A replica closes its round when its view says that the round is drained
 (`protocol.pipeline.progress`), settles the microbatches that it was never told to count, takes part
 in the update of its stage, and opens the next round. All do so at the same round number."""
 
@@ -140,7 +140,7 @@ class Rounds:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
         touch with its stage, `Diverged` when it has parameters that do not hold."""
         while self.replica.round < self.settings.rounds:
-            self.gossip.awake_s()  # after a stall of one's own, nobody is silent
+            self.gossip.awake_s()  # after a stall of this process, no peer is silent
             r = self.replica.round
             self.updates.attend()
             self._check_parameters(r)
@@ -180,7 +180,7 @@ class Rounds:
         return is_done or replica.is_fed(r, self.gossip.view, now, settings.global_batch)
 
     def is_drained(self, r: int) -> bool:
-        """The round's samples are all home, or others have finished it already."""
+        """Whether the round's samples are all completed, or others have finished it already."""
         now = asyncio.get_running_loop().time()
         view = self.gossip.view
         if progress.is_drained(view, r, now, self.settings.global_batch):
@@ -243,11 +243,11 @@ class Rounds:
     # ---- orphans ----------------------------------------------------------------------------
 
     async def settle(self, r: int, *, is_over: bool = True) -> None:
-        """Asks the feeders about microbatches that no commit came for; takes out those that do not
+        """Asks the feeders about microbatches that no commit came for; retracts those that do not
         count, so that no sample is counted twice at a stage. In a round that is not over here,
         those in flight may count yet, and stay."""
-        # A task of its own: who waits may be cancelled, and what is out of the books must come out
-        # of the gradient.
+        # A task of its own: the caller may be cancelled, and what is out of the books must come
+        # out of the gradient.
         await asyncio.shield(self._tasks.start(self._settle_alone(r, is_over)))
 
     async def _settle_at_last(self, r: int) -> None:
@@ -341,7 +341,7 @@ class Rounds:
             except SwarmnetError as e:
                 log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
                 is_live = gossip.view.is_live(feeder, loop.time())
-                # A channel that breaks is opened again: what counts is not taken out for that.
+                # A channel that breaks is opened again: what counts is not retracted for that.
                 may_answer = is_live and isinstance(e, TransportError | Busy)
             finally:
                 probing.cancel()

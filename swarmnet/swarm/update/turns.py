@@ -1,5 +1,6 @@
-"""Who sends next, of the long messages that leave room for microbatches
-(`protocol.update.pacing`)."""
+"""Turns on the uplink, for the long messages that leave room for microbatches.
+
+See `protocol.update.pacing` for the rates."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Turns:
 
     async def take(self, num_bytes: int, rate: Callable[[], float]) -> None:
         """Returns when the messages before this one have had their time. `rate()`: bytes/s that
-        it gets, now; 0 where nobody knows, and then nothing is held up."""
+        it gets, now; 0 where that is unknown, and then nothing is held up."""
         if rate() <= 0:
             return
         try:
@@ -50,7 +51,7 @@ class Turns:
         self._lock.release()
 
     def close(self) -> None:
-        """Nobody is to wait any more."""
+        """Ends the present turn."""
         if self._timer is not None:
             self._timer.cancel()
             self._end()
