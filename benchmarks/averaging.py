@@ -174,7 +174,9 @@ class Moments:
         self.summed: dict[int, float] = {}
         self.stepped: dict[int, float] = {}
         self.put: dict[int, float] = {}
-        check, total, step = averaging._gradients_of, averaging._sum, averaging._step_everywhere
+        # Parts of one update are timed, which nobody else has a use for.
+        check, total = averaging._gradients_of, averaging._sum  # noqa: SLF001  timed from outside
+        step = averaging._step_everywhere  # noqa: SLF001  timed from outside
         put = stage.stage_parameters
 
         def _gradients_of(push: Any, arrays: Any) -> Any:
@@ -195,8 +197,9 @@ class Moments:
             put(shard_index, values)
             self.put[shard_index] = time.perf_counter()
 
-        averaging._gradients_of, averaging._sum = _gradients_of, _sum
-        averaging._step_everywhere, stage.stage_parameters = _step_everywhere, stage_parameters
+        averaging._gradients_of, averaging._sum = _gradients_of, _sum  # noqa: SLF001  timed
+        averaging._step_everywhere = _step_everywhere  # noqa: SLF001  timed
+        stage.stage_parameters = stage_parameters
 
     def told(self) -> dict[str, Any]:
         """Of one update; forgets it."""

@@ -270,9 +270,9 @@ async def _ask(
     # Port reuse: p2pd goes out from the port on which it listens, py-libp2p does not.
     nat = check_nat(transport, peer_id, can_compare=options.transport == "p2pd")
     for check in (
-        _check_way_in(transport, peer_id, own),
+        check_way_in(transport, peer_id, own),
         nat,
-        _check_speed(transport, peer_id),
+        check_speed(transport, peer_id),
     ):
         try:
             found += await check
@@ -281,24 +281,24 @@ async def _ask(
     return found, spec
 
 
-async def _check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) -> list[Finding]:
+async def check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) -> list[Finding]:
     """Asks the peer to dial the addresses of the listening identity, which it has never met."""
-    asked = tuple(sorted(own, key=_is_private))[:MAX_DIAL_BACK]
+    asked = tuple(sorted(own, key=is_private))[:MAX_DIAL_BACK]
     reply = await transport.call(
         peer_id, "dial_back", Message(DialBackRequest(asked)), timeout_s=PROBE_TIMEOUT_S
     )
     answer = convert(reply.body, DialBackReply)
-    found = [_clock(answer.unix_s - time.time())]
+    found = [check_clock(answer.unix_s - time.time())]
     pairs = list(zip(asked, answer.reasons, strict=False))
     reached = [_host(a) for a, reason in pairs if not reason]
     if reached:
         text = f"that peer reached this machine at {', '.join(reached)}"
-        if all(_is_private(a) for a, reason in pairs if not reason):
+        if all(is_private(a) for a, reason in pairs if not reason):
             text += " (a private address: peers elsewhere may not)"
         return [*found, Finding("the way in", GOOD, text)]
     why = pairs[0][1] if pairs else "no address"
     nat = "this machine is behind NAT (it has private addresses only)"
-    text = nat if all(_is_private(a) for a in own) else "a firewall is in the way"
+    text = nat if all(is_private(a) for a in own) else "a firewall is in the way"
     mend = (
         "forward a TCP port to this machine, then start peers with --port PORT --announce "
         "/ip4/YOUR.PUBLIC.IP/tcp/PORT; without it others reach this peer through relays, which "
@@ -307,14 +307,14 @@ async def _check_way_in(transport: Transport, peer_id: str, own: Sequence[str]) 
     return [*found, Finding("the way in", WARNING, f"not reached ({why}): {text}", mend)]
 
 
-def _clock(error_s: float) -> Finding:
+def check_clock(error_s: float) -> Finding:
     if abs(error_s) <= MAX_CLOCK_ERROR_S:
         return Finding("clock", GOOD, f"within {max(1.0, abs(error_s)):.0f} s of that peer's")
     mend = "set this machine's clock (timedatectl set-ntp true), if it is not the peer's"
     return Finding("clock", WARNING, f"{abs(error_s):.0f} s off that peer's", mend)
 
 
-async def _check_speed(transport: Transport, peer_id: str) -> list[Finding]:
+async def check_speed(transport: Transport, peer_id: str) -> list[Finding]:
     """Bytes there and bytes back; each way is timed after a short exchange has opened it up."""
     payload = (Array("uint8", (MAX_PROBE_BYTES,), bytes(MAX_PROBE_BYTES)),)
 
@@ -347,7 +347,7 @@ def _host(address: str) -> str:
     return parts[2] if len(parts) > 2 else address
 
 
-def _is_private(address: str) -> bool:
+def is_private(address: str) -> bool:
     try:
         ip = ipaddress.ip_address(_host(address))
     except ValueError:

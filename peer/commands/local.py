@@ -141,11 +141,11 @@ async def _run(
     screen = reporter.screen
     screen.say(describe(spec))
     screen.say(f"starting {options.num_peers} peers")
-    first = await processes.start("peer-1", _first_arguments(options))
+    first = await processes.start("peer-1", first_arguments(options))
     address = (await processes.wait_ready(first)).address
     screen.say(f"join it from this machine: swarmnet peer --join {address}")
     for index in range(2, options.num_peers + 1):
-        await processes.start(f"peer-{index}", _joiner_arguments(options, spec, address))
+        await processes.start(f"peer-{index}", joiner_arguments(options, spec, address))
     observer = await join([address], options.transport)
     try:
         if observer.spec.run_id != spec.run_id:
@@ -195,7 +195,7 @@ async def _start_newcomer(
     addresses = [r.addresses[0] for r in observer.view.live(now) if r.is_replica and r.addresses]
     if addresses:
         name = f"peer-{len(processes.children) + 1}"
-        await processes.start(name, _joiner_arguments(options, spec, *addresses[:JOIN_THROUGH]))
+        await processes.start(name, joiner_arguments(options, spec, *addresses[:JOIN_THROUGH]))
 
 
 def _shared_arguments(options: LocalOptions) -> list[str]:
@@ -220,7 +220,7 @@ def _shared_arguments(options: LocalOptions) -> list[str]:
     return arguments
 
 
-def _first_arguments(options: LocalOptions) -> list[str]:
+def first_arguments(options: LocalOptions) -> list[str]:
     arguments = ["--spec", str(options.spec or default_spec_path())]
     if options.rounds is not None:
         arguments += ["--rounds", str(options.rounds)]
@@ -229,7 +229,7 @@ def _first_arguments(options: LocalOptions) -> list[str]:
     return arguments + _shared_arguments(options)
 
 
-def _joiner_arguments(options: LocalOptions, spec: RunSpec, *addresses: str) -> list[str]:
+def joiner_arguments(options: LocalOptions, spec: RunSpec, *addresses: str) -> list[str]:
     """A joiner takes neither files nor code from a spec that comes over the network; here both
     are this person's own."""
     arguments = [word for address in addresses for word in ("--join", address)]

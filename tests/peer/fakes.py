@@ -88,12 +88,12 @@ class FakeObserver:
         self._last_round = last_round
         self._sample = sample
         self._round = 0
-        self._version = 0
+        self.version = 0
 
     def _see(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._version += 1
-        for record in run_records(self.spec, self._round, self._version):
+        self.version += 1
+        for record in run_records(self.spec, self._round, self.version):
             self.view.merge(record, now)
 
     async def join(self, addresses: Sequence[str], transport: TransportName) -> FakeObserver:

@@ -173,16 +173,9 @@ class Swarm:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
         machine, whose device it shares. `is_measured`: it knows its speed before it serves."""
 
-        def work_s(kind: str) -> float:
-            replica = peer.replica
-            if kind == "forward" and replica is not None and replica.index == last_stage:
-                return (FORWARD_S + BACKWARD_S) / speed  # forward and backward in one
-            return {"forward": FORWARD_S, "backward": BACKWARD_S}.get(kind, OTHER_S) / speed
-
-        last_stage = self.spec.pipeline.num_stages - 1
         machine = Machine(
             build or self.build,
-            SyntheticDevice(work_s),
+            SyntheticDevice(lambda kind: self._work_s(kind, peer, speed)),
             InlineWorker(),
             data or self.data,
             disk,
@@ -217,6 +210,13 @@ class Swarm:
         life = asyncio.get_running_loop().create_task(peer.run(known))
         self.members[name] = Member(peer, life)
         return peer
+
+    def _work_s(self, kind: str, peer: Peer, speed: float) -> float:
+        """How long a device of that speed takes for one piece of work."""
+        last_stage = self.spec.pipeline.num_stages - 1
+        if kind == "forward" and peer.replica is not None and peer.replica.index == last_stage:
+            return (FORWARD_S + BACKWARD_S) / speed  # forward and backward in one
+        return {"forward": FORWARD_S, "backward": BACKWARD_S}.get(kind, OTHER_S) / speed
 
     def build_local(self, stage: Any, optimizer: Any) -> Any:
         if not self.is_synthetic:

@@ -97,7 +97,7 @@ def test_a_run_that_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ],
 )
 def test_which_addresses_are_private(address: str, private: bool) -> None:
-    assert doctor._is_private(address) is private
+    assert doctor.is_private(address) is private
 
 
 class Helper:
@@ -153,21 +153,21 @@ def test_the_report_of_a_machine_that_nobody_reaches() -> None:
     async def main() -> None:
         helper = Helper()
         own = ["/ip4/192.168.1.7/tcp/4001/p2p/x", "/ip4/10.0.0.7/tcp/4001/p2p/x"]
-        found = await doctor._check_way_in(helper.asker, "helper", own)
+        found = await doctor.check_way_in(helper.asker, "helper", own)
         finding = only(found, "the way in")
         assert finding.level == WARNING
         assert "NAT" in finding.found
         assert "--announce" in finding.mend
         reached = [f"/memory/p2p/{helper.listener}"]
-        found = await doctor._check_way_in(helper.asker, "helper", reached)
+        found = await doctor.check_way_in(helper.asker, "helper", reached)
         assert only(found, "the way in").level == GOOD
 
     run_virtual(main())
 
 
 def test_a_clock_that_is_wrong() -> None:
-    assert doctor._clock(2.0).level == GOOD
-    assert doctor._clock(-300.0).level == WARNING
+    assert doctor.check_clock(2.0).level == GOOD
+    assert doctor.check_clock(-300.0).level == WARNING
 
 
 def test_a_peer_that_cannot_help_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +175,6 @@ def test_a_peer_that_cannot_help_is_no_reason_to_fail(monkeypatch: pytest.Monkey
         helper = Helper()
         helper.hub.kill("helper")
         with pytest.raises(Unreachable):
-            await doctor._check_speed(helper.asker, "helper")
+            await doctor.check_speed(helper.asker, "helper")
 
     run_virtual(main())

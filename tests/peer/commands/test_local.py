@@ -130,13 +130,13 @@ def test_joiners_are_told_where_the_data_is_and_only_the_first_gets_the_spec(
     path.write_text(text)
     opts = options(spec=path)
     own = load_spec(path)
-    first = local._first_arguments(opts)
-    joiner = local._joiner_arguments(opts, own, "/fake")
+    first = local.first_arguments(opts)
+    joiner = local.joiner_arguments(opts, own, "/fake")
     assert first[:4] == ["--spec", str(path), "--rounds", str(ROUNDS)]
     assert joiner[:6] == ["--join", "/fake", "--data", "/corpus", "--data", "b.txt"]
-    assert "--data" not in local._joiner_arguments(opts, spec, "/fake")
+    assert "--data" not in local.joiner_arguments(opts, spec, "/fake")
     path.write_text(text.replace('tokenizer = "bytes"', 'tokenizer = "/t.json"'))
-    joiner = local._joiner_arguments(opts, load_spec(path), "/fake")
+    joiner = local.joiner_arguments(opts, load_spec(path), "/fake")
     assert joiner[joiner.index("--tokenizer") + 1] == "/t.json"
 
 
@@ -150,7 +150,7 @@ def test_cancelling_ends_the_children_and_says_what_happened_until_then(
         command = fake_command(tmp_path, "good")
         task = asyncio.ensure_future(run_local(options(), command=command, join=observer.join))
         async with asyncio.timeout(20):
-            while observer._version < 3:
+            while observer.version < 3:
                 assert not task.done()
                 await asyncio.sleep(0.02)
         pids.extend(ready_pids(temp_root))

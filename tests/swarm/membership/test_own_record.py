@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swarmnet.protocol.membership.records import JOINING, LEAVING, Record, RoundCount
-from swarmnet.protocol.membership.view import NO_STAMP
+from swarmnet.protocol.membership.records import JOINING, LEAVING, NO_STAMP, Record, RoundCount
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.swarm.messages import SignedRecord
