@@ -30,6 +30,7 @@ from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.update.replica import Replica
 from swarmnet.training.data import open_data
 from swarmnet.training.optimizer.local_steps import build_local_steps, build_optimizer
 from swarmnet.training.stage import build_stage
@@ -175,7 +176,7 @@ class Swarm:
 
         machine = Machine(
             build or self.build,
-            SyntheticDevice(lambda kind: self._work_s(kind, peer, speed)),
+            SyntheticDevice(lambda kind: self._work_s(kind, peer.replica, speed)),
             InlineWorker(),
             data or self.data,
             disk,
@@ -211,10 +212,9 @@ class Swarm:
         self.members[name] = Member(peer, life)
         return peer
 
-    def _work_s(self, kind: str, peer: Peer, speed: float) -> float:
-        """How long a device of that speed takes for one piece of work."""
+    def _work_s(self, kind: str, replica: Replica | None, speed: float) -> float:
         last_stage = self.spec.pipeline.num_stages - 1
-        if kind == "forward" and peer.replica is not None and peer.replica.index == last_stage:
+        if kind == "forward" and replica is not None and replica.index == last_stage:
             return (FORWARD_S + BACKWARD_S) / speed  # forward and backward in one
         return {"forward": FORWARD_S, "backward": BACKWARD_S}.get(kind, OTHER_S) / speed
 

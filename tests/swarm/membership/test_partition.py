@@ -54,7 +54,7 @@ def test_a_backup_that_has_seen_another_gradient_fetches_the_moments(
     tmp_path: Path, mode: str
 ) -> None:
     """As after a partition in which both sides made as many steps: one sum that reaches the backups
-    is another than that which the primary used. With `delayed` nothing else would mend it."""
+    is another than that which the primary used. With `delayed` nothing else would repair it."""
     spec = tiny_spec(tmp_path, num_stages=1, rounds=60, sync={"mode": mode})
 
     async def scenario(swarm: Swarm) -> None:

@@ -1,5 +1,5 @@
-"""In mode `delayed` the next round begins before the last microbatches of a round are home; virtual
-time, memory transport."""
+"""In mode `delayed` the next round begins before the last microbatches of a round are completed;
+virtual time, memory transport."""
 
 from __future__ import annotations
 

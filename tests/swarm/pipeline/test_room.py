@@ -246,7 +246,8 @@ def test_a_callee_that_knows_nothing_of_it_is_left_at_its_deadline() -> None:
 
 
 def test_a_slow_device_without_work_gets_it_before_a_fast_one_with_a_queue() -> None:
-    """Though it is done later: what all of them do counts, not when this microbatch is home."""
+    """Though it is done later: what all of them do counts, not when this microbatch is
+    completed."""
 
     async def play(pair: OneReplica) -> None:
         loop = asyncio.get_running_loop()
@@ -306,7 +307,7 @@ def test_what_a_replica_has_passed_on_weighs_less_than_what_waits_before_a_devic
 
 @pytest.mark.parametrize("work_s", [WORK_S, ASK_WORK_S / 4])
 def test_what_a_replica_feeds_another_may_begin_where_the_work_is_long(work_s: float) -> None:
-    """It has a queue of its own, and the other is free; short work is done at home."""
+    """It has a queue of its own, and the other is free; short work is done by itself."""
 
     async def play(pair: OneReplica) -> None:
         loop = asyncio.get_running_loop()
@@ -407,8 +408,8 @@ def test_of_those_asked_the_one_with_the_least_before_it_gets_it() -> None:
 
 
 def test_no_work_is_begun_for_a_feeder_that_is_gone() -> None:
-    """What it has launched will never count, and would have to be taken out again; who passed it
-    on lives."""
+    """What it has launched will never count, and would have to be retracted again; the peer that
+    passed it on lives."""
 
     async def play(pair: OneReplica) -> None:
         near, far = pair.caller("near", 1e9), pair.caller("far", 1e9)

@@ -35,7 +35,7 @@ def rounds_of(pair: OneReplica) -> Rounds:
 
 @pytest.mark.parametrize("commit_at_s", [0.5, 2.0, None])
 def test_the_gradient_is_that_of_the_tokens_that_are_counted(commit_at_s: float | None) -> None:
-    """A commit that comes while the feeder is asked, or while what it is about is being taken out:
+    """A commit that comes while the feeder is asked, or while what it is about is being retracted:
     it counts and stays, or it does not and is gone."""
 
     async def main() -> None:
@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_tokens_that_are_counted(commit_at_s: float 
 
 
 def test_a_feeder_whose_channel_breaks_is_asked_again() -> None:
-    """What it has counted is not taken out because one question was lost."""
+    """What it has counted is not retracted because one question was lost."""
 
     async def main() -> None:
         pair = OneReplica()

@@ -72,8 +72,8 @@ def test_a_machine_that_is_suspended_takes_nobody_for_dead(tmp_path: Path, seed:
 def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
     tmp_path: Path,
 ) -> None:
-    """Who takes all feeders for dead for a moment feeds itself, and may do so when the first stage
-    has all that it needs, and waits for the norm of the second."""
+    """A peer that suspects all feeders for a moment feeds itself, and may do so when the first
+    stage has all that it needs, and waits for the norm of the second."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
 
     async def scenario(swarm: Swarm) -> None:

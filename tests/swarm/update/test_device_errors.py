@@ -99,7 +99,7 @@ def test_no_memory_for_the_state_of_a_shard_ends_no_peer(tmp_path: Path, mode: s
 
 
 def test_a_full_queue_at_the_end_of_a_round_is_waited_for(tmp_path: Path) -> None:
-    """Microbatches of a feeder that died are to be taken out, and the device has no room for that
+    """Microbatches of a feeder that died are to be retracted, and the device has no room for that
     until the round is closed, and a while longer."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
     refused: list[bool] = []
@@ -131,7 +131,7 @@ def test_a_full_queue_at_the_end_of_a_round_is_waited_for(tmp_path: Path) -> Non
 
 
 def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path: Path) -> None:
-    """A feeder dies, and what it had in flight is taken out again. What this replica has added up
+    """A feeder dies, and what it had in flight is retracted. What this replica has added up
     in the round is lost: something is in it that must not count."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
     failed: list[Any] = []
