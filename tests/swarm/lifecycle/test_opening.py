@@ -1,0 +1,90 @@
+"""What the own record says when a round opens."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, RoundCount
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.lifecycle.opening import Openings
+from swarmnet.swarm.lifecycle.speed import Speed
+from swarmnet.swarm.membership.reconnecting import Reconnecting
+from swarmnet.swarm.recovery.restart import Recovery
+from swarmnet.swarm.tasks import Tasks
+from tests.swarm.lifecycle.test_speed import machine_of
+from tests.swarm.one_replica import OneReplica
+
+
+class Opened:
+    """Openings of a replica whose exchanges are of no interest."""
+
+    def __init__(self, holds: bytes) -> None:
+        self.pair = OneReplica()
+        self.histories: list[tuple[int, int]] = []
+        self.tasks = Tasks("test")
+        self.averaging: Any = SimpleNamespace(
+            current=-1,
+            ownership=SimpleNamespace(holds=lambda: holds, owns_from_now=False),
+            lost=SimpleNamespace(opened=lambda r: None),
+            pace=SimpleNamespace(last_s=0.0),
+        )
+        gossip = self.gossip = self.pair.gossip
+        recovery = Recovery(gossip, 1, None, False, Reconnecting(gossip, random.Random(0)))
+        speed = Speed(machine_of(self.pair), gossip.transport, 1)
+        self.openings = Openings(
+            gossip, recovery, None, speed, self.tasks, lambda *change: self.histories.append(change)
+        )
+
+    async def open(self, round_index: int) -> None:
+        self.pair.replica.round = round_index
+        await self.openings.opened(self.pair.replica, self.averaging)
+
+    async def close(self) -> None:
+        await self.tasks.close()
+        await self.pair.close()
+
+
+def test_a_newcomer_becomes_active_and_owns_shards_from_the_next_exchange_on() -> None:
+    async def scenario() -> None:
+        for holds, first in ((b"\0", 4), (b"\1", 3)):
+            opened = Opened(holds)
+            opened.gossip.update(state=JOINING)
+            await opened.open(3)
+            own = opened.gossip.own
+            assert (own.state, own.round, own.active_from) == (ACTIVE, 3, first)
+            await opened.open(4)
+            assert opened.gossip.own.active_from == first, "it stays"
+            assert opened.gossip.own.digests == opened.pair.replica.digests
+            await opened.close()
+
+    run(scenario())
+
+
+def test_counters_of_another_history_are_dropped_by_a_newcomer() -> None:
+    async def scenario() -> None:
+        opened = Opened(b"\0")
+        opened.gossip.update(state=JOINING, history=7)
+        opened.gossip.update_count(RoundCount(2, launched=4))
+        opened.gossip.update_count(RoundCount(5, launched=4))
+        await opened.open(3)
+        assert [c.round for c in opened.gossip.own.counts if c.launched] == [2]
+        await opened.close()
+
+    run(scenario())
+
+
+def test_a_history_that_is_named_otherwise_is_told() -> None:
+    async def scenario() -> None:
+        opened = Opened(b"\0")
+        await opened.open(3)
+        other = opened.pair.caller("other", 1e9)
+        other.gossip.update(history=7)
+        opened.gossip.records.take(other.gossip.own_record.seal())
+        await opened.open(4)
+        assert opened.histories == [(0, 7)]
+        assert opened.gossip.own.history == 7
+        await opened.close()
+
+    run(scenario())
