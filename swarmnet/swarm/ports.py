@@ -213,8 +213,8 @@ class LocalSteps(Protocol):
     steps change (*fast*), it keeps those of the last exchange (*common*). All *averaging*."""
 
     tokens: list[int]
-    """By shard, the tokens behind the own steps since its last exchange. `step` adds to them; who
-    has brought a shard's into an exchange sets it to 0."""
+    """By shard, the tokens behind the own steps since its last exchange. `step` adds to them; the
+    caller that has brought those of a shard into an exchange sets them to 0."""
     changes: int
     """Grows with whatever changes any of this."""
 

@@ -31,7 +31,7 @@ async def meet(gossip: Gossip, neighbours: list[str]) -> None:
                     raise
                 log.warning("%s is not asked any more: %s", peer_id[-8:], e)
                 neighbours = [p for p in neighbours if p != peer_id]
-        # Found otherwise, meanwhile; not by another newcomer that has met nobody either.
+        # Found otherwise, meanwhile; not by another newcomer that is alone too.
         met = met or any(r.is_replica for r in gossip.view.live(loop.time()))
         if not met and loop.time() >= end:
             raise Unreachable("none of the known peers of the run answers")
