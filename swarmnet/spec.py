@@ -1,9 +1,12 @@
 """The run's spec: everything that every peer of a run must agree on.
 
-A person writes it as `run.toml`. Its canonical form (sorted JSON) is what travels from peer to
-peer, and the hash of that is the run's name among machines, `run_id`: peers whose specs differ
-in one digit are in different runs. What may differ from machine to machine (addresses, threads,
-where the data lies) is no part of it; see `peer.options`.
+A person writes it as `run.toml`. Its canonical form (`swarmnet.run_identity`) is what travels from
+peer to peer, and the hash of that is the run's name among machines, `run_id`: peers whose specs
+differ in one digit are in different runs. What may differ from machine to machine (addresses,
+threads, where the data lies) is no part of it; see `peer.options`.
+
+A person may leave some numbers to the program. Whoever starts a run chooses them (*resolves* the
+spec, see `RunSpec.resolved`), so that all peers, also of a later version, train on the same ones.
 
 Every failure is a `SpecError` of one line that says what to do.
 """
@@ -11,11 +14,10 @@ Every failure is a `SpecError` of one line that says what to do.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,9 +29,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from rfc8785 import IntegerDomainError
 
 from swarmnet.errors import SpecError
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
+from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
+from swarmnet.spec_0_1 import canonical_of_0_1, run_id_of_0_1
+from swarmnet.version import __version__
 
 MAX_SPEC_BYTES = 1 << 16
 """A spec that is longer is refused, whether it is a file or comes from a peer."""
@@ -38,7 +44,6 @@ MAX_TEXT = 1024
 MAX_LIST = 1024
 """Entries of one list in a spec."""
 MAX_STAGES = 4096
-RUN_ID_BYTES = 16
 NUM_BYTE_TOKENS = 256
 SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
 """Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
@@ -63,6 +68,15 @@ def _printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("has control characters; write plain text on one line")
     return text
+
+
+def _exact_in_json(seed: int) -> int:
+    if seed > MAX_WHOLE:
+        raise ValueError(
+            f"must be below 2^53 ({MAX_WHOLE + 1}), as JSON keeps larger whole numbers inexactly; "
+            "choose another one (a run that swarmnet 0.1 began with it can only go on there)"
+        )
+    return seed
 
 
 Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
@@ -176,8 +190,13 @@ class ModelSpec(_Table):
         if not BUILDER_PATTERN.fullmatch(self.builder):
             raise ValueError('builder must be "path/file.py:function" for kind = "custom"')
         try:
-            json.dumps(self.options, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
+            to_json(self.options)
+        except IntegerDomainError:
+            raise ValueError(
+                f"options may hold whole numbers up to 2^53 - 1 ({MAX_WHOLE}) only, as JSON keeps "
+                "larger ones inexactly; write it as a text"
+            ) from None
+        except (ValueError, RecursionError):
             raise ValueError(
                 "options may hold finite numbers, texts, booleans, lists and tables only"
             ) from None
@@ -388,7 +407,7 @@ class RunSpec(_Table):
     name: NonEmptyText = "swarmnet run"
     """For people; shown on screens."""
 
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    seed: Annotated[int, AfterValidator(_exact_in_json)] = Field(default=0, ge=0)
     """Of the initial weights and of the order of the data."""
 
     model: ModelSpec
@@ -401,11 +420,37 @@ class RunSpec(_Table):
     @property
     def sync_warmup_rounds(self) -> int:
         """Rounds of the warm-up of `[sync]`; 0 in mode `zero`, which needs none."""
-        if self.sync.mode == "zero":
-            return 0
+        return 0 if self.sync.mode == "zero" else self._chosen_warmup
+
+    @property
+    def _chosen_warmup(self) -> int:
+        """`[sync] warmup_rounds`, or the number that the program chooses."""
         if self.sync.warmup_rounds < 0:
             return min(self.optimizer.rounds // SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS)
         return self.sync.warmup_rounds
+
+    @property
+    def open_keys(self) -> tuple[str, ...]:
+        """The keys whose numbers are left to the program, such as `[pipeline] layers`; none in the
+        spec of a run that was started."""
+        keys = {
+            "[pipeline] layers": not self.pipeline.layers,
+            "[sync] shard_parameters": self.sync.shard_parameters == 0,
+            "[sync] warmup_rounds": self.sync.warmup_rounds < 0,
+        }
+        return tuple(key for key, is_open in keys.items() if is_open)
+
+    def resolved(self, *, layers: Iterable[int], shard_parameters: int) -> RunSpec:
+        """This run with its open keys filled in, as every peer will read it: with the given layers
+        of each stage and parameters of a shard, and the usual warm-up; what is given in the spec
+        stays. Raises `SpecError`."""
+        values = self.model_dump()
+        pipeline, sync = values["pipeline"], values["sync"]
+        pipeline["layers"] = pipeline["layers"] or tuple(layers)
+        sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
+        sync["warmup_rounds"] = self._chosen_warmup
+        # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
+        return RunSpec.from_canonical(_validate(values, "the resolved spec").canonical())
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
@@ -429,35 +474,50 @@ class RunSpec(_Table):
         return self
 
     def canonical(self) -> bytes:
-        """The one byte string of this spec: JSON with sorted keys and every default written out."""
-        values = self.model_dump(mode="json")
-        text = json.dumps(
-            values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
-        return text.encode()
+        """The one byte string of this spec, see `swarmnet.run_identity`."""
+        return to_json(written_values(self))
 
     @property
     def run_id(self) -> str:
-        """32 hex digits: blake2b of `canonical()`."""
-        return hashlib.blake2b(self.canonical(), digest_size=RUN_ID_BYTES).hexdigest()
+        """32 hex digits, the hash of `canonical()`."""
+        return run_id_of(self.canonical())
 
     @classmethod
     def from_canonical(cls, data: bytes) -> RunSpec:
         """The spec that a peer sent. Checked as a file is; the caller compares `run_id`.
 
         Raises:
-            SpecError: it is too long, no JSON, not valid, or not in canonical form.
+            SpecError: it is too long, no JSON, not valid, of another version of the program, or not
+                in canonical form.
         """
         source = "the swarm's spec"
         if len(data) > MAX_SPEC_BYTES:
             raise SpecError(f"{source}: longer than {MAX_SPEC_BYTES} bytes; it is refused")
         try:
-            values = json.loads(data)
+            values = from_json(data)
         except (ValueError, RecursionError):
             raise SpecError(f"{source}: not valid JSON; the peer that sent it is faulty") from None
-        spec = _validate(values, source)
-        if spec.canonical() != data:
-            raise SpecError(f"{source}: not in canonical form; the peer that sent it is faulty")
+        spec = _validate(values, source, _explain_received)
+        if spec.canonical() == data:
+            return spec
+        if canonical_of_0_1(spec) == data:
+            raise SpecError(
+                f"{source}: the run was started with swarmnet 0.1, and this is {__version__}; join "
+                "it with 0.1, or ask its peers to update (they go on from their state folders)"
+            )
+        raise SpecError(f"{source}: not in canonical form; the peer that sent it is faulty")
+
+    @classmethod
+    def from_checkpoint(cls, values: Mapping[str, Any], run_id: str) -> RunSpec:
+        """The spec that a checkpoint of the run names, written by this version or by 0.1; as it was
+        written, so that 0.1's is not resolved. Raises `SpecError`."""
+        source = "the checkpoint's spec"
+        try:
+            spec = _validate(from_json(json.dumps(values)), source, _explain_received)
+        except (TypeError, ValueError, RecursionError):
+            raise SpecError(f"{source}: not valid JSON") from None
+        if run_id not in (spec.run_id, run_id_of_0_1(spec)):
+            raise SpecError(f"{source} is not that of its run")
         return spec
 
     def with_rounds(self, rounds: int) -> RunSpec:
@@ -535,13 +595,30 @@ def describe(spec: RunSpec) -> str:
     )
 
 
-def _validate(values: Any, source: str) -> RunSpec:
+def _validate(
+    values: Any, source: str, explain: Callable[[ValidationError], str] | None = None
+) -> RunSpec:
     if not isinstance(values, dict):
         raise SpecError(f"{source}: a spec is a table")
     try:
         return RunSpec.model_validate(values)
     except ValidationError as error:
-        raise SpecError(f"{source}: {_explain(error)}") from None
+        raise SpecError(f"{source}: {(explain or _explain)(error)}") from None
+
+
+def _explain_received(error: ValidationError) -> str:
+    """One line for a spec that came from a peer or a disk: what is unknown in it is newer than this
+    program."""
+    for kind in ("extra_forbidden", "literal_error"):
+        for e in error.errors(include_url=False, include_context=False):
+            if e["type"] == kind:
+                name = _name(tuple(_shown(part) for part in e["loc"]))
+                value = f" = {_shown(e['input'])}" if kind == "literal_error" else ""
+                return (
+                    f"{name}{value} is not known to swarmnet {__version__}; the run needs a newer "
+                    "one: update this machine's swarmnet"
+                )
+    return _explain(error)
 
 
 def _explain(error: ValidationError) -> str:
@@ -565,7 +642,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _explain_unknown(loc: tuple[str, ...]) -> str:
-    key = loc[-1][:80] if loc[-1].isprintable() else repr(loc[-1])[:80]
+    key = _shown(loc[-1])
     if len(loc) == 1:
         near = _nearest(key, RunSpec.model_fields)
         as_table = [table for table, cls in TABLES.items() if key in cls.model_fields]
@@ -600,3 +677,9 @@ def _name(loc: tuple[str, ...]) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _shown(value: Any) -> str:
+    """Of what somebody else wrote: short and on one line."""
+    text = value if isinstance(value, str) else repr(value)
+    return (text if text.isprintable() else repr(text))[:80]

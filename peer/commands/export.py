@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from swarmnet.training.checkpoint import (
     find_checkpoints,
     load_parameters,
 )
+from swarmnet.training.same_run import may_continue
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.transport.base import Transport
 
@@ -120,17 +122,27 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
                 further,
                 further,
             )
-        return write_folder(out, _spec(chosen), chosen.round, named)
+        return write_folder(
+            out,
+            RunSpec.from_checkpoint(chosen.spec, chosen.run_id),
+            chosen.round,
+            named,
+            chosen.run_id,
+        )
     raise UserError("no undamaged round; name the --state-dir of more peers")
 
 
-def write_folder(out: Path, spec: RunSpec, round_index: int, named: dict[str, Tensor]) -> str:
-    """A Hugging Face folder, whole or not at all; returns what was done, in a line. Raises
-    `UserError` where it cannot be written."""
+def write_folder(
+    out: Path, spec: RunSpec, round_index: int, named: dict[str, Tensor], run_id: str = ""
+) -> str:
+    """A Hugging Face folder, whole or not at all; returns what was done, in a line. `run_id`: that
+    of the checkpoint, where an earlier version of swarmnet named the run. Raises `UserError` where
+    it cannot be written."""
     from safetensors.torch import save_file
 
     beside = out.with_name(f".{out.name}.{os.getpid()}")
-    about = {"format": "pt", "run_id": spec.run_id, "round": str(round_index)}
+    run_id = run_id or spec.run_id
+    about = {"format": "pt", "run_id": run_id, "round": str(round_index)}
     try:
         beside.mkdir(parents=True)
         try:
@@ -138,7 +150,7 @@ def write_folder(out: Path, spec: RunSpec, round_index: int, named: dict[str, Te
             save_file(tensors, beside / MODEL_FILE, metadata=about)
             if spec.model.kind == "llama":
                 (beside / CONFIG_FILE).write_text(json.dumps(llama_config(spec), indent=2) + "\n")
-            (beside / README_FILE).write_text(_readme(spec, round_index))
+            (beside / README_FILE).write_text(_readme(spec, run_id, round_index))
             shutil.copymode(beside / README_FILE, beside / MODEL_FILE)  # it is to be shared
             if out.is_dir():
                 out.rmdir()
@@ -196,18 +208,41 @@ Found = Sequence[tuple[Path, Meta]]
 
 
 def _of_one_run(found: Found, run: str) -> Found:
-    """Those of the run whose id begins so; of the only one where nothing is said."""
-    runs = sorted({meta.run_id for _, meta in found if meta.run_id.startswith(run)})
+    """Those of the run whose id begins so; of the only one where nothing is said. What swarmnet 0.1
+    began under another id belongs to the run that goes on with it."""
+    one_run = _same_runs([meta for _, meta in found])
+    runs = sorted(
+        {new for old, new in one_run.items() if run in (old[: len(run)], new[: len(run)])}
+    )
     if len(runs) == 1:
-        return [(path, meta) for path, meta in found if meta.run_id == runs[0]]
+        return [(path, meta) for path, meta in found if one_run[meta.run_id] == runs[0]]
     if not runs:
-        runs = sorted({meta.run_id for _, meta in found})
+        runs = sorted(set(one_run.values()))
         wrong = f"no checkpoint of a run {run}"
     else:
         wrong = f"checkpoints of {len(runs)} runs"
     names = {meta.run_id: meta.spec.get("name", "?") for _, meta in found}
     listed = ", ".join(f"{run_id[:SHOWN_CHARACTERS]} ({names[run_id]})" for run_id in runs)
     raise UserError(f"{wrong}; choose one with --run-id: {listed}")
+
+
+def _same_runs(metas: Sequence[Meta]) -> dict[str, str]:
+    """By id of a run in some checkpoints, the id under which it goes on in others of them; its own
+    where it does not."""
+    by_id = {meta.run_id: meta for meta in metas}
+    specs: dict[str, RunSpec] = {}
+    for run_id, meta in by_id.items():
+        with suppress(SpecError):
+            spec = RunSpec.from_checkpoint(meta.spec, run_id)
+            if spec.run_id == run_id and not spec.open_keys:
+                specs[run_id] = spec
+    newer = {
+        old: new
+        for old, meta in by_id.items()
+        for new, spec in specs.items()
+        if old not in specs and may_continue(meta.spec, old, spec)
+    }
+    return {run_id: newer.get(run_id, run_id) for run_id in by_id}
 
 
 def _whole_rounds(metas: Sequence[Meta]) -> list[tuple[int, int]]:
@@ -246,18 +281,7 @@ def _load_stage(found: Found) -> dict[str, Tensor]:
     raise error
 
 
-def _spec(meta: Meta) -> RunSpec:
-    text = json.dumps(meta.spec, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    try:
-        spec = RunSpec.from_canonical(text.encode())
-    except SpecError as e:
-        raise UserError(f"the checkpoint's spec: {e}") from None
-    if spec.run_id != meta.run_id:
-        raise UserError("the checkpoint's spec is not that of its run")
-    return spec
-
-
-def _readme(spec: RunSpec, round_index: int) -> str:
+def _readme(spec: RunSpec, run_id: str, round_index: int) -> str:
     note = BYTES_NOTE
     if spec.model.kind != "llama":
         note = "A custom model: load `model.safetensors` into what the run's builder makes."
@@ -265,4 +289,4 @@ def _readme(spec: RunSpec, round_index: int) -> str:
         # Not copied: a spec may come over the network, and never chooses files of this machine.
         name = Path(spec.data.tokenizer).name
         note = f"The tokenizer is the run's `{name}`: copy it here as `tokenizer.json`."
-    return NOTE.format(name=spec.name, round=round_index, run_id=spec.run_id, tokenizer=note)
+    return NOTE.format(name=spec.name, round=round_index, run_id=run_id, tokenizer=note)

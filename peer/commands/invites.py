@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from pathlib import Path
 from swarmnet.admission import Invite
 from swarmnet.errors import UserError
 from swarmnet.identity import Identity, is_peer_id
-from swarmnet.runtime.options import TransportName, with_overrides
-from swarmnet.spec import RunSpec, load_spec
+from swarmnet.runtime.joining.starting import start_run
+from swarmnet.runtime.options import TransportName
+from swarmnet.spec import RunSpec
 
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 LONGEST_S = 3650 * SECONDS["d"]
@@ -66,8 +68,10 @@ async def issue_invite(options: InviteOptions) -> str:
 
 async def _run_spec(options: InviteOptions) -> RunSpec:
     if options.spec is not None:
-        spec = load_spec(options.spec)
-        return with_overrides(spec, rounds=options.rounds, seed=options.seed)
+        found = await asyncio.to_thread(
+            start_run, options.spec, rounds=options.rounds, seed=options.seed
+        )
+        return found.spec
     from swarmnet.runtime.observer import Observer
 
     async with await Observer.join(options.join, transport=options.transport) as observer:

@@ -27,6 +27,7 @@ from peer.observe.view_model import Summary
 from peer.options import INVITE_VARIABLE, LOOPBACK, ScreenName, default_spec_path
 from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
 from swarmnet.errors import SwarmnetError
+from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import (
     ActivationsName,
     DeviceName,
@@ -34,9 +35,8 @@ from swarmnet.runtime.options import (
     PrecisionName,
     TransportName,
     UsageError,
-    with_overrides,
 )
-from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec, describe, load_spec
+from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec, describe
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""
@@ -99,9 +99,9 @@ async def run_local(
         UserError: spec, options or metrics file are wrong, or the first peer found them so.
         SwarmnetError: every peer ended before the run did.
     """
-    spec = with_overrides(
-        load_spec(options.spec or default_spec_path()), rounds=options.rounds, seed=options.seed
-    )
+    path = options.spec or default_spec_path()
+    started = await asyncio.to_thread(start_run, path, rounds=options.rounds, seed=options.seed)
+    spec = started.spec
     _check(options, spec)
     rates = parse_chaos(options.chaos) if options.chaos else {}
     if options.invite:

@@ -4,6 +4,10 @@ A feeder appends a line for every microbatch as soon as it counts:
 
     {"run_id": "...", "history": 1764..., "round": 12, "ids": [5823...]}
 
+A run that a new version of swarmnet goes on with under another id says so in a line of its own:
+
+    {"run_id": "...", "was_run_id": "..."}
+
 A run that went on from a checkpoint makes some rounds again, and of those the later entry holds.
 "Later" is told by `history`: it grows with every such restart (see `Record.history`), and a history
 voids, from its first round on, all that older ones have. Two peers that begin a history at the
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,20 @@ class CountedMicrobatches:
         """The run's history has another name now."""
         self._append({"history": new, "was": old})
 
+    def go_on_from(self, former_ids: Collection[str]) -> None:
+        """The run had one of these ids in an earlier version of swarmnet, perhaps: where the file
+        has microbatches of that id, they are of this run."""
+        if not former_ids or not self._path.is_file():
+            return
+        try:
+            lines = list(_lines(self._path))
+        except UserError as e:
+            log.warning("%s", e)
+            return
+        linked = {line["was_run_id"] for line in lines if "was_run_id" in line}
+        for old in sorted({line["run_id"] for line in lines} & set(former_ids) - linked):
+            self._append({"was_run_id": old})
+
     def _append(self, values: dict[str, Any]) -> None:
         """Never raises: a full disk does not stop training."""
         try:
@@ -60,6 +78,11 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
     file cannot be read, or several runs are in them and none is named.
     """
     lines = [line for path in paths for line in _lines(path)]
+    renamed = {line["was_run_id"]: line["run_id"] for line in lines if "was_run_id" in line}
+    lines = [
+        line | {"run_id": _newest(line["run_id"], renamed)} for line in lines if "history" in line
+    ]
+    run_id = _newest(run_id, renamed) if run_id is not None else None
     runs = sorted({line["run_id"] for line in lines})
     if run_id is None and len(runs) > 1:
         raise UserError(f"microbatches of {len(runs)} runs are on record; name one of {runs}")
@@ -78,6 +101,13 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
         first = min(rounds)
         counted = {r: ids for r, ids in counted.items() if r < first} | rounds
     return {r: sorted(ids) for r, ids in sorted(counted.items())}
+
+
+def _newest(run_id: str, renamed: Mapping[str, str]) -> str:
+    """What a run is called in the end. `renamed`: by id, the next one."""
+    for _ in renamed:  # no more, for a damaged file may have a circle
+        run_id = renamed.get(run_id, run_id)
+    return run_id
 
 
 def show_counted(
@@ -109,6 +139,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             values = json.loads(line)
+            if isinstance(values.get("was_run_id"), str) and isinstance(values["run_id"], str):
+                yield {key: values[key] for key in ("run_id", "was_run_id")}
+                continue
             numbers = [values["history"], values.get("was", 0)]
             numbers += [values["round"], *values["ids"]] if "round" in values else []
             if isinstance(values["run_id"], str) and all(type(n) is int for n in numbers):

@@ -157,7 +157,9 @@ class Crew:
         device = choose_devices(spec, options)[0]
         free_bytes = float(free_bytes_of(device))
         own = replace(machine, device=machine.device.seat())
-        self.first = compose(spec, options, transport, entry.key, own, admitted)
+        self.first = compose(
+            spec, options, transport, entry.key, own, admitted, former_ids=entry.former_ids
+        )
         arm_from_environment(self.first)
         count = None
         if group is None:

@@ -206,11 +206,13 @@ class SeatCount:
     def _seats_before(self) -> int:
         """Seats whose checkpoints of this run are in the state folder: it may be the only ones that
         there are."""
-        from swarmnet.training.checkpoint import find_checkpoints
+        from swarmnet.training.checkpoint import CheckpointStore
+
+        model = self.spec.with_builder(self.options.model_builder(self.spec))
 
         def has_any(seat: int) -> bool:
-            found = find_checkpoints(seat_dir(self.options.state_dir, seat))
-            return any(meta.run_id == self.spec.run_id for _, meta in found)
+            folder = seat_dir(self.options.state_dir, seat)
+            return bool(CheckpointStore(folder, self.spec, model=model).available())
 
         return 1 + max((seat for seat in range(1, MAX_SEATS) if has_any(seat)), default=0)
 

@@ -7,6 +7,8 @@
         meta.json               what, of which run and round; a checksum of each file
 
 `<run>` is the beginning of the run's id: a peer that turns to another run loses nothing of this.
+Checkpoints that swarmnet 0.1 made of the same run lie under the id that it had there. They are read
+where they are, and removed when enough newer ones are there (`swarmnet.training.same_run`).
 
 A checkpoint is all there or not there: it is written into a folder beside its place, every file and
 the folder are flushed to the disk, and only then is the folder renamed. What was cut off by a crash
@@ -22,7 +24,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.same_run import continues
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 
 FORMAT = 1
@@ -153,6 +156,7 @@ class CheckpointStore:
         self._keep = keep
         self._every = every
         self._model = model or spec
+        self._earlier: list[Path] | None = None
         self.unreadable: list[str] = []
         """What `available` found and could not use, a line for each."""
 
@@ -160,8 +164,7 @@ class CheckpointStore:
         """Those of this run that are complete, the oldest first. Quick: what the disk spoiled
         without changing a file's size is found by `load`. Raises `CheckpointError`."""
         self.unreadable = []
-        metas = read_metas(self.folder, self.unreadable)
-        return [m.saved for m in metas if m.run_id == self._spec.run_id]
+        return [meta.saved for _, meta in self._found(self.unreadable)]
 
     def path(self, round_index: int) -> Path:
         """The folder of a checkpoint."""
@@ -180,9 +183,11 @@ class CheckpointStore:
 
     def load(self, round_index: int) -> Snapshot:
         """Raises `CheckpointError` where it is missing or damaged in any way."""
-        folder = self.path(round_index)
+        found = {meta.round: path for path, meta in self._found()}
+        folder = found.get(round_index, self.path(round_index))
         meta = Meta.read(folder)
-        if meta.run_id != self._spec.run_id or meta.round != round_index:
+        is_earlier = folder.parent in self._earlier_folders()
+        if (meta.run_id != self._spec.run_id and not is_earlier) or meta.round != round_index:
             raise CheckpointError(f"{folder}: of another run or round")
         ranges = stage_parameter_ranges(self._model, meta.stage)
         flat = _flatten(load_parameters(folder, meta), ranges, folder)
@@ -204,6 +209,34 @@ class CheckpointStore:
         )
 
     # ---- within -----------------------------------------------------------------------------
+
+    def _found(self, unreadable: list[str] | None = None) -> list[tuple[Path, Meta]]:
+        """Every complete checkpoint of this run and its folder, the oldest round first; one of
+        each round. `unreadable` as in `read_metas`."""
+        found: dict[int, tuple[Path, Meta]] = {}
+        for folder in (*self._earlier_folders(), self.folder):
+            for meta in read_metas(folder, unreadable):
+                if folder != self.folder or meta.run_id == self._spec.run_id:
+                    found[meta.round] = folder / self.path(meta.round).name, meta
+        return [found[r] for r in sorted(found)]
+
+    def _earlier_folders(self) -> Sequence[Path]:
+        """Where checkpoints of this run lie that swarmnet 0.1 made; looked for once."""
+        if self._earlier is None:
+            others = [f for f in sorted(self.folder.parent.glob("*/")) if f != self.folder]
+            self._earlier = [folder for folder in others if self._is_earlier(folder)]
+        return self._earlier
+
+    def _is_earlier(self, folder: Path) -> bool:
+        try:
+            metas = read_metas(folder)
+        except CheckpointError:  # of another run, as far as anybody knows
+            return False
+        runs = {meta.run_id: meta for meta in metas}
+        if len(runs) != 1:
+            return False
+        [(run_id, meta)] = runs.items()
+        return continues(meta.spec, run_id, self._spec, self._model.model.builder)
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         flat = torch.cat([to_tensor(p) for p in snapshot.parameters])
@@ -255,7 +288,8 @@ class CheckpointStore:
         eighth round that is saved: peers with slower disks save those alone. Where an older history
         had come further, its last checkpoint stays too: a run that was begun anew by mistake
         destroys nothing."""
-        metas = [m for m in read_metas(self.folder) if m.run_id == self._spec.run_id]
+        found = self._found()
+        metas = [meta for _, meta in found]
         history = max(m.history for m in metas)
         saved = [m.round for m in metas if m.history == history]
         present = saved[-self._keep :]
@@ -270,10 +304,13 @@ class CheckpointStore:
         further = [r for r in older if r > present[-1]]
         num_missing = self._keep - len(present)
         kept = {*present, *shared, *before[max(0, len(before) - num_missing) :], *further[-1:]}
-        for path in sorted(self.folder.iterdir()):
-            matched = NAME.fullmatch(path.name)
-            if matched and int(matched[1]) not in kept:
-                _remove(path)
+        kept_paths = {path for path, meta in found if meta.round in kept}
+        for folder in (self.folder, *self._earlier_folders()):
+            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if NAME.fullmatch(path.name) and path not in kept_paths:
+                    _remove(path)
+            with suppress(OSError):  # it is not empty, as a rule
+                folder.rmdir()
 
 
 def read_metas(folder: Path, unreadable: list[str] | None = None) -> list[Meta]:

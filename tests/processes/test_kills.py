@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.spec import RunSpec, load_spec
+from swarmnet.runtime.joining.starting import start_run
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.pipeline.feeder import microbatch_id
 from tests.oracles.reference import ReferenceTrainer
 from tests.processes.running import (
@@ -158,7 +159,7 @@ def _assert_a_good_end(
     loss is that of a loop that nothing disturbed, on other draws, within `NOISE`. Where the peers
     say that samples were lost, it may be as far behind as a loop without so many updates: most of a
     round may have gone through the one replica that died."""
-    spec = load_spec(running.folder / "run-1.toml")
+    spec = start_run(running.folder / "run-1.toml").spec
     rounds = spec.optimizer.rounds
     running.until_round(witness, rounds)
     model = asyncio.run(parameters_of(spec, [peer.address for peer in survivors]))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarmnet.spec import load_spec
+from swarmnet.runtime.joining.starting import start_run
 from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference, replay
 
@@ -28,7 +28,7 @@ def test_when_peers_leave_a_stage_another_moves_there_and_nothing_is_lost(runnin
     path = tiny_run(running.folder, rounds=ROUNDS)
     text = path.read_text().replace("num_hidden_layers = 3", "num_hidden_layers = 4")
     path.write_text(text.replace("global_batch = 32", f"global_batch = {GLOBAL_BATCH}"))
-    spec = load_spec(path)
+    spec = start_run(path).spec
 
     def start(name: str, *arguments: str) -> Command:
         return running.start_peer(name, *arguments, *SLOW, before=IMPATIENT)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peer.commands.export import export_checkpoints
-from swarmnet.spec import load_spec
+from swarmnet.runtime.joining.starting import start_run
 from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference, replay
 
@@ -21,7 +21,7 @@ def test_one_machine_trains_alone_and_another_shares_the_work(
     running: Machine, tmp_path: Path
 ) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS)
-    spec = load_spec(path)
+    spec = start_run(path).spec
     alone = running.start_peer(
         "alone", "--spec", str(path), "--stages", "auto", "--checkpoint-every", "5"
     )

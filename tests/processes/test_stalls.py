@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from swarmnet.spec import load_spec
+from swarmnet.runtime.joining.starting import start_run
 from tests.processes.running import Command, Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference, replay
 
@@ -26,7 +26,7 @@ SEED = 5
 def test_who_stalls_for_seconds_loses_no_sample(running: Machine) -> None:
     rng = random.Random(SEED)
     path = tiny_run(running.folder, rounds=ROUNDS)
-    spec = load_spec(path)
+    spec = start_run(path).spec
     peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
     running.until_all_are_in(peers, 2)
     for i in STALLED:

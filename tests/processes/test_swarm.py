@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet.spec import load_spec
+from swarmnet.runtime.joining.starting import start_run
 from tests.processes.running import (
     RUN_LIMIT_S,
     Command,
@@ -32,7 +32,7 @@ SLOW = ("--max-device-share", "20%")
 def test_processes_make_the_updates_of_one_process(running: Machine) -> None:
     """On two carriers."""
     path = tiny_run(running.folder, rounds=ROUNDS)
-    spec = load_spec(path)
+    spec = start_run(path).spec
     # With the first peer, one replica of each stage on each transport.
     peers = running.start_swarm(
         path,
@@ -93,7 +93,7 @@ def test_a_run_survives_its_first_peer(running: Machine) -> None:
 
     running.until_round(witness, rounds)
     alive = [witness, peers[2], newcomer]
-    model = asyncio.run(parameters_of(load_spec(path), [peer.address for peer in alive]))
+    model = asyncio.run(parameters_of(start_run(path).spec, [peer.address for peer in alive]))
     assert all(bool(p.isfinite().all()) for p in model.values())
     losses = [event["loss"] for event in witness.events("round")]
     assert losses[-1] < 0.6 * losses[0]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarmnet.spec import load_spec
+from swarmnet.runtime.joining.starting import start_run
 from tests.oracles.reference_modes import DelayedReference
 from tests.processes.running import Machine, counted_by, parameters_of, tiny_run
 from tests.swarm.harness import relative_difference
@@ -19,7 +19,7 @@ def test_processes_make_the_updates_of_one_process_that_is_one_update_late(
     running: Machine,
 ) -> None:
     path = tiny_run(running.folder, rounds=ROUNDS, sync_mode="delayed")
-    spec = load_spec(path)
+    spec = start_run(path).spec
     peers = running.start_swarm(path, [("--stage", stage) for stage in "101"])
     running.until_round(peers[0], ROUNDS)
     running.until(

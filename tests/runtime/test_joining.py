@@ -27,14 +27,14 @@ from swarmnet.runtime.joining.find import (
 )
 from swarmnet.runtime.joining.known_peers import MAX_KNOWN, KnownPeers
 from swarmnet.runtime.joining.ready import write_ready_file
+from swarmnet.runtime.joining.starting import start_run
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.spec import load_spec
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message
 
-SPEC = load_spec(default_spec_path())
+SPEC = start_run(default_spec_path()).spec
 IDS = [Identity(bytes([n]) * 32).peer_id for n in range(1, 4)]
 
 

@@ -12,9 +12,11 @@ from swarmnet.protocol.membership.addresses import in_turns, peer_of
 from swarmnet.runtime.joining.beside import Beside, peers_beside, tell_run
 from swarmnet.runtime.joining.find import FILE_MARK, WaysIn, find_living, find_run
 from swarmnet.runtime.joining.known_peers import KnownPeers
+from swarmnet.runtime.joining.starting import StartedRun, start_run
 from swarmnet.runtime.net import Net, open_net
-from swarmnet.runtime.options import PeerOptions, with_overrides
-from swarmnet.spec import RunSpec, load_spec
+from swarmnet.runtime.options import PeerOptions
+from swarmnet.spec import RunSpec
+from swarmnet.spec_0_1 import possible_run_ids_of_0_1
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -35,15 +37,15 @@ class Entry:
     """Ids of peers of the run that have answered; empty where this one begins it."""
     beside: list[Beside]
     """Peers on this machine; looked for where this one starts a run."""
+    former_ids: tuple[str, ...] = ()
+    """Ids that the run had, or may have had, in earlier versions of swarmnet."""
 
 
 async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     """Opens the transport and finds the run, or its spec. `stack` closes what is opened. Raises
     `UserError`, `AddressError` or `SpecError`."""
     key = Key.load_or_create(options.state_dir / KEY_FILE)
-    spec = None
-    if options.spec is not None:
-        spec = with_overrides(load_spec(options.spec), rounds=options.rounds, seed=options.seed)
+    started = await asyncio.to_thread(_start, options)
     net = await open_net(
         options.transport,
         key,
@@ -60,28 +62,42 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         given.append(f"{FILE_MARK}{options.ready_file}")
     ways = WaysIn(known, given)
     beside: list[Beside] = []
-    if spec is None:
+    if started is None:
         found, spec = await find_run(
             net.transport, options.join, known, _say, patience_s=options.patience_s
         )
-        neighbours = [found]
+        neighbours, former_ids = [found], possible_run_ids_of_0_1(spec)
+        known.rename(spec.run_id, former_ids)
     else:  # it may be there already: this peer started it once, and starts again
+        spec, former_ids = started.spec, started.former_ids
+        known.rename(spec.run_id, former_ids)
         beside = await asyncio.to_thread(peers_beside, options.state_dir, options.ready_file)
-        neighbours = await _find_again(spec, key, net, known, beside)
+        neighbours = await _find_again(started, key, net, known, beside)
     if known.run_id != spec.run_id:
         known.run_id, known.peers = spec.run_id, {}
     own = net.transport.addresses()
     stack.callback(tell_run(options.state_dir, spec.run_id, spec.name, own))
-    return Entry(key, net, spec, known, ways, neighbours, beside)
+    return Entry(key, net, spec, known, ways, neighbours, beside, former_ids)
+
+
+def _start(options: PeerOptions) -> StartedRun | None:
+    if options.spec is None:
+        return None
+    return start_run(
+        options.spec, rounds=options.rounds, seed=options.seed, builder=options.builder
+    )
 
 
 async def _find_again(
-    spec: RunSpec, key: Key, net: Net, known: KnownPeers, beside: list[Beside]
+    started: StartedRun, key: Key, net: Net, known: KnownPeers, beside: list[Beside]
 ) -> list[str]:
     """Peers of a run that this peer starts, where it is alive already."""
+    spec = started.spec
     ours = in_turns(b.addresses for b in beside if b.run_id == spec.run_id)
     ours = [a for a in ours if peer_of(a) != key.peer_id]
-    neighbours = await find_living(net.transport, known, spec.run_id, ours)
+    neighbours = await find_living(
+        net.transport, known, spec.run_id, ours, former_ids=started.former_ids, say=_say
+    )
     if neighbours and known.run_id != spec.run_id:
         _say("this run is alive beside this peer already: joining it")
     if not neighbours and known.run_id == spec.run_id and known.peers:

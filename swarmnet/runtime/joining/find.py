@@ -195,14 +195,24 @@ async def find_run(
 
 
 async def find_living(
-    transport: Transport, known: KnownPeers, run_id: str, beside: Sequence[str] = ()
+    transport: Transport,
+    known: KnownPeers,
+    run_id: str,
+    beside: Sequence[str] = (),
+    *,
+    former_ids: Sequence[str] = (),
+    say: Callable[[str], None] = log.info,
 ) -> list[str]:
     """Who of a run that is to be started is there already, from another time or `beside` this peer
-    (addresses): a peer id, or nobody."""
+    (addresses): a peer id, or nobody. Says so where peers go on with the run under one of
+    `former_ids`, which this version cannot join."""
+    outdated: set[str] = set()
 
     async def ask(address: str) -> str:
         peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
         reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)
+        if reply.run_id in former_ids:
+            outdated.add(peer_id)
         if reply.run_id != run_id:
             raise SwarmnetError("it trains another run")
         return peer_id
@@ -212,6 +222,11 @@ async def find_living(
         return [await race(ask, in_turns([met, list(beside)]))]
     except NoneAnswers as e:
         log.debug("nobody of this run is alive: %s", e)
+        if outdated:
+            say(
+                f"{len(outdated)} peers go on with this run with swarmnet 0.1, without this one: "
+                "update them, or start this peer with 0.1"
+            )
         return []
 
 
@@ -258,5 +273,9 @@ async def fetch_run(transport: Transport, peer_id: str) -> RunSpec:
     if spec.run_id != reply.run_id:
         raise UserError(
             f"peer {peer_id[-8:]} gave a spec that does not match its hash; join another"
+        )
+    if spec.open_keys:  # each version of the program might fill them in otherwise
+        raise UserError(
+            f"peer {peer_id[-8:]} gave a spec that leaves {spec.open_keys[0]} open; join another"
         )
     return spec

@@ -15,6 +15,7 @@ from swarmnet.admission import Invite
 from swarmnet.errors import SpecError, UserError
 from swarmnet.identity import Identity
 from swarmnet.runtime.admission import INVITE_FILE, admit
+from swarmnet.runtime.joining.starting import start_run
 from swarmnet.spec import RunSpec, load_spec
 
 PEER = Identity(b"p" * 32).peer_id
@@ -41,7 +42,7 @@ def closed(tmp_path: Path, key: Path) -> Path:
 def test_the_printed_lines_close_a_run_and_the_invite_opens_it(
     tmp_path: Path, key: Path, closed: Path
 ) -> None:
-    spec = load_spec(closed)
+    spec = start_run(closed).spec
     state = tmp_path / "state"
     state.mkdir()
     with pytest.raises(UserError, match="--invite"):
@@ -56,14 +57,14 @@ def test_the_printed_lines_close_a_run_and_the_invite_opens_it(
 
 
 def test_an_invite_is_for_the_run_as_it_is_started(key: Path, closed: Path) -> None:
-    longer = load_spec(closed).with_rounds(7)
+    longer = start_run(closed, rounds=7).spec
     with pytest.raises(UserError, match="another run"):
         admit(longer, PEER, ask(InviteOptions(key, closed)), None)
     assert admit(longer, PEER, ask(InviteOptions(key, closed, rounds=7)), None).credential
 
 
 def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, key: Path, closed: Path) -> None:
-    spec = load_spec(closed)
+    spec = start_run(closed).spec
     invite = ask(InviteOptions(key, closed))
     run_id = spec.run_id
     owner = Identity.load_or_create(key)

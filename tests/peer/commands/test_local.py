@@ -16,6 +16,7 @@ from peer.commands import local
 from peer.commands.local import LocalOptions, run_local
 from peer.options import default_spec_path
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.observer import sample_byte as _sample_byte
 from swarmnet.runtime.options import UsageError
 from swarmnet.spec import RunSpec, load_spec
@@ -27,7 +28,7 @@ ROUNDS = 5
 
 @pytest.fixture
 def spec() -> RunSpec:
-    return load_spec(default_spec_path()).with_rounds(ROUNDS)
+    return start_run(default_spec_path(), rounds=ROUNDS).spec
 
 
 @pytest.fixture(autouse=True)
