@@ -224,8 +224,8 @@ async def find_living(
         log.debug("nobody of this run is alive: %s", e)
         if outdated:
             say(
-                f"{len(outdated)} peers go on with this run with swarmnet 0.1, without this one: "
-                "update them, or start this peer with 0.1"
+                f"{len(outdated)} of the peers met before train this run with swarmnet 0.1, which "
+                "this peer cannot join: update them, or start this one with 0.1"
             )
         return []
 

@@ -1,0 +1,44 @@
+"""Recomputes what `run_ids.json` has. To be run in the project's root: builders are relative."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from swarmnet.spec import load_spec
+from swarmnet.spec_0_1 import run_id_of_0_1
+from swarmnet.training.models.resolving import resolve
+
+ROOT = Path(__file__).parents[2]
+FILE = Path(__file__).with_name("run_ids.json")
+WHERE = ("examples/*.toml", "peer/*.toml", "tests/golden/specs/*.toml")
+
+
+def kept() -> dict[str, Any]:
+    """By path of a spec."""
+    found: dict[str, Any] = json.loads(FILE.read_text())
+    return found
+
+
+def computed() -> dict[str, Any]:
+    """Likewise, by the code as it is."""
+    paths = sorted(path for glob in WHERE for path in ROOT.glob(glob))
+    return {path.relative_to(ROOT).as_posix(): _entry(path) for path in paths}
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    written = load_spec(path)
+    spec = resolve(written)
+    return {
+        "canonical": spec.canonical().decode(),
+        "run_id": spec.run_id,
+        "run_id_0_1": run_id_of_0_1(written),
+    }
+
+
+def add_missing() -> None:
+    """Writes entries for new specs."""
+    entries = computed() | kept()
+    text = json.dumps(entries, indent=1, sort_keys=True, ensure_ascii=False)
+    FILE.write_text(f"{text}\n")

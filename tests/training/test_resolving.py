@@ -1,0 +1,83 @@
+"""Whoever starts a run chooses what its spec leaves open, and chooses as it always did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import RunSpec, load_spec
+from swarmnet.training.models.registry import model_plan, shard_parameters, split_stages
+from swarmnet.training.models.resolving import resolve
+from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+from tests.training.specs import small_spec
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted([*(ROOT / "examples").glob("*.toml"), *(ROOT / "peer").glob("*.toml")])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_nobody_gets_other_stages_or_shards(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    written = load_spec(path)
+    spec = resolve(written)
+    assert spec.open_keys == ()
+    for k in range(written.pipeline.num_stages):
+        assert stage_parameter_ranges(spec, k) == stage_parameter_ranges(written, k)
+        assert stage_shard_sizes(spec, k) == stage_shard_sizes(written, k)
+    assert spec.sync_warmup_rounds == written.sync_warmup_rounds
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["zero", "local"])
+def test_the_outcome_stands_in_the_spec(num_stages: int, mode: str) -> None:
+    pipeline = {"num_stages": num_stages}
+    written = small_spec(pipeline=pipeline, sync={"shard_parameters": 0, "mode": mode})
+    spec, plan = resolve(written), model_plan(written)
+    assert spec.pipeline.layers == tuple(len(s) for s in split_stages(plan, num_stages))
+    assert spec.sync.shard_parameters == shard_parameters(written, plan)
+    assert spec.sync.warmup_rounds == 6, "a third of 20"
+    assert resolve(spec) == spec
+    assert RunSpec.from_canonical(spec.canonical()) == spec
+
+
+def test_what_a_person_gave_stays() -> None:
+    given = {"layers": [1, 5]}, {"shard_parameters": 77, "warmup_rounds": 2}
+    spec = resolve(small_spec(pipeline=given[0], sync=given[1]))
+    assert spec.pipeline.layers == (1, 5)
+    assert (spec.sync.shard_parameters, spec.sync.warmup_rounds) == (77, 2)
+    with pytest.raises(SpecError, match="they add up to 5"):
+        resolve(small_spec(pipeline={"layers": [1, 4]}))
+
+
+def test_a_custom_model_is_looked_for_where_this_machine_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    there = load_spec(ROOT / "examples" / "custom_model.toml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match="no file"):
+        resolve(there)
+    spec = resolve(there, f"{ROOT}/examples/custom_model.py:build")
+    assert spec.model.builder == there.model.builder
+    assert spec.pipeline.layers == (3, 3)
+
+
+def test_a_builder_gets_the_same_options_from_the_starter_as_from_joiners() -> None:
+    """JSON does not tell 2.0 from 2."""
+    custom = {
+        "model": {
+            "kind": "custom",
+            "builder": "m.py:build",
+            "options": {"scale": 2.0, "large": 1e20},
+        },
+        "optimizer": {"learning_rate": 0.01, "rounds": 10},
+        "pipeline": {"num_stages": 1, "layers": [1], "global_batch": 2, "microbatch": 2},
+        "sync": {"shard_parameters": 5, "warmup_rounds": 0},
+    }
+    spec = resolve(RunSpec.model_validate(custom))
+    joiner = RunSpec.from_canonical(spec.canonical())
+    for options in (spec.model.options, joiner.model.options):
+        assert options == {"scale": 2, "large": 1e20}
+        assert [type(v) for v in options.values()] == [float, int]
