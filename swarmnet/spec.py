@@ -296,7 +296,8 @@ class PipelineSpec(_Table):
 
     layers: LayerCounts = ()
     """Layers of each stage, first to last, as `swarmnet plan --measure` prints them; embedding,
-    last norm and head count as one each. Left out: stages are cut by estimated cost."""
+    last norm and head count as one each. Left out: whoever starts the
+    run cuts by estimated cost."""
 
     global_batch: int = Field(ge=1, le=1 << 32)
     """Samples behind one update, counted over the whole swarm."""
@@ -314,7 +315,7 @@ class PipelineSpec(_Table):
     memory, from there to the disk). `auto`: each machine by its free memory."""
 
     max_in_flight: int = Field(default=0, ge=0, le=1 << 16)
-    """Microbatches that a feeder has under way at a time; 0 = automatic."""
+    """Microbatches that a feeder has under way at a time; 0 = each feeder chooses."""
 
     evaluate_every: int = Field(default=10, ge=0, le=1 << 40)
     """Rounds between held-out measurements; 0 = only at the end."""
@@ -364,7 +365,7 @@ class SyncSpec(_Table):
     """For `gossip`: the same."""
 
     shard_parameters: int = Field(default=0, ge=0, le=1 << 32)
-    """Parameters of a shard, the unit of ZeRO; 0 = automatic."""
+    """Parameters of a shard, the unit of ZeRO; 0 = whoever starts the run chooses."""
 
     replication: int = Field(default=2, ge=1, le=64)
     """Replicas that hold each shard's optimizer state."""

@@ -38,6 +38,7 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
+from swarmnet.spec_0_1 import possible_run_ids_of_0_1
 from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import ParameterRange
@@ -228,15 +229,19 @@ class CheckpointStore:
         return self._earlier
 
     def _is_earlier(self, folder: Path) -> bool:
-        try:
-            metas = read_metas(folder)
-        except CheckpointError:  # of another run, as far as anybody knows
-            return False
-        runs = {meta.run_id: meta for meta in metas}
-        if len(runs) != 1:
-            return False
-        [(run_id, meta)] = runs.items()
-        return continues(meta.spec, run_id, self._spec, self._model.model.builder)
+        """By the specs in it, also of what is incomplete: that is to be told."""
+        runs: dict[str, Meta] = {}
+        for path in folder.glob("round-*"):
+            with suppress(CheckpointError):
+                meta = Meta.read(path)
+                runs[meta.run_id] = meta
+        if not runs:  # all damaged
+            ids = possible_run_ids_of_0_1(self._spec)
+            return folder.name in {run_id[:RUN_CHARACTERS] for run_id in ids}
+        builder = self._model.model.builder
+        return len(runs) == 1 and all(
+            continues(meta.spec, run_id, self._spec, builder) for run_id, meta in runs.items()
+        )
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         flat = torch.cat([to_tensor(p) for p in snapshot.parameters])

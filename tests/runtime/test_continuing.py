@@ -158,6 +158,16 @@ def test_a_damaged_or_forged_spec_is_of_no_run(state: Path) -> None:
         assert rounds_of(state, started().spec) == []
 
 
+@pytest.mark.parametrize("name", ["meta.json", "stage.safetensors"])
+def test_an_old_checkpoint_that_is_cut_off_is_told(state: Path, name: str) -> None:
+    [path] = (state / "checkpoints").glob(f"*/*/{name}")
+    path.write_bytes(path.read_bytes()[:100])
+    store = CheckpointStore(state, started().spec)
+    assert store.available() == []
+    [line] = store.unreadable
+    assert str(path.parent) in line
+
+
 def test_the_peers_that_it_met_are_those_of_the_run(state: Path) -> None:
     run = started()
     known = KnownPeers.load(state)
