@@ -628,7 +628,7 @@ def _explain(error: ValidationError) -> str:
     errors = error.errors(include_url=False, include_context=False)
     unknown = [e for e in errors if e["type"] == "extra_forbidden"]
     first: Any = (unknown or errors)[0]
-    kind, loc = first["type"], tuple(str(part) for part in first["loc"])
+    kind, loc = first["type"], tuple(_shown(part) for part in first["loc"])
     if kind == "extra_forbidden":
         return _explain_unknown(loc)
     name = _name(loc)
@@ -643,7 +643,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _explain_unknown(loc: tuple[str, ...]) -> str:
-    key = _shown(loc[-1])
+    key = loc[-1]
     if len(loc) == 1:
         near = _nearest(key, RunSpec.model_fields)
         as_table = [table for table, cls in TABLES.items() if key in cls.model_fields]
