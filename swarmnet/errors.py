@@ -7,7 +7,7 @@
     │   └── AddressError       an address is malformed, taken, or nobody answers on it
     ├── TransportError         the link, not what was said over it
     │   ├── Unreachable        no address of the peer answers
-    │   │   └── WrongProtocol  something answers there that is no peer of this version
+    │   │   └── WrongProtocol  something answers there that opens no channels of ours
     │   ├── ChannelClosed      the channel broke while a call was open
     │   └── DeadlineExceeded   the peer did not answer in time
     ├── ProtocolViolation      theirs: what arrived breaks the protocol

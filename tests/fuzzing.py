@@ -31,6 +31,17 @@ from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restor
 from swarmnet.spec import RunSpec
 from swarmnet.swarm import messages
 from swarmnet.transport import frames
+from swarmnet.transport.calls.heads import MAX_TEXT
+from swarmnet.transport.calls.hello import (
+    MAX_FEATURE_CHARS,
+    MAX_FEATURES,
+    features_of,
+    hello_head,
+    mismatch,
+    offer,
+    run_of,
+    versions_of,
+)
 from swarmnet.transport.calls.remote_errors import parse_error
 from swarmnet.wire import Array, convert, pack, unpack, unpack_plain
 
@@ -51,6 +62,12 @@ BODIES = sorted(
 EXTREMES = (b"\x00", b"\xff", b"\x7f", b"\x80", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\x00" * 7)
 EXTREMES += (b"\xcb\x7f\xf8" + b"\x00" * 6, b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff")
 EXTREMES += (b"\xc6\xff\xff\xff\xff", b"\x91" * 600, b"\xc0", b"\xc1", b"\xc3", b"\xa0")
+OFFER = offer((2, 4), ("a", "b"))
+HELLOS = (
+    {"v": 1, "r": "r" * 32, "g": "swarmnet/0.1.0"},
+    hello_head(offer(), "", ""),
+    hello_head(OFFER, "r" * 32, "swarmnet/0.2.0"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,8 @@ class Listener:
                 pass
         if head.kind == frames.ERROR:
             parse_error(head.values.get("e"))
+        if head.kind == frames.HELLO:
+            read_hello(head)
         if head.array_bytes:
             small = head.array_bytes <= FUZZED_ARRAY_BYTES
             allocate = (lambda size: memoryview(bytearray(size))) if small else None
@@ -94,6 +113,22 @@ class Listener:
         if is_end:
             del self._open[kind, call_id]
             assembly.arrays()
+
+
+def read_hello(head: frames.Head) -> None:
+    """A hello, as a channel reads it; what is taken is in bounds."""
+    versions = versions_of(head)
+    version = OFFER.versions.common(versions)
+    if version is None:
+        line = mismatch(PEER.peer_id, versions, OFFER.versions, head.values.get("g"))
+        assert len(line) < 200, line
+        assert line.isprintable(), line
+        return
+    assert versions.lowest <= version <= versions.highest
+    features = features_of(head)
+    assert len(features) <= MAX_FEATURES
+    assert all(0 < len(f) <= MAX_FEATURE_CHARS for f in features)
+    assert len(run_of(head)) <= MAX_TEXT
 
 
 def read_stream(data: bytes) -> None:
@@ -180,7 +215,7 @@ def spec_target(spec: RunSpec) -> Target:
 def streams(bodies: list[Any], arrays: tuple[Array, ...]) -> list[bytes]:
     """Streams of frames of every kind."""
     found = [
-        frames.head_frame(frames.HELLO, 0, {"v": 1, "run": "r" * 32, "agent": "x"}),
+        *(frames.head_frame(frames.HELLO, 0, hello) for hello in HELLOS),
         frames.head_frame(frames.ERROR, 3, {"e": ["busy", "full", {"backlog_s": 1.0}]}),
         frames.head_frame(frames.CANCEL, 3, {}),
     ]
@@ -265,9 +300,11 @@ def make_input(target: Target, rng: random.Random) -> bytes:
     seed = rng.choice(target.seeds)
     if target.name == "stream":
         if rng.random() < 0.3:
-            value = mutate_value({"m": "step", "b": {"round": 1}, "a": [["float32", [2]]]}, rng)
+            kind = rng.choice(list(frames.KINDS))
+            step = {"m": "step", "b": {"round": 1}, "a": [["float32", [2]]]}
+            value = mutate_value(rng.choice(HELLOS) if kind == frames.HELLO else step, rng)
             head = msgpack.packb(value if isinstance(value, dict) else {"b": value})
-            kind = rng.choice(list(frames.KINDS)) | rng.choice((0, frames.END))
+            kind |= rng.choice((0, frames.END))
             return frames.frame_header(kind, rng.randrange(4), head) + head + seed
         data = mutate(seed, rng.choice(target.seeds), rng)
         return mend_checksums(data) if rng.random() < 0.5 else data

@@ -16,8 +16,13 @@ from swarmnet.protocol.bandwidth import UploadMeter
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.wire import Message
 
-PROTOCOL_VERSION = 1
-PROTOCOL_NAME = f"/swarmnet/{PROTOCOL_VERSION}"
+PROTOCOL_VERSIONS = (2, 2)
+"""The lowest and the highest version of the protocol that this program speaks."""
+FEATURES: tuple[str, ...] = ()
+"""Additions to that version which this program has, and which a peer can do without."""
+PROTOCOL_NAME = "/swarmnet/1"
+"""Of the streams that become channels. Its number is not the version's: peers of all versions open
+such streams, so that the hello can tell them which versions the other side speaks."""
 RELAY_PROTOCOL = "/swarmnet/relay/1"
 """Of the streams that `transport.relay` joins."""
 

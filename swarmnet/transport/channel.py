@@ -16,6 +16,7 @@ from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.seats import machine_of, split_seat
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Handler, Traffic
+from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import TICKET_METHOD, DirectListener
 from swarmnet.transport.handlers import Handlers
@@ -44,12 +45,16 @@ class ChannelTransport:
     direct: DirectListener | None = None
     identity: Identity | None = None
     """The key of this peer; without it no streams through relays."""
+    offered: Offer = field(default_factory=offer)
+    """The versions of the protocol that this peer speaks, and its features."""
 
     def __post_init__(self) -> None:
         self.peer_id = self.carrier.peer_id
         self.run_id = ""
         self.handlers = Handlers(self.calls_per_peer)
-        self.channels = OpenChannels(self.handlers, self.traffic, agent=self.agent)
+        self.channels = OpenChannels(
+            self.handlers, self.traffic, agent=self.agent, offered=self.offered
+        )
         self.traffic.queued_bytes = self.channels.queued_bytes
         identity = self.identity
         self.relays = None if identity is None else Relays(identity, self.carrier, self.channels)

@@ -1,9 +1,9 @@
 """The transport port without a network: peers of one process call each other.
 
 For tests and simulation, as public API. Messages pass by value (packed, unpacked, arrays copied),
-so that what could not travel fails here too. Time is the loop's: on a virtual-time loop, hours of
-network pass in seconds. `Network` decides how long a message takes, and whether it arrives; the hub
-can kill, freeze and part peers.
+so that what could not travel fails here too. Nobody says hello: peers of one process have the same
+version. Time is the loop's: on a virtual-time loop, hours of network pass in seconds. `Network`
+decides how long a message takes, and whether it arrives; the hub can kill, freeze and part peers.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from swarmnet.transport.bans import Bans
 from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.channel import PARTING_S, Channel
+from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.calls.served import Service
 from swarmnet.transport.listeners import Listeners
 from swarmnet.transport.pacing import Pacer
@@ -23,6 +24,9 @@ MAX_CHANNELS = 8
 SUPERSEDED_AFTER_S = 15.0
 """A peer opens a channel only when it has none. So one that has been here for so long already (not
 opened by both sides at the same moment) is dead, though its connection may not have noticed."""
+
+MAX_TOLD = 1024
+"""Lines about peers of other versions that are remembered, so that none is logged twice."""
 
 
 class DirectWatcher(Protocol):
@@ -39,10 +43,19 @@ class OpenChannels:
     """The `calls.channel.Owner` of a transport's channels. A peer counts as connected while it has
     a channel over the carrier; direct channels are left to their watcher."""
 
-    def __init__(self, handlers: Service, traffic: Traffic, *, agent: str = "") -> None:
-        """`agent`: the software that this peer says it is."""
+    def __init__(
+        self,
+        handlers: Service,
+        traffic: Traffic,
+        *,
+        agent: str = "",
+        offered: Offer | None = None,
+    ) -> None:
+        """`agent`: the software that this peer says it is; `offered`: the versions and features
+        that it says it has; None: those of this program."""
         self.run_id = ""
         self.agent = agent
+        self.offer = offered or offer()
         self.traffic = traffic
         self.pool = BufferPool()
         self.pacer = Pacer()
@@ -54,6 +67,8 @@ class OpenChannels:
         """By peer, those over the carrier; each with the loop's time of its hello."""
         self._seats: dict[str, dict[str, None]] = {}
         """Known seats of other machines, by the machine's peer id."""
+        self._told: dict[str, None] = {}
+        """Lines about peers of other versions."""
         self._connected = Listeners()
         self._disconnected = Listeners()
 
@@ -71,6 +86,12 @@ class OpenChannels:
         """The oldest channel to a peer over the carrier that is ready."""
         channels = self._ready.get(peer_id)
         return next(iter(channels)) if channels else None
+
+    def features(self, peer_id: str) -> frozenset[str]:
+        """Those of the protocol that this peer and another machine both have; none where no
+        channel to the other is ready."""
+        channel = self.first(peer_id)
+        return frozenset() if channel is None else channel.features
 
     def num_direct(self, peer_id: str) -> int:
         """Direct channels of a peer, those that are not ready too."""
@@ -110,7 +131,7 @@ class OpenChannels:
         if num_open >= MAX_CHANNELS or not self.may_attach(stream.remote):
             stream.transport.abort()
         else:
-            self.attach(stream).ready.add_done_callback(_tell_wrong_version)
+            self.attach(stream).ready.add_done_callback(self._tell_wrong_version)
 
     def attach(self, stream: ByteStream, direct: DirectWatcher | None = None) -> Channel:
         """A new channel on a stream; `direct`: hears of it where the stream is a direct one."""
@@ -170,8 +191,14 @@ class OpenChannels:
         for channel in self.all():
             channel.close()
 
-
-def _tell_wrong_version(ready: asyncio.Future[None]) -> None:
-    """A visitor of another version; nobody here waits to hear of it."""
-    if not ready.cancelled() and isinstance(error := ready.exception(), WrongVersion):
-        log.warning("%s", error)
+    def _tell_wrong_version(self, ready: asyncio.Future[None]) -> None:
+        """A visitor of another version; nobody here waits to hear of it. One that comes again and
+        again is told once."""
+        if ready.cancelled() or not isinstance(error := ready.exception(), WrongVersion):
+            return
+        text = str(error)
+        if text not in self._told:
+            if len(self._told) >= MAX_TOLD:
+                del self._told[next(iter(self._told))]
+            self._told[text] = None
+            log.warning("%s", text)

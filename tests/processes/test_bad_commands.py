@@ -129,9 +129,13 @@ def frame(kind: int, call_id: int, head: bytes, payload: bytes = b"") -> bytes:
     return header + struct.pack("<I", checksum) + head + payload
 
 
+OLD_HELLO = frame(HELLO | END, 0, msgpack.packb({"v": 1, "r": "", "g": "swarmnet/0.1.0"}))
+"""Of swarmnet 0.1."""
+
+
 def garbage() -> dict[str, bytes]:
     """What a stream may bring that is no conversation of ours."""
-    hello = frame(HELLO | END, 0, msgpack.packb({"v": 1, "r": "", "g": ""}))
+    hello = frame(HELLO | END, 0, msgpack.packb({"v": 2, "r": "", "g": ""}))
     huge = struct.pack("<2sBBIIII", b"sw", 1, HELLO | END, 0, 0xFFFFFFFF, 0, 0)
     array = {"m": "step", "b": None, "a": [["float32", [1 << 40]]]}
     return {
@@ -176,12 +180,16 @@ def test_a_run_goes_on_whatever_its_visitors_say(running: Machine) -> None:
         return (sys.executable, "-c", PATCHED.format(name=name, value=value))
 
     join = ("--join", peer.address, "--data", str(running.folder / "text.txt"))
-    newer = running.start_peer("newer", *join, command=patched("PROTOCOL_VERSION", 2))
+    newer = running.start_peer("newer", *join, command=patched("PROTOCOL_VERSIONS", (3, 4)))
     other = running.start_peer("other", *join, command=patched("PROTOCOL_NAME", "/swarmnet/2"))
     blind = running.start_peer(
         "blind", "--join", peer.address, "--data", str(running.folder / "nowhere")
     )
-    expected = ("protocol version 1", "version of swarmnet's protocol", "nowhere")
+    expected = (
+        "protocol 2 (swarmnet/",
+        "version of swarmnet's protocol",
+        "nowhere",
+    )
     for command, words in zip((newer, other, blind), expected):
         assert running.wait(command) == 1, command.describe()
         (line,) = command.errors()
@@ -192,8 +200,12 @@ def test_a_run_goes_on_whatever_its_visitors_say(running: Machine) -> None:
         return "\n".join(peer.errors()).count(words)
 
     # Another process says it, when it comes to read what the visitor sent.
-    running.until(lambda: times_said("speaks protocol version 2"))
-    assert times_said("update swarmnet on the older side")
+    running.until(lambda: times_said("speaks protocol 3 to 4 (swarmnet/"))
+    assert times_said("this program speaks 2: update this program, it is older") == 1
+    asyncio.run(throw(peer.address, OLD_HELLO))
+    old = "speaks protocol 1 (swarmnet/0.1.0); this program speaks 2: update the peer, it is older"
+    running.until(lambda: times_said(old))
+    assert times_said(old) == 1
 
     for data in garbage().values():  # each a stranger of its own: of one, the first is told
         asyncio.run(throw(peer.address, data))

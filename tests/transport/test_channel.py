@@ -21,9 +21,10 @@ from swarmnet.errors import (
 )
 from swarmnet.simulation.clock import run as run_in_virtual_time
 from swarmnet.transport import open_channels
-from swarmnet.transport.base import PROTOCOL_VERSION, ByteStream, Request
+from swarmnet.transport.base import PROTOCOL_VERSIONS, ByteStream, Request
 from swarmnet.transport.calls import channel, served, writer
 from swarmnet.transport.calls.channel import PARTING_S
+from swarmnet.transport.calls.hello import hello_head, offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.frames import (
     CANCEL,
@@ -43,10 +44,13 @@ from swarmnet.transport.frames import (
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.wire import Array, Message
 from tests.transport.streams import PATIENCE_S, identity
-from tests.transport.test_frames import raw_frame
+from tests.transport.test_frames import raw_frame, read
 
 LOG = "swarmnet.transport"
-HELLO_FRAME = head_frame(HELLO, 0, {"v": PROTOCOL_VERSION, "r": "", "g": ""})
+LOWEST, HIGHEST = PROTOCOL_VERSIONS
+HELLO_FRAME = head_frame(HELLO, 0, hello_head(offer(), "", ""))
+OLD_HELLO = head_frame(HELLO, 0, {"v": 1, "r": "", "g": "swarmnet/0.1.0"})
+"""The hello of swarmnet 0.1."""
 LARGE = 24 << 20
 
 
@@ -110,6 +114,15 @@ class BadPeer:
 
     def close(self) -> None:
         self.writer.close()
+
+
+async def until_written(bad: BadPeer, answer: bytes) -> None:
+    """Reads until the victim has written this."""
+    seen = b""
+    while answer not in seen:
+        data = await bad.reader.read(4096)
+        assert data
+        seen += data
 
 
 @contextlib.asynccontextmanager
@@ -509,8 +522,9 @@ def test_a_peer_without_a_hello_is_dropped_and_so_is_the_call(
     play(scenario())
 
 
-OTHER_VERSION = PROTOCOL_VERSION + 1
-OTHER_HELLO = head_frame(HELLO, 0, {"v": OTHER_VERSION, "r": "", "g": ""})
+OTHER_VERSION = HIGHEST + 1
+OTHER_HELLO = head_frame(HELLO, 0, {**hello_head(offer((OTHER_VERSION,) * 2), "", ""), "r": None})
+"""Of a version that writes the rest of its hello in another way."""
 
 
 def test_who_dials_a_peer_of_another_version_hears_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -519,7 +533,10 @@ def test_who_dials_a_peer_of_another_version_hears_it(caplog: pytest.LogCaptureF
             hub = carrier_of(a).hub
             other = hub.carrier(identity(5).peer_id)
             await other.start(lambda stream: stream.transport.write(OTHER_HELLO))
-            text = f"version {OTHER_VERSION}, this peer {PROTOCOL_VERSION}; update swarmnet"
+            text = (
+                f"protocol {OTHER_VERSION}; this program speaks {HIGHEST}: "
+                "update this program, it is older"
+            )
             with pytest.raises(WrongVersion, match=text):
                 await a.dial(other.addresses()[0])
             with pytest.raises(WrongVersion, match=text):
@@ -549,23 +566,84 @@ def test_who_parts_from_another_version_and_ends_leaves_it_the_time_to_read_why(
     play(scenario())
 
 
+@pytest.mark.parametrize(
+    ("hello", "line"),
+    [
+        (OLD_HELLO, "1 (swarmnet/0.1.0); this program speaks 2: update the peer, it is older"),
+        (OTHER_HELLO, "3; this program speaks 2: update this program, it is older"),
+    ],
+)
 def test_who_is_dialled_by_a_peer_of_another_version_logs_it_once(
-    caplog: pytest.LogCaptureFixture,
+    hello: bytes, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
         async with bad_peer() as (other, victim, _):
-            other.close()
-            await other.connect(OTHER_HELLO)
-            other.writer.write(head_frame(REQUEST, 1, {"m": "echo"}) + OTHER_HELLO[:5])
-            said = await other.closed()
-            assert said.startswith(HELLO_FRAME)  # so that it can say the same
-            assert head_frame(REPLY, 1, {"b": None}) not in said
-            assert victim.channels.may_attach(other.peer_id)  # old, not bad
+            for _ in range(2):  # it tries again
+                other.close()
+                await other.connect(hello)
+                other.writer.write(head_frame(REQUEST, 1, {"m": "echo"}) + hello + hello[:5])
+                said = await other.closed()
+                assert said.startswith(HELLO_FRAME)  # so that it can say the same
+                assert head_frame(REPLY, 1, {"b": None}) not in said
+                assert victim.channels.may_attach(other.peer_id)  # old, not bad
 
     with caplog.at_level(logging.WARNING, LOG):
         play(scenario())
     (record,) = caplog.records
-    assert f"speaks protocol version {OTHER_VERSION}" in record.getMessage()
+    assert record.getMessage().endswith(f" speaks protocol {line}")
+
+
+def test_a_hello_says_under_the_old_key_what_an_old_peer_complains_of() -> None:
+    async def scenario() -> None:
+        async with bad_peer() as (old, victim, _):
+            old.close()
+            await old.connect(OLD_HELLO)
+            (_, _, values, _), *_ = read(await old.closed()).done
+            assert values["v"] == HIGHEST
+            assert HIGHEST != 1
+            assert victim.channels.features(old.peer_id) == frozenset()
+
+    play(scenario())
+
+
+def test_two_peers_use_the_highest_version_that_both_speak() -> None:
+    async def scenario() -> None:
+        async with bad_peer() as (other, victim, _):
+            other.close()
+            newer = offer((LOWEST - 1, HIGHEST + 5), ("x",))
+            await other.connect(head_frame(HELLO, 0, hello_head(newer, "", "")))
+            other.writer.write(head_frame(REQUEST, 1, {"m": "echo", "b": 5}))
+            await until_written(other, head_frame(REPLY, 1, {"b": 5}))
+            channels = [c for c in victim.channels.all() if c.remote == other.peer_id]
+            assert [c.version for c in channels if c.is_open][-1:] == [HIGHEST]
+
+    play(scenario())
+
+
+def test_a_feature_that_only_one_side_has_is_not_used() -> None:
+    async def scenario() -> None:
+        hub = LoopbackHub()
+        features = (("both", "only a"), ("only b", "both"), ())
+        a, b, c = (
+            ChannelTransport(hub.carrier(identity(n).peer_id), offered=offer(features=each))
+            for n, each in enumerate(features, start=1)
+        )
+        for one in (a, b, c):
+            one.handle("echo", echo)
+            await one.start()
+        assert a.channels.features(b.peer_id) == frozenset()
+        for one, other, shared in ((a, b, {"both"}), (b, a, {"both"}), (a, c, set())):
+            await call(one, other)
+            assert one.channels.features(other.peer_id) == shared
+            channel = one.channels.first(other.peer_id)
+            assert channel is not None
+            assert (channel.version, channel.features) == (HIGHEST, shared)
+        assert c.channels.features(a.peer_id) == frozenset()
+        assert c.channels.features(b.peer_id) == frozenset()
+        for one in (a, b, c):
+            await one.close()
+
+    play(scenario())
 
 
 def test_a_listener_that_fails_disturbs_nobody() -> None:
@@ -595,8 +673,13 @@ REQUEST_1 = head_frame(REQUEST, 1, {"m": "wait"})
         b"GET / HTTP/1.1\r\n\r\n      ",
         raw_frame(NOTIFY | END, 0, b"\xc1"),
         raw_frame(HELLO | END, 0, b"\x80"),
-        head_frame(HELLO, 0, {"v": PROTOCOL_VERSION, "r": 7}),
-        head_frame(HELLO, 0, {"v": PROTOCOL_VERSION, "r": "x" * 1000}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "r": 7}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "r": "x" * 1000}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "r": "", "f": "all"}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "r": "", "f": ["one more"]}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "l": HIGHEST + 1, "r": ""}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "h": HIGHEST + 1, "r": ""}),
+        OTHER_HELLO,
         head_frame(REQUEST, 1, {}),
         head_frame(REQUEST, 1, {"m": 7}),
         head_frame(REQUEST, 1, {"m": "x" * 1000}),
@@ -661,7 +744,8 @@ def test_a_first_message_that_is_no_hello() -> None:
     [
         head_frame(CANCEL, 7, {}),
         ANNOUNCED + head_frame(CANCEL, 1, {}) + ANNOUNCED + PARTS,
-        head_frame(HELLO, 0, {"v": PROTOCOL_VERSION, "r": "another run", "unknown": 1}),
+        head_frame(HELLO, 0, {**hello_head(offer(), "another run", ""), "unknown": 1}),
+        head_frame(HELLO, 0, {"v": HIGHEST, "r": "another run"}),
         head_frame(NOTIFY, 0, {"m": "nobody listens", "b": [1]}),
     ],
 )
@@ -670,11 +754,7 @@ def test_what_is_odd_but_allowed_costs_nothing(harmless: bytes) -> None:
         async with bad_peer() as (bad, _victim, _):
             bad.writer.write(harmless + head_frame(REQUEST, 9, {"m": "echo", "b": 5}))
             answer = head_frame(REPLY, 9, {"b": 5})
-            seen = b""
-            while answer not in seen:
-                data = await bad.reader.read(4096)
-                assert data
-                seen += data
+            await until_written(bad, answer)
 
     play(scenario())
 

@@ -19,6 +19,7 @@ from swarmnet.protocol import upgrade
 from swarmnet.transport import direct, links
 from swarmnet.transport.base import Request
 from swarmnet.transport.buffers import BufferPool
+from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import DirectListener, Ticket, client_context, dial_direct
 from swarmnet.transport.frames import NOTIFY, head_frame
@@ -92,7 +93,8 @@ async def two(*, b_direct: bool = True) -> AsyncIterator[World]:
     for number, is_direct in ((1, True), (2, b_direct)):
         carrier = Carrier(hub, identity(number).peer_id)
         listener = DirectListener(HOST, 0) if is_direct else None
-        transport = ChannelTransport(carrier, agent="test", direct=listener)
+        offered = offer(features=("both", f"only {number}"))
+        transport = ChannelTransport(carrier, agent="test", direct=listener, offered=offered)
         transport.handle("echo", echo)
         await transport.start()
         made.append(transport)
@@ -126,6 +128,8 @@ def test_the_first_bulk_call_opens_a_direct_channel_that_both_sides_then_use() -
         assert (await w.call(BULK)).arrays[0].data == BULK.data
         assert w.a.traffic.direct_sent_bytes - before > BULK.num_bytes
         assert len(channels(w.a, w.b)) == len(channels(w.b, w.a)) == 1
+        (channel,) = channels(w.a, w.b)
+        assert channel.features == {"both"}
         back = await w.b.call(w.a.peer_id, "echo", Message(1, (BULK,)), timeout_s=PATIENCE_S)
         assert back.arrays[0].data == BULK.data
         assert len(channels(w.b, w.a)) == 1  # the same one

@@ -18,7 +18,7 @@ from swarmnet.swarm import messages
 from swarmnet.swarm.membership import discovery, relaying
 from swarmnet.swarm.pipeline import feeder
 from swarmnet.transport import bans, base, dialer, direct, frames, links, open_channels, relay
-from swarmnet.transport.calls import channel, heads, outbox, remote_errors, served
+from swarmnet.transport.calls import channel, heads, hello, outbox, remote_errors, served
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
 from tests.transport.test_frames import read
 
@@ -76,6 +76,19 @@ def test_every_error_code_has_its_row() -> None:
     assert sorted(rows) == sorted(errors.REMOTE_ERRORS)
 
 
+def test_every_key_of_a_hello_is_described() -> None:
+    said = hello.hello_head(hello.offer(), "", "")
+    rows = re.findall(r"^- ((?:`\w`(?:, )?)+):", section("## Hello"), flags=re.M)
+    assert [key for row in rows for key in re.findall(r"\w", row)] == list(said)
+    assert f"| {', '.join(f'`{key}`' for key in said)} | HELLO |" in section("## Messages")
+
+
+def test_every_feature_is_described() -> None:
+    text = section("## Hello")
+    assert [name for name in base.FEATURES if f"`{name}`" not in text] == []
+    assert ("Today there are none." in text) == (not base.FEATURES)
+
+
 def test_every_method_that_is_served_is_described() -> None:
     source = "".join(p.read_text() for p in sorted((ROOT / "swarmnet" / "swarm").rglob("*.py")))
     served = {direct.TICKET_METHOD, *re.findall(r'\.handle\("(\w+)"', source)}
@@ -99,6 +112,10 @@ def test_every_field_is_named(cls: type) -> None:
     "said",
     [
         f"`{base.PROTOCOL_NAME}`",
+        f"prefers, an integer from 1 to {hello.MAX_VERSION:,}: {base.PROTOCOL_VERSIONS[1]}.",
+        f"integers likewise: {base.PROTOCOL_VERSIONS[0]} and {base.PROTOCOL_VERSIONS[1]}.",
+        f"at most {hello.MAX_FEATURES} strings of 1 to {hello.MAX_FEATURE_CHARS} printable ASCII",
+        f"at most {hello.MAX_AGENT_CHARS} characters of it are shown",
         f"header of {frames.HEADER.size} bytes",
         f"1 to {MAX_BODY_BYTES:,}; 0 in a part",
         f"1 to {frames.PART_BYTES:,} in a part",

@@ -14,6 +14,7 @@ import uvloop
 from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.transport import relay as relay_module
 from swarmnet.transport.base import RELAY_PROTOCOL, Request
+from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import client_context
 from swarmnet.transport.loopback import LoopbackHub
@@ -52,7 +53,12 @@ class World:
 async def world(num_relays: int = 1) -> AsyncIterator[World]:
     hub = LoopbackHub()
     ids = [identity(i + 1) for i in range(2 + num_relays)]
-    made = [ChannelTransport(hub.carrier(i.peer_id), identity=i) for i in ids]
+    made = [
+        ChannelTransport(
+            hub.carrier(i.peer_id), identity=i, offered=offer(features=("both", f"only {n}"))
+        )
+        for n, i in enumerate(ids)
+    ]
     for transport in made:
         await transport.start()
         transport.set_run("r")
@@ -96,6 +102,7 @@ def test_peers_that_cannot_dial_each_other_talk_through_a_third(loop: Any) -> No
         assert r.relays.num_joined == 1
         assert r.traffic.sent_bytes[RELAYED] > 6_000_000
         assert w.a.connected() == [r.peer_id, w.b.peer_id]
+        assert w.a.channels.features(w.b.peer_id) == {"both"}
 
     play(scenario, loop=loop)
 

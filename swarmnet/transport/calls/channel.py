@@ -13,9 +13,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, WrongVersion
-from swarmnet.transport.base import PROTOCOL_VERSION, ByteStream, Traffic
+from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
-from swarmnet.transport.calls.heads import FIRST_SEATS, MAX_TEXT, Route, request_head
+from swarmnet.transport.calls.heads import FIRST_SEATS, Route, request_head
+from swarmnet.transport.calls.hello import (
+    Offer,
+    Versions,
+    features_of,
+    hello_head,
+    mismatch,
+    run_of,
+    versions_of,
+)
 from swarmnet.transport.calls.inbox import Inbox
 from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled, outgoing
 from swarmnet.transport.calls.pending import PendingCalls
@@ -37,6 +46,7 @@ class Owner(Protocol):
 
     run_id: str
     agent: str
+    offer: Offer
     traffic: Traffic
     pool: BufferPool
     pacer: Pacer
@@ -62,6 +72,10 @@ class Channel(asyncio.BufferedProtocol):
         """Its stream is a TLS connection of our own, not one through libp2p."""
         self.run_id = ""
         """The run that the peer says it belongs to."""
+        self.version = 0
+        """The version of the protocol that both sides use; 0 before the peer's hello."""
+        self.features: frozenset[str] = frozenset()
+        """Those that both sides have; none before the peer's hello."""
         self.ready: asyncio.Future[None] = loop.create_future()
         """Done when the peer has said hello. To be awaited through `asyncio.shield`."""
         self.ready.add_done_callback(_seen)
@@ -69,6 +83,7 @@ class Channel(asyncio.BufferedProtocol):
         self.is_parting = False
         """The peer is of another version, and is left the time to read why."""
         self._owner = owner
+        self._theirs: Offer | None = None
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._calls = PendingCalls()
@@ -103,8 +118,8 @@ class Channel(asyncio.BufferedProtocol):
         return None
 
     def say_hello(self) -> None:
-        """Tells version and run; again whenever the run changes."""
-        hello = {"v": PROTOCOL_VERSION, "r": self._owner.run_id, "g": self._owner.agent}
+        """Tells versions, features and run; again whenever the run changes."""
+        hello = hello_head(self._owner.offer, self._owner.run_id, self._owner.agent)
         self.send(outgoing(HELLO, 0, hello, (), "hello"))
 
     def abort(self, reason: str) -> None:
@@ -175,27 +190,30 @@ class Channel(asyncio.BufferedProtocol):
         return self.ready.exception() is None  # else of another version; its stream is about to end
 
     def _on_hello(self, head: Head) -> None:
-        version, run_id = head.values.get("v"), head.values.get("r")
-        if version != PROTOCOL_VERSION:
-            return self._part_from(str(version)[:16])
-        if not isinstance(run_id, str) or len(run_id) > MAX_TEXT:
-            raise ProtocolViolation("a hello without a run")
+        if self.is_parting:
+            return None
+        ours, versions = self._owner.offer, versions_of(head)
+        version = ours.versions.common(versions)
+        if version is None:
+            return self._part_from(versions, head)
+        theirs, run_id = Offer(versions, features_of(head)), run_of(head)
+        if self._theirs not in (None, theirs):
+            raise ProtocolViolation("versions or features that change")
+        self._theirs = theirs
         self.run_id = run_id
         if not self.ready.done():
+            self.version, self.features = version, ours.features & theirs.features
             self._timer.cancel()
             self.ready.set_result(None)
             self._owner.channel_ready(self)
         return None
 
-    def _part_from(self, version: str) -> None:
-        """The peer is of another version: the side that opened the stream hears it as
+    def _part_from(self, versions: Versions, head: Head) -> None:
+        """The peer speaks none of our versions: the side that opened the stream hears it as
         `WrongVersion`, the side that accepted it logs it."""
         if self.ready.done():
-            raise ProtocolViolation("a version that changes")
-        text = (
-            f"{self.remote[-8:]} speaks protocol version {version}, this peer {PROTOCOL_VERSION}; "
-            "update swarmnet on the older side"
-        )
+            raise ProtocolViolation("versions or features that change")
+        text = mismatch(self.remote, versions, self._owner.offer.versions, head.values.get("g"))
         self.is_parting = True
         self.ready.set_exception(WrongVersion(text))
         self._timer.cancel()
