@@ -54,12 +54,14 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
 
 
 def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
-    """The other ranks of this peer, started; None where it has one only. Blocks for seconds.
-    Raises `SpecError` or `RankLost`."""
+    """The other ranks of this peer, started; None where it has one only. Blocks for seconds. They
+    too build a custom model from this machine's code, never from a path that the run names.
+    Raises `SpecError`, `UserError` or `RankLost`."""
     devices = choose_devices(spec, options)
     check_options(spec, options, devices)
     if len(devices) == 1:
         return None
+    built = spec.with_builder(options.model_builder(spec))
     from swarmnet.training.ranks.fsdp import open_default_group
     from swarmnet.training.ranks.local_group import LocalGroup, open_process_group
     from swarmnet.training.ranks.tensor_parallel_stage import rank_options
@@ -68,7 +70,9 @@ def open_ranks(spec: RunSpec, options: PeerOptions) -> LocalGroup | None:
         len(devices),
         devices=devices,
         threads=options.threads,
-        options=rank_options(spec, sequence_parallel=options.sequence_parallel, mode=options.local),
+        options=rank_options(
+            built, sequence_parallel=options.sequence_parallel, mode=options.local
+        ),
         open_group=open_default_group if options.local == "fsdp" else open_process_group,
     )
 

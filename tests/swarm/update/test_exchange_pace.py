@@ -39,7 +39,10 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         open_s=0.0,
     )
     gossip = SimpleNamespace(
-        view=SimpleNamespace(members=lambda stage, now: members, launched_at_most=lambda r: 0),
+        view=SimpleNamespace(
+            members=lambda stage, now: members,
+            counters=SimpleNamespace(launched_at_most=lambda r: 0),
+        ),
         own=SimpleNamespace(peer_id="newcomer", upload_bytes_per_s=UPLOAD),
         spread_s=2.0,
     )
