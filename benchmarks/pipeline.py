@@ -119,10 +119,14 @@ def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, per_round, loss_fn=plan.loss, scale_grads=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    size = spec.pipeline.microbatch
     tokens = spec.pipeline.global_batch * spec.model.max_position_embeddings
     with out.open("w") as file:
         for r in range(rounds):
-            batch = [data.microbatch(i) for i in range(r * per_round, (r + 1) * per_round)]
+            batch = [
+                data.microbatch([n % data.num_samples for n in range(i * size, (i + 1) * size)])
+                for i in range(r * per_round, (r + 1) * per_round)
+            ]
             optimizer.zero_grad()
             if rank == 0:
                 schedule.step(torch.cat([to_tensor(inputs) for inputs, _ in batch]))

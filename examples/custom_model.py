@@ -10,6 +10,7 @@ returns; the protocol is documented in `swarmnet/training/models/base.py`. Try i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch.nn.functional as F
@@ -22,8 +23,8 @@ from swarmnet.wire import Array
 
 NUM_ARMS = 3
 NUM_HELD_OUT = 4
-HELD_OUT_IDS = 1 << 64
-"""Held-out microbatches are made of ids from here on, which no training microbatch has."""
+FIRST_HELD_OUT = 1 << 64
+"""Held-out samples have indices from here on, which no training sample has."""
 
 
 class Residual(nn.Module):
@@ -40,9 +41,10 @@ class Residual(nn.Module):
 
 
 class Spirals:
-    """Noisy points on the arms. A microbatch is a pure function of the seed and its id."""
+    """Noisy points on the arms. A sample is a pure function of the seed and its index."""
 
     bytes_per_token = 0.0  # not text
+    num_samples = None  # there is no end of them
     num_held_out = NUM_HELD_OUT
 
     def __init__(self, seed: int, samples_per_microbatch: int, noise: float) -> None:
@@ -50,17 +52,21 @@ class Spirals:
         self._seed = seed
         self._noise = noise
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
-        rng = np.random.Generator(np.random.Philox(key=self._seed, counter=microbatch_id << 64))
-        arm = rng.integers(NUM_ARMS, size=self.samples_per_microbatch, dtype=np.int32)
-        radius = np.sqrt(rng.random(self.samples_per_microbatch))
-        angle = 2 * math.pi * (arm / NUM_ARMS + radius)
-        points = np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=1)
-        points += self._noise * rng.standard_normal(points.shape)
-        return from_numpy(points.astype(np.float32)), from_numpy(arm)
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+        points, arms = zip(*(self._sample(index) for index in indices))
+        return from_numpy(np.stack(points)), from_numpy(np.array(arms, dtype=np.int32))
 
     def held_out(self, index: int) -> tuple[Array, Array]:
-        return self.microbatch(HELD_OUT_IDS + index)
+        first = FIRST_HELD_OUT + index * self.samples_per_microbatch
+        return self.microbatch(range(first, first + self.samples_per_microbatch))
+
+    def _sample(self, index: int) -> tuple[np.ndarray, int]:
+        rng = np.random.Generator(np.random.Philox(key=self._seed, counter=index << 64))
+        arm = int(rng.integers(NUM_ARMS))
+        radius = math.sqrt(rng.random())
+        angle = 2 * math.pi * (arm / NUM_ARMS + radius)
+        point = radius * np.array([math.cos(angle), math.sin(angle)])
+        return (point + self._noise * rng.standard_normal(2)).astype(np.float32), arm
 
 
 def build(width: int = 64, num_blocks: int = 4, noise: float = 0.02) -> ModelPlan:

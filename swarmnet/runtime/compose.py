@@ -29,6 +29,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         global_batch=spec.pipeline.global_batch,
         samples_per_microbatch=spec.pipeline.microbatch,
         rounds=spec.optimizer.rounds,
+        seed=spec.seed,
         grad_clip_norm=spec.optimizer.grad_clip_norm,
         replication=spec.sync.replication,
         aggregation=spec.sync.aggregation,

@@ -324,16 +324,17 @@ class SyntheticOptimizer:
 
 
 class SyntheticData:
-    """`ports.Data`: a microbatch is its id."""
+    """`ports.Data`: a microbatch is its first sample."""
 
     bytes_per_token = 0.0
+    num_samples = None
 
     def __init__(self, samples_per_microbatch: int, num_held_out: int = 0) -> None:
         self.samples_per_microbatch = samples_per_microbatch
         self.num_held_out = num_held_out
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
-        return _tokens((0, microbatch_id)), _tokens((0, microbatch_id))
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+        return _tokens((0, indices[0])), _tokens((0, indices[0]))
 
     def held_out(self, index: int) -> tuple[Array, Array]:
         return _tokens((0, index)), _tokens((0, index))

@@ -263,16 +263,19 @@ class LocalSteps(Protocol):
 
 
 class Data(Protocol):
-    """Microbatches. Pure: the same id gives the same samples on every machine."""
+    """Samples. Pure: the same index is the same sample on every machine."""
 
     samples_per_microbatch: int
     bytes_per_token: float
     """Average bytes of text behind one target token; 0 where the data is not text."""
+    num_samples: int | None
+    """Training samples, at least one. None where there is no end of them: indices then only grow,
+    and none comes twice."""
     num_held_out: int
     """Microbatches of held-out data."""
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
-        """Inputs and targets of a training microbatch."""
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+        """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order."""
 
     def held_out(self, index: int) -> tuple[Array, Array]:
         """Inputs and targets of a held-out microbatch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnet.protocol.pipeline.slots import num_slots_of, sample_indices
 from swarmnet.protocol.update.sync_modes import ZERO, SyncPlan
 
 
@@ -18,6 +19,8 @@ class RunSettings:
     samples_per_microbatch: int
     rounds: int
     """Length of the run."""
+    seed: int = 0
+    """Of the order of the samples."""
     grad_clip_norm: float = 0.0
     """0 for none."""
     replication: int = 2
@@ -35,6 +38,22 @@ class RunSettings:
     """Groups of shards that are exchanged in different rounds, likewise."""
     sync_warmup_rounds: int = 0
     """First rounds in which exchanges come as soon as they can, whatever the mode."""
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches of a round."""
+        return num_slots_of(self.global_batch, self.samples_per_microbatch)
+
+    def samples_of(self, round_index: int, slot: int, num_samples: int | None) -> list[int]:
+        """The samples of a slot, of data that has `num_samples` (None: no end)."""
+        return sample_indices(
+            seed=self.seed,
+            round_index=round_index,
+            slot=slot,
+            num_slots=self.num_slots,
+            samples_per_slot=self.samples_per_microbatch,
+            num_samples=num_samples,
+        )
 
     @property
     def plan(self) -> SyncPlan:

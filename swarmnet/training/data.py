@@ -1,9 +1,9 @@
-"""Microbatches of text. Pure: seed and microbatch id give the same windows on every machine.
+"""Samples of text. Pure: the same index is the same window on every machine.
 
 The text is one long row of tokens: documents in an order that depends on their names only, mixed
 so that the held-out end is a sample of all folders and not the end of the alphabet. The last part
-of the row is held out. A training window starts anywhere in the rest, at a position that is a hash
-of (seed, microbatch id, sample): no state, no epoch, and any peer can make any microbatch.
+of the row is held out. The rest is cut into windows, one after the other; each is a sample, and
+`protocol.pipeline.slots` says which samples a microbatch has.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class TextData:
         self,
         tokens: np.ndarray,
         *,
-        seed: int,
         samples_per_microbatch: int,
         sequence_length: int,
         num_train_tokens: int,
@@ -65,10 +64,10 @@ class TextData:
         """`tokens`: one row, of any unsigned dtype; the first `num_train_tokens` are trained on."""
         self.samples_per_microbatch = samples_per_microbatch
         self.bytes_per_token = bytes_per_token
-        self._seed = seed
         self._train = tokens[:num_train_tokens]
         self._held_out = tokens[num_train_tokens:]
         self._window = np.arange(sequence_length + 1)
+        self.num_samples = (num_train_tokens - 1) // sequence_length
         self.num_held_out = 0
         if len(self._held_out):
             fitting = len(self._held_out) // (len(self._window) * samples_per_microbatch)
@@ -89,13 +88,9 @@ class TextData:
         digest.update(np.ascontiguousarray(self._held_out).data)
         return digest.hexdigest()
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
-        num_starts = len(self._train) - len(self._window) + 1
-        starts = [
-            _hash64(self._seed, microbatch_id, i) % num_starts
-            for i in range(self.samples_per_microbatch)
-        ]
-        return self._cut(self._train, starts)
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+        length = len(self._window) - 1
+        return self._cut(self._train, [i * length for i in indices])
 
     def held_out(self, index: int) -> tuple[Array, Array]:
         """Windows spread evenly over the held-out text; they overlap only where it is short."""
@@ -135,7 +130,6 @@ def open_data(
     return open_text(
         spec.data.model_copy(update={"tokenizer": tokenizer}),
         override_paths,
-        seed=spec.seed,
         samples_per_microbatch=spec.pipeline.microbatch,
         sequence_length=plan.inputs.shape[0],
         vocab_size=plan.inputs.num_values,
@@ -146,7 +140,6 @@ def open_text(
     spec: DataSpec,
     override_paths: Sequence[str] | None = None,
     *,
-    seed: int,
     samples_per_microbatch: int,
     sequence_length: int,
     vocab_size: int,
@@ -171,7 +164,6 @@ def open_text(
         )
     return TextData(
         tokens,
-        seed=seed,
         samples_per_microbatch=samples_per_microbatch,
         sequence_length=sequence_length,
         num_train_tokens=len(tokens) - num_held_out,
@@ -267,8 +259,3 @@ def _held_out_tokens(num_tokens: int, spec: DataSpec, sequence_length: int) -> i
 
 def _name_hash(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-
-
-def _hash64(seed: int, microbatch_id: int, index: int) -> int:
-    digest = hashlib.blake2b(f"{seed}|{microbatch_id}|{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")

@@ -56,8 +56,8 @@ def low_loop(spec: RunSpec, counted: dict[int, list[int]], dtype: torch.dtype) -
             ours.data.copy_(theirs.detach())
             theirs.grad = torch.zeros_like(theirs)
         num_tokens = 0
-        for microbatch_id in sorted(counted[r]):
-            inputs, targets = trainer.microbatch(microbatch_id)
+        for slot in sorted(counted[r]):
+            inputs, targets = trainer.microbatch(r, slot)
             trainer.plan.loss(low(inputs).float(), targets).backward()
             num_tokens += targets.numel()
             for ours, theirs in zip(low.parameters(), model.parameters(), strict=True):

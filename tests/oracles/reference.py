@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
@@ -35,6 +36,7 @@ class ReferenceTrainer:
             DataError: the data cannot be read.
         """
         self._spec = spec
+        self._settings = run_settings(spec)
         self.plan = model_plan(spec)
         self._data = open_data(spec) if data is None else data
         self._layers = {
@@ -56,9 +58,10 @@ class ReferenceTrainer:
             eps=optimizer.eps,
         )
 
-    def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
-        """One update from these microbatches; returns the mean loss before it, nats per token."""
-        loss_sum, num_tokens = self.accumulate(microbatch_ids)
+    def step(self, round_index: int, slots: Sequence[int]) -> float:
+        """One update from these slots of the round; returns the mean loss before it, nats per
+        token."""
+        loss_sum, num_tokens = self.accumulate(round_index, slots)
         self.update(round_index, num_tokens)
         return loss_sum / num_tokens
 
@@ -91,13 +94,13 @@ class ReferenceTrainer:
             steps[name] = -rate * mean / (square.sqrt() + options.eps)
         return steps
 
-    def accumulate(self, microbatch_ids: Sequence[int]) -> tuple[float, int]:
-        """Replaces the gradients by sums over the tokens of these microbatches. Returns the summed
-        loss in nats and the number of tokens."""
+    def accumulate(self, round_index: int, slots: Sequence[int]) -> tuple[float, int]:
+        """Replaces the gradients by sums over the tokens of these slots of a round. Returns the
+        summed loss in nats and the number of tokens."""
         self._optimizer.zero_grad()
         loss_sum, num_tokens = 0.0, 0
-        for microbatch_id in microbatch_ids:
-            inputs, targets = self.microbatch(microbatch_id)
+        for slot in slots:
+            inputs, targets = self.microbatch(round_index, slot)
             loss = self.plan.loss(self.model(inputs), targets)
             loss.backward()
             loss_sum += loss.item()
@@ -143,7 +146,8 @@ class ReferenceTrainer:
             for name, p in module.named_parameters()
         }
 
-    def microbatch(self, microbatch_id: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a training microbatch."""
-        inputs, targets = self._data.microbatch(microbatch_id)
+    def microbatch(self, round_index: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a slot."""
+        indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
+        inputs, targets = self._data.microbatch(indices)
         return to_tensor(inputs), to_tensor(targets)

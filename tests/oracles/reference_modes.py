@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
@@ -42,11 +43,11 @@ class DelayedReference:
         self._ahead: dict[str, Tensor] = {}
         """The prediction of the update that the next round lacks, by name of the parameter."""
 
-    def step(self, round_index: int, microbatch_ids: Sequence[int]) -> float:
+    def step(self, round_index: int, slots: Sequence[int]) -> float:
         """One round; returns its mean loss, nats per token."""
         own = {n: p.clone() for n, p in self.trainer.state_dict().items()}
         self.trainer.load_state_dict({n: p + self._ahead.get(n, 0.0) for n, p in own.items()})
-        loss_sum, num_tokens = self.trainer.accumulate(microbatch_ids)
+        loss_sum, num_tokens = self.trainer.accumulate(round_index, slots)
         self.trainer.load_state_dict(own)
         gradients = self.trainer.swap_gradients({})
         if self._waiting is not None:
@@ -124,6 +125,7 @@ class Replicas:
 
     def __init__(self, spec: RunSpec, replicas: Mapping[str, int]) -> None:
         """`replicas`: the stage of each, by name."""
+        self._settings = run_settings(spec)
         self._plan = model_plan(spec)
         self._data = open_data(spec)
         self.by_name = {n: ReferenceReplica(spec, s) for n, s in sorted(replicas.items())}
@@ -136,8 +138,9 @@ class Replicas:
         """One optimizer step of each replica. `paths`: for each microbatch, the names of the
         replicas that it went through. Returns the mean loss, nats per token."""
         loss_sum, num_tokens = 0.0, 0
-        for microbatch_id, path in sorted(paths.items()):
-            inputs, targets = (to_tensor(a) for a in self._data.microbatch(microbatch_id))
+        for slot, path in sorted(paths.items()):
+            indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
+            inputs, targets = (to_tensor(a) for a in self._data.microbatch(indices))
             x = inputs
             for name in path:
                 x = self.by_name[name].model(x)

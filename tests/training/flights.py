@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import LossResult
+from swarmnet.swarm.ports import Data, LossResult
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.optimizer.shards import ShardedAdamW, build_optimizer
 from swarmnet.training.stage import TorchStage, build_stage
@@ -17,6 +18,19 @@ from swarmnet.wire import Array
 
 def stages_of(spec: RunSpec) -> list[TorchStage]:
     return [build_stage(spec, i) for i in range(spec.pipeline.num_stages)]
+
+
+def batch(data: Data, n: int) -> tuple[Array, Array]:
+    """The n-th microbatch of the data, in its own order; again from the start where it ends."""
+    size = data.samples_per_microbatch
+    indices = range(n * size, (n + 1) * size)
+    return data.microbatch([i % data.num_samples if data.num_samples else i for i in indices])
+
+
+def batch_of_slot(spec: RunSpec, data: Data, round_index: int, slot: int) -> tuple[Array, Array]:
+    """The microbatch of a slot, as a feeder makes it."""
+    indices = run_settings(spec).samples_of(round_index, slot, data.num_samples)
+    return data.microbatch(indices)
 
 
 def fly(

@@ -13,7 +13,7 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.data import open_data
 from swarmnet.training.stage import TorchStage, build_stage
 from tests.swarm.harness import tiny_spec
-from tests.training.flights import fly, gradient, parameters
+from tests.training.flights import batch, fly, gradient, parameters
 
 
 def delayed(tmp_path: Path) -> RunSpec:
@@ -41,15 +41,15 @@ def test_two_rounds_at_a_time_are_as_one_after_the_other(tmp_path: Path, precisi
     mixed, plain = pair(spec, precision), pair(spec, precision)
     for r in range(3):
         for stages in (mixed, plain):
-            fly(stages, (r, 0), *data.microbatch(0))
+            fly(stages, (r, 0), *batch(data, 0))
         # In `mixed` microbatch 1 of the round is in the middle of its way when the next begins.
-        inputs, targets = data.microbatch(1)
+        inputs, targets = batch(data, 1)
         activation = mixed[0].forward((r, 1), inputs)
         for stage in mixed:
             put_aside(stage, r)
             stage.open_ahead(r + 1)
-        fly(mixed, (r + 1, 7), *data.microbatch(7))
-        fly(mixed, (r + 1, 8), *data.microbatch(8))
+        fly(mixed, (r + 1, 7), *batch(data, 7))
+        fly(mixed, (r + 1, 8), *batch(data, 8))
         grad = mixed[1].forward_backward((r, 1), activation, targets).grad_inputs
         assert grad is not None
         mixed[0].backward((r, 1), grad)
@@ -66,7 +66,7 @@ def test_two_rounds_at_a_time_are_as_one_after_the_other(tmp_path: Path, precisi
             put_aside(other, r)
             other.finish_round()
             assert torch.equal(parameters(one), parameters(other))
-        fly(plain, (r + 1, 7), *data.microbatch(7))
+        fly(plain, (r + 1, 7), *batch(data, 7))
         for one, other in zip(mixed, plain, strict=True):
             # What was retracted leaves what rounding leaves.
             torch.testing.assert_close(gradient(one), gradient(other), rtol=1e-2, atol=2e-4)
@@ -82,12 +82,12 @@ def test_a_round_ahead_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     for stage in mixed:
         put_aside(stage, 1)
         stage.open_ahead(1)
-    fly(mixed, (1, 0), *data.microbatch(0))
+    fly(mixed, (1, 0), *batch(data, 0))
     for stage in mixed:
         stage.drop_ahead()
         assert stage.num_kept == 0
     for stages in (mixed, plain):
-        fly(stages, (0, 3), *data.microbatch(3))
+        fly(stages, (0, 3), *batch(data, 3))
     for one, other in zip(mixed, plain, strict=True):
         assert torch.equal(gradient(one), gradient(other))
         one.open_ahead(1)

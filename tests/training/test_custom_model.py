@@ -13,7 +13,7 @@ from swarmnet.training.data import open_data
 from swarmnet.training.models.registry import model_plan, stage_costs
 from swarmnet.training.stage import build_stage
 from tests.oracles.reference import ReferenceTrainer
-from tests.training.flights import fly, optimizers_of, stages_of, update
+from tests.training.flights import batch, batch_of_slot, fly, optimizers_of, stages_of, update
 from tests.training.specs import small_spec
 
 ROOT = Path(__file__).parents[2]
@@ -33,14 +33,16 @@ def test_the_example_learns_in_stages_as_in_one_piece(example: RunSpec) -> None:
     per_round = example.pipeline.global_batch // example.pipeline.microbatch
     losses = []
     for r in range(60):
-        ids = [per_round * r + i for i in range(per_round)]
-        results = [fly(stages, (r, i), *data.microbatch(i)) for i in ids]
+        results = [
+            fly(stages, (r, slot), *batch_of_slot(example, data, r, slot))
+            for slot in range(per_round)
+        ]
         count = sum(result.num_tokens for result in results)
         assert count == example.pipeline.global_batch
         losses.append(sum(result.loss_sum for result in results) / count)
         update(stages, optimizers, count, example.optimizer.grad_clip_norm, r)
         if r < 10:
-            assert math.isclose(losses[-1], reference.step(r, ids), rel_tol=1e-4)
+            assert math.isclose(losses[-1], reference.step(r, range(per_round)), rel_tol=1e-4)
     assert abs(losses[0] - math.log(3)) < 0.3
     assert losses[-1] < 0.6
 
@@ -48,7 +50,8 @@ def test_the_example_learns_in_stages_as_in_one_piece(example: RunSpec) -> None:
 def test_the_example_has_data_of_its_own(example: RunSpec) -> None:
     data = open_data(example)
     assert data.bytes_per_token == 0
-    points, arms = data.microbatch(2**63)
+    assert data.num_samples is None
+    points, arms = batch(data, 2**50)
     assert (points.shape, arms.shape) == ((64, 2), (64,))
     held_out = {bytes(data.held_out(i)[0].data) for i in range(data.num_held_out)}
     assert len(held_out) == data.num_held_out == 4

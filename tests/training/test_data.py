@@ -12,6 +12,7 @@ from swarmnet.errors import DataError
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import TextData, find_documents, open_data
 from swarmnet.wire import Array
+from tests.training.flights import batch
 from tests.training.specs import TEXT, small_spec, write_text
 
 
@@ -25,20 +26,19 @@ def as_bytes(pair: tuple[Array, Array]) -> tuple[bytes, ...]:
     return tuple(bytes(a.data) for a in pair)
 
 
-def test_a_microbatch_is_a_pure_function_of_seed_and_id(tmp_path: Path) -> None:
+def test_a_sample_is_a_pure_function_of_its_index(tmp_path: Path) -> None:
     path = write_text(tmp_path)
-    a, b = open_text_data(path), open_text_data(path)
-    ids = [0, 1, 2**61 + 3, 2**64 - 1]
-    forwards = [as_bytes(a.microbatch(i)) for i in ids]
-    assert forwards == [as_bytes(b.microbatch(i)) for i in reversed(ids)][::-1]
-    assert len(set(forwards)) == len(ids)
-    other = open_data(small_spec(path).with_seed(8))
-    assert as_bytes(other.microbatch(0)) != forwards[0]
+    a, b = open_text_data(path), open_data(small_spec(path).with_seed(8))
+    assert a.num_samples == b.num_samples == (a.num_train_tokens - 1) // 16
+    indices = range(a.num_samples)
+    alone = [as_bytes(a.microbatch([i])) for i in indices]
+    assert alone == [as_bytes(b.microbatch([i])) for i in reversed(indices)][::-1]
+    assert as_bytes(a.microbatch([3, 0])) == tuple(x + y for x, y in zip(alone[3], alone[0]))
 
 
 def test_targets_are_the_tokens_that_follow(tmp_path: Path) -> None:
     data = open_text_data(write_text(tmp_path))
-    for inputs, targets in (data.microbatch(5), data.held_out(1)):
+    for inputs, targets in (batch(data, 5), data.held_out(1)):
         assert inputs.dtype == targets.dtype == "int32"
         assert inputs.shape == targets.shape == (2, 16)
         x, y = to_tensor(inputs), to_tensor(targets)
@@ -54,7 +54,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
     data = open_text_data(str(tmp_path / "t.txt"), held_out_fraction=0.1)
     assert (data.num_train_tokens, data.num_held_out_tokens) == (900, 100)
     for i in range(300):
-        for array in data.microbatch(i):
+        for array in batch(data, i):
             assert (to_tensor(array) == ord("a")).all()
     for i in range(data.num_held_out):
         for array in data.held_out(i):
@@ -67,18 +67,17 @@ def test_training_reaches_every_token() -> None:
     tokens = np.arange(200, dtype=np.uint8)
     data = TextData(
         tokens,
-        seed=0,
         samples_per_microbatch=4,
         sequence_length=8,
-        num_train_tokens=180,
+        num_train_tokens=177,
         held_out_microbatches=1,
         bytes_per_token=1.0,
     )
-    seen: set[int] = set()
-    for i in range(300):
-        inputs, targets = data.microbatch(i)
-        seen |= {*to_tensor(inputs).flatten().tolist(), *to_tensor(targets).flatten().tolist()}
-    assert seen == set(range(180))
+    assert data.num_samples == 22
+    inputs, targets = data.microbatch(range(22))
+    seen = {*to_tensor(inputs).flatten().tolist(), *to_tensor(targets).flatten().tolist()}
+    assert seen == set(range(177))
+    assert sorted(to_tensor(targets).flatten().tolist()) == list(range(1, 177)), "each once"
 
 
 def test_no_held_out_data_where_none_is_wanted(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_the_standard_library_is_there() -> None:
 def test_a_peer_may_keep_the_text_elsewhere(tmp_path: Path) -> None:
     path = write_text(tmp_path)
     elsewhere = open_data(small_spec("/not/here.txt"), [path])
-    assert as_bytes(elsewhere.microbatch(3)) == as_bytes(open_text_data(path).microbatch(3))
+    assert as_bytes(batch(elsewhere, 3)) == as_bytes(batch(open_text_data(path), 3))
 
 
 def tokenizer_file(folder: Path) -> str:
@@ -137,7 +136,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert data.num_train_tokens + data.num_held_out_tokens == len(expected)
     assert data.bytes_per_token == pytest.approx(len(TEXT.encode()) / len(expected))
     assert data.bytes_per_token > 1.5
-    window = to_tensor(data.microbatch(0)[0])[0].tolist()
+    window = to_tensor(batch(data, 0)[0])[0].tolist()
     assert any(expected[i : i + 16] == window for i in range(len(expected)))
 
 
@@ -171,7 +170,7 @@ def test_a_tokenizer_that_this_machine_has_elsewhere(tmp_path: Path) -> None:
     path, name = write_text(tmp_path), tokenizer_file(tmp_path)
     theirs = small_spec(path, data={"tokenizer": "/not/here.json"})
     own = small_spec(path, data={"tokenizer": name})
-    assert open_data(theirs, [path], name).microbatch(3) == open_data(own).microbatch(3)
+    assert batch(open_data(theirs, [path], name), 3) == batch(open_data(own), 3)
 
 
 def test_bad_tokenizers_are_one_clear_line(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
 from swarmnet.training.optimizer.loss_scale import GROW_AFTER, MAX_TARGET, MIN_TARGET, LossScale
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
-from tests.training.flights import fly, gradient, optimizers_of, parameters, update
+from tests.training.flights import batch, fly, gradient, optimizers_of, parameters, update
 from tests.training.specs import small_spec, write_text
 
 LOW = ("bf16", "fp16")
@@ -49,8 +49,8 @@ def test_gradients_are_those_of_fp32_up_to_the_digits(spec: RunSpec, precision: 
     data = open_data(spec)
     exact, low = stages(spec, "fp32"), stages(spec, precision)
     for i in range(3):
-        expected = fly(exact, (0, i), *data.microbatch(i))
-        result = fly(low, (0, i), *data.microbatch(i))
+        expected = fly(exact, (0, i), *batch(data, i))
+        result = fly(low, (0, i), *batch(data, i))
         assert result.num_tokens == expected.num_tokens
         assert result.loss_sum == pytest.approx(expected.loss_sum, rel=BOUND[precision])
     for ours, theirs in zip(low, exact, strict=True):
@@ -69,7 +69,7 @@ def test_layers_compute_in_low_precision_and_all_that_leaves_is_fp32(
         for module in stage.layers.modules:
             for part in module.modules():
                 part.register_forward_hook(lambda _, __, out: seen.add(out.dtype))
-    inputs, targets = open_data(spec).microbatch(0)
+    inputs, targets = batch(open_data(spec), 0)
     activation = low[0].forward((0, 0), inputs)
     assert activation.dtype == "float32"
     activation = low[1].forward((0, 0), activation)
@@ -94,9 +94,9 @@ def test_what_is_retracted_is_gone(spec: RunSpec, precision: Any, activations: A
     low = stages(spec, precision, activations=activations)
     without = stages(spec, precision, activations=activations)
     for i in range(3):
-        fly(low, (0, i), *data.microbatch(i))
+        fly(low, (0, i), *batch(data, i))
         if i != 1:
-            fly(without, (0, i), *data.microbatch(i))
+            fly(without, (0, i), *batch(data, i))
     for stage, expected in zip(low, without, strict=True):
         stage.retract((0, 1))
         torch.testing.assert_close(gradient(stage), gradient(expected), rtol=0, atol=1e-5)
@@ -110,7 +110,7 @@ def test_small_steps_are_not_lost(spec: RunSpec, precision: Any) -> None:
     data = open_data(spec)
     before = [parameters(stage) for stage in low]
     for r in range(3):
-        result = fly(low, (r, 0), *data.microbatch(r))
+        result = fly(low, (r, 0), *batch(data, r))
         update(low, optimizers, result.num_tokens, 1.0, r)
     for stage, old in zip(low, before, strict=True):
         assert (parameters(stage) != old).float().mean() > 0.9

@@ -25,7 +25,7 @@ from swarmnet.training.stage import (
 )
 from swarmnet.wire import Array
 from tests.oracles.reference import ReferenceTrainer
-from tests.training.flights import fly, gradient, named, parameters, stages_of
+from tests.training.flights import batch, fly, gradient, named, parameters, stages_of
 from tests.training.specs import small_spec, write_text
 
 
@@ -44,7 +44,7 @@ def test_stages_in_a_row_are_the_whole_model(text: str, num_stages: int) -> None
     assert set(state) == set(reference.state_dict())
     for name, values in reference.state_dict().items():
         assert torch.equal(state[name], values), name
-    results = [fly(stages, (0, i), *data.microbatch(i)) for i in range(3)]
+    results = [fly(stages, (0, i), *batch(data, i)) for i in range(3)]
     loss_sum, num_tokens = reference.accumulate([0, 1, 2])
     assert sum(r.num_tokens for r in results) == num_tokens == 3 * 2 * 16
     assert math.isclose(sum(r.loss_sum for r in results), loss_sum, rel_tol=1e-6)
@@ -60,11 +60,11 @@ def test_recompute_is_bitwise_keep_and_keeps_no_graph(text: str) -> None:
     data = open_data(keep)
     pair = [stages_of(keep), stages_of(recompute)]
     for i in range(3):
-        a, b = (fly(stages, (0, i), *data.microbatch(i)) for stages in pair)
+        a, b = (fly(stages, (0, i), *batch(data, i)) for stages in pair)
         assert a.loss_sum == b.loss_sum
     for ours, theirs in zip(*pair, strict=True):
         assert torch.equal(gradient(ours), gradient(theirs))
-    pair[1][0].forward((0, 9), data.microbatch(9)[0])
+    pair[1][0].forward((0, 9), batch(data, 9)[0])
     kept = pair[1][0].kept.get((0, 9))
     assert kept is not None
     assert kept.outputs is None
@@ -75,7 +75,7 @@ def test_microbatches_may_come_back_in_any_order(text: str) -> None:
     data = open_data(spec)
     first, last = stages_of(spec)
     one_by_one = stages_of(spec)
-    batches = {i: data.microbatch(i) for i in range(3)}
+    batches = {i: batch(data, i) for i in range(3)}
     activations = {i: first.forward((0, i), batches[i][0]) for i in range(3)}
     for i in (2, 0, 1):
         grad = last.forward_backward((0, i), activations[i], batches[i][1]).grad_inputs
@@ -91,9 +91,9 @@ def test_retract_takes_exactly_one_microbatch_out(text: str, activations: str) -
     data = open_data(spec)
     stages, without = stages_of(spec), stages_of(spec)
     for i in range(3):
-        fly(stages, (0, i), *data.microbatch(i))
+        fly(stages, (0, i), *batch(data, i))
         if i != 1:
-            fly(without, (0, i), *data.microbatch(i))
+            fly(without, (0, i), *batch(data, i))
     for stage, expected in zip(stages, without, strict=True):
         assert not torch.allclose(gradient(stage), gradient(expected), atol=1e-3)
         stage.retract((0, 1))
@@ -123,11 +123,11 @@ def test_a_backward_pass_that_fails_half_way_leaves_no_part_of_itself(
         [build_stage(spec, k, computing=Computing(precision)) for k in range(2)] for _ in range(2)
     )
     for i in range(2):
-        fly(stages, (0, i), *data.microbatch(i))
-        fly(without, (0, i), *data.microbatch(i))
+        fly(stages, (0, i), *batch(data, i))
+        fly(without, (0, i), *batch(data, i))
     hook = fails_half_way(stages[0])
     with pytest.raises(torch.OutOfMemoryError):
-        fly(stages, (0, 2), *data.microbatch(2))
+        fly(stages, (0, 2), *batch(data, 2))
     hook.remove()
     stages[0].forget((0, 2))
     if precision != "fp16":
@@ -144,7 +144,7 @@ def test_a_backward_pass_that_fails_half_way_leaves_no_part_of_itself(
 def test_retract_of_work_without_backward_adds_nothing(text: str) -> None:
     spec = small_spec(text)
     first = build_stage(spec, 0)
-    first.forward((0, 0), open_data(spec).microbatch(0)[0])
+    first.forward((0, 0), batch(open_data(spec), 0)[0])
     first.retract((0, 0))
     assert not gradient(first).any()
 
@@ -153,13 +153,13 @@ def test_forgotten_work_is_gone(text: str) -> None:
     spec = small_spec(text)
     data = open_data(spec)
     first, last = stages_of(spec)
-    activation = first.forward((0, 0), data.microbatch(0)[0])
+    activation = first.forward((0, 0), batch(data, 0)[0])
     first.forget((0, 0))
     first.forget((0, 0))
     assert first.num_kept == 0
     with pytest.raises(NotReady):
         first.backward((0, 0), activation)
-    fly([first, last], (0, 1), *data.microbatch(1))
+    fly([first, last], (0, 1), *batch(data, 1))
     before = gradient(first)
     first.forget((0, 1))
     first.retract((0, 1))
@@ -170,9 +170,9 @@ def test_the_same_microbatch_is_never_added_twice(text: str) -> None:
     spec = small_spec(text)
     data = open_data(spec)
     stages = stages_of(spec)
-    fly(stages, (0, 0), *data.microbatch(0))
+    fly(stages, (0, 0), *batch(data, 0))
     with pytest.raises(ValueError, match="already"):
-        stages[0].forward((0, 0), data.microbatch(0)[0])
+        stages[0].forward((0, 0), batch(data, 0)[0])
 
 
 def test_finish_round_takes_what_was_put_aside_and_nothing_else(text: str) -> None:
@@ -180,7 +180,7 @@ def test_finish_round_takes_what_was_put_aside_and_nothing_else(text: str) -> No
     data = open_data(spec)
     stages = stages_of(spec)
     stage = stages[0]
-    fly(stages, (0, 0), *data.microbatch(0))
+    fly(stages, (0, 0), *batch(data, 0))
     before = parameters(stage)
     size = stage.shard_sizes[1]
     stage.stage_parameters(1, from_tensor(torch.full((size,), 0.25)))
@@ -203,7 +203,7 @@ def test_the_layers_compute_with_the_flat_buffers(text: str) -> None:
     data = open_data(spec)
     stages = stages_of(spec)
     for r in range(2):
-        fly(stages, (r, 0), *data.microbatch(0))
+        fly(stages, (r, 0), *batch(data, 0))
         for stage in stages:
             for flat, pick in ((parameters, lambda p: p), (gradient, lambda p: p.grad)):
                 values = named(stage, flat(stage))
@@ -242,7 +242,7 @@ def test_parameters_that_lie_in_the_gradient_are_as_those_that_are_copied(
         for make in (TorchStage, copying_stage)
     )
     for r, last_shard in enumerate([None, 1, None, None]):
-        results = [fly(stages, (r, 0), *data.microbatch(r)) for stages in (swaps, copies)]
+        results = [fly(stages, (r, 0), *batch(data, r)) for stages in (swaps, copies)]
         assert results[0] == results[1]
         rng = torch.Generator().manual_seed(r)
         for one, other in zip(swaps, copies, strict=True):
@@ -372,18 +372,18 @@ def test_what_is_not_finite_is_refused_and_nothing_added(text: str, bad: float) 
     spec = small_spec(text)
     data = open_data(spec)
     first, last = stages_of(spec)
-    activation = first.forward((0, 0), data.microbatch(0)[0])
+    activation = first.forward((0, 0), batch(data, 0)[0])
     poisoned = to_tensor(activation).clone()
     poisoned[1, 3, 5] = bad
     with pytest.raises(ProtocolViolation):
-        last.forward_backward((0, 0), from_tensor(poisoned), data.microbatch(0)[1])
+        last.forward_backward((0, 0), from_tensor(poisoned), batch(data, 0)[1])
     with pytest.raises(ProtocolViolation):
         first.backward((0, 0), from_tensor(poisoned))
     assert not gradient(first).any()
     assert not gradient(last).any()
     assert last.num_kept == 0
     # the microbatch can still be completed
-    result = last.forward_backward((0, 0), activation, data.microbatch(0)[1])
+    result = last.forward_backward((0, 0), activation, batch(data, 0)[1])
     assert result.grad_inputs is not None
     with pytest.raises(ProtocolViolation):
         first.backward((0, 0), from_tensor(torch.zeros(2, 15, 32)))

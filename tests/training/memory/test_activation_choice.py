@@ -23,6 +23,7 @@ from swarmnet.training.memory.plan import BF16, FP32, Precision, stage_activatio
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.stage import build_stage
 from swarmnet.wire import Array
+from tests.training.flights import batch
 from tests.training.memory.test_memory_plan import kept_bytes
 from tests.training.specs import small_spec
 
@@ -98,7 +99,7 @@ def test_a_custom_model_is_traced_without_memory(precision: Precision) -> None:
     spec = custom_spec(64)
     plan = model_plan(spec)
     assert plan.data is not None
-    data, targets = plan.data(spec).microbatch(0)
+    data, targets = batch(plan.data(spec), 0)
     for k in range(3):
         one = known_activations(spec, k, precision)
         assert one is not None

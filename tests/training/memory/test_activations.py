@@ -18,7 +18,7 @@ from swarmnet.training.memory import offload
 from swarmnet.training.memory.device_copies import OnHost
 from swarmnet.training.memory.offload import FilePlace, HostPlace, OffloadedPass
 from swarmnet.training.stage import TorchStage, build_stage
-from tests.training.flights import fly, gradient
+from tests.training.flights import batch, fly, gradient
 from tests.training.specs import small_spec, write_text
 
 
@@ -45,7 +45,7 @@ def test_every_policy_gives_the_same_bits(
     keep = stages(spec, Computing(precision))
     other = stages(spec, Computing(precision, activations, folder=str(tmp_path / "a")))
     for i in range(3):
-        a, b = (fly(row, (0, i), *data.microbatch(i)) for row in (keep, other))
+        a, b = (fly(row, (0, i), *batch(data, i)) for row in (keep, other))
         assert a.loss_sum == b.loss_sum
     for index in (1, 0):
         for ours, theirs in zip(other, keep, strict=True):
@@ -70,7 +70,7 @@ def held_bytes(stage: TorchStage, pass_: Callable[[], Any]) -> int:
 
 
 def test_blocks_keep_one_tensor_a_layer(spec: RunSpec) -> None:
-    inputs = open_data(spec).microbatch(0)[0]
+    inputs = batch(open_data(spec), 0)[0]
     for activations, keeps_graph in (("keep", True), ("blocks", False)):
         stage = build_stage(spec, 0, computing=Computing("fp32", activations))  # type: ignore[arg-type]
         held = held_bytes(stage, lambda stage=stage: stage.forward((0, 0), inputs))  # type: ignore[misc]
@@ -87,7 +87,7 @@ def test_offloaded_tensors_leave_memory_and_their_file_ends_with_the_pass(
     )
     before = len(os.listdir("/proc/self/fd"))
     for i in range(3):
-        stage.forward((0, i), open_data(spec).microbatch(i)[0])
+        stage.forward((0, i), batch(open_data(spec), i)[0])
     assert len(os.listdir("/proc/self/fd")) == before + 3
     assert os.listdir(tmp_path / "deep" / "a") == []
     for i in range(3):

@@ -14,7 +14,7 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.data import open_data
 from swarmnet.training.memory.device_copies import OneMemory, OnHost, copies_of
 from swarmnet.training.stage import TorchStage, build_stage
-from tests.training.flights import fly, gradient, optimizers_of, parameters, update
+from tests.training.flights import batch, fly, gradient, optimizers_of, parameters, update
 from tests.training.specs import small_spec, write_text
 
 
@@ -58,7 +58,7 @@ def test_another_memory_changes_no_bit(spec: RunSpec, precision: Any, activation
     optimizers = [optimizers_of(spec, row) for row in rows]
     for r in range(2):
         for i in range(3):
-            a, b = (fly(row, (r, i), *data.microbatch(3 * r + i)) for row in rows)
+            a, b = (fly(row, (r, i), *batch(data, 3 * r + i)) for row in rows)
             assert a.loss_sum == b.loss_sum
         for row in rows:
             row[1].retract((r, 1))
@@ -87,10 +87,10 @@ def test_a_cpu_copies_nothing() -> None:
 def test_a_gradient_that_is_read_twice_is_collected_again_after_more_work(spec: RunSpec) -> None:
     data = open_data(spec)
     apart = [stage_apart(spec, i, Logged()) for i in range(3)]
-    fly(apart, (0, 0), *data.microbatch(0))
+    fly(apart, (0, 0), *batch(data, 0))
     first = gradient(apart[0])
     assert torch.equal(gradient(apart[0]), first)
-    fly(apart, (0, 1), *data.microbatch(1))
+    fly(apart, (0, 1), *batch(data, 1))
     assert not torch.equal(gradient(apart[0]), first)
     apart[0].retract((0, 1))
     torch.testing.assert_close(gradient(apart[0]), first, rtol=0, atol=1e-5)

@@ -32,6 +32,7 @@ from swarmnet.training.memory.plan import (
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+from tests.training.flights import batch
 from tests.training.specs import small_spec, write_text
 
 ROUNDS = 5
@@ -100,7 +101,7 @@ def test_activations_are_what_a_stage_keeps(
     )
     assert spec.model.max_position_embeddings == 16
     computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
-    data, targets = open_data(spec).microbatch(0)
+    data, targets = batch(open_data(spec), 0)
     for k in range(3):
         inputs = Array(data.dtype, data.shape, bytes(data.data))
         stage = build_stage(spec, k, computing=computing)

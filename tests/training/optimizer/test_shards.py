@@ -20,7 +20,7 @@ from swarmnet.training.optimizer.schedule import learning_rate
 from swarmnet.training.optimizer.shards import Segment, ShardedAdamW, cut_segments, lead
 from swarmnet.wire import Array
 from tests.oracles.reference import ReferenceTrainer
-from tests.training.flights import fly, optimizers_of, stages_of, update
+from tests.training.flights import batch_of_slot, fly, optimizers_of, stages_of, update
 from tests.training.specs import small_spec, write_text
 
 SHAPES = [(8, 5), (8,), (3, 8), (1,)]
@@ -94,12 +94,12 @@ def test_rounds_of_stages_and_shards_equal_the_plain_loop(tmp_path: Path) -> Non
     stages = stages_of(spec)
     optimizers = optimizers_of(spec, stages)
     for r in range(20):
-        ids = [4 * r + i for i in range(4)]
-        results = [fly(stages, (r, i), *data.microbatch(i)) for i in ids]
+        slots = range(4)
+        results = [fly(stages, (r, s), *batch_of_slot(spec, data, r, s)) for s in slots]
         num_tokens = sum(result.num_tokens for result in results)
         update(stages, optimizers, num_tokens, spec.optimizer.grad_clip_norm, r)
         loss = sum(result.loss_sum for result in results) / num_tokens
-        assert math.isclose(loss, reference.step(r, ids), rel_tol=1e-4)
+        assert math.isclose(loss, reference.step(r, slots), rel_tol=1e-4)
     state = {k: v for stage in stages for k, v in stage.state_dict().items()}
     for name, values in reference.state_dict().items():
         assert (state[name] - values).norm() <= 1e-4 * values.norm(), name

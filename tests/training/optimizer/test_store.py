@@ -16,7 +16,7 @@ from swarmnet.training.optimizer.shards import build_optimizer
 from swarmnet.training.optimizer.store import DiskStore, MemoryStore, open_store
 from swarmnet.training.stage import build_stage
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
-from tests.training.flights import fly, parameters, stages_of, update
+from tests.training.flights import batch, fly, parameters, stages_of, update
 from tests.training.specs import small_spec, write_text
 
 
@@ -37,7 +37,7 @@ def test_on_disk_and_in_memory_train_to_the_same_bits(tmp_path: Path) -> None:
             for j in range(len(stage.shard_sizes)):
                 optimizer.create(j)
         for r in range(5):
-            num_tokens = fly(stages, (r, r), *data.microbatch(r)).num_tokens
+            num_tokens = fly(stages, (r, r), *batch(data, r)).num_tokens
             update(stages, optimizers, num_tokens, 1.0, r)
         moments = [o.export(j) for o in optimizers for j in o.owned()]
         ends.append(
