@@ -15,6 +15,7 @@
         ├── Busy               its queue is full; try another replica
         ├── Stale              the call is about a round that is over there
         ├── NotReady           it cannot serve this yet (joining, moving)
+        ├── Taken              another flight of the same slot is there
         ├── Redirect           another peer is responsible
         ├── NoRoute            it found no replica of the next stage
         ├── WrongRun           it trains another run
@@ -106,6 +107,13 @@ class NotReady(RemoteError):
     code = "not_ready"
 
 
+class Taken(RemoteError):
+    """Another feeder's flight of the same slot is at the peer. `details["counted"]`: it counts
+    already."""
+
+    code = "taken"
+
+
 class Redirect(RemoteError):
     """Another peer is responsible. `details["peer_id"]` names it."""
 
@@ -143,6 +151,7 @@ REMOTE_ERRORS: dict[str, type[RemoteError]] = {
         Busy,
         Stale,
         NotReady,
+        Taken,
         Redirect,
         NoRoute,
         WrongRun,

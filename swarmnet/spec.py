@@ -33,6 +33,7 @@ from rfc8785 import IntegerDomainError
 
 from swarmnet.errors import SpecError
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
+from swarmnet.protocol.pipeline.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
 from swarmnet.spec_0_1 import canonical_of_0_1, run_id_of_0_1
 from swarmnet.version import __version__
@@ -331,6 +332,11 @@ class PipelineSpec(_Table):
             raise ValueError(
                 f"global_batch ({self.global_batch}) must be a multiple of "
                 f"microbatch ({self.microbatch})"
+            )
+        if self.global_batch // self.microbatch > MAX_SLOTS:
+            raise ValueError(
+                f"global_batch ({self.global_batch}) is more than {MAX_SLOTS} microbatches of "
+                f"{self.microbatch}; make microbatch larger"
             )
         return self
 

@@ -27,7 +27,7 @@ import msgpack
 from swarmnet.admission import Credential, Grant, Invite, InviteOnly
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.identity import Identity, verify
-from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restorable, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, Restorable
 from swarmnet.spec import RunSpec
 from swarmnet.swarm import messages
 from swarmnet.transport import frames
@@ -44,6 +44,7 @@ from swarmnet.transport.calls.hello import (
 )
 from swarmnet.transport.calls.remote_errors import parse_error
 from swarmnet.wire import Array, convert, pack, unpack, unpack_plain
+from tests.protocol.making import counted
 
 LIMIT_S = 2
 """For one input; the slowest valid one takes a few milliseconds."""
@@ -175,7 +176,7 @@ def targets() -> list[Target]:
     record = Record(
         PEER.peer_id, "r" * 32, 5, 7, state=ACTIVE, stage=1, round=3,
         addresses=("/ip4/127.0.0.1/tcp/4001/p2p/" + PEER.peer_id,), has_data=True,
-        counts=(RoundCount(2, 9, 8, True, 100, 3.5), RoundCount(3, 4, 2)), samples_per_s=3.0,
+        counts=(counted(2, 9, 8, True, 100, 3.5), counted(3, 4, 2, first=70)), samples_per_s=3.0,
         digests=bytes(range(32)), holds=b"\x0f", held_out=HeldOut(2, 2.5, 3.0),
         totals={"sent_bytes": 1 << 40}, agent="swarmnet/0.1.0",
         restorable=(Restorable(2, 1, 4, b"\x0f", 9),), history=1,

@@ -12,7 +12,7 @@ are told with what was seen of them, or not at all, but never twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,8 @@ class Monitor:
     time.
 
     Args:
-        num_stages, global_batch (samples), rounds (length of the run): of the run's spec.
+        num_stages, global_batch (samples), samples_per_slot, rounds (length of the run): of the
+            run's spec.
         replication: owners that each optimizer shard should have.
         measures: feeders are known to measure held-out data, so that `all_told` waits for the
             first measurement. For the last it waits wherever there was one.
@@ -86,12 +87,14 @@ class Monitor:
         *,
         num_stages: int,
         global_batch: int,
+        samples_per_slot: int,
         rounds: int,
         replication: int = 2,
         measures: bool = False,
     ) -> None:
         self.num_stages = num_stages
         self.global_batch = global_batch
+        self.samples_per_slot = samples_per_slot
         self.rounds = rounds
         self.replication = replication
         self.measures = measures
@@ -228,7 +231,7 @@ class Monitor:
             kept = self._counts.setdefault(key, {})
             for count in record.counts:
                 known = kept.get(count.round)
-                if known is None or known.committed <= count.committed:
+                if known is None or len(known.committed) <= len(count.committed):
                     kept[count.round] = count
         for key, kept in list(self._counts.items()):
             wanted = {r: c for r, c in kept.items() if first <= r <= self._newest + KEPT_ROUNDS}
@@ -247,8 +250,9 @@ class Monitor:
     def _sum(self, round_index: int) -> _Sum:
         counts = [kept[round_index] for kept in self._counts.values() if round_index in kept]
         return _Sum(
-            launched=sum(c.launched for c in counts),
-            committed=sum(c.committed for c in counts),
+            launched=self.samples_per_slot * _num_slots(c.launched.mask for c in counts),
+            committed=self.samples_per_slot
+            * _num_slots(c.committed.mask | c.settled.mask for c in counts),
             tokens=sum(c.tokens for c in counts),
             loss_sum=sum(c.loss_sum for c in counts),
         )
@@ -514,3 +518,11 @@ def _lost(record: Record, served: int, unix_s: float) -> PeerLost:
     clean = record.state in (LEFT, LEAVING)
     stage = served if record.stage == OBSERVER_STAGE else record.stage
     return PeerLost(unix_s, record.peer_id, stage, clean)
+
+
+def _num_slots(masks: Iterable[int]) -> int:
+    """Of the union of sets of slots, each a mask."""
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union.bit_count()

@@ -150,13 +150,15 @@ class PeerCollector(Collector):
         yield owners
         newest = progress.newest_round(view, now)
         yield GaugeMetricFamily("swarmnet_round", "The round being made.", value=newest)
-        made = progress.round_progress(view, newest, now, self._spec.pipeline.global_batch)
+        pipeline = self._spec.pipeline
+        num_slots = pipeline.global_batch // pipeline.microbatch
+        made = progress.round_progress(view, newest, now, num_slots)
         samples = GaugeMetricFamily(
             "swarmnet_round_samples", "Samples of the present round.", labels=["state"]
         )
-        samples.add_metric(["launched"], made.launched)
-        samples.add_metric(["committed"], made.committed)
-        samples.add_metric(["due"], self._spec.pipeline.global_batch)
+        samples.add_metric(["launched"], made.launched * pipeline.microbatch)
+        samples.add_metric(["committed"], made.committed * pipeline.microbatch)
+        samples.add_metric(["due"], pipeline.global_batch)
         yield samples
         yield GaugeMetricFamily(
             "swarmnet_spread_ratio",

@@ -67,6 +67,7 @@ def monitor_of(spec: RunSpec) -> Monitor:
     return Monitor(
         num_stages=spec.pipeline.num_stages,
         global_batch=spec.pipeline.global_batch,
+        samples_per_slot=spec.pipeline.microbatch,
         rounds=spec.optimizer.rounds,
         replication=spec.sync.replication,
         measures=bool(spec.data.paths)

@@ -1,8 +1,8 @@
-"""Which microbatches each round counted: a feeder's file, and how several are read as one.
+"""Which slots each round counted: a feeder's file, and how several are read as one.
 
-A feeder appends a line for every microbatch as soon as it counts:
+A feeder appends a line for every slot as soon as it counts:
 
-    {"run_id": "...", "history": 1764..., "round": 12, "ids": [5823...]}
+    {"run_id": "...", "history": 1764..., "round": 12, "slots": [3]}
 
 A run that a new version of swarmnet goes on with under another id says so in a line of its own:
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ class CountedMicrobatches:
         self._run_id = run_id
         self._history = history
 
-    def __call__(self, round_index: int, the_id: int) -> None:
-        """A microbatch counts."""
-        self._append({"history": self._history(), "round": round_index, "ids": [the_id]})
+    def __call__(self, round_index: int, slot: int) -> None:
+        """A slot counts."""
+        self._append({"history": self._history(), "round": round_index, "slots": [slot]})
 
     def renamed(self, old: int, new: int) -> None:
         """The run's history has another name now."""
@@ -71,8 +72,9 @@ class CountedMicrobatches:
 
 
 def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, list[int]]:
-    """The microbatches that each round counted, by round, ids ascending; `paths`: the files of all
-    feeders. A plain loop over them makes the run's updates again.
+    """The slots that each round counted, by round, ascending; `paths`: the files of all feeders. A
+    slot that two feeders counted is there twice. A plain loop over them makes the run's updates
+    again.
 
     `run_id`: of the run that is meant, where the files hold several. Raises `UserError` where a
     file cannot be read, or several runs are in them and none is named.
@@ -85,22 +87,22 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
     run_id = _newest(run_id, renamed) if run_id is not None else None
     runs = sorted({line["run_id"] for line in lines})
     if run_id is None and len(runs) > 1:
-        raise UserError(f"microbatches of {len(runs)} runs are on record; name one of {runs}")
+        raise UserError(f"slots of {len(runs)} runs are on record; name one of {runs}")
     lines = [line for line in lines if run_id in (None, line["run_id"])]
     same_as = {line["was"]: line["history"] for line in lines if "was" in line}
-    by_history: dict[int, dict[int, set[int]]] = {}
+    by_history: dict[int, dict[int, list[int]]] = {}
     for line in lines:
         history = line["history"]
         while same_as.get(history, history) > history:
             history = same_as[history]
         if "round" in line:
             rounds = by_history.setdefault(history, {})
-            rounds.setdefault(line["round"], set()).update(line["ids"])
-    counted: dict[int, set[int]] = {}
+            rounds.setdefault(line["round"], []).extend(line["slots"])
+    counted: dict[int, list[int]] = {}
     for _, rounds in sorted(by_history.items()):
         first = min(rounds)
-        counted = {r: ids for r, ids in counted.items() if r < first} | rounds
-    return {r: sorted(ids) for r, ids in sorted(counted.items())}
+        counted = {r: slots for r, slots in counted.items() if r < first} | rounds
+    return {r: sorted(slots) for r, slots in sorted(counted.items())}
 
 
 def _newest(run_id: str, renamed: Mapping[str, str]) -> str:
@@ -123,11 +125,25 @@ def show_counted(
         if not (folder / COUNTED_FILE).is_file():
             raise UserError(f"{folder}: no {COUNTED_FILE} there; name a feeder's state folder")
     counted = read_counted([folder / COUNTED_FILE for folder in state_dirs], run_id)
-    for round_index, ids in counted.items():
+    for round_index, slots in counted.items():
         if as_json:
-            say(json.dumps({"round": round_index, "microbatches": ids}))
+            say(json.dumps({"round": round_index, "slots": slots}))
         else:
-            say(f"round {round_index}: {len(ids)} microbatches")
+            say(f"round {round_index}: {describe_slots(slots)}")
+
+
+def describe_slots(slots: Sequence[int]) -> str:
+    """How many slots, and by number those that a run without a fault does not have: a slot more
+    than once, or left out."""
+    times = Counter(slots)
+    more = [f"{slot} ({n} times)" for slot, n in sorted(times.items()) if n > 1]
+    lacking = sorted(set(range(max(slots) + 1)) - set(slots)) if slots else []
+    text = f"{len(times)} slots"
+    if more:
+        text += f", counted more than once: {', '.join(more)}"
+    if lacking:
+        text += f", not counted: {', '.join(map(str, lacking))}"
+    return text
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,7 +159,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield {key: values[key] for key in ("run_id", "was_run_id")}
                 continue
             numbers = [values["history"], values.get("was", 0)]
-            numbers += [values["round"], *values["ids"]] if "round" in values else []
+            numbers += [values["round"], *values["slots"]] if "round" in values else []
             if isinstance(values["run_id"], str) and all(type(n) is int for n in numbers):
                 yield values
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -55,7 +55,7 @@ class Accounts:
         on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> None:
         """`on_sample` is called with every new point of the curve."""
-        self.breakdown = Breakdown(network, scenario.global_batch)
+        self.breakdown = Breakdown(network, scenario.num_slots)
         self.curve: list[Sample] = []
         self._scenario = scenario
         self._population = population

@@ -32,7 +32,7 @@ class Breakdown:
     """Capacity times seconds, by what it was spent on."""
 
     network: SimulatedNetwork
-    global_batch: int
+    num_slots: int
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     _fresh: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By peer: its round, and the work of its device (seconds) when that round began."""
@@ -63,7 +63,7 @@ class Breakdown:
         r, peer_id = replica.round, peer.transport.peer_id
         if not replica.ahead and not replica.is_open(r):
             return EXCHANGE
-        if not replica.ahead and progress.is_launched(peer.view, r, now, self.global_batch):
+        if not replica.ahead and progress.is_launched(peer.view, r, now, self.num_slots):
             return DRAIN
         if self._fresh.get(peer_id, (-1, 0.0))[0] != r:
             self._fresh[peer_id] = (r, replica.device.busy_s)

@@ -290,7 +290,7 @@ class Monitor:
         feeder = member.peer.feeder
         if feeder is None:
             return
-        for r, committed in feeder.rounds.committed_paths().items():
+        for r, committed in feeder.rounds.committed_by_id().items():
             if r < self.closed_rounds:
                 continue
             book = self._book(r)

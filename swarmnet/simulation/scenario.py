@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from swarmnet.protocol.pipeline.slots import num_slots_of
 from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
@@ -91,6 +92,11 @@ class Scenario:
     """Compares what was committed with what was averaged."""
     keep_log: bool = True
     """Keeps the event log's lines; its hash is always made."""
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches of a round."""
+        return num_slots_of(self.global_batch, self.samples_per_microbatch)
 
     def rng(self, name: str) -> random.Random:
         """A generator for one part of the simulation, whose numbers no other part changes."""

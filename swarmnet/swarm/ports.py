@@ -268,11 +268,13 @@ class Data(Protocol):
     samples_per_microbatch: int
     bytes_per_token: float
     """Average bytes of text behind one target token; 0 where the data is not text."""
-    num_samples: int | None
-    """Training samples, at least one. None where there is no end of them: indices then only grow,
-    and none comes twice."""
     num_held_out: int
     """Microbatches of held-out data."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Training samples, at least one. None where there is no end of them: indices then only
+        grow, and none comes twice."""
 
     def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
         """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from peer.observe.dashboard.hub import Hub
 from peer.observe.monitor import Monitor
-from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record
 from swarmnet.spec import RunSpec, parse_spec
+from tests.protocol.making import counted
 
 GLOBAL_BATCH, TOKENS = 64, 128
 
@@ -37,7 +38,7 @@ def replica(name: str, stage: int, round_index: int = 0, **values: Any) -> Recor
 def feeder(name: str, round_index: int, loss: float, **values: Any) -> Record:
     """A replica of stage 0 that has committed all of the round before."""
     counts = tuple(
-        RoundCount(r, GLOBAL_BATCH, GLOBAL_BATCH, True, TOKENS, TOKENS * loss)
+        counted(r, GLOBAL_BATCH, GLOBAL_BATCH, True, TOKENS, TOKENS * loss)
         for r in range(max(0, round_index - 1), round_index)
     )
     return replica(name, 0, round_index, counts=counts, has_data=True, **values)
@@ -53,7 +54,9 @@ class Played:
     def __init__(self, num_stages: int = 2, rounds: int = 100) -> None:
         self.spec = spec_of(num_stages, rounds)
         self.hub = Hub(self.spec)
-        self.monitor = Monitor(num_stages=num_stages, global_batch=GLOBAL_BATCH, rounds=rounds)
+        self.monitor = Monitor(
+            num_stages=num_stages, global_batch=GLOBAL_BATCH, samples_per_slot=1, rounds=rounds
+        )
         self.now = 0.0
 
     def look(self, *records: Record, dead: tuple[str, ...] = ()) -> None:

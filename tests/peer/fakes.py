@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError
-from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.options import TransportName
 from swarmnet.spec import RunSpec
+from tests.protocol.making import counted
 
 FAKE_PEER = """
 import json, os, pathlib, signal, sys, time
@@ -55,12 +56,13 @@ def fake_command(folder: Path, mode: str) -> tuple[str, ...]:
 def run_records(spec: RunSpec, round_index: int, version: int) -> list[Record]:
     """One feeding replica a stage, at the beginning of a round."""
     batch = spec.pipeline.global_batch
+    num_slots = batch // spec.pipeline.microbatch
     counts = tuple(
-        RoundCount(r, batch, batch, True, batch * 10, batch * 10 * (5.0 - r))
+        counted(r, num_slots, num_slots, True, batch * 10, batch * 10 * (5.0 - r))
         for r in range(max(0, round_index - 4), round_index)
     )
     if round_index < spec.optimizer.rounds:
-        counts = (*counts[-3:], RoundCount(round_index, launched=batch))
+        counts = (*counts[-3:], counted(round_index, launched=num_slots))
     return [
         Record(
             f"peer-at-stage-{stage}",

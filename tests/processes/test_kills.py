@@ -13,7 +13,6 @@ import pytest
 
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.pipeline.feeder import microbatch_id
 from tests.oracles.reference import ReferenceTrainer
 from tests.processes.running import (
     RUN_LIMIT_S,
@@ -28,6 +27,7 @@ from tests.swarm.harness import relative_difference, replay
 pytestmark = pytest.mark.processes
 ROUNDS = 30
 HARMED_FROM = 4
+OTHER_ROUNDS = 10_000
 """Round in which the harm is done."""
 SLOW = ("--max-device-share", "10%")
 NOISE = 0.05
@@ -198,17 +198,10 @@ def _loss_without(spec: RunSpec, num_updates: int) -> float:
         return _losses[key]
     trainer = ReferenceTrainer(spec)
     missed = range(HARMED_FROM, HARMED_FROM + num_updates)
-    for r, ids in _other_draws(spec).items():
-        if r not in missed:
-            trainer.step(r, ids)
+    slots = range(spec.pipeline.global_batch // spec.pipeline.microbatch)
+    for r in range(spec.optimizer.rounds):
+        if r not in missed:  # with samples of other rounds
+            _, num_tokens = trainer.accumulate(OTHER_ROUNDS + r, slots)
+            trainer.update(r, num_tokens)
     _losses[key] = trainer.held_out_loss()
     return _losses[key]
-
-
-def _other_draws(spec: RunSpec) -> dict[int, list[int]]:
-    """Microbatches of exactly one global batch a round that no feeder of the run drew."""
-    num_microbatches = spec.pipeline.global_batch // spec.pipeline.microbatch
-    return {
-        r: [microbatch_id(spec.run_id, "nobody", 0, r, n) for n in range(num_microbatches)]
-        for r in range(spec.optimizer.rounds)
-    }

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.records import ACTIVE, Record, RoundCount
+from swarmnet.protocol.pipeline.slots import SlotSet, mask_of
 
 
 def record(peer_id: str, version: int = 0, *, incarnation: int = 1, **fields: object) -> Record:
     fields = {"state": ACTIVE, "stage": 0, **fields}
     return Record(peer_id, "run", incarnation, version, **fields)  # type: ignore[arg-type]
+
+
+def counted(
+    round_index: int,
+    launched: int = 0,
+    committed: int = 0,
+    sealed: bool = False,
+    tokens: int = 0,
+    loss_sum: float = 0.0,
+    *,
+    first: int = 0,
+) -> RoundCount:
+    """Of the slots from `first` on, so many launched, and the first of them committed."""
+    return RoundCount(
+        round_index,
+        slots(first, launched),
+        slots(first, committed),
+        sealed,
+        tokens,
+        loss_sum,
+    )
+
+
+def slots(first: int, num: int) -> SlotSet:
+    return SlotSet.of(mask_of(range(first, first + num)))

@@ -15,9 +15,9 @@ from swarmnet.runtime.counted import COUNTED_FILE, CountedMicrobatches, read_cou
 
 def feed(path: Path, history: int, rounds: dict[int, list[int]], run_id: str = "run") -> None:
     counted = CountedMicrobatches(path, run_id, lambda: history)
-    for r, ids in rounds.items():
-        for the_id in ids:
-            counted(r, the_id)
+    for r, slots in rounds.items():
+        for slot in slots:
+            counted(r, slot)
 
 
 def test_the_files_of_all_feeders_are_one_record(tmp_path: Path) -> None:
@@ -27,16 +27,19 @@ def test_the_files_of_all_feeders_are_one_record(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_what_each_round_counted(tmp_path: Path) -> None:
-    for name, rounds in (("a", {0: [5, 3], 1: [7]}), ("b", {0: [4]})):
+    for name, rounds in (("a", {0: [2, 1], 1: [1]}), ("b", {0: [0, 1]})):
         (tmp_path / name).mkdir()
         feed(tmp_path / name / COUNTED_FILE, 1, rounds)
     folders = [str(tmp_path / "a"), str(tmp_path / "b")]
     shown = CliRunner().invoke(app, ["counted", *folders])
-    assert shown.stdout.splitlines() == ["round 0: 3 microbatches", "round 1: 1 microbatches"]
+    assert shown.stdout.splitlines() == [
+        "round 0: 3 slots, counted more than once: 1 (2 times)",
+        "round 1: 1 slots, not counted: 0",
+    ]
     shown = CliRunner().invoke(app, ["counted", *folders, "--json"])
     assert [json.loads(line) for line in shown.stdout.splitlines()] == [
-        {"round": 0, "microbatches": [3, 4, 5]},
-        {"round": 1, "microbatches": [7]},
+        {"round": 0, "slots": [0, 1, 1, 2]},
+        {"round": 1, "slots": [1]},
     ]
     shown = CliRunner().invoke(app, ["counted", str(tmp_path)])
     assert shown.exit_code == 1

@@ -27,9 +27,9 @@ def early_replicas(simulation: Simulation) -> int:
     peers = [m.peer for m in simulation.monitor.members.values()]
     launched: Counter[int] = Counter()
     for count in (c for p in peers for c in p.gossip.own.counts):
-        launched[count.round] += count.launched
+        launched[count.round] += len(count.launched)
     ahead = [p.replica.round for p in peers if p.replica is not None and p.replica.ahead]
-    return sum(launched[r] < simulation.scenario.global_batch for r in ahead)
+    return sum(launched[r] < simulation.scenario.num_slots for r in ahead)
 
 
 def test_fast_feeders_go_on_while_slow_ones_launch_their_last() -> None:

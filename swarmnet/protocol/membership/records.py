@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from swarmnet.protocol.pipeline.slots import EMPTY, SlotSet
 from swarmnet.protocol.update.sync_modes import Switch
 
 Stamp = tuple[int, int]
@@ -37,7 +38,7 @@ LEFT = "left"
 OBSERVING = "observing"
 STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
 MAX_COUNT = 1 << 47
-"""Samples or tokens of one feeder in a round, at most. The sum over all peers of a view
+"""Tokens of one feeder in a round, at most. The sum over all peers of a view
 (`view.MAX_PEERS`) stays below 2^62."""
 MAX_LOSS_SUM = 1e20
 """The loss of one feeder in a round, at most, nats: sums stay finite."""
@@ -47,25 +48,27 @@ MAX_RATE = 1e15
 
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """A feeder's counters for one round, in samples."""
+    """What a feeder did in one round."""
 
     round: int
-    launched: int = 0
-    committed: int = 0
+    launched: SlotSet = EMPTY
+    committed: SlotSet = EMPTY
+    """Launched, returned, and counted by this feeder."""
     sealed: bool = False
     """The feeder has no microbatch of this round in flight and launches no more."""
     tokens: int = 0
     loss_sum: float = 0.0
     """Sum over the committed tokens of the loss, in nats."""
+    settled: SlotSet = EMPTY
+    """Launched, and found to have been counted before, by a feeder whose record does not say so."""
 
     def __post_init__(self) -> None:
-        counts = (self.launched, self.committed, self.tokens)
-        if any(not 0 <= n < MAX_COUNT for n in counts) or not 0 <= self.round < 2**62:
+        if not (0 <= self.tokens < MAX_COUNT and 0 <= self.round < 2**62):
             raise ValueError("a round's counter is out of range")
         if not abs(self.loss_sum) <= MAX_LOSS_SUM:
             raise ValueError("the loss of a round is out of range")
-        if self.committed > self.launched:
-            raise ValueError("more samples committed than launched")
+        if not SlotSet.of(self.committed.mask | self.settled.mask).issubset(self.launched):
+            raise ValueError("slots that were committed and not launched")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from swarmnet.protocol.membership.records import Record, RoundCount
 
 @dataclass(slots=True)
 class _Sum:
-    """Of one round, in samples."""
+    """Of one round, in slots; a slot that two feeders name counts twice."""
 
     launched: int = 0
     committed: int = 0
@@ -42,12 +42,12 @@ class RoundCounters:
                 self._counts.pop(count.round, None)
 
     def committed(self, round_index: int) -> int:
-        """Samples committed in a round, by the word of all known peers."""
+        """Slots committed in a round, at most, by the word of all known peers."""
         sums = self._sums.get(round_index)
         return 0 if sums is None else sums.committed
 
     def launched_at_most(self, round_index: int) -> int:
-        """Samples launched in a round, those included that died with their feeder."""
+        """Slots launched in a round, at most, those included that died with their feeder."""
         sums = self._sums.get(round_index)
         return 0 if sums is None else sums.launched
 
@@ -57,7 +57,7 @@ class RoundCounters:
 
     def _add(self, count: RoundCount, sign: int) -> None:
         sums = self._sums.setdefault(count.round, _Sum())
-        sums.launched += sign * count.launched
-        sums.committed += sign * count.committed
+        sums.launched += sign * len(count.launched)
+        sums.committed += sign * (len(count.committed) + len(count.settled))
         if sums == _Sum():
             del self._sums[count.round]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnet.errors import Busy
+from swarmnet.protocol.pipeline.slots import slot_of
 
 StepKey = tuple[int, int]
 """(round, microbatch id)"""
@@ -79,6 +80,16 @@ class Ledger:
     def get(self, key: StepKey) -> Entry | None:
         """The entry of a microbatch; None where it is unknown here."""
         return self._rounds.get(key[0], {}).get(key[1])
+
+    def other_flight(self, key: StepKey) -> Entry | None:
+        """Another flight of the same slot: one that is committed, where there is one."""
+        slot, found = slot_of(key[1]), None
+        for other, entry in self._rounds.get(key[0], {}).items():
+            if other != key[1] and slot_of(other) == slot:
+                found = entry
+                if entry.state == COMMITTED:
+                    break
+        return found
 
     def done(self, key: StepKey, *, num_tokens: int, next_peer: str | None) -> None:
         """The gradient is in the buffer. Ignored where the entry is gone (the round is over)."""

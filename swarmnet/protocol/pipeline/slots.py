@@ -78,6 +78,26 @@ def num_slots_of(global_batch: int, samples_per_slot: int) -> int:
     return -(-global_batch // samples_per_slot)
 
 
+# ---- flights of slots -------------------------------------------------------------------------
+
+SLOT_BITS = 16
+
+
+def flight_id(
+    run_id: str, peer_id: str, incarnation: int, round_index: int, n: int, slot: int
+) -> int:
+    """The microbatch id of the n-th flight that a feeder begins in a round, 63 bits: the slot in
+    the lowest `SLOT_BITS`, and above them a hash that no other flight has."""
+    text = f"{run_id}|{peer_id}|{incarnation}|{round_index}|{n}"
+    digest = blake2b(text.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big") >> 1 << SLOT_BITS | slot
+
+
+def slot_of(microbatch_id: int) -> int:
+    """The slot that a flight is of."""
+    return microbatch_id & (1 << SLOT_BITS) - 1
+
+
 # ---- sets of slots ---------------------------------------------------------------------------
 
 

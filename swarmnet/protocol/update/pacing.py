@@ -21,12 +21,12 @@ LEFT_PART = 0.3
 enough sends its gradient, and then in as much time its part of the results."""
 
 
-def feeding_left_s(launched: int, global_batch: int, age_s: float) -> float | None:
-    """Seconds until all of a round is launched, extrapolated from the `launched` samples of its
+def feeding_left_s(launched: int, num_slots: int, age_s: float) -> float | None:
+    """Seconds until all of a round is launched, extrapolated from the `launched` slots of its
     first `age_s` seconds; None while it cannot be known."""
     if launched <= 0 or age_s <= 0:
         return None
-    return age_s * max(0, global_batch - launched) / launched
+    return age_s * max(0, num_slots - launched) / launched
 
 
 def gradient_share(num_bytes: float, upload_bytes_per_s: float, left_s: float | None) -> float:

@@ -139,4 +139,4 @@ class Mover:
 
     def _is_fed(self, served: ServedStage, r: int) -> bool:
         now = asyncio.get_running_loop().time()
-        return served.replica.is_fed(r, self._gossip.view, now, self._settings.global_batch)
+        return served.replica.is_fed(r, self._gossip.view, now, self._settings.num_slots)

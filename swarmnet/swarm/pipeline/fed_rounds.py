@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from swarmnet.protocol.pipeline.slots import slot_of
 from swarmnet.swarm.messages import CommittedReply, CommittedRequest
 from swarmnet.swarm.tasks import Tasks
 
@@ -33,7 +34,7 @@ class FedRound:
     launched_at: float = 0.0
     """When it launched the newest one."""
     heard: int = 0
-    """Samples that others have launched, and since when they have been so many."""
+    """Slots that others have launched, and since when they have been so many."""
     heard_at: float = 0.0
     told: set[int] = field(default_factory=set)
     """Microbatches that `on_round` has heard of."""
@@ -50,7 +51,7 @@ class FedRounds:
     """The newest rounds of a feeder, and which of them are open."""
 
     def __init__(self, num_stages: int, on_round: OnRound) -> None:
-        """`on_round(round, ids)` hears each committed microbatch once."""
+        """`on_round(round, slots)` hears each committed slot once."""
         self._num_stages, self._on_round = num_stages, on_round
         self._rounds: dict[int, FedRound] = {}
         self._open: list[FedRound] = []
@@ -116,12 +117,20 @@ class FedRounds:
                 in_flight.append(the_id)
         return CommittedReply(tuple(counted), tuple(in_flight))
 
-    def committed_paths(self) -> dict[int, dict[int, tuple[str, ...]]]:
-        """By round (the newest `KEPT_COMMITS`), the path of every microbatch that counts."""
+    def committed_by_id(self) -> dict[int, dict[int, tuple[str, ...]]]:
+        """By round (the newest `KEPT_COMMITS`), the path of every microbatch that counts, by its
+        id."""
         return {r: mine.committed for r, mine in self._rounds.items()}
+
+    def committed_paths(self) -> dict[int, dict[int, tuple[str, ...]]]:
+        """The same by slot."""
+        return {
+            r: {slot_of(the_id): path for the_id, path in mine.committed.items()}
+            for r, mine in self._rounds.items()
+        }
 
     def _tell(self, mine: FedRound) -> None:
         new = sorted(mine.committed.keys() - mine.told)
         if new:
             mine.told.update(new)
-            self._on_round(mine.round, new)
+            self._on_round(mine.round, sorted(map(slot_of, new)))

@@ -1,8 +1,8 @@
-"""The feeder: launches microbatches, counts those that returned, and seals its part of a round.
+"""The feeder: launches slots of a round, counts those that returned, and seals its part of it.
 
-Its counters are its part of the round's progress (`protocol.pipeline.progress`). A microbatch id
-is a hash of (run, feeder, incarnation, round, n): no two feeders ever draw the same one, and a
-restarted feeder does not repeat itself.
+What it publishes is its part of the round's progress (`protocol.pipeline.progress`). A flight of a
+slot is a microbatch with an id of its own (`protocol.pipeline.slots`): no two flights have the
+same, and a restarted feeder does not repeat itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
-from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale
+from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
 from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.pipeline.slots import SlotSet, flight_id, slot_of
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     Commit,
@@ -45,12 +45,6 @@ and rests."""
 REST_S = 300.0
 
 
-def microbatch_id(run_id: str, peer_id: str, incarnation: int, round_index: int, n: int) -> int:
-    """63 bits that no other (run, feeder, incarnation, round, n) gives."""
-    text = f"{run_id}|{peer_id}|{incarnation}|{round_index}|{n}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
 OnCommit = Callable[[int, int], None]
 
 
@@ -65,17 +59,17 @@ class Feeder:
     settings: RunSettings
     limits: Limits
     data: Data
-    on_round: OnRound = lambda round_index, ids: None
-    """Hears the ids of the microbatches that a round counted: when it is over, and when this peer
+    on_round: OnRound = lambda round_index, slots: None
+    """Hears the slots of this feeder that a round counted: when it is over, and when this peer
     leaves, pauses or moves in the middle of it, then of the rest."""
-    on_commit: OnCommit = lambda round_index, the_id: None
-    """Hears the id of each microbatch as soon as it counts."""
+    on_commit: OnCommit = lambda round_index, slot: None
+    """Hears each slot as soon as it counts."""
 
     def __post_init__(self) -> None:
         self.num_completed = 0
         """Microbatches of its own that have counted."""
         self.rounds = FedRounds(
-            self.settings.num_stages, lambda round_index, ids: self.on_round(round_index, ids)
+            self.settings.num_stages, lambda round_index, slots: self.on_round(round_index, slots)
         )
         self.rules = LaunchRules(self.gossip, self.wiring, self.settings, self.limits)
         self._held_out = HeldOutLoss(self.gossip, self.wiring, self.data, self.settings)
@@ -129,7 +123,7 @@ class Feeder:
         as never launched, as if it were gone."""
         for count in self.gossip.own.counts:
             if not count.sealed:
-                self.gossip.update_count(replace(count, launched=count.committed, sealed=True))
+                self.gossip.update_count(replace(count, launched=_counted(count), sealed=True))
 
     # ---- launching --------------------------------------------------------------------------
 
@@ -145,20 +139,25 @@ class Feeder:
         """Starts as many microbatches as the round still needs of this feeder. Those of a round
         ahead never keep one of the present round from its start."""
         before = [m for m in self.rounds if m.round < mine.round]
-        if mine.round >= self.settings.rounds or any(map(self.rules.may_launch, before)):
+        if mine.round >= self.settings.rounds:
+            return
+        if any(self.rules.next_slot(m) is not None for m in before):
             return
         older = sum(len(m.in_flight) for m in before)
         window = self.rules.window(self.num_completed)
         room = self.rules.room(replica, self.num_completed)
         window = min(window, older + len(mine.in_flight) + room)
         own = self.gossip.own
-        while older + len(mine.in_flight) < window and self.rules.may_launch(mine):
+        while older + len(mine.in_flight) < window:
+            slot = self.rules.next_slot(mine)
+            if slot is None:
+                return
             count = self.gossip.own.count(mine.round)
             n, mine.next_n = mine.next_n, mine.next_n + 1
-            the_id = microbatch_id(own.run_id, own.peer_id, own.incarnation, mine.round, n)
+            the_id = flight_id(own.run_id, own.peer_id, own.incarnation, mine.round, n, slot)
             mine.in_flight.add(the_id)
             mine.launched_at = asyncio.get_running_loop().time()
-            launched = count.launched + self.settings.samples_per_microbatch
+            launched = count.launched.with_slot(slot)
             self.gossip.update_count(replace(count, launched=launched, sealed=False))
             mine.flights.start(self._fly(replica, mine, the_id))
 
@@ -168,12 +167,12 @@ class Feeder:
             return
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)
-        view, batch = self.gossip.view, self.settings.global_batch
+        view, num_slots = self.gossip.view, self.settings.num_slots
         idle = not mine.in_flight and not self._held_out.is_measuring
-        sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, batch))
+        sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, num_slots))
         if sealed != count.sealed:
             # A feeder that feeds no more will not launch again what did not come back: others do.
-            launched = count.launched if feeds else count.committed
+            launched = count.launched if feeds else _counted(count)
             self.gossip.update_count(replace(count, launched=launched, sealed=sealed), urgent=True)
 
     # ---- one microbatch ---------------------------------------------------------------------
@@ -183,16 +182,16 @@ class Feeder:
         try:
             await self._try_until_it_counts(replica, mine, the_id)
         except (Refused, DataError, OSError) as e:
-            self._given_up(mine, e)
+            self._given_up(mine, slot_of(the_id), e)
         except Exception as e:
             log.exception("round %d: a microbatch failed", mine.round)
-            self._given_up(mine, e)
+            self._given_up(mine, slot_of(the_id), e)
         finally:
             mine.in_flight.discard(the_id)
             self.gossip.changed.notify_all()
 
     async def _try_until_it_counts(self, replica: Replica, mine: FedRound, the_id: int) -> None:
-        own = self.gossip.own
+        own, slot = self.gossip.own, slot_of(the_id)
         request = StepRequest(
             round=mine.round,
             microbatch_id=the_id,
@@ -210,7 +209,8 @@ class Feeder:
             _accept(reply, returned)
             check_tokens(reply, arrays[1])
 
-        arrays = self.data.microbatch(the_id)
+        indices = self.settings.samples_of(mine.round, slot, self.data.num_samples)
+        arrays = self.data.microbatch(indices)
         while replica.round <= mine.round:
             try:
                 passed = await self.wiring.step(
@@ -227,20 +227,29 @@ class Feeder:
                     if await self._is_over(replica, mine.round):
                         return  # the others finished the round without it: it never counts
                     path = ()  # so one replica says: not there again
-                elif await self._is_without_it(replica, mine, theirs):
+                elif await self._is_without_it(replica, mine, slot, theirs):
                     return
+            except Taken as e:
+                await self._meets_another(mine, slot, is_counted=e.details.get("counted") is True)
+                return
             except NoRoute as e:
                 log.info("round %d: a microbatch found no way: %s", mine.round, e)
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
             else:
                 self._refused = 0
-                if not mine.is_refused(the_id, passed.reply.path):
+                is_refused = mine.is_refused(the_id, passed.reply.path)
+                view, own_id = self.gossip.view, own.peer_id
+                if progress.is_committed_elsewhere(view, mine.round, slot, own_id):
+                    self._never_launched(mine, slot)
+                elif not is_refused:
                     self._committed(mine, the_id, passed.reply)
                 elif not await self._is_over(replica, mine.round):
-                    self._never_launched(mine)  # another takes its place
+                    self._never_launched(mine, slot)  # another flight takes its place
                 return
 
-    async def _is_without_it(self, replica: Replica, mine: FedRound, theirs: object) -> bool:
+    async def _is_without_it(
+        self, replica: Replica, mine: FedRound, slot: int, theirs: object
+    ) -> bool:
         """A replica that is in round `theirs` does not take the microbatch: whether the round ends
         without it."""
         await self.gossip.changed.wait(LOOK_AGAIN_S)
@@ -250,7 +259,7 @@ class Feeder:
             # Others have closed it, and wait for this peer's stage: they suspected a feeder, or
             # this one did, and there are enough microbatches without this one.
             await asyncio.sleep(LOOK_AGAIN_S)
-            self._never_launched(mine)
+            self._never_launched(mine, slot)
             return True
         # Not open, not closed: it is fetching the round's parameters, and opens it again. A flight
         # given up here would be launched and never committed.
@@ -268,17 +277,31 @@ class Feeder:
             await self.gossip.changed.wait(left)
         return is_over
 
-    def _never_launched(self, mine: FedRound) -> None:
+    async def _meets_another(self, mine: FedRound, slot: int, *, is_counted: bool) -> None:
+        """Another flight of the slot is where this one came, or was, and counts: this one does
+        not. What it has left in gradients is retracted, since it is never committed."""
+        log.info("round %d: slot %d is in flight twice; one flight ends", mine.round, slot)
+        if is_counted:
+            count = self.gossip.own.count(mine.round)
+            settled = count.settled.with_slot(slot)
+            self.gossip.update_count(replace(count, settled=settled), urgent=True)
+            return
+        # Not launched again before the other feeder's record has had the time to come.
+        await asyncio.sleep(max(LOOK_AGAIN_S, self.gossip.spread_s))
+        self._never_launched(mine, slot)
+
+    def _never_launched(self, mine: FedRound, slot: int) -> None:
         """One microbatch less."""
         count = self.gossip.own.count(mine.round)
-        launched = max(count.committed, count.launched - self.settings.samples_per_microbatch)
-        self.gossip.update_count(replace(count, launched=launched), urgent=True)
+        if slot not in _counted(count):
+            launched = count.launched.without(slot)
+            self.gossip.update_count(replace(count, launched=launched), urgent=True)
 
-    def _given_up(self, mine: FedRound, why: Exception) -> None:
+    def _given_up(self, mine: FedRound, slot: int, why: Exception) -> None:
         """A microbatch that cannot be read, or that every replica finds wrong, is as never
         launched; after several in a row this peer rests, and others launch its part."""
-        log.info("round %d: a microbatch is given up: %s", mine.round, why)
-        self._never_launched(mine)
+        log.info("round %d: a flight of slot %d is given up: %s", mine.round, slot, why)
+        self._never_launched(mine, slot)
         self._refused += 1
         if self._refused >= MAX_REFUSED and self.gossip.own.has_data:
             log.warning(
@@ -301,14 +324,13 @@ class Feeder:
         """The whole gradient is there: the microbatch counts, and its path hears so."""
         mine.committed[the_id] = reply.path
         self.num_completed += 1
-        self.on_commit(mine.round, the_id)
+        slot = slot_of(the_id)
+        self.on_commit(mine.round, slot)
         count = self.gossip.own.count(mine.round)
         self.gossip.update_count(
-            RoundCount(
-                round=count.round,
-                launched=count.launched,
-                committed=count.committed + self.settings.samples_per_microbatch,
-                sealed=count.sealed,
+            replace(
+                count,
+                committed=count.committed.with_slot(slot),
                 tokens=count.tokens + reply.num_tokens,
                 loss_sum=count.loss_sum + reply.loss_sum,
             )
@@ -324,6 +346,11 @@ class Feeder:
         self.gossip.check_run(request)
         question = convert(request.message.body, CommittedRequest)
         return Message(self.committed(question, request.remote))
+
+
+def _counted(count: RoundCount) -> SlotSet:
+    """Slots that need no flight of this feeder any more."""
+    return SlotSet.of(count.committed.mask | count.settled.mask)
 
 
 def _accept(reply: StepReply, arrays: tuple[Array, ...]) -> None:

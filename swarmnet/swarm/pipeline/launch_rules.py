@@ -1,4 +1,4 @@
-"""How many microbatches a feeder may launch: whether it feeds, its window, its part of a round.
+"""Which slots a feeder may launch: whether it feeds, its window, its share of a round.
 
 The numbers are in `protocol.pipeline.feeding` and `protocol.pipeline.progress`."""
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import ACTIVE
-from swarmnet.protocol.pipeline import feeding, progress
+from swarmnet.protocol.pipeline import feeding, progress, slots
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.wiring import Wiring
@@ -31,31 +31,33 @@ class LaunchRules:
         own = self._gossip.own
         return own.state == ACTIVE and own.peer_id in self._feeders(_now())
 
-    def may_launch(self, mine: FedRound) -> bool:
-        """Whether a round needs one more microbatch of this feeder."""
-        now = _now()
-        view, batch = self._gossip.view, self._settings.global_batch
-        own, feeders = self._gossip.own, self._feeders(now)
-        own_launched = own.count(mine.round).launched
+    def next_slot(self, mine: FedRound) -> int | None:
+        """The slot of a round that this feeder may launch now; None for none."""
+        now, num_slots = _now(), self._settings.num_slots
+        view, own, feeders = self._gossip.view, self._gossip.own, self._feeders(now)
+        own_launched = len(own.count(mine.round).launched)
         launched_by_others = view.counters.launched_at_most(mine.round) - own_launched
         if launched_by_others != mine.heard:
             mine.heard, mine.heard_at = launched_by_others, now
-        if own.peer_id not in feeders or progress.is_launched(view, mine.round, now, batch):
-            return False
-        quota = self._quota(feeders)
-        if own_launched < quota:
-            return True
-        launched = progress.round_progress(view, mine.round, now, batch).launched
+        if own.peer_id not in feeders:
+            return None
+        state = progress.round_progress(view, mine.round, now, num_slots)
+        if not state.missing:
+            return None
+        rank, share = feeders.index(own.peer_id), self._share(feeders)
+        slot = slots.next_slot(state.missing, share, rank, len(feeders))
+        if slot in share:
+            return slot
         if len(feeders) > progress.FEW_FEEDERS:
-            return self._may_help(mine, feeders, own_launched, launched, now)
-        return progress.may_launch(
-            own_launched=own_launched,
-            quota=quota,
-            launched=launched,
-            global_batch=batch,
-            quiet_s=now - max(mine.heard_at, mine.launched_at),
-            patience_s=self._limits.patience_s,
-        )
+            is_allowed = self._may_help(mine, feeders, own_launched, state.launched, now)
+        else:
+            is_allowed = progress.may_launch(
+                has_own=False,
+                num_missing=state.missing.bit_count(),
+                quiet_s=now - max(mine.heard_at, mine.launched_at),
+                patience_s=self._limits.patience_s,
+            )
+        return slot if is_allowed else None
 
     def window(self, num_completed: int) -> int:
         """Microbatches that this feeder keeps in flight. `num_completed`: those of its own that
@@ -68,9 +70,8 @@ class LaunchRules:
         feeders = max(1, len(self._feeders(now)))
         is_small = self._gossip.is_small
         part = 1.0 / feeders if is_small else self._part(feeders, now)
-        a_round = -(-settings.global_batch // settings.samples_per_microbatch)
         asks = self._wiring.shares(0)
-        most = feeding.window(replicas, part, a_round, is_small=is_small, asks=asks)
+        most = feeding.window(replicas, part, settings.num_slots, is_small=is_small, asks=asks)
         return feeding.slow_start(most, replicas, part, num_completed)
 
     def room(self, replica: Replica, num_completed: int) -> int:
@@ -102,12 +103,12 @@ class LaunchRules:
         feeders = self._feeders(now)
         if len(feeders) <= progress.FEW_FEEDERS or not self.is_feeder():
             return False
-        own_launched = self._gossip.own.count(mine.round).launched
-        if own_launched < self._quota(feeders):
+        own_launched = len(self._gossip.own.count(mine.round).launched)
+        num_slots = self._settings.num_slots
+        state = progress.round_progress(self._gossip.view, mine.round, now, num_slots)
+        share = self._share(feeders)
+        if slots.next_slot(state.missing, share, 0, len(feeders)) in share:
             return False
-        state = progress.round_progress(
-            self._gossip.view, mine.round, now, self._settings.global_batch
-        )
         return not self._may_help(mine, feeders, own_launched, state.launched, now)
 
     def _feeders(self, now: float) -> Sequence[str]:
@@ -125,11 +126,9 @@ class LaunchRules:
         )
         return feeding.part_of_feeder(own.samples_per_s, rates)
 
-    def _quota(self, feeders: Sequence[str]) -> int:
-        settings, rank = self._settings, feeders.index(self._gossip.own.peer_id)
-        return progress.quota(
-            rank, len(feeders), settings.global_batch, settings.samples_per_microbatch
-        )
+    def _share(self, feeders: Sequence[str]) -> range:
+        rank = feeders.index(self._gossip.own.peer_id)
+        return slots.share_of(rank, len(feeders), self._settings.num_slots)
 
     def _may_help(
         self,
@@ -142,13 +141,12 @@ class LaunchRules:
         return progress.may_help(
             own_launched=own_launched,
             launched=launched,
-            global_batch=self._settings.global_batch,
+            num_slots=self._settings.num_slots,
             age_s=now - mine.began_at,
             spread_s=self._gossip.spread_s,
             quiet_s=now - max(mine.heard_at, mine.launched_at),
             rank=feeders.index(self._gossip.own.peer_id),
             num_feeders=len(feeders),
-            samples_per_microbatch=self._settings.samples_per_microbatch,
         )
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarmnet.errors import NotReady, ProtocolViolation, Stale
+from swarmnet.errors import NotReady, ProtocolViolation, Stale, Taken
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
@@ -123,6 +123,7 @@ class StepService:
         self.entrance.claim(request.remote, key)
         if self._is_lost(step.feeder):
             raise NotReady("the feeder of the microbatch is gone")
+        self._check_slot(replica, step)
         self.entrance.check_room(replica, step.round, announced=step.asked)
         replica.ledger.begin(
             key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
@@ -133,6 +134,17 @@ class StepService:
         )
         self.entrance.entering(key, flight.task)
         return flight
+
+    def _check_slot(self, replica: Replica, step: StepRequest) -> None:
+        """Raises `Taken` where another flight of the slot is here and may count. A flight of a
+        feeder that is gone, or that its feeder has given up for this one, never will."""
+        other = replica.ledger.other_flight((step.round, step.microbatch_id))
+        if other is None:
+            return
+        if other.state == COMMITTED:
+            raise Taken("the slot counts already", counted=True)
+        if other.feeder != step.feeder and not self._is_lost(other.feeder):
+            raise Taken("another flight of the slot is here")
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:
         """What another replica asks for tells how far it is: it works on the next round when this

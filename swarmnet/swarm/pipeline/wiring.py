@@ -18,6 +18,7 @@ from swarmnet.errors import (
     RemoteError,
     Stale,
     SwarmnetError,
+    Taken,
     TransportError,
 )
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, Router
@@ -164,6 +165,8 @@ class Wiring:
                     if len(ahead) >= MAX_AHEAD or self._is_over(request, ahead):
                         raise
                 last_error = e
+            except Taken:
+                raise
             except Refused as e:
                 last_error = e
                 refusers[peer_id] = None
@@ -256,6 +259,9 @@ class Wiring:
             raise
         except (NotReady, Stale, NoRoute):
             router.busy(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            raise
+        except Taken:
+            router.abandoned(peer_id, loop.time())
             raise
         except (TransportError, RemoteError, ProtocolViolation) as e:
             router.failed(peer_id, loop.time(), loop.time() - start)

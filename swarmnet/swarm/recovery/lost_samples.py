@@ -21,6 +21,7 @@ from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.lost_samples")
@@ -53,7 +54,7 @@ class LostSamples:
 
     gossip: Gossip
     replica: Replica
-    global_batch: int
+    settings: RunSettings
     on_loss: OnLoss = lambda loss: None
     """Hears of all books that this peer closes for its stage, those without a loss too."""
     _next: int | None = None
@@ -80,8 +81,9 @@ class LostSamples:
 
     def _close(self, r: int) -> None:
         now = asyncio.get_running_loop().time()
-        state = progress.round_progress(self.gossip.view, r, now, self.global_batch)
-        self._counted[r] = (state.committed, state.tokens)
+        state = progress.round_progress(self.gossip.view, r, now, self.settings.num_slots)
+        samples = state.committed * self.settings.samples_per_microbatch
+        self._counted[r] = (samples, state.tokens)
         plan = self.replica.plan
         if plan.mode == GOSSIP or not plan.is_due(0, r):
             return

@@ -157,7 +157,7 @@ class Averaging:
 
     def __post_init__(self) -> None:
         self.changed = Condition()
-        self.lost = LostSamples(self.gossip, self.replica, self.settings.global_batch, self.on_loss)
+        self.lost = LostSamples(self.gossip, self.replica, self.settings, self.on_loss)
         self._tokens: dict[tuple[int, int], int] = {}
         """By exchange and shard, what is behind its result, as far as is known."""
         self._counted: dict[int, int] = {}
@@ -808,12 +808,12 @@ class Averaging:
         if self.plan.is_local:
             return 0
         now = asyncio.get_running_loop().time()
-        return progress.round_progress(self.gossip.view, r, now, self.settings.global_batch).tokens
+        return progress.round_progress(self.gossip.view, r, now, self.settings.num_slots).tokens
 
     def note_counted(self, r: int) -> None:
         """Of a round that is over here, in mode `local`: its exchange may come rounds later."""
         now = asyncio.get_running_loop().time()
-        state = progress.round_progress(self.gossip.view, r, now, self.settings.global_batch)
+        state = progress.round_progress(self.gossip.view, r, now, self.settings.num_slots)
         self._counted[r] = state.tokens
         for old in [q for q in self._counted if q < r - 2 * self.plan.local_steps]:
             del self._counted[old]

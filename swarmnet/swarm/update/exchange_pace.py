@@ -188,10 +188,10 @@ class ExchangePace:
     def _feeding_left_s(self) -> float | None:
         """Until all of the present round is launched, which is when the result of this exchange is
         needed."""
-        replica, batch = self._replica, self._settings.global_batch
+        replica = self._replica
         age_s = asyncio.get_running_loop().time() - replica.began_at
         launched = self._gossip.view.counters.launched_at_most(replica.round)
-        return feeding_left_s(launched, batch, age_s)
+        return feeding_left_s(launched, self._settings.num_slots, age_s)
 
     def _result_share(self, exchange: int) -> float:
         """Of the uplink, for results: nothing of them is lost with a machine, but the round after
@@ -201,7 +201,7 @@ class ExchangePace:
         now = asyncio.get_running_loop().time()
         is_late = exchange + 1 < replica.round
         if is_late or replica.is_fed(
-            replica.round, self._gossip.view, now, self._settings.global_batch
+            replica.round, self._gossip.view, now, self._settings.num_slots
         ):
             return URGENT_SHARE
         rate = self._gossip.own.upload_bytes_per_s

@@ -471,7 +471,7 @@ class Ownership:
         if r or self.replica.round:
             return False
         now = asyncio.get_running_loop().time()
-        return not progress.is_launched(self.gossip.view, 0, now, self.settings.global_batch)
+        return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
 
     def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
         had_all = self._has_all

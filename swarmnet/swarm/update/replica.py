@@ -160,10 +160,10 @@ class Replica:
         self.launched = round_index
         return True
 
-    def is_fed(self, round_index: int, view: View, now: float, global_batch: int) -> bool:
+    def is_fed(self, round_index: int, view: View, now: float, num_slots: int) -> bool:
         """All of a round has been launched, as far as records or others' calls show."""
         return self.launched >= round_index or progress.is_launched(
-            view, round_index, now, global_batch
+            view, round_index, now, num_slots
         )
 
     def is_over(self, round_index: int) -> bool:

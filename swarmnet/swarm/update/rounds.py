@@ -177,13 +177,13 @@ class Rounds:
             return False
         now = asyncio.get_running_loop().time()
         is_done = self.feeder is not None and self.feeder.leaves_to_others(r)
-        return is_done or replica.is_fed(r, self.gossip.view, now, settings.global_batch)
+        return is_done or replica.is_fed(r, self.gossip.view, now, settings.num_slots)
 
     def is_drained(self, r: int) -> bool:
         """Whether the round's samples are all completed, or others have finished it already."""
         now = asyncio.get_running_loop().time()
         view = self.gossip.view
-        if progress.is_drained(view, r, now, self.settings.global_batch):
+        if progress.is_drained(view, r, now, self.settings.num_slots):
             return True
         return view.is_past(r, now) or self.replica.is_over(r)
 
@@ -217,10 +217,8 @@ class Rounds:
         settled_at = loop.time()
         synced = await self.updates.make(r, num_tokens)
         averaged_at = loop.time()
-        state = progress.round_progress(
-            self.gossip.view, r, averaged_at, self.settings.global_batch
-        )
-        replica.samples = state.committed
+        state = progress.round_progress(self.gossip.view, r, averaged_at, self.settings.num_slots)
+        replica.samples = state.committed * self.settings.samples_per_microbatch
         began_at = replica.ahead_at if replica.ahead else loop.time()
         await replica.open_round(r + 1, synced=synced)
         replica.began_at = began_at

@@ -37,6 +37,7 @@ from swarmnet.protocol.membership.records import (
     RoundCount,
 )
 from swarmnet.protocol.update.sync_modes import Switch
+from tests.protocol.making import counted
 
 GLOBAL_BATCH = 8
 TOKENS_PER_SAMPLE = 10
@@ -47,11 +48,14 @@ def record(peer_id: str, stage: int = 0, **values: Any) -> Record:
     return Record(peer_id, "run", **(defaults | {"stage": stage} | values))
 
 
-def count(round_index: int, committed: int, launched: int | None = None) -> RoundCount:
-    return RoundCount(
-        round=round_index,
-        launched=committed if launched is None else launched,
-        committed=committed,
+def count(
+    round_index: int, committed: int, launched: int | None = None, first: int = 0
+) -> RoundCount:
+    return counted(
+        round_index,
+        committed if launched is None else launched,
+        committed,
+        first=first,
         tokens=committed * TOKENS_PER_SAMPLE,
         loss_sum=committed * TOKENS_PER_SAMPLE * 2.0,
     )
@@ -61,7 +65,9 @@ class Onlooker:
     """A monitor and a clock that advances a second a look."""
 
     def __init__(self, *, num_stages: int = 2, rounds: int = 100) -> None:
-        self.monitor = Monitor(num_stages=num_stages, global_batch=GLOBAL_BATCH, rounds=rounds)
+        self.monitor = Monitor(
+            num_stages=num_stages, global_batch=GLOBAL_BATCH, samples_per_slot=1, rounds=rounds
+        )
         self.now = 0.0
 
     def look(self, *records: Record, dead: Sequence[str] = ()) -> list[Event]:
@@ -79,7 +85,7 @@ def test_a_round_is_told_once_when_committed_and_left_behind() -> None:
     assert onlooker.rounds(a, b) == []
     a = replace(a, counts=(count(0, 4),))
     assert onlooker.rounds(a, b) == []
-    b = replace(b, counts=(count(0, 4),))
+    b = replace(b, counts=(count(0, 4, first=4),))
     assert onlooker.rounds(a, b) == [], "committed, but nobody has made the update yet"
     b = replace(b, round=1)
     assert onlooker.rounds(a, b) == [0]
@@ -186,7 +192,7 @@ def test_a_restarted_feeder_adds_to_what_it_committed_before() -> None:
     onlooker = Onlooker()
     b = record("b", 1)
     onlooker.look(record("a", counts=(count(0, 4),)), b)
-    again = record("a", incarnation=2, counts=(count(0, 4),))
+    again = record("a", incarnation=2, counts=(count(0, 4, first=4),))
     assert onlooker.rounds(again, replace(b, round=1)) == [0]
 
 
@@ -292,7 +298,7 @@ def test_the_view_model_shows_coverage_progress_and_peers() -> None:
     onlooker.look(
         record("b", 1, state=JOINING),
         record("a", 0, round=3, samples_per_s=2.0, counts=(count(3, 2, launched=6),)),
-        record("c", 0, round=3, samples_per_s=1.0, counts=(count(3, 1, launched=2),)),
+        record("c", 0, round=3, samples_per_s=1.0, counts=(count(3, 1, launched=2, first=6),)),
         record("o", -1, state=OBSERVING),
     )
     model = onlooker.monitor.view_model()

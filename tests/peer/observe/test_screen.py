@@ -33,7 +33,12 @@ ROUND = RoundFinished(5.0, 2, 3.25, 8, 80, 2.0, 40.0, 4)
 
 
 def model_of(spec: RunSpec, *records: Record) -> ViewModel:
-    monitor = Monitor(num_stages=2, global_batch=spec.pipeline.global_batch, rounds=10)
+    monitor = Monitor(
+        num_stages=2,
+        global_batch=spec.pipeline.global_batch,
+        samples_per_slot=spec.pipeline.microbatch,
+        rounds=10,
+    )
     monitor.observe(records, [r.peer_id for r in records], 0.0, 0.0)
     return monitor.view_model()
 

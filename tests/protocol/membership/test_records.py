@@ -17,13 +17,14 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import round_progress
+from swarmnet.protocol.pipeline.slots import MAX_SLOTS, SlotSet, all_slots
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        {"launched": MAX_COUNT},
-        {"launched": MAX_COUNT - 1, "committed": MAX_COUNT},
+        {"committed": SlotSet.of(1)},
+        {"launched": SlotSet.of(5), "committed": SlotSet.of(1), "settled": SlotSet.of(2)},
         {"tokens": MAX_COUNT},
         {"loss_sum": 2 * MAX_LOSS_SUM},
         {"loss_sum": math.nan},
@@ -45,9 +46,11 @@ def test_a_rate_beyond_all_bounds_is_refused(name: str, value: float) -> None:
 
 def test_what_many_say_at_most_adds_up_to_what_one_may_say() -> None:
     view = View("me")
-    most = RoundCount(0, MAX_COUNT - 1, MAX_COUNT - 1, True, MAX_COUNT - 1, MAX_LOSS_SUM)
+    every = SlotSet.of(all_slots(MAX_SLOTS))
+    most = RoundCount(0, every, every, True, MAX_COUNT - 1, MAX_LOSS_SUM)
     for i in range(100):
         view.merge(Record(f"p{i}", "run", 1, 1, state=ACTIVE, counts=(most,)), 0.0)
     state = round_progress(view, 0, 0.0, 64)
-    assert state.committed < 2**62
+    assert state.committed == 64
+    assert state.tokens < 2**62
     assert math.isfinite(state.loss_sum)

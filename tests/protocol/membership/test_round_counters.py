@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.membership.round_counters import RoundCounters
-from tests.protocol.making import record
+from tests.protocol.making import counted, record
 
 
 def test_sums_follow_the_records() -> None:
     counters = RoundCounters()
-    a = record("a", counts=(RoundCount(3, launched=8, committed=8), RoundCount(4, launched=2)))
-    b = record("b", counts=(RoundCount(3, launched=8, committed=5),))
+    a = record("a", counts=(counted(3, launched=8, committed=8), counted(4, launched=2)))
+    b = record("b", counts=(counted(3, launched=8, committed=5),))
     counters.add(b)
     counters.add(a)
     assert (counters.launched_at_most(3), counters.committed(3)) == (16, 13)
@@ -22,7 +21,7 @@ def test_sums_follow_the_records() -> None:
 
 def test_of_two_counters_for_one_round_the_first_holds() -> None:
     counters = RoundCounters()
-    twice = record("a", counts=(RoundCount(3, launched=4), RoundCount(3, launched=8)))
+    twice = record("a", counts=(counted(3, launched=4), counted(3, launched=8)))
     counters.add(twice)
     assert counters.launched_at_most(3) == 4
     counters.remove(twice)

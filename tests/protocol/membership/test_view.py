@@ -15,10 +15,9 @@ from swarmnet.protocol.membership.records import (
     LEFT,
     OBSERVING,
     Record,
-    RoundCount,
 )
 from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, View
-from tests.protocol.making import record
+from tests.protocol.making import counted, record
 
 records = st.builds(
     record,
@@ -209,7 +208,7 @@ def test_the_old_are_forgotten_and_do_not_come_back() -> None:
 def test_a_dead_feeder_is_remembered_as_long_as_its_round_goes_on() -> None:
     """Else a round that lasts longer would have to be made again in part."""
     view = View("me", silence_s=10.0)
-    count = RoundCount(3, launched=8, committed=5)
+    count = counted(3, launched=8, committed=5)
     view.merge(record("me", round=3), 0.0)
     view.merge(record("feeder", counts=(count,)), 0.0)
     assert view.forget_old(1000.0, 100.0) == []

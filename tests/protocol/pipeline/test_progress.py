@@ -2,29 +2,30 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet.protocol.membership.records import JOINING, LEFT, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import (
+    doubled,
+    is_committed_elsewhere,
     is_drained,
     is_launched,
     may_help,
     may_launch,
     newest_round,
-    quota,
     round_progress,
 )
-from tests.protocol.making import record
+from swarmnet.protocol.pipeline.slots import SlotSet, mask_of, next_slot, share_of, slots_in
+from tests.protocol.making import counted, record, slots
 
 R = 4
 
 
 def feeder(peer_id: str, *, version: int = 0, round_index: int = R, **count: object) -> Record:
     base = record(peer_id, version, has_data=True, round=round_index)
-    return base.with_count(RoundCount(R, **count))  # type: ignore[arg-type]
+    return base.with_count(counted(R, **count))  # type: ignore[arg-type]
 
 
 def view_of(*found: Record, at: float = 0.0) -> View:
@@ -37,10 +38,10 @@ def view_of(*found: Record, at: float = 0.0) -> View:
 def test_sums_over_live_feeders() -> None:
     view = view_of(
         feeder("a", launched=8, committed=4, tokens=400, loss_sum=1.5),
-        feeder("b", launched=8, committed=8, tokens=800, loss_sum=2.0, sealed=True),
+        feeder("b", first=8, launched=8, committed=8, tokens=800, loss_sum=2.0, sealed=True),
         record("c", stage=1, has_data=True),
     )
-    state = round_progress(view, R, 0.0, global_batch=16)
+    state = round_progress(view, R, 0.0, num_slots=16)
     assert (state.launched, state.committed, state.tokens) == (16, 12, 1200)
     assert (state.loss_sum, state.num_feeders, state.drained) == (3.5, 2, False)
     assert round_progress(view, R + 1, 0.0, 16).launched == 0
@@ -48,9 +49,9 @@ def test_sums_over_live_feeders() -> None:
 
 def test_drained_when_committed_and_all_sealed() -> None:
     a = feeder("a", launched=8, committed=8, sealed=True)
-    unsealed = feeder("b", launched=8, committed=8)
-    sealed = feeder("b", version=1, launched=8, committed=8, sealed=True)
-    ahead = feeder("b", version=1, launched=8, committed=8, round_index=R + 1)
+    unsealed = feeder("b", first=8, launched=8, committed=8)
+    sealed = feeder("b", version=1, first=8, launched=8, committed=8, sealed=True)
+    ahead = feeder("b", version=1, first=8, launched=8, committed=8, round_index=R + 1)
     assert not round_progress(view_of(a, unsealed), R, 0.0, 16).drained
     assert round_progress(view_of(a, sealed), R, 0.0, 16).drained
     assert round_progress(view_of(a, ahead), R, 0.0, 16).drained
@@ -59,51 +60,54 @@ def test_drained_when_committed_and_all_sealed() -> None:
 
 def test_what_a_dead_feeder_did_not_commit_is_to_be_launched_again() -> None:
     view = view_of(feeder("a", launched=8, committed=8, sealed=True))
-    view.merge(feeder("b", launched=8, committed=3), 0.0)
+    view.merge(feeder("b", first=8, launched=8, committed=3), 0.0)
     assert round_progress(view, R, 0.0, 16).launched == 16
     view.suspect("b", (1, 0), 1.0)
     state = round_progress(view, R, 1.0, 16)
     assert (state.launched, state.committed, state.num_feeders) == (11, 11, 1)
     assert not state.drained
-    view.merge(feeder("a", version=1, launched=13, committed=13, sealed=True), 2.0)
+    view.merge(with_more(feeder("a", version=1, launched=8, committed=8, sealed=True)), 2.0)
     assert round_progress(view, R, 2.0, 16).drained
+
+
+def with_more(record: Record) -> Record:
+    """The first slots, and the last ones, which another feeder has left."""
+    mask = mask_of([*range(8), *range(11, 16)])
+    return record.with_count(RoundCount(R, SlotSet.of(mask), SlotSet.of(mask), True))
 
 
 def test_a_feeder_that_left_still_counts() -> None:
     view = view_of(feeder("a", launched=8, committed=8, sealed=True))
-    left = record("b", state=LEFT, has_data=True).with_count(RoundCount(R, 8, 8, True))
+    left = record("b", state=LEFT, has_data=True).with_count(counted(R, 8, 8, True, first=8))
     view.merge(left, 0.0)
     assert round_progress(view, R, 0.0, 16).drained
 
 
-@given(st.integers(1, 40), st.integers(1, 500), st.integers(1, 16))
-def test_quotas_cover_the_batch_evenly(num_feeders: int, batch: int, microbatch: int) -> None:
-    quotas = [quota(i, num_feeders, batch, microbatch) for i in range(num_feeders)]
-    assert batch <= sum(quotas) < batch + microbatch
-    assert all(q % microbatch == 0 for q in quotas)
-    assert max(quotas) - min(quotas) <= microbatch
+def test_beyond_the_share_only_after_patience() -> None:
+    def may(has_own: bool, num_missing: int, quiet_s: float) -> bool:
+        return may_launch(has_own=has_own, num_missing=num_missing, quiet_s=quiet_s, patience_s=2.0)
+
+    assert may(True, 12, quiet_s=0.0)
+    assert not may(False, 4, quiet_s=1.0)
+    assert may(False, 4, quiet_s=2.0)
+    assert not may(True, 0, quiet_s=9.0)
 
 
-def test_a_rank_outside_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        quota(2, 2, 16, 4)
-
-
-def test_beyond_the_quota_only_after_patience() -> None:
-    def may(own: int, launched: int, quiet_s: float) -> bool:
-        return may_launch(
-            own_launched=own,
-            quota=8,
-            launched=launched,
-            global_batch=16,
-            quiet_s=quiet_s,
-            patience_s=2.0,
-        )
-
-    assert may(own=4, launched=4, quiet_s=0.0)
-    assert not may(own=8, launched=12, quiet_s=1.0)
-    assert may(own=8, launched=12, quiet_s=2.0)
-    assert not may(own=4, launched=16, quiet_s=9.0)
+def test_slots_that_two_feeders_have() -> None:
+    """A slot counts once in the progress of a round; over different replicas it is in the update
+    twice, and is named. What was found to count already is not."""
+    a = feeder("a", launched=9, committed=9, sealed=True)
+    b = feeder("b", first=8, launched=8, committed=8, sealed=True)
+    view = view_of(a, b)
+    state = round_progress(view, R, 0.0, 16)
+    assert (state.launched, state.committed, state.missing, state.drained) == (16, 16, 0, True)
+    assert doubled(view, R) == {8: ["a", "b"]}
+    assert is_committed_elsewhere(view, R, 8, "a")
+    assert not is_committed_elsewhere(view, R, 7, "a")
+    found = RoundCount(R, slots(8, 8), slots(9, 7), True, settled=slots(8, 1))
+    view.merge(record("b", 1, has_data=True, round=R).with_count(found), 0.0)
+    assert doubled(view, R) == {}
+    assert round_progress(view, R, 0.0, 16).drained
 
 
 def test_newest_round_of_those_that_serve() -> None:
@@ -124,8 +128,8 @@ def test_newest_round_of_those_that_serve() -> None:
 def test_every_round_drains_at_every_survivor(
     num_feeders: int, num_slots: int, seed: int, deaths: int
 ) -> None:
-    """Feeders that gossip at random, some of which die, end with the same sums, none below the
-    global batch; without a death exactly the global batch is launched."""
+    """Feeders that gossip at random, some of which die, end with the same unions: every slot. A
+    slot is launched twice only where somebody died."""
     rng = random.Random(seed)
     names = [f"f{i}" for i in range(num_feeders)]
     views = {n: View(n, silence_s=30.0) for n in names}
@@ -133,7 +137,6 @@ def test_every_round_drains_at_every_survivor(
     for n in names:
         for view in views.values():
             view.merge(own[n], 0.0)
-    flying = dict.fromkeys(names, 0)
     dies_at = {n: rng.uniform(0, 20) for n in rng.sample(names, min(deaths, num_feeders - 1))}
     quiet_since = dict.fromkeys(names, 0.0)
     now = 0.0
@@ -143,24 +146,26 @@ def test_every_round_drains_at_every_survivor(
         n = rng.choice(alive)
         state = round_progress(views[n], R, now, num_slots)
         count = own[n].count(R)
-        rank = [f for f in names if views[n].is_live(f, now)].index(n)
-        if rng.random() < 0.4 and may_launch(
-            own_launched=count.launched,
-            quota=quota(rank, state.num_feeders, num_slots, 1),
-            launched=state.launched,
-            global_batch=num_slots,
-            quiet_s=now - quiet_since[n],
-            patience_s=60.0,
+        live = [f for f in names if views[n].is_live(f, now)]
+        rank = live.index(n)
+        share = share_of(rank, len(live), num_slots)
+        slot = next_slot(state.missing, share, rank, len(live))
+        launched, committed = count.launched, count.committed
+        if (
+            rng.random() < 0.4
+            and slot is not None
+            and may_launch(
+                has_own=slot in share,
+                num_missing=state.missing.bit_count(),
+                quiet_s=now - quiet_since[n],
+                patience_s=60.0,
+            )
         ):
-            count = RoundCount(R, count.launched + 1, count.committed)
-            flying[n] += 1
-        elif flying[n] and rng.random() < 0.6:
-            flying[n] -= 1
-            count = RoundCount(R, count.launched, count.committed + 1)
-        sealed = not flying[n] and (
-            state.launched >= num_slots and state.launched >= count.launched
-        )
-        count = RoundCount(R, count.launched, count.committed, sealed)
+            launched = launched.with_slot(slot)
+        elif (flying := sorted({*launched} - {*committed})) and rng.random() < 0.6:
+            committed = committed.with_slot(rng.choice(flying))
+        sealed = launched == committed and not round_progress(views[n], R, now, num_slots).missing
+        count = RoundCount(R, launched, committed, sealed)
         r = own[n]
         own[n] = record(n, r.version + 1, has_data=True, round=R).with_count(count)
         views[n].merge(own[n], now)
@@ -171,10 +176,9 @@ def test_every_round_drains_at_every_survivor(
                 quiet_since[other] = now
     states = [round_progress(views[n], R, now, num_slots) for n in alive]
     assert all(s.drained for s in states)
-    assert len({s.committed for s in states}) == 1
-    assert states[0].committed >= num_slots
+    assert {s.committed for s in states} == {num_slots}
     if not dies_at:
-        assert states[0].launched == states[0].committed == num_slots
+        assert doubled(views[alive[0]], R) == {}
 
 
 def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
@@ -182,13 +186,12 @@ def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
         return may_help(
             own_launched=100,
             launched=launched,
-            global_batch=1000,
+            num_slots=1000,
             age_s=100.0,
             spread_s=spread_s,
             quiet_s=quiet_s,
             rank=rank,
             num_feeders=10,
-            samples_per_microbatch=4,
         )
 
     assert may(launched=800, spread_s=0.0)
@@ -196,10 +199,10 @@ def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
     assert not may(launched=800, spread_s=30.0)
     assert not may(launched=1000, spread_s=0.0)
 
-    # The rest is in the quota of somebody who launches nothing: two microbatches, two feeders a
+    # The rest is in the share of somebody who launches nothing: two slots, two feeders a
     # turn, never the same two twice in a row.
     turns = [
-        [rank for rank in range(10) if may(launched=992, spread_s=30.0, quiet_s=q, rank=rank)]
+        [rank for rank in range(10) if may(launched=998, spread_s=30.0, quiet_s=q, rank=rank)]
         for q in (29.0, 31.0, 61.0, 91.0)
     ]
     assert [len(t) for t in turns] == [0, 2, 2, 2]
@@ -214,15 +217,17 @@ def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
     ),
     st.integers(1, 60),
 )
-def test_the_quick_answers_are_those_of_the_whole_sum(
-    said: list[tuple[int, int, int, bool]], batch: int
+def test_the_quick_answers_are_those_of_the_whole_union(
+    said: list[tuple[int, int, int, bool]], num_slots: int
 ) -> None:
     view = View("own", silence_s=5.0)
     for i, (peer, launched, committed, sealed) in enumerate(said):
-        count = RoundCount(1, max(launched, committed), committed, sealed)
+        count = counted(1, max(launched, committed), committed, sealed, first=7 * peer)
         view.merge(record(f"p{peer}", i, counts=(count,)), now=float(i))
     for now in (0.0, 6.0, 20.0):
-        state = round_progress(view, 1, now, batch)
-        assert is_drained(view, 1, now, batch) == state.drained
-        assert is_launched(view, 1, now, batch) == (state.launched >= batch)
-        assert state.committed == sum(c.committed for _, c in view.counters.by_peer(1))
+        state = round_progress(view, 1, now, num_slots)
+        assert is_drained(view, 1, now, num_slots) == state.drained
+        assert is_launched(view, 1, now, num_slots) == (state.launched == num_slots)
+        masks = [c.committed.mask for _, c in view.counters.by_peer(1)]
+        union = {slot for mask in masks for slot in slots_in(mask) if slot < num_slots}
+        assert state.committed == len(union)

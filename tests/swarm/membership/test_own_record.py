@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from swarmnet.protocol.membership.records import JOINING, LEAVING, NO_STAMP, Record, RoundCount
+from swarmnet.protocol.membership.records import JOINING, LEAVING, NO_STAMP, Record
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.pace import PUSH_FANOUT
 from swarmnet.swarm.messages import SignedRecord
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import unpack
+from tests.protocol.making import counted
 from tests.swarm.membership.parts import Site, now, record
 
 
@@ -37,11 +38,11 @@ def test_a_change_wakes_the_tasks_that_wait_for_news() -> None:
         site = Site(MemoryHub(), "a")
         waiting = asyncio.ensure_future(site.news.changed.wait(5.0))
         await asyncio.sleep(0)
-        site.own.change_count(RoundCount(3, launched=4))
+        site.own.change_count(counted(3, launched=4))
         assert await waiting
         known = site.view.get("a")
         assert known is not None
-        assert known.count(3).launched == 4
+        assert len(known.count(3).launched) == 4
 
     run(scenario())
 
