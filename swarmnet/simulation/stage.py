@@ -36,6 +36,8 @@ DECAY, RATE = 0.5, 2.0**-10
 
 _FLOATS = struct.Struct(f"<{NUMBERS}f")
 _KEY = struct.Struct("<qq")
+OF_DATA = -1
+"""In place of the round, where an array is samples and not yet an activation."""
 
 Numbers = tuple[float, ...]
 Observer = Callable[..., None]
@@ -245,7 +247,7 @@ class SyntheticStage:
 
     @staticmethod
     def _check_key(key: StepKey, array: Array) -> None:
-        if _KEY.unpack(array.data) not in (key, (0, key[1])):
+        if _KEY.unpack(array.data) != key and _KEY.unpack(array.data)[0] != OF_DATA:
             raise ProtocolViolation("the activation of another microbatch")
 
 
@@ -334,14 +336,14 @@ class SyntheticData:
         self.num_held_out = num_held_out
 
     def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
-        return _tokens((0, indices[0])), _tokens((0, indices[0]))
+        return _tokens(indices[0]), _tokens(indices[0])
 
     def held_out(self, index: int) -> tuple[Array, Array]:
-        return _tokens((0, index)), _tokens((0, index))
+        return _tokens(index), _tokens(index)
 
 
-def _tokens(key: StepKey) -> Array:
-    return Array("int32", (4,), _KEY.pack(*key))
+def _tokens(index: int) -> Array:
+    return Array("int32", (4,), _KEY.pack(OF_DATA, index))
 
 
 def _digest_of(parameters: Sequence[Numbers]) -> bytes:

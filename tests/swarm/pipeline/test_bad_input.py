@@ -7,7 +7,7 @@ import asyncio
 import logging
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -486,15 +486,15 @@ class Misread:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
-        inputs, targets = self._data.microbatch(microbatch_id)
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+        inputs, targets = self._data.microbatch(indices)
         return Array("int64", inputs.shape, struct.pack("<64q", *[999] * 64)), targets
 
 
 class Unreadable(Misread):
     """Data on a disk that fails."""
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
         raise OSError("input/output error")
 
 

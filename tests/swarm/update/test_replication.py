@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,15 @@ State = dict[int, tuple[Any, ...]]
 
 @dataclass
 class OneMicrobatch:
-    """The same samples under every id."""
+    """The same samples, whichever are asked for."""
 
     inner: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def microbatch(self, microbatch_id: int) -> tuple[Array, Array]:
-        return self.inner.microbatch(0)
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+        return self.inner.microbatch(range(len(indices)))
 
 
 def spec_of(folder: Path, replication: int, mode: str = "zero") -> RunSpec:
