@@ -95,7 +95,7 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
         history = line["history"]
         while same_as.get(history, history) > history:
             history = same_as[history]
-        if "round" in line:
+        if "slots" in line:  # 0.1 wrote ids of microbatches, which were no slots
             rounds = by_history.setdefault(history, {})
             rounds.setdefault(line["round"], []).extend(line["slots"])
     counted: dict[int, list[int]] = {}
@@ -159,7 +159,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield {key: values[key] for key in ("run_id", "was_run_id")}
                 continue
             numbers = [values["history"], values.get("was", 0)]
-            numbers += [values["round"], *values["slots"]] if "round" in values else []
+            numbers += [values["round"], *values.get("slots", ())] if "round" in values else []
             if isinstance(values["run_id"], str) and all(type(n) is int for n in numbers):
                 yield values
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -103,7 +103,7 @@ def test_the_run_goes_on_in_its_round_with_its_parameters(state: Path) -> None:
     folders = [path.name for path in (state / "checkpoints").iterdir()]
     assert folders == [run.spec.run_id[:16]], "the old folder is gone when it is of no more use"
     whole = read_counted([state / COUNTED_FILE])
-    assert sorted(whole) == list(range(ROUNDS))
+    assert sorted(whole) == list(range(ROUND, ROUNDS)), "0.1 knew no slots"
     assert read_counted([state / COUNTED_FILE], OLD_ID) == whole
     assert read_counted([state / COUNTED_FILE], run.spec.run_id) == whole
 
@@ -224,8 +224,7 @@ def test_counted_microbatches_are_linked_once_and_only_where_there_are_any(state
     assert path.read_text() == before + '{"run_id": "new", "was_run_id": "%s"}\n' % OLD_ID  # noqa: UP031
     counted(3, 77)
     read = read_counted([path])
-    assert sorted(read) == [0, 1, 2, 3]
-    assert read[3] == [77]
+    assert read == {3: [77]}, "0.1 knew no slots"
 
 
 def test_a_model_is_exported_from_old_checkpoints_and_from_both(state: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from swarmnet import errors, identity
 from swarmnet.protocol import upgrade
 from swarmnet.protocol.membership import records
+from swarmnet.protocol.pipeline import slots
 from swarmnet.protocol.update import placement
 from swarmnet.swarm import messages
 from swarmnet.swarm.membership import discovery, relaying
-from swarmnet.swarm.pipeline import feeder
 from swarmnet.transport import bans, base, dialer, direct, frames, links, open_channels, relay
 from swarmnet.transport.calls import channel, heads, hello, outbox, remote_errors, served
 from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
@@ -62,7 +62,13 @@ def test_the_other_examples() -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 4.0}
     assert f"shard 7 of stage 1 is {', '.join(placement.owners(1, 7, weights))}," in examples
     assert f"shard 0 of stage 0 it is {', '.join(placement.owners(0, 0, weights))}." in examples
-    assert f"incarnation 1: {feeder.microbatch_id('r', 'p', 1, 0, 0)}." in examples
+    assert f"incarnation 1: {slots.flight_id('r', 'p', 1, 0, 0, 5)}." in examples
+    order = [slots.permuted(1, 2, p, 10) for p in range(10)]
+    assert f"epoch 2 has the order {', '.join(map(str, order))}." in examples
+    found = slots.sample_indices(
+        seed=1, round_index=3, slot=2, num_slots=4, samples_per_slot=2, num_samples=10
+    )
+    assert f"with 4 slots of 2 samples: {', '.join(map(str, found))}." in examples
 
 
 def test_every_kind_of_frame_has_its_row() -> None:

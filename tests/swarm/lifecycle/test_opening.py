@@ -6,13 +6,14 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnet.protocol.membership.records import ACTIVE, JOINING, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.lifecycle.opening import Openings
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.tasks import Tasks
+from tests.protocol.making import counted
 from tests.swarm.lifecycle.test_speed import machine_of
 from tests.swarm.one_replica import OneReplica
 
@@ -66,8 +67,8 @@ def test_counters_of_another_history_are_dropped_by_a_newcomer() -> None:
     async def scenario() -> None:
         opened = Opened(b"\0")
         opened.gossip.update(state=JOINING, history=7)
-        opened.gossip.update_count(RoundCount(2, launched=4))
-        opened.gossip.update_count(RoundCount(5, launched=4))
+        opened.gossip.update_count(counted(2, launched=4))
+        opened.gossip.update_count(counted(5, launched=4))
         await opened.open(3)
         assert [c.round for c in opened.gossip.own.counts if c.launched] == [2]
         await opened.close()

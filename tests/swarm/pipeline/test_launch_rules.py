@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING, RoundCount
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.launch_rules import LaunchRules
 from swarmnet.swarm.settings import RunSettings
+from tests.protocol.making import counted
 from tests.swarm.one_replica import RUN, OneReplica
 
 BATCH = 8
@@ -29,9 +30,10 @@ def test_the_only_feeder_launches_the_whole_round_and_no_more() -> None:
         pair = OneReplica()
         rules, mine = rules_of(pair), FedRound(0)
         assert rules.is_feeder()
-        assert rules.may_launch(mine)
-        pair.gossip.update_count(RoundCount(0, launched=BATCH))
-        assert not rules.may_launch(mine)
+        for slot in range(BATCH):
+            assert rules.next_slot(mine) == slot
+            pair.gossip.update_count(counted(0, launched=slot + 1))
+        assert rules.next_slot(mine) is None
         await pair.close()
 
     run(scenario())
@@ -43,10 +45,16 @@ def test_of_two_feeders_each_launches_its_part_at_once() -> None:
         rules, mine = rules_of(pair), FedRound(0)
         other = replace(pair.caller("other", 1e9).gossip.own, version=5, stage=0, has_data=True)
         pair.gossip.view.merge(other, asyncio.get_running_loop().time())
-        pair.gossip.update_count(RoundCount(0, launched=BATCH // 2 - 1))
-        assert rules.may_launch(mine)
-        pair.gossip.update_count(RoundCount(0, launched=BATCH // 2))
-        assert not rules.may_launch(mine), "the rest is the other's"
+        own = pair.gossip.own.peer_id
+        first = BATCH // 2 * sorted([own, "other"]).index(own)
+        for slot in range(BATCH // 2):
+            assert rules.next_slot(mine) == first + slot
+            pair.gossip.update_count(counted(0, launched=slot + 1, first=first))
+        assert rules.next_slot(mine) is None, "the rest is the other's"
+        await asyncio.sleep(pair.limits.patience_s)
+        rest = rules.next_slot(mine)
+        assert rest is not None
+        assert rest // (BATCH // 2) != first // (BATCH // 2), "nothing is heard of the other"
         await pair.close()
 
     run(scenario())

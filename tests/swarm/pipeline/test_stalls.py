@@ -97,20 +97,20 @@ def test_a_microbatch_that_finds_its_round_closed_everywhere_holds_nobody_up(
         feeder = swarm.members["peer-1"].peer.feeder
         assert feeder is not None
         rules = feeder.rules
-        is_feeder, may_launch = rules.is_feeder, rules.may_launch
+        is_feeder, next_slot = rules.is_feeder, rules.next_slot
 
-        def launches_one(mine: FedRound) -> bool:
+        def launches_one(mine: FedRound) -> int | None:
             if mine.round != struck or launched:
-                return may_launch(mine)
+                return next_slot(mine)
             launched.append(loop.time())
-            return True
+            return 0
 
         def feeds() -> bool:
             if all(r is not None and r.is_closed(struck) for r in first) and not launched:
                 return True
             return is_feeder()
 
-        rules.may_launch = launches_one  # type: ignore[method-assign]
+        rules.next_slot = launches_one  # type: ignore[method-assign]
         rules.is_feeder = feeds  # type: ignore[method-assign]
         await swarm.until(lambda: bool(launched))
         await swarm.until_round(struck + 2)

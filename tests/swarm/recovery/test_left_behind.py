@@ -89,7 +89,7 @@ def test_a_feeder_that_fetches_its_stage_again_holds_up_nobody(tmp_path: Path) -
 
         def has_launched_a_part() -> bool:
             count = peer.gossip.own.count(replica.round)
-            return count.launched > 0 and not count.sealed and replica.is_open(replica.round)
+            return len(count.launched) > 0 and not count.sealed and replica.is_open(replica.round)
 
         await swarm.until(has_launched_a_part)
         r, at = replica.round, loop.time()

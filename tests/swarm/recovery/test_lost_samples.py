@@ -11,6 +11,7 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.network import FAST_LINK
 from swarmnet.swarm.recovery.lost_samples import Loss, LostSamples
+from swarmnet.swarm.settings import RunSettings
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.one_replica import OneReplica
 
@@ -58,7 +59,8 @@ def test_who_has_lost_touch_does_not_speak_for_the_stage(their_round: int, tells
         other = pair.join("a lower id", FAST_LINK, **there, round=their_round, active_from=11)
         pair.gossip.view.merge(other.own, now)
         books: list[Loss] = []
-        lost = LostSamples(pair.gossip, pair.replica, 16, books.append)
+        settings = RunSettings("run", 1, 16, 1, 100)
+        lost = LostSamples(pair.gossip, pair.replica, settings, books.append)
         lost.averaged(15, 0)
         lost.opened(15)
         lost.opened(17)

@@ -116,9 +116,8 @@ def test_a_run_goes_on_from_its_newest_whole_round(tmp_path: Path, seed: int) ->
         assert swarm.total("shard_reset") == 0, "moments of the optimizer were lost"
         again = counted(folder)
         assert sorted(again) == list(range(ROUNDS))
-        assert all(len(ids) >= 8 for ids in again.values()), "a round counted too little"
-        everything = [i for ids in again.values() for i in ids]
-        assert len(set(everything)) == len(everything), "a feeder repeated itself"
+        for r, slots in again.items():
+            assert slots == list(range(8)), f"round {r} counted {slots}"
         trainer = replay(spec, again, ROUNDS)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
 
