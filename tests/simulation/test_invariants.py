@@ -23,7 +23,7 @@ def feeder() -> Any:
     """A peer that has committed four microbatches in round 0 and is in round 1."""
     paths = {0: dict.fromkeys(COMMITTED, ("a", "b"))}
     return SimpleNamespace(
-        feeder=SimpleNamespace(rounds=SimpleNamespace(committed_paths=lambda: paths)),
+        feeder=SimpleNamespace(rounds=SimpleNamespace(committed_by_id=lambda: paths)),
         replica=SimpleNamespace(
             round=1, synced=False, device=SimpleNamespace(num_waiting=0), ledger=()
         ),

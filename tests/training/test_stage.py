@@ -25,7 +25,7 @@ from swarmnet.training.stage import (
 )
 from swarmnet.wire import Array
 from tests.oracles.reference import ReferenceTrainer
-from tests.training.flights import batch, fly, gradient, named, parameters, stages_of
+from tests.training.flights import batch, batch_of_slot, fly, gradient, named, parameters, stages_of
 from tests.training.specs import small_spec, write_text
 
 
@@ -44,8 +44,8 @@ def test_stages_in_a_row_are_the_whole_model(text: str, num_stages: int) -> None
     assert set(state) == set(reference.state_dict())
     for name, values in reference.state_dict().items():
         assert torch.equal(state[name], values), name
-    results = [fly(stages, (0, i), *batch(data, i)) for i in range(3)]
-    loss_sum, num_tokens = reference.accumulate([0, 1, 2])
+    results = [fly(stages, (0, i), *batch_of_slot(spec, data, 0, i)) for i in range(3)]
+    loss_sum, num_tokens = reference.accumulate(0, [0, 1, 2])
     assert sum(r.num_tokens for r in results) == num_tokens == 3 * 2 * 16
     assert math.isclose(sum(r.loss_sum for r in results), loss_sum, rel_tol=1e-6)
     theirs = reference.gradients()

@@ -27,6 +27,8 @@ class RoundProgress:
     """Slots, without those that died with their feeder."""
     committed: int
     """Slots."""
+    num_flights: int
+    """Microbatches behind `tokens`: a slot that two feeders committed has two."""
     missing: int
     """Slots that nobody has launched, a mask (`slots.slots_in`)."""
     tokens: int
@@ -67,11 +69,12 @@ def is_launched(view: View, round_index: int, now: float, num_slots: int) -> boo
 
 
 def _united(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
-    launched = committed = tokens = 0
+    launched = committed = num_flights = tokens = 0
     loss_sum = 0.0
     all_sealed = True
     for peer_id, count in view.counters.by_peer(round_index):
         committed |= count.committed.mask | count.settled.mask
+        num_flights += len(count.committed)
         tokens += count.tokens
         loss_sum += count.loss_sum
         record = view.get(peer_id)
@@ -86,6 +89,7 @@ def _united(view: View, round_index: int, now: float, num_slots: int) -> RoundPr
         round=round_index,
         launched=launched.bit_count(),
         committed=committed.bit_count(),
+        num_flights=num_flights,
         missing=whole & ~launched,
         tokens=tokens,
         loss_sum=loss_sum,

@@ -47,6 +47,8 @@ class StepService:
     limits: Limits
     replica: Replica | None = None
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
+    on_taken: Callable[[int], None] = lambda round_index: None
+    """Hears of a round in which two feeders have flights of one slot here."""
     on_measured: Callable[[Replica], None] = lambda replica: None
     """Hears when a replica turns out to be faster or slower than what was said of it last."""
 
@@ -144,6 +146,7 @@ class StepService:
         if other.state == COMMITTED:
             raise Taken("the slot counts already", counted=True)
         if other.feeder != step.feeder and not self._is_lost(other.feeder):
+            self.on_taken(step.round)
             raise Taken("another flight of the slot is here")
 
     def _learn(self, replica: Replica, asked: int, caller: str) -> None:

@@ -82,7 +82,7 @@ class LostSamples:
     def _close(self, r: int) -> None:
         now = asyncio.get_running_loop().time()
         state = progress.round_progress(self.gossip.view, r, now, self.settings.num_slots)
-        samples = state.committed * self.settings.samples_per_microbatch
+        samples = state.num_flights * self.settings.samples_per_microbatch
         self._counted[r] = (samples, state.tokens)
         plan = self.replica.plan
         if plan.mode == GOSSIP or not plan.is_due(0, r):

@@ -248,6 +248,18 @@ class Rounds:
         # out of the gradient.
         await asyncio.shield(self._tasks.start(self._settle_alone(r, is_over)))
 
+    def settle_early(self, r: int) -> None:
+        """In the middle of a round: a feeder that has moved, say, has given up a flight that waits
+        here for its commit, and keeps that of another feeder out."""
+        if not self.is_settling and self.replica.takes(r):
+            self._tasks.start(self._settle_soon(r))
+
+    async def _settle_soon(self, r: int) -> None:
+        try:
+            await self._settle_alone(r, is_over=False)
+        except SwarmnetError as e:  # it is asked for again
+            log.debug("round %d: not settled in its middle: %s", r, e)
+
     async def _settle_at_last(self, r: int) -> None:
         """The round is over here; the device may have more to do than its queue holds."""
         while True:
