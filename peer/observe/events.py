@@ -150,6 +150,15 @@ class SamplesLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsDoubled(Event):
+    """Slots that two feeders counted, over different replicas: they are in the update twice."""
+
+    name: ClassVar[str] = "slots_doubled"
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Diverged(Event):
     """After a partition a peer gave up its result of a round for that of others."""
 
@@ -229,6 +238,7 @@ COUNTED: dict[str, type[Any]] = {
     "rerouted": Rerouted,
     "retracted": Retracted,
     "samples_lost": SamplesLost,
+    "slots_doubled": SlotsDoubled,
     "diverged": Diverged,
     "shard_reset": ShardReset,
     "shard_promoted": ShardPromoted,

@@ -38,6 +38,7 @@ COUNTED = {
     "rerouted": "Microbatches sent to another replica because one failed.",
     "retracted": "Microbatches taken out of a gradient again.",
     "samples_lost": "Samples whose gradient died with a peer.",
+    "slots_doubled": "Slots that two feeders counted in one round.",
     "shard_promoted": "Optimizer shards taken over from an owner that was lost.",
     "shard_reset": "Optimizer shards begun afresh because every owner was lost.",
     "shard_stale": "Optimizer shards that went on from a state that lacks steps.",

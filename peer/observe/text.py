@@ -20,6 +20,7 @@ from peer.observe.events import (
     SamplesLost,
     ShardPromoted,
     ShardReset,
+    SlotsDoubled,
     SyncMode,
 )
 from peer.observe.view_model import ViewModel
@@ -89,6 +90,8 @@ def sentence(event: Event, rounds: int) -> str:
             return f"peer {short_id(event.peer_id)} took {event.count} orphans out again"
         case SamplesLost():
             return f"peer {short_id(event.peer_id)} lost {event.count} samples"
+        case SlotsDoubled():
+            return f"{event.count} slots of a round were counted by two feeders"
         case Diverged():
             return f"peer {short_id(event.peer_id)} took over the result of the other side of a cut"
         case ShardReset():

@@ -9,13 +9,14 @@ that had sealed then unseals and launches them again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.membership.view import ALL, View
-from swarmnet.protocol.pipeline.slots import all_slots, slots_in
+from swarmnet.protocol.pipeline.slots import all_slots, share_of, slots_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,35 +134,50 @@ FEW_FEEDERS = 8
 """More than this number of feeders do not learn of each other's launches at once."""
 
 
-def may_help(
-    *,
-    own_launched: int,
-    launched: int,
-    num_slots: int,
-    age_s: float,
-    spread_s: float,
-    quiet_s: float,
-    rank: int,
-    num_feeders: int,
-) -> bool:
-    """Whether one of many feeders, done with its share, may launch more in place of slower ones.
+def late_slots(
+    missing: int, num_launched: Sequence[int], num_slots: int, age_s: float, spread_s: float
+) -> list[int]:
+    """Missing slots that many feeders launch in place of those whose share they are in, the latest
+    first: those that their own feeders do not come to within the time that news take.
 
-    It knows what the others had launched `spread_s` seconds ago, so their number is extrapolated at
-    the mean rate of the round, which has lasted `age_s` seconds. A feeder that gets False may go on
-    with the next round: others have launched what is missing, or are about to.
+    `missing`: a mask, as known here, which is how it was `spread_s` seconds ago; `num_launched`: by
+    rank of the feeders, of the round, which has lasted `age_s` seconds. A feeder goes through its
+    share in order, as fast as it has so far."""
+    found = []
+    for rank, launched in enumerate(num_launched):
+        share = share_of(rank, len(num_launched), num_slots)
+        if not share:
+            continue
+        own = slots_in(missing & all_slots(len(share)) << share[0])
+        each_s = age_s / launched if launched else math.inf
+        found += [(n * each_s, slot) for n, slot in enumerate(own, 1) if n * each_s > spread_s]
+    return [slot for _, slot in sorted(found, reverse=True)]
 
-    Where no launch has become known for longer than news take to spread (`quiet_s`, since that or
-    the own last launch), the feeders that have the rest in their share do not launch it. Then as
-    many feeders as slots are missing launch one each, and the next ones after another such time.
-    `rank`: position in the sorted list of feeders."""
-    others = launched - own_launched
-    rate = others / age_s if age_s > 0 else 0.0
-    if own_launched + others + rate * spread_s < num_slots:
-        return True
-    num_missing = num_slots - launched
-    if num_missing <= 0 or spread_s <= 0 or quiet_s <= spread_s:
-        return False
-    return (rank + int(quiet_s / spread_s)) % num_feeders < num_missing
+
+def helping_slot(
+    late: Sequence[int], rank: int, num_feeders: int, age_s: float, spread_s: float
+) -> int | None:
+    """Which of the late slots the feeder of this rank launches; None for none. Feeders that know
+    the same launch different ones, and where there are fewer slots than feeders these take
+    turns."""
+    turn = int(age_s / (spread_s / 2)) if spread_s > 0 else 0
+    place = (rank + turn) % num_feeders
+    if len(late) >= num_feeders:
+        return late[place * len(late) // num_feeders]
+    return late[place] if place < len(late) else None
+
+
+def stuck_slot(
+    missing: int, rank: int, num_feeders: int, quiet_s: float, spread_s: float
+) -> int | None:
+    """Where no launch has become known for longer than news take to spread (`quiet_s`, since that
+    or the own last launch), the feeders that have the rest in their share do not launch it: as many
+    feeders as slots are missing launch one each, the next ones after another such time."""
+    if spread_s <= 0 or quiet_s <= spread_s:
+        return None
+    rest = slots_in(missing)
+    place = (rank + int(quiet_s / spread_s)) % num_feeders
+    return rest[place] if place < len(rest) else None
 
 
 def newest_round(view: View, now: float, stage: int | None = None) -> int:

@@ -77,14 +77,17 @@ class FedRounds:
                 del self._rounds[old]
         return mine
 
-    async def end_others(self, r: int) -> None:
+    async def end_others(self, r: int) -> list[int]:
         """Ends what is in flight of rounds that are over where `r` is the present one, or whose
-        beginning was taken back."""
+        beginning was taken back. Returns those that are over."""
+        over = []
         for mine in [m for m in self._open if m.round not in (r, r + 1)]:
             self._open.remove(mine)
             await mine.flights.close()
             if mine.round < r:
                 self._tell(mine)
+                over.append(mine.round)
+        return over
 
     async def end_all(self) -> None:
         """Ends what is in flight."""

@@ -89,7 +89,8 @@ class Feeder:
             while True:
                 self.gossip.awake_s()  # after a stall of this process, no peer is silent
                 self._wake()
-                await self.rounds.end_others(replica.round)
+                for r in await self.rounds.end_others(replica.round):
+                    self._name_doubled(r)
                 for r in (replica.round, replica.round + 1):
                     if replica.takes(r):
                         self._feed(replica, self.rounds.begin(r))
@@ -124,6 +125,16 @@ class Feeder:
         for count in self.gossip.own.counts:
             if not count.sealed:
                 self.gossip.update_count(replace(count, launched=_counted(count), sealed=True))
+
+    def _name_doubled(self, r: int) -> None:
+        """Says which slots of a round are in its update twice; of the feeders that counted one, the
+        first by id says so."""
+        found = progress.doubled(self.gossip.view, r)
+        own = [slot for slot, by in found.items() if by[0] == self.gossip.own.peer_id]
+        if own:
+            self.gossip.add_total("slots_doubled", len(own))
+            named = ", ".join(map(str, own))
+            log.warning("round %d: slots that two feeders counted: %s", r, named)
 
     # ---- launching --------------------------------------------------------------------------
 

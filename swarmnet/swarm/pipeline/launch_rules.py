@@ -49,14 +49,13 @@ class LaunchRules:
         if slot in share:
             return slot
         if len(feeders) > progress.FEW_FEEDERS:
-            is_allowed = self._may_help(mine, feeders, own_launched, state.launched, now)
-        else:
-            is_allowed = progress.may_launch(
-                has_own=False,
-                num_missing=state.missing.bit_count(),
-                quiet_s=now - max(mine.heard_at, mine.launched_at),
-                patience_s=self._limits.patience_s,
-            )
+            return self._helping_slot(mine, feeders, state.missing, now)
+        is_allowed = progress.may_launch(
+            has_own=False,
+            num_missing=state.missing.bit_count(),
+            quiet_s=now - max(mine.heard_at, mine.launched_at),
+            patience_s=self._limits.patience_s,
+        )
         return slot if is_allowed else None
 
     def window(self, num_completed: int) -> int:
@@ -103,13 +102,12 @@ class LaunchRules:
         feeders = self._feeders(now)
         if len(feeders) <= progress.FEW_FEEDERS or not self.is_feeder():
             return False
-        own_launched = len(self._gossip.own.count(mine.round).launched)
         num_slots = self._settings.num_slots
         state = progress.round_progress(self._gossip.view, mine.round, now, num_slots)
         share = self._share(feeders)
         if slots.next_slot(state.missing, share, 0, len(feeders)) in share:
             return False
-        return not self._may_help(mine, feeders, own_launched, state.launched, now)
+        return self._helping_slot(mine, feeders, state.missing, now) is None
 
     def _feeders(self, now: float) -> Sequence[str]:
         return assignment.feeders(self._gossip.view, now)
@@ -130,24 +128,20 @@ class LaunchRules:
         rank = feeders.index(self._gossip.own.peer_id)
         return slots.share_of(rank, len(feeders), self._settings.num_slots)
 
-    def _may_help(
-        self,
-        mine: FedRound,
-        feeders: Sequence[str],
-        own_launched: int,
-        launched: int,
-        now: float,
-    ) -> bool:
-        return progress.may_help(
-            own_launched=own_launched,
-            launched=launched,
-            num_slots=self._settings.num_slots,
-            age_s=now - mine.began_at,
-            spread_s=self._gossip.spread_s,
-            quiet_s=now - max(mine.heard_at, mine.launched_at),
-            rank=feeders.index(self._gossip.own.peer_id),
-            num_feeders=len(feeders),
-        )
+    def _helping_slot(
+        self, mine: FedRound, feeders: Sequence[str], missing: int, now: float
+    ) -> int | None:
+        """A slot of another's share, among many feeders."""
+        view, spread_s, age_s = self._gossip.view, self._gossip.spread_s, now - mine.began_at
+        num_slots, rank = self._settings.num_slots, feeders.index(self._gossip.own.peer_id)
+        by_peer = dict(view.counters.by_peer(mine.round))
+        launched = [len(by_peer[p].launched) if p in by_peer else 0 for p in feeders]
+        late = progress.late_slots(missing, launched, num_slots, age_s, spread_s)
+        slot = progress.helping_slot(late, rank, len(feeders), age_s, spread_s)
+        if slot is not None:
+            return slot
+        quiet_s = now - max(mine.heard_at, mine.launched_at)
+        return progress.stuck_slot(missing, rank, len(feeders), quiet_s, spread_s)
 
 
 def _now() -> float:

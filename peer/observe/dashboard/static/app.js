@@ -293,7 +293,7 @@ async function openPeer(id) {
 // ---- events ------------------------------------------------------------------------------------
 
 const GROUPS = {
-  joins: ["peer_joined"], losses: ["peer_lost", "samples_lost"], moves: ["migrated"],
+  joins: ["peer_joined"], losses: ["peer_lost", "samples_lost", "slots_doubled"], moves: ["migrated"],
   promotions: ["shard_promoted"], resets: ["shard_reset"], "re-routes": ["rerouted", "retracted"],
 };
 const chosen = new Set();
