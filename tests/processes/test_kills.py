@@ -165,6 +165,8 @@ def _assert_a_good_end(
     model = asyncio.run(parameters_of(spec, [peer.address for peer in survivors]))
     running.until(lambda: len(counted_by(peers)) >= rounds)
     counted = counted_by(peers)
+    slots = range(spec.pipeline.global_batch // spec.pipeline.microbatch)
+    assert all(sorted({*counted[r]}) == [*slots] for r in range(rounds)), counted
     trainer = replay(spec, counted, rounds)
     kinds = ("samples_lost", "retracted", "diverged", "shard_reset", "shard_promoted")
     told = [(peer.name, event) for kind in kinds for peer in peers for event in peer.events(kind)]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
+from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.slots import SlotSet, flight_id, slot_of
@@ -127,10 +128,14 @@ class Feeder:
                 self.gossip.update_count(replace(count, launched=_counted(count), sealed=True))
 
     def _name_doubled(self, r: int) -> None:
-        """Says which slots of a round are in its update twice; of the feeders that counted one, the
-        first by id says so."""
-        found = progress.doubled(self.gossip.view, r)
-        own = [slot for slot, by in found.items() if by[0] == self.gossip.own.peer_id]
+        """Says which slots of a round are in its update twice. Of the live feeders that counted one
+        the first by id says so, else the first of all."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+        own = []
+        for slot, by in progress.doubled(view, r).items():
+            live = [p for p in by if view.is_live(p, now)] or assignment.feeders(view, now)
+            if live[:1] == [self.gossip.own.peer_id]:
+                own.append(slot)
         if own:
             self.gossip.add_total("slots_doubled", len(own))
             named = ", ".join(map(str, own))
