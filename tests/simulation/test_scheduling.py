@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 from swarmnet.simulation.churn import ChurnRates
@@ -25,11 +25,12 @@ def test_uneven_machines_on_home_links_are_kept_at_work() -> None:
 def early_replicas(simulation: Simulation) -> int:
     """Replicas that have begun a round of which not even the one before is launched."""
     peers = [m.peer for m in simulation.monitor.members.values()]
-    launched: Counter[int] = Counter()
+    launched: defaultdict[int, int] = defaultdict(int)
+    """By round, a mask."""
     for count in (c for p in peers for c in p.gossip.own.counts):
-        launched[count.round] += len(count.launched)
+        launched[count.round] |= count.launched.mask
     ahead = [p.replica.round for p in peers if p.replica is not None and p.replica.ahead]
-    return sum(launched[r] < simulation.scenario.num_slots for r in ahead)
+    return sum(launched[r].bit_count() < simulation.scenario.num_slots for r in ahead)
 
 
 def test_fast_feeders_go_on_while_slow_ones_launch_their_last() -> None:

@@ -15,7 +15,7 @@ from swarmnet.swarm.lifecycle.departure import Departure
 from swarmnet.swarm.lifecycle.opening import Openings
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
-from swarmnet.swarm.pipeline.step import StepService
+from swarmnet.swarm.pipeline.step import StepService, ignore_taken
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
@@ -120,6 +120,7 @@ class ServedStage:
                     self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
+            self._steps.on_taken = ignore_taken
             await self.rounds.close()
             await self.updates.close()
             await averaging.close()

@@ -37,6 +37,10 @@ MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
 
+def ignore_taken(round_index: int) -> None:
+    """While no stage is served."""
+
+
 @dataclass
 class StepService:
     """Serves `step`, `admit` and `commit` for the stage of this peer."""
@@ -47,7 +51,7 @@ class StepService:
     limits: Limits
     replica: Replica | None = None
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    on_taken: Callable[[int], None] = lambda round_index: None
+    on_taken: Callable[[int], None] = ignore_taken
     """Hears of a round in which two feeders have flights of one slot here."""
     on_measured: Callable[[Replica], None] = lambda replica: None
     """Hears when a replica turns out to be faster or slower than what was said of it last."""

@@ -250,6 +250,7 @@ def test_event_names_are_those_of_the_contract() -> None:
         "shard_promoted",
         "shard_reset",
         "samples_lost",
+        "slots_doubled",
         "diverged",
         "retracted",
         "checkpoint_saved",

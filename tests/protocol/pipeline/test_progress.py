@@ -9,13 +9,15 @@ from swarmnet.protocol.membership.records import JOINING, LEFT, Record, RoundCou
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import (
     doubled,
+    helping_slot,
     is_committed_elsewhere,
     is_drained,
     is_launched,
-    may_help,
+    late_slots,
     may_launch,
     newest_round,
     round_progress,
+    stuck_slot,
 )
 from swarmnet.protocol.pipeline.slots import SlotSet, mask_of, next_slot, share_of, slots_in
 from tests.protocol.making import counted, record, slots
@@ -181,33 +183,43 @@ def test_every_round_drains_at_every_survivor(
         assert doubled(views[alive[0]], R) == {}
 
 
-def test_one_of_many_feeders_helps_while_others_are_far_behind() -> None:
-    def may(launched: int, spread_s: float, quiet_s: float = 1.0, rank: int = 0) -> bool:
-        return may_help(
-            own_launched=100,
-            launched=launched,
-            num_slots=1000,
-            age_s=100.0,
-            spread_s=spread_s,
-            quiet_s=quiet_s,
-            rank=rank,
-            num_feeders=10,
-        )
+def test_many_feeders_take_what_others_come_to_late() -> None:
+    """Of three feeders of ten slots each the first has launched all of its own in 100 s, the second
+    half, the third nothing; news take 30 s."""
+    missing = mask_of([*range(15, 20), *range(20, 30)])
+    late = late_slots(missing, [10, 5, 0], 30, age_s=100.0, spread_s=30.0)
+    assert set(late) == {*range(16, 20), *range(20, 30)}, "the next one it launches itself"
+    assert set(late[:10]) == {*range(20, 30)}, "first those of a feeder that launches none"
+    assert late[10:] == [19, 18, 17, 16], "then the latest first"
+    assert late_slots(0, [10, 10, 10], 30, 100.0, 30.0) == []
+    assert late_slots(missing, [10, 5, 1], 30, 100.0, 2000.0) == []
 
-    assert may(launched=800, spread_s=0.0)
-    assert may(launched=800, spread_s=20.0), "700 of others in 100 s: 140 more by now"
-    assert not may(launched=800, spread_s=30.0)
-    assert not may(launched=1000, spread_s=0.0)
 
-    # The rest is in the share of somebody who launches nothing: two slots, two feeders a
-    # turn, never the same two twice in a row.
-    turns = [
-        [rank for rank in range(10) if may(launched=998, spread_s=30.0, quiet_s=q, rank=rank)]
-        for q in (29.0, 31.0, 61.0, 91.0)
-    ]
+@given(st.integers(0, 60), st.integers(1, 20), st.floats(0.0, 1000.0), st.floats(0.0, 60.0))
+def test_helpers_that_know_the_same_launch_different_slots(
+    num_late: int, num_feeders: int, age_s: float, spread_s: float
+) -> None:
+    late = list(range(100, 100 + num_late))
+    found = [helping_slot(late, k, num_feeders, age_s, spread_s) for k in range(num_feeders)]
+    picked = [slot for slot in found if slot is not None]
+    assert len(set(picked)) == len(picked) == min(num_late, num_feeders)
+    assert set(picked) <= set(late)
+
+
+def test_where_nothing_is_heard_feeders_take_turns() -> None:
+    """The rest is in the share of somebody who launches nothing: two slots, two feeders a turn,
+    never the same two twice in a row."""
+    missing = mask_of([3, 8])
+
+    def turn(quiet_s: float, spread_s: float = 30.0) -> dict[int, int]:
+        found = {k: stuck_slot(missing, k, 10, quiet_s, spread_s) for k in range(10)}
+        return {k: slot for k, slot in found.items() if slot is not None}
+
+    turns = [turn(q) for q in (29.0, 31.0, 61.0, 91.0)]
     assert [len(t) for t in turns] == [0, 2, 2, 2]
-    assert turns[1] != turns[2] != turns[3]
-    assert not any(may(1000, 30.0, 100.0, rank) for rank in range(10))
+    assert all(set(t.values()) == {3, 8} for t in turns[1:])
+    assert turns[1].keys() != turns[2].keys() != turns[3].keys()
+    assert turn(100.0, spread_s=0.0) == {}
 
 
 @given(
