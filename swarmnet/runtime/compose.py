@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from swarmnet.errors import UserError
 from swarmnet.identity import Identity as Key
@@ -71,7 +72,7 @@ def compose(
             credential=admitted.credential,
         ),
         admission=admitted.admission,
-        settings=run_settings(spec),
+        settings=replace(run_settings(spec), max_shards=_max_shards(spec, options)),
         machine=machine,
         rng=random.Random(f"{transport.peer_id}|{now_unix_s}"),
         limits=Limits(),
@@ -87,3 +88,11 @@ def compose(
         counted.go_on_from(former_ids)
         peer.feeder.on_commit, peer.on_history = counted, counted.renamed
     return peer
+
+
+def _max_shards(spec: RunSpec, options: PeerOptions) -> int:
+    """Of any stage, as this machine builds it."""
+    from swarmnet.training.stage import stage_shard_sizes
+
+    built = spec.with_builder(options.model_builder(spec))
+    return max(len(stage_shard_sizes(built, k)) for k in range(spec.pipeline.num_stages))

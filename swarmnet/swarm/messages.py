@@ -13,6 +13,8 @@ from swarmnet.wire import MAX_ARRAYS
 
 MAX_PATH = 1024
 MAX_RECORDS = 4096
+MAX_RECORD_BYTES = 1 << 20
+"""In any run."""
 MAX_IDS = 65_536
 MAX_ID_CHARS = 256
 MAX_DIAL_BACK = 4
@@ -57,7 +59,7 @@ class SignedRecord:
     signature: bytes
 
     def __post_init__(self) -> None:
-        if len(self.payload) > 1 << 20 or len(self.signature) > 256:
+        if len(self.payload) > MAX_RECORD_BYTES or len(self.signature) > 256:
             raise ValueError("a signed record is too long")
 
 

@@ -150,6 +150,7 @@ class Peer:
             self.gossip_settings,
             admission=self.admission,
             last_round=self.settings.rounds,
+            max_record_bytes=self.settings.max_record_bytes,
         )
         self.reconnecting = Reconnecting(
             self.gossip, random.Random(f"missing|{own.peer_id}|{own.incarnation}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
 from swarmnet.protocol.pipeline.slots import num_slots_of, sample_indices
 from swarmnet.protocol.update.sync_modes import ZERO, SyncPlan
 
@@ -21,6 +22,8 @@ class RunSettings:
     """Length of the run."""
     seed: int = 0
     """Of the order of the samples."""
+    max_shards: int = MAX_SHARDS
+    """Shards of the largest stage, where that is known."""
     grad_clip_norm: float = 0.0
     """0 for none."""
     replication: int = 2
@@ -38,6 +41,11 @@ class RunSettings:
     """Groups of shards that are exchanged in different rounds, likewise."""
     sync_warmup_rounds: int = 0
     """First rounds in which exchanges come as soon as they can, whatever the mode."""
+
+    @property
+    def max_record_bytes(self) -> int:
+        """Of what a peer says of itself."""
+        return record_bytes(self.max_shards, self.num_slots)
 
     @property
     def num_slots(self) -> int:

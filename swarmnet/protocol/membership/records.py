@@ -268,6 +268,19 @@ class Record:
         return replace(self, counts=tuple(kept))
 
 
+FIXED_BYTES = 1 << 15
+"""Of a record: more than all texts, totals and rates that it may have."""
+
+
+def record_bytes(num_shards: int, num_slots: int) -> int:
+    """A bound of a record's msgpack, bytes, in a run whose stages have up to `num_shards` shards
+    and whose rounds have `num_slots` slots."""
+    digests = DIGEST_BYTES * num_shards
+    holds = (1 + MAX_RESTORABLE) * (num_shards // 8 + 1)
+    sets = 3 * KEPT_ROUNDS * (num_slots // 8 + 1)
+    return FIXED_BYTES + digests + holds + sets
+
+
 def bitmap(indices: list[int], num_shards: int) -> bytes:
     """Shard indices as `Record.holds`."""
     out = bytearray((num_shards + 7) // 8)

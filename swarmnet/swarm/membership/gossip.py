@@ -28,6 +28,7 @@ from swarmnet.swarm.membership.own_record import OwnRecord, Signer
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.messages import MAX_RECORD_BYTES
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Request, Transport
 
@@ -56,6 +57,8 @@ class Gossip:
     admission: Admission = OPEN
     last_round: int | None = None
     """Of the run, where it is known: no peer is in a later one."""
+    max_record_bytes: int = MAX_RECORD_BYTES
+    """In this run; a longer record is refused."""
 
     def __post_init__(self, record: Record) -> None:
         transport, view, rng = self.transport, self.view, self.rng
@@ -70,7 +73,13 @@ class Gossip:
         )
         callers = self._callers = CallerChecks(record.run_id, view, self.admission)
         self.records = KnownRecords(
-            own, transport, view, self.signer, self.admission, self.last_round
+            own,
+            transport,
+            view,
+            self.signer,
+            self.admission,
+            self.last_round,
+            self.max_record_bytes,
         )
         self.pushes = Pushes(own, transport, view, rng, self.settings.push_delay_s)
         self.unreached = UnreachedNotices(own.peer_id, transport, view, callers, rng)

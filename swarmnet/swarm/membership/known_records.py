@@ -13,7 +13,7 @@ from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.own_record import OwnRecord, Signer
-from swarmnet.swarm.messages import SignedRecord
+from swarmnet.swarm.messages import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.transport.base import Transport
 from swarmnet.wire import unpack
 
@@ -41,10 +41,12 @@ class KnownRecords:
         signer: Signer,
         admission: Admission,
         last_round: int | None,
+        max_bytes: int = MAX_RECORD_BYTES,
     ) -> None:
-        """`last_round`: of the run, where it is known. No peer is in a later one."""
+        """`last_round`: of the run, where it is known. No peer is in a later one. `max_bytes`: of a
+        record in this run."""
         self._own, self._transport, self._view, self._signer = own, transport, view, signer
-        self._admission, self._last_round = admission, last_round
+        self._admission, self._last_round, self._max_bytes = admission, last_round, max_bytes
         self._envelopes: dict[str, SignedRecord] = {}
         self._listeners: list[Callable[[Record], None]] = []
 
@@ -61,6 +63,10 @@ class KnownRecords:
     def take(self, envelope: SignedRecord) -> bool:
         """Checks one record and merges it into the view; True when it was news. Raises
         `ProtocolViolation` where it is false, of another run, or of a peer not admitted."""
+        if len(envelope.payload) > self._max_bytes:
+            raise ProtocolViolation(
+                f"a record of {len(envelope.payload)} bytes; in this run at most {self._max_bytes}"
+            )
         record = _decode(envelope.payload)
         own = self._own.record
         if record.run_id != own.run_id:

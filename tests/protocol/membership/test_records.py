@@ -9,15 +9,29 @@ import pytest
 
 from swarmnet.protocol.membership.records import (
     ACTIVE,
+    DIGEST_BYTES,
+    KEPT_ROUNDS,
+    MAX_ADDRESSES,
     MAX_COUNT,
+    MAX_CREDENTIAL_BYTES,
     MAX_LOSS_SUM,
     MAX_RATE,
+    MAX_RESTORABLE,
+    MAX_STRIKES,
+    MAX_SWITCHES,
+    MAX_TEXT,
+    HeldOut,
     Record,
+    Restorable,
     RoundCount,
+    record_bytes,
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline.progress import round_progress
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS, SlotSet, all_slots
+from swarmnet.protocol.update.sync_modes import Switch
+from swarmnet.swarm.messages import MAX_RECORD_BYTES
+from swarmnet.wire import pack
 
 
 @pytest.mark.parametrize(
@@ -54,3 +68,21 @@ def test_what_many_say_at_most_adds_up_to_what_one_may_say() -> None:
     assert state.committed == 64
     assert state.tokens < 2**62
     assert math.isfinite(state.loss_sum)
+
+
+@pytest.mark.parametrize(("num_shards", "num_slots"), [(1, 1), (9, 100), (4096, 65_536)])
+def test_the_largest_record_of_a_run_fits_its_limit(num_shards: int, num_slots: int) -> None:
+    every = SlotSet.of(all_slots(num_slots))
+    holds, long = bytes((num_shards + 7) // 8), "x" * MAX_TEXT
+    count = RoundCount(2**61, every, every, True, MAX_COUNT - 1, MAX_LOSS_SUM, every)
+    largest = Record(
+        long, long, 2**61, 2**61, state=ACTIVE,
+        addresses=("x" * 2 * MAX_TEXT,) * MAX_ADDRESSES, counts=(count,) * KEPT_ROUNDS,
+        digests=bytes(DIGEST_BYTES * num_shards), holds=holds,
+        totals={f"{i:064d}": 2**61 for i in range(64)},
+        strikes={f"{i:0{MAX_TEXT}d}": 2**61 for i in range(MAX_STRIKES)}, agent=long, paused=long,
+        restorable=(Restorable(2**61, 1, num_shards, holds, 2**61),) * MAX_RESTORABLE,
+        credential=bytes(MAX_CREDENTIAL_BYTES), held_out=HeldOut(2**61, 1.5, 2.5),
+        switches=tuple(Switch(2**61 + i, "delayed", 1.5, 2.5) for i in range(MAX_SWITCHES)),
+    )  # fmt: skip
+    assert len(pack(largest)) <= record_bytes(num_shards, num_slots) <= MAX_RECORD_BYTES

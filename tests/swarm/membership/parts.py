@@ -19,6 +19,7 @@ from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
+from swarmnet.swarm.messages import MAX_RECORD_BYTES
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.harness import OpenSigner
@@ -45,6 +46,7 @@ class Site:
         is_quiet: bool = False,
         admission: Admission = OPEN,
         last_round: int | None = None,
+        max_bytes: int = MAX_RECORD_BYTES,
         **fields: Any,
     ) -> None:
         self.transport = hub.transport(name)
@@ -64,7 +66,7 @@ class Site:
         )
         self.callers = CallerChecks(RUN, self.view, admission)
         self.records = KnownRecords(
-            self.own, self.transport, self.view, signer, admission, last_round
+            self.own, self.transport, self.view, signer, admission, last_round, max_bytes
         )
         self.pushes = Pushes(self.own, self.transport, self.view, rng, settings.push_delay_s)
         self.unreached = UnreachedNotices(name, self.transport, self.view, self.callers, rng)

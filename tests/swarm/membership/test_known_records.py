@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.membership.records import LEFT, Record
+from swarmnet.protocol.membership.records import LEFT, Record, record_bytes
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.known_records import FORGET_AFTER_S
 from swarmnet.swarm.messages import SignedRecord
@@ -51,6 +51,16 @@ def test_what_cannot_be_is_refused(false: Record, why: str) -> None:
         assert site.records.take_all([signed(false), signed(record("c"))]), "the other is taken"
         assert site.view.get("b") is None
         assert site.view.get("c") is not None
+
+    run(scenario())
+
+
+def test_a_record_beyond_what_the_run_has_is_refused() -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a", max_bytes=record_bytes(8, 16))
+        site.records.take(signed(record("b", digests=bytes(8 * 8))))
+        with pytest.raises(ProtocolViolation, match="bytes; in this run at most"):
+            site.records.take(signed(record("c", digests=bytes(8 * 8000))))
 
     run(scenario())
 
