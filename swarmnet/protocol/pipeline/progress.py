@@ -132,6 +132,7 @@ def may_launch(*, has_own: bool, num_missing: int, quiet_s: float, patience_s: f
 
 FEW_FEEDERS = 8
 """More than this number of feeders do not learn of each other's launches at once."""
+SHORTEST_TURN_S = 0.1
 
 
 def late_slots(
@@ -160,7 +161,7 @@ def helping_slot(
     """Which of the late slots the feeder of this rank launches; None for none. Feeders that know
     the same launch different ones, and where there are fewer slots than feeders these take
     turns."""
-    turn = int(age_s / (spread_s / 2)) if spread_s > 0 else 0
+    turn = int(2 * age_s / max(spread_s, SHORTEST_TURN_S))
     place = (rank + turn) % num_feeders
     if len(late) >= num_feeders:
         return late[place * len(late) // num_feeders]
@@ -176,7 +177,7 @@ def stuck_slot(
     if spread_s <= 0 or quiet_s <= spread_s:
         return None
     rest = slots_in(missing)
-    place = (rank + int(quiet_s / spread_s)) % num_feeders
+    place = (rank + int(quiet_s / max(spread_s, SHORTEST_TURN_S))) % num_feeders
     return rest[place] if place < len(rest) else None
 
 
