@@ -92,7 +92,17 @@ def compose(
 
 def _max_shards(spec: RunSpec, options: PeerOptions) -> int:
     """Of any stage, as this machine builds it."""
-    from swarmnet.training.stage import stage_shard_sizes
+    from swarmnet.training.models.base import describe_parameters
+    from swarmnet.training.models.registry import (
+        cut_shards,
+        model_plan,
+        shard_parameters,
+        split_stages,
+    )
 
     built = spec.with_builder(options.model_builder(spec))
-    return max(len(stage_shard_sizes(built, k)) for k in range(spec.pipeline.num_stages))
+    plan = model_plan(built)
+    size = shard_parameters(built, plan)
+    stages = split_stages(plan, spec.pipeline.num_stages)
+    largest = max(describe_parameters(layers)[-1].stop for layers in stages)
+    return len(cut_shards(largest, size))
