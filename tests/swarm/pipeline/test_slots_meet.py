@@ -1,0 +1,35 @@
+"""Two flights of one slot at one replica: the second counts only where the first never will."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmnet.errors import Taken
+from swarmnet.simulation.clock import run
+from swarmnet.swarm.messages import Commit
+from tests.swarm.one_replica import OneReplica
+
+SLOT = 5
+FIRST, SECOND, AGAIN = (n << 16 | SLOT for n in (1, 2, 3))
+
+
+def test_a_second_flight_is_refused_until_its_slot_is_free() -> None:
+    async def scenario() -> None:
+        pair = OneReplica()
+        asked: list[int] = []
+        pair.steps.on_taken = asked.append
+        a, b = pair.caller("a", 1e9), pair.caller("b", 1e9)
+        await a.step(FIRST)
+        with pytest.raises(Taken) as raised:
+            await b.step(SECOND)
+        assert raised.value.details.get("counted") is None
+        assert asked == [0], "its feeder is asked whether it still has it"
+        await b.step(SECOND + 1)  # another slot
+        await a.step(AGAIN)  # its own feeder has given the first one up
+        pair.steps.commit(Commit(0, (FIRST,)), "a")
+        with pytest.raises(Taken) as raised:
+            await b.step(SECOND)
+        assert raised.value.details["counted"] is True
+        await pair.close()
+
+    run(scenario())
