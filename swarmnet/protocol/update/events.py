@@ -1,0 +1,186 @@
+"""What may happen in the update of one shard: the input of `shard_update`.
+
+Tensors are handles: whatever the caller keeps them as. `call` names a call of another replica that
+waits for an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from swarmnet.protocol.update.roster import Ballot, Standing
+
+Handle = Hashable
+Call = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """This replica has closed the round."""
+
+    num_tokens: int
+    gradient: Handle | None
+    """None for no tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of the other members now. Complete: it replaces what was known before."""
+
+    members: Mapping[str, Standing]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Another replica's contribution, which waits for the result."""
+
+    call: Call
+    sender: str
+    ballot: Ballot
+    num_tokens: int
+    gradient: Handle | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Another replica takes over. `is_final` is False for the question before: would this replica
+    promise the ballot?"""
+
+    call: Call
+    sender: str
+    ballot: Ballot
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A member would promise the ballot of the question, or has promised that of the
+    announcement."""
+
+    sender: str
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """A member does not: `ballot` is the one that it goes by. The answer to a question, an
+    announcement, a push or a mirrored step."""
+
+    sender: str
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorCame:
+    """The primary has this backup make its step."""
+
+    call: Call
+    sender: str
+    ballot: Ballot
+    step: Handle
+    fits: bool
+    """The state here is the one before that step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultCame:
+    """The shard's result, from any replica that has it."""
+
+    sender: str
+    result: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """The call to `target` ended without an answer, or with a refusal for now."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The contributions have been aggregated; None where there is nothing to sum."""
+
+    total: Handle | None
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClipKnown:
+    """The norm over all stages is here, or not needed, or will not come."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The step has been made here: as primary or as backup."""
+
+    result: Handle
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A backup could not make the step."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A backup has made the step. In gossip averaging: the partner has this replica's offer."""
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A backup has not made the step, and will not."""
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorFailed:
+    """The call to a backup ended without an answer."""
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """Members that live have had the time for their contributions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The pause before another try is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedOn:
+    """The stage has moved on by more than this exchange."""
+
+
+Event = (
+    Begun
+    | Seen
+    | Pushed
+    | Asked
+    | Agreed
+    | Denied
+    | MirrorCame
+    | ResultCame
+    | PushFailed
+    | Summed
+    | ClipKnown
+    | Stepped
+    | StepFailed
+    | Confirmed
+    | Refused
+    | MirrorFailed
+    | DeadlinePassed
+    | Again
+    | MovedOn
+)

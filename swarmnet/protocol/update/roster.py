@@ -1,0 +1,73 @@
+"""Who does what in the update of one shard: fixed data of an exchange, with a term.
+
+A roster is made once, from the records that a replica knows when the exchange begins there. It does
+not follow the records any more: another primary means another, higher *ballot*, which is proposed
+to all and promised by all (Lamport, "Paxos made simple", 2001; the question before it is the
+pre-vote of Raft, Ongaro 2014, section 9.6). Records need time to spread, so two replicas may begin
+with different rosters. Ballots are ordered, so of two primaries the one with the higher ballot goes
+on, and the other one follows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
+"""What the failure detector says of a peer: its lease runs, it is being looked for, it is over."""
+
+MAX_TERM = 1 << 20
+"""A takeover raises a term by two; nothing raises it so often in one exchange."""
+
+
+class Ballot(NamedTuple):
+    """What a promise is about; ordered. A term is even where its primary does not hold the shard's
+    optimizer state, and odd where it does: of two replicas that begin with different primaries, the
+    one with the state goes on."""
+
+    term: int
+    primary: str
+
+    def next_of(self, peer_id: str, *, is_holder: bool) -> Ballot:
+        """The ballot with which `peer_id` takes over from this one's primary."""
+        return Ballot(self.term // 2 * 2 + 2 + is_holder, peer_id)
+
+    @property
+    def is_first(self) -> bool:
+        """The exchange began with it: nobody has taken over."""
+        return self.term < 2
+
+
+def first_ballot(primary: str, *, is_holder: bool) -> Ballot:
+    """The ballot with which an exchange begins. `is_holder`: `primary` holds the optimizer state
+    of the shard, as its record says."""
+    return Ballot(int(is_holder), primary)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of a member of an exchange."""
+
+    life: str = ALIVE
+    declared: int | None = None
+    """The tokens that it will contribute, as its record says; None before it has closed the
+    round."""
+    is_past: bool = False
+    """It has finished the exchange: the result is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The roles of one shard's update, as one replica begins with them."""
+
+    ballot: Ballot
+    order: tuple[str, ...]
+    """Who may be the primary, the first choice first; those that hold the state come first."""
+    backups: tuple[str, ...] = ()
+    """Who makes the step with the primary, if that is this replica."""
+    is_holder: bool = False
+    """This replica holds the state of the shard."""
+    clips: bool = True
+    """The norm of all stages is needed before the step."""
+    pulls: bool = False
+    """Gossip averaging: the primary asks for the contributions, and each member is the primary of
+    its own update. The pair is the roster."""

@@ -1,0 +1,153 @@
+"""What one replica knows of the update of one shard: the data behind the tables of
+`shard_update`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from swarmnet.protocol.update.commands import Command
+from swarmnet.protocol.update.events import Call, Handle
+from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, Roster, Standing
+
+
+class State(Enum):
+    """See the module's head."""
+
+    FOLLOWING = "following"
+    CANVASSING = "canvassing"
+    GATHERING = "gathering"
+    CLIPPING = "clipping"
+    STEPPING = "stepping"
+    MIRRORING = "mirroring"
+    COPYING = "copying"
+    DECIDED = "decided"
+    ADOPTED = "adopted"
+    ABANDONED = "abandoned"
+
+
+FOLLOWING, CANVASSING, GATHERING, CLIPPING, STEPPING, MIRRORING, COPYING = list(State)[:7]
+DECIDED, ADOPTED, ABANDONED = list(State)[7:]
+HAS_RESULT = frozenset({DECIDED, ADOPTED})
+HAS_STEPPED = frozenset({STEPPING, MIRRORING})
+IS_OVER = HAS_RESULT | {ABANDONED}
+
+Part = tuple[int, Handle | None]
+"""A contribution: tokens, gradient."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """Only the rules of `shard_rules` change it. Every field but `commands` is immutable, so that
+    a shallow copy is a copy."""
+
+    me: str
+    roster: Roster
+    ballot: Ballot
+    """The highest that was promised."""
+    state: State = FOLLOWING
+    result: Handle | None = None
+    senders: frozenset[str] = frozenset()
+    """Whose contributions are in the sum that was made here."""
+    begun: Part | None = None
+    members: Mapping[str, Standing] = field(default_factory=dict)
+    parts: tuple[tuple[str, Part], ...] = ()
+    """Contributions under the present ballot, ascending by peer."""
+    calls: tuple[Call, ...] = ()
+    """Calls that wait for the result."""
+    agreed: frozenset[str] = frozenset()
+    host: str | None = None
+    """To whom the primary lives that is dead here: the result is waited for there."""
+    pushing: str | None = None
+    """Whose answer to a push is waited for."""
+    failed: str | None = None
+    """Who did not answer, and is not asked again before the pause is over."""
+    is_paused: bool = False
+    """There will be an `Again`."""
+    is_expired: bool = False
+    """Members that live are not waited for any longer."""
+    lacking: frozenset[str] = frozenset()
+    """Who has nothing to contribute after all."""
+    served: frozenset[str] = frozenset()
+    """Who has what this replica gives as backup of the step, or will not take it."""
+    total: Handle | None = None
+    pending: frozenset[str] = frozenset()
+    """Backups whose answer is waited for."""
+    unmirrored: frozenset[str] = frozenset()
+    """Those of them that the step did not reach: it is sent again."""
+    promised: frozenset[str] = frozenset()
+    """Of a primary that has closed its sum: who promised its ballot, or was not waited for."""
+    asked: frozenset[str] = frozenset()
+    """Who has come back since, and was asked for a promise or a result."""
+    attempt: int = 0
+    """Sums and steps that were begun here: what an earlier one brings does not count."""
+    is_spoiled: bool = False
+    """A step was made here that does not hold."""
+    copied_for: Call | None = None
+    """The primary's call, while this backup makes its step."""
+    commands: list[Command] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """There is a result, or there will be none."""
+        return self.state in IS_OVER
+
+    @property
+    def is_stepping(self) -> bool:
+        """The optimizer state of the shard is being changed here, or may be soon."""
+        return not self.is_over
+
+    def waits_for(self) -> list[str]:
+        """Members that live and have not contributed, ascending: of a primary that gathers."""
+        given = {peer_id for peer_id, _ in self.parts}
+        return [
+            peer_id
+            for peer_id, standing in sorted(self.members.items())
+            if standing.life != DEAD
+            and peer_id not in given
+            and peer_id not in self.lacking
+            and not (self.ballot.is_first and standing.declared == 0)
+        ]
+
+    def back(self) -> frozenset[str]:
+        """Members that live and have promised nothing: they were dead when the sum was closed."""
+        return frozenset(self.living()) - self.promised
+
+    def is_dead(self, peer_id: str) -> bool:
+        """To this replica; a stranger to the exchange is as good as dead."""
+        standing = self.members.get(peer_id)
+        return peer_id != self.me and (standing is None or standing.life == DEAD)
+
+    def living(self) -> list[str]:
+        return sorted(p for p, s in self.members.items() if s.life != DEAD)
+
+    def past(self) -> str | None:
+        """A member that has finished the exchange and lives."""
+        past = [p for p in self.living() if self.members[p].is_past]
+        alive = [p for p in past if self.members[p].life == ALIVE]
+        found = alive or past
+        return found[sum(self.me.encode()) % len(found)] if found else None
+
+    def successor(self) -> str:
+        """Who takes over from the primary: the first in the order that lives."""
+        others = sorted({*self.members, self.me})
+        for peer_id in (*self.roster.order, *others):
+            if peer_id != self.ballot.primary and not self.is_dead(peer_id):
+                return peer_id
+        return self.me
+
+    def next_ballot(self) -> Ballot:
+        is_holder = self.roster.is_holder and not self.is_spoiled
+        return self.ballot.next_of(self.me, is_holder=is_holder)
+
+    def target(self) -> str:
+        """Whose answer to a push is the result."""
+        past = self.past()
+        if past is not None:
+            return past
+        if not self.is_dead(self.ballot.primary):
+            return self.ballot.primary
+        if self.host is not None and not self.is_dead(self.host):
+            return self.host
+        return self.successor()

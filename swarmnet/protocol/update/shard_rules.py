@@ -1,0 +1,442 @@
+"""The rules that the tables of `shard_update` name: guards, and what is done.
+
+A rule changes the facts and adds commands. It is never called by anybody but the table."""
+
+from __future__ import annotations
+
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.events import Event, Handle
+from swarmnet.protocol.update.roster import MAX_TERM, Ballot
+from swarmnet.protocol.update.shard_facts import (
+    ABANDONED,
+    ADOPTED,
+    CANVASSING,
+    CLIPPING,
+    COPYING,
+    DECIDED,
+    FOLLOWING,
+    GATHERING,
+    HAS_STEPPED,
+    MIRRORING,
+    STEPPING,
+    Facts,
+)
+
+# ---- guards -------------------------------------------------------------------------------------
+
+
+def is_elsewhere(u: Facts) -> bool:
+    return u.past() is not None
+
+
+def leads(u: Facts) -> bool:
+    return u.ballot.primary == u.me and u.past() is None
+
+
+def must_take_over(u: Facts) -> bool:
+    is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
+    is_told = u.host is not None and not u.is_dead(u.host)
+    return is_next and not is_told and u.past() is None
+
+
+def must_push(u: Facts) -> bool:
+    return u.begun is not None and u.target() not in (
+        u.me,
+        u.pushing,
+        u.failed,
+    )
+
+
+def needs_no_takeover(u: Facts) -> bool:
+    is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
+    return not is_next or u.past() is not None
+
+
+def all_agree(u: Facts) -> bool:
+    return u.agreed >= set(u.living())
+
+
+def is_complete(u: Facts) -> bool:
+    return u.begun is not None and (u.is_expired or not u.waits_for())
+
+
+def is_mirrored(u: Facts) -> bool:
+    return all(u.is_dead(p) for p in u.pending) and not u.back()
+
+
+def has_one_back(u: Facts) -> bool:
+    return bool(u.back())
+
+
+def must_ask_back(u: Facts) -> bool:
+    return bool(u.back() - u.asked)
+
+
+# ---- after an event -----------------------------------------------------------------------------
+
+
+def lead(u: Facts) -> None:
+    """It is the primary of the ballot that it goes by."""
+    u.state = GATHERING
+    u.is_expired = False
+    give_up_push(u)
+    if u.begun is not None:
+        add_part(u, u.me, *u.begun)
+    if u.roster.pulls:
+        u.commands += [do.Pull(p) for p in u.living()]
+    if not u.ballot.is_first and u.living():
+        u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True))
+    u.commands.append(do.SetDeadline())
+    pause(u)
+
+
+def canvass(u: Facts) -> None:
+    u.state, u.agreed = CANVASSING, frozenset()
+    give_up_push(u)
+    ask_again(u)
+
+
+def ask_again(u: Facts) -> None:
+    """The question before a takeover, to those that have not agreed."""
+    asked = tuple(p for p in u.living() if p not in u.agreed)
+    if asked:
+        u.commands.append(do.Ask(asked, u.next_ballot(), is_final=False))
+        pause(u)
+
+
+def take_over(u: Facts) -> None:
+    """All that live would promise: from now on there is no way back to the old primary."""
+    go_by(u, u.next_ballot())
+
+
+def stand_back(u: Facts) -> None:
+    """It leads nothing any more. Who waits here comes again, to where the result turns out to be."""
+    u.state, u.parts = FOLLOWING, ()
+    deny_all(u)
+
+
+def push(u: Facts) -> None:
+    give_up_push(u)
+    u.pushing = u.target()
+    has_gradient = u.pushing == u.ballot.primary
+    u.commands.append(do.Push(u.pushing, u.ballot, has_gradient))
+
+
+def close(u: Facts) -> None:
+    """Nothing comes into the sum any more."""
+    u.state = CLIPPING
+    u.senders = frozenset(p for p, _ in u.parts)
+    parts = tuple((p, n, g) for p, (n, g) in u.parts if n and g is not None)
+    u.attempt += 1
+    u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
+    u.promised, u.asked = u.senders | frozenset(u.living()), frozenset()
+    u.parts = ()
+
+
+def ask_back(u: Facts) -> None:
+    """Before the result is given out: who was dead a moment ago may have another one."""
+    asked = u.back() - u.asked
+    u.asked |= asked
+    u.commands.append(do.Ask(tuple(sorted(asked)), u.ballot, is_final=True))
+    pause(u)
+
+
+def decide(u: Facts) -> None:
+    u.state = DECIDED
+    end_with(u, is_own=True)
+
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+def ignore(u: Facts, event: Event) -> None:
+    pass
+
+
+def begin(u: Facts, event: on.Begun) -> None:
+    u.begun = (event.num_tokens, event.gradient)
+    if u.state is GATHERING:
+        add_part(u, u.me, *u.begun)
+        u.commands.append(do.SetDeadline())
+
+
+def note(u: Facts, event: on.Seen) -> None:
+    u.members = event.members
+    u.host = None if u.host is None or u.is_dead(u.host) else u.host
+
+
+def take_push(u: Facts, event: on.Pushed) -> None:
+    if event.ballot > u.ballot and may_go_by(u, event.ballot):
+        go_by(u, event.ballot)
+        if leads(u):  # the sender knew it before
+            lead(u)
+    if event.ballot != u.ballot:
+        u.commands.append(do.Deny(event.call, u.ballot))
+        return
+    u.calls += (event.call,)
+    if event.sender == u.host:  # the primary is dead to it too by now
+        u.host = None
+    if u.state is GATHERING:
+        add_part(u, event.sender, event.num_tokens, event.gradient)
+
+
+def deny(u: Facts, event: on.Pushed | on.Asked) -> None:
+    u.commands.append(do.Deny(event.call, u.ballot))
+
+
+def give(u: Facts, event: on.Pushed | on.Asked) -> None:
+    u.commands.append(do.Give(event.call, u.result))
+
+
+def hold(u: Facts, event: on.Pushed | on.Asked) -> None:
+    u.calls += (event.call,)
+
+
+def vote(u: Facts, event: on.Asked) -> None:
+    if event.is_final:
+        if event.ballot > u.ballot and event.ballot.primary == event.sender:
+            go_by(u, event.ballot)
+        is_promised = event.ballot == u.ballot
+    else:
+        is_promised = would_promise(u, event.ballot)
+    answer = do.Agree if is_promised else do.Deny
+    u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
+
+
+def would_promise(u: Facts, ballot: Ballot) -> bool:
+    if ballot <= u.ballot or u.ballot.primary == u.me:
+        return False
+    if not u.is_dead(u.ballot.primary):
+        u.commands.append(do.LookInto(u.ballot.primary))
+        return False
+    return u.successor() != u.me or u.next_ballot() < ballot
+
+
+def count_agreed(u: Facts, event: on.Agreed) -> None:
+    if event.ballot == u.next_ballot():
+        u.agreed |= {event.sender}
+
+
+def denied(u: Facts, event: on.Denied) -> None:
+    if may_go_by(u, event.ballot):
+        return go_by(u, event.ballot)
+    if u.state is CANVASSING:
+        u.state, u.host = FOLLOWING, event.sender
+        pause(u)
+    elif u.state is FOLLOWING and event.sender == u.pushing:
+        push_failed(u, on.PushFailed(event.sender))
+    elif u.state in HAS_STEPPED:
+        u.pending -= {event.sender}
+    return None
+
+
+def copy(u: Facts, event: on.MirrorCame) -> None:
+    if event.ballot < u.ballot or event.ballot.primary != event.sender:
+        u.commands.append(do.Deny(event.call, u.ballot))
+        return
+    fits = event.fits and u.state not in HAS_STEPPED
+    if event.ballot > u.ballot:
+        go_by(u, event.ballot)
+    if not fits:
+        u.commands.append(do.Refuse(event.call))
+        return
+    u.state, u.copied_for = COPYING, event.call
+    u.attempt += 1
+    u.commands.append(do.Repeat(event.step, u.attempt))
+
+
+def refuse(u: Facts, event: on.MirrorCame) -> None:
+    u.commands.append(do.Refuse(event.call))
+
+
+def adopt(u: Facts, event: on.ResultCame) -> None:
+    u.state, u.result = ADOPTED, event.result
+    end_with(u, is_own=False)
+
+
+def count_promise(u: Facts, event: on.Agreed) -> None:
+    if event.ballot == u.ballot:
+        u.promised |= {event.sender}
+
+
+def adopt_instead(u: Facts, event: on.ResultCame) -> None:
+    """The step that was made here is not the one that holds."""
+    spoil(u)
+    adopt(u, event)
+
+
+def push_failed(u: Facts, event: on.PushFailed) -> None:
+    if event.target == u.pushing:
+        u.pushing, u.failed, u.host = None, event.target, None
+        pause(u)
+
+
+def go_without(u: Facts, event: on.PushFailed) -> None:
+    """Gossip averaging: the partner has no offer. Of another exchange, what was asked before
+    this replica became the primary."""
+    if u.roster.pulls:
+        u.lacking |= {event.target}
+
+
+def again(u: Facts, event: on.Again) -> None:
+    u.is_paused, u.failed, u.host = False, None, None
+    if u.state is CANVASSING:
+        ask_again(u)
+    elif u.state is GATHERING:
+        remind(u)
+    elif u.state in HAS_STEPPED:
+        mirror(u, u.unmirrored & u.pending)
+        u.unmirrored, u.asked = frozenset(), frozenset()
+
+
+def remind(u: Facts) -> None:
+    """Members that have closed the round and go by another ballot, or whose promise was
+    lost."""
+    first = u.ballot.is_first
+    late = [p for p in u.waits_for() if not first or u.members[p].declared is not None]
+    if late and not u.roster.pulls:
+        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True))
+    if u.waits_for() or u.begun is None:
+        pause(u)
+
+
+def summed(u: Facts, event: on.Summed) -> None:
+    if event.attempt != u.attempt:
+        return
+    u.total = event.total
+    if u.roster.clips:
+        u.commands.append(do.FindNorm(u.attempt))
+    else:
+        step(u)
+
+
+def clip_known(u: Facts, event: on.ClipKnown) -> None:
+    if event.attempt != u.attempt:
+        return
+    step(u)
+
+
+def step(u: Facts) -> None:
+    u.state = STEPPING
+    u.commands.append(do.Step(u.total, u.ballot, u.attempt))
+    backups = [p for p in u.roster.backups if p != u.me and p not in u.served and not u.is_dead(p)]
+    u.pending = frozenset(backups if u.total is not None or u.roster.pulls else ())
+    mirror(u, u.pending)
+
+
+def mirror(u: Facts, backups: frozenset[str]) -> None:
+    if backups:
+        u.commands.append(do.Mirror(u.total, tuple(sorted(backups)), u.ballot, u.attempt))
+
+
+def mirror_failed(u: Facts, event: on.MirrorFailed) -> None:
+    """A backup that lives has to have the step before anybody gets the result."""
+    u.unmirrored |= {event.sender} & u.pending
+    pause(u)
+
+
+def stepped(u: Facts, event: on.Stepped) -> None:
+    if event.attempt != u.attempt:
+        return
+    u.state, u.result = MIRRORING, event.result
+
+
+def copied(u: Facts, event: on.Stepped) -> None:
+    if event.attempt != u.attempt:
+        return
+    u.state, u.result = ADOPTED, event.result
+    if u.copied_for is not None:
+        u.commands.append(do.Confirm(u.copied_for))
+    u.copied_for = None
+    end_with(u, is_own=False)
+
+
+def not_copied(u: Facts, event: on.StepFailed) -> None:
+    if event.attempt != u.attempt:
+        return
+    if u.copied_for is not None:
+        u.commands.append(do.Refuse(u.copied_for))
+    u.state, u.copied_for = FOLLOWING, None
+    deny_all(u)
+
+
+def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
+    u.pending -= {event.sender}
+    u.served |= {event.sender}
+
+
+def expire(u: Facts, event: on.DeadlinePassed) -> None:
+    u.is_expired = u.begun is not None
+
+
+def abandon(u: Facts, event: on.MovedOn) -> None:
+    u.state = ABANDONED
+    deny_all(u)
+    u.commands.append(do.Abandon())
+
+
+# ---- parts of rules -----------------------------------------------------------------------------
+
+
+def may_go_by(u: Facts, ballot: Ballot) -> bool:
+    """It is higher, and, where it names this replica, one with which the exchange may have
+    begun: nobody else raises this replica's ballots."""
+    if not u.ballot < ballot or ballot.term > MAX_TERM:
+        return False
+    is_own_first = ballot.is_first and ballot.term == int(u.roster.is_holder)
+    return ballot.primary != u.me or is_own_first
+
+
+def go_by(u: Facts, ballot: Ballot) -> None:
+    """Promises a higher ballot: what was done under the one before does not hold."""
+    if u.state in HAS_STEPPED:
+        spoil(u)
+    u.state, u.ballot = FOLLOWING, ballot
+    u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
+    u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()
+    u.promised, u.asked = frozenset(), frozenset()
+    u.senders = frozenset()
+    give_up_push(u)
+    deny_all(u)
+
+
+def spoil(u: Facts) -> None:
+    if u.total is not None:
+        u.commands.append(do.Spoiled())
+        u.is_spoiled = True
+    u.pending, u.unmirrored = frozenset(), frozenset()
+
+
+def deny_all(u: Facts) -> None:
+    """Who waits here has to go elsewhere, or to come again under the present ballot."""
+    u.commands += [do.Deny(call, u.ballot) for call in u.calls]
+    u.calls = ()
+
+
+def give_up_push(u: Facts) -> None:
+    if u.pushing is not None:
+        u.commands.append(do.GiveUpPush())
+    u.pushing = None
+
+
+def pause(u: Facts) -> None:
+    if not u.is_paused:
+        u.is_paused = True
+        u.commands.append(do.Pause())
+
+
+def add_part(u: Facts, peer_id: str, num_tokens: int, gradient: Handle | None) -> None:
+    parts = dict(u.parts)
+    if peer_id not in parts or num_tokens or not parts[peer_id][0]:
+        parts[peer_id] = (num_tokens, gradient)
+    u.parts = tuple(sorted(parts.items(), key=lambda item: item[0]))
+
+
+def end_with(u: Facts, *, is_own: bool) -> None:
+    assert u.result is not None
+    u.parts, u.total = (), None
+    give_up_push(u)
+    u.commands.append(do.Adopt(u.result, is_own))
+    u.commands += [do.Give(call, u.result) for call in u.calls]
+    u.calls = ()

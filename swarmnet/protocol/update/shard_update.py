@@ -1,0 +1,198 @@
+"""The update of one shard at one replica, as a table. Pure: no clock, no task, no tensor.
+
+Why there is one result
+-----------------------
+One replica, the *primary*, sums the contributions of all members and makes the step. Which one it
+is follows from the highest *ballot* (`roster`) that a replica has promised. What each state
+promises, and who may be in which together:
+
+==========  =======================================================================================
+FOLLOWING   Promised its ballot, and contributes to no lower one. It has no result and makes none.
+CANVASSING  As FOLLOWING. Its primary is dead to it, and it is next: it asks whether that is so for
+            all others. A replica to which the primary lives says no, so that a single lost link or
+            false suspicion overthrows nobody.
+GATHERING   Primary. It has no sum: any number may be here under different ballots, and the sum
+            needs every member that lives, each of which has promised one ballot only.
+CLIPPING    Its sum is made: what comes now is too late. It may still be overthrown without harm.
+STEPPING    It makes the step, and so do its backups. Overthrown now, its state has seen another
+            gradient than that of the others (`Spoiled`), and is fetched again.
+MIRRORING   Its step is made; a backup that lives has not answered. No result has been given out.
+COPYING     Backup that makes the primary's step. It answers no question before that has ended.
+DECIDED     The step survives the death of all but one of the backups that lived. It is given out.
+ADOPTED     The result of another replica, or the step made as its backup. It is given out too.
+ABANDONED   The stage has moved on by more than one exchange. The parameters must be fetched.
+==========  =======================================================================================
+
+A primary gives its result out when every backup that lives has it. So whoever overthrows it reaches
+a replica with the result (a backup, or one to which the result was given), and that answers with
+it; or none of those that live has it, all of them promise the new ballot, and none takes the old
+primary's step or result any more: its backups deny it. Two results can only come from two replicas
+to which every other one between them is dead. That is a partition; `divergence` ends it.
+
+A contribution counts once. It goes to the primary of the present ballot only; who promises a higher
+ballot gives up its push under the lower one, and the sum that it was in does not hold.
+
+No wait is for ever. Every one ends with an answer, by the death of the peer that is waited for, or,
+for contributions of peers that live, by the deadline. What is lost on the way is asked for again.
+
+The tables
+----------
+`EVENTS` names the rule for each event in each state; there is no other way in. `STATES` holds what
+is checked after every event, in order, until nothing fires. The shape is that of h11's `_state.py`,
+with its event-triggered and state-triggered transitions, and of dask's worker state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update import shard_rules as rules
+from swarmnet.protocol.update.commands import Command
+from swarmnet.protocol.update.events import Event
+from swarmnet.protocol.update.roster import Roster
+from swarmnet.protocol.update.shard_facts import (
+    CANVASSING,
+    CLIPPING,
+    FOLLOWING,
+    GATHERING,
+    IS_OVER,
+    MIRRORING,
+    Facts,
+    State,
+)
+
+Rule = Callable[[Facts, Any], None]
+Guard = Callable[[Facts], bool]
+
+
+def _row(default: Rule, **others: Rule) -> dict[State, Rule]:
+    """The rule of an event in each state: `default` where none is named."""
+    return {state: others.get(state.value, default) for state in State}
+
+
+no = rules.ignore
+
+EVENTS: dict[type[Event], dict[State, Rule]] = {
+    on.Begun: _row(rules.begin, decided=no, adopted=no, abandoned=no),
+    on.Seen: _row(rules.note),
+    on.Pushed: _row(
+        rules.take_push,
+        copying=rules.hold,
+        decided=rules.give,
+        adopted=rules.give,
+        abandoned=rules.deny,
+    ),
+    on.Asked: _row(
+        rules.vote,
+        copying=rules.hold,
+        decided=rules.give,
+        adopted=rules.give,
+        abandoned=rules.deny,
+    ),
+    on.Agreed: _row(
+        no,
+        canvassing=rules.count_agreed,
+        stepping=rules.count_promise,
+        mirroring=rules.count_promise,
+    ),
+    on.Denied: _row(rules.denied, copying=no, decided=no, adopted=no, abandoned=no),
+    on.MirrorCame: _row(
+        rules.copy,
+        copying=rules.refuse,
+        decided=rules.refuse,
+        adopted=rules.refuse,
+        abandoned=rules.refuse,
+    ),
+    on.ResultCame: _row(
+        no,
+        following=rules.adopt,
+        canvassing=rules.adopt,
+        gathering=rules.adopt,
+        clipping=rules.adopt,
+        mirroring=rules.adopt_instead,
+    ),
+    on.PushFailed: _row(no, following=rules.push_failed, gathering=rules.go_without),
+    on.Summed: _row(no, clipping=rules.summed),
+    on.ClipKnown: _row(no, clipping=rules.clip_known),
+    on.Stepped: _row(no, stepping=rules.stepped, copying=rules.copied),
+    on.StepFailed: _row(no, copying=rules.not_copied),
+    on.Confirmed: _row(
+        no,
+        gathering=rules.confirmed,
+        clipping=rules.confirmed,
+        stepping=rules.confirmed,
+        mirroring=rules.confirmed,
+    ),
+    on.Refused: _row(no, stepping=rules.confirmed, mirroring=rules.confirmed),
+    on.MirrorFailed: _row(no, stepping=rules.mirror_failed, mirroring=rules.mirror_failed),
+    on.DeadlinePassed: _row(no, gathering=rules.expire),
+    on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
+    on.MovedOn: _row(
+        no,
+        following=rules.abandon,
+        canvassing=rules.abandon,
+        gathering=rules.abandon,
+        clipping=rules.abandon,
+    ),
+}
+"""The rule for each event in each state; the first one is for the states that are not named."""
+
+STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
+    FOLLOWING: (
+        (rules.leads, rules.lead),
+        (rules.must_take_over, rules.canvass),
+        (rules.must_push, rules.push),
+    ),
+    CANVASSING: (
+        (rules.needs_no_takeover, rules.stand_back),
+        (rules.all_agree, rules.take_over),
+    ),
+    GATHERING: (
+        (rules.is_elsewhere, rules.stand_back),
+        (rules.is_complete, rules.close),
+    ),
+    CLIPPING: (
+        (rules.is_elsewhere, rules.stand_back),
+        (rules.has_one_back, rules.stand_back),
+    ),
+    MIRRORING: (
+        (rules.must_ask_back, rules.ask_back),
+        (rules.is_mirrored, rules.decide),
+    ),
+}
+"""What is checked after every event: the first guard that holds fires its rule."""
+
+
+class ShardUpdate:
+    """The update of one shard in one exchange, at one replica. `handle` is the only way in."""
+
+    __slots__ = ("facts",)
+
+    def __init__(self, me: str, roster: Roster) -> None:
+        self.facts = Facts(me, roster, roster.ballot)
+
+    def copy(self) -> ShardUpdate:
+        """Another machine in the same state."""
+        other = copy(self)
+        other.facts = copy(self.facts)
+        return other
+
+    def handle(self, event: Event) -> list[Command]:
+        """Takes an event in. Returns what is to be done now, in this order."""
+        facts = self.facts
+        facts.commands = []
+        EVENTS[type(event)][facts.state](facts, event)
+        while True:
+            for guard, rule in STATES.get(facts.state, ()):
+                if guard(facts):
+                    rule(facts)
+                    break
+            else:
+                return facts.commands
+
+    @property
+    def is_over(self) -> bool:
+        """There is a result, or there will be none."""
+        return self.facts.state in IS_OVER
