@@ -6,13 +6,14 @@ import asyncio
 import random
 from typing import Any
 
+from swarmnet.swarm.membership.awake_clock import AwakeClock
+from swarmnet.swarm.membership.failure_detection import FailureDetector
+
 from swarmnet.admission import OPEN, Admission
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
-from swarmnet.swarm.membership.awake_clock import AwakeClock
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.failure_detection import FailureDetector
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord

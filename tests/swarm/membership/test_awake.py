@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from swarmnet.swarm.membership.awake_clock import STALL_S, TICK_S, AwakeClock
 
 from swarmnet.simulation.clock import VirtualLoop, run
-from swarmnet.swarm.membership.awake_clock import STALL_S, TICK_S, AwakeClock
 
 
 def _with_clock(use: Callable[[VirtualLoop, AwakeClock], object]) -> tuple[float, list[float]]:

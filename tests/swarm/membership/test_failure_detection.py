@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from swarmnet.swarm.membership.failure_detection import PROBE_TIMEOUT_S, STALL_S
+
 from swarmnet.protocol.membership.records import LEFT
 from swarmnet.protocol.membership.view import MAX_STAMP_LEAD
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.failure_detection import PROBE_TIMEOUT_S, STALL_S
 from swarmnet.swarm.messages import Suspicion
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.membership.parts import acquainted, now

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from swarmnet.swarm.membership.failure_detection import STALL_S
 
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.update.turns import LOOK_S

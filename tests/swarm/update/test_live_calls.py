@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from swarmnet.swarm.update.live_calls import LiveCalls
 
 from swarmnet.errors import Unreachable
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.update.live_calls import LiveCalls
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.one_replica import CALLEE, OneReplica
