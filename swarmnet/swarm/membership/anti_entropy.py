@@ -69,9 +69,10 @@ class AntiEntropy:
         self._own.seal_if_due()
         request = GossipRequest(stamps=self._stamps(), suspicions=self._liveness.suspicions())
         try:
-            reply = await self._transport.call(
-                peer_id, "gossip", Message(request), timeout_s=timeout_s
-            )
+            # One that is not alive may be back.
+            is_live = self._liveness.is_live(peer_id)
+            call = self._liveness.call_while_live if is_live else self._transport.call
+            reply = await call(peer_id, "gossip", Message(request), timeout_s=timeout_s)
             theirs = convert(reply.body, Records)
         except WrongRun:
             raise

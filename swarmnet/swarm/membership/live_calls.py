@@ -18,7 +18,7 @@ from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 
-PROBE_CALL_S = 1.0
+PROBE_CALL_S = 0.5
 """A callee that has not answered for so long is probed. It protects from waiting for the deadline
 of a call whose callee is silent (`tests/swarm/membership/test_live_calls.py`)."""
 PROBE_PART = 0.2
