@@ -25,6 +25,7 @@ from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord, Signer
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
+from swarmnet.swarm.membership.passing_on import PassingOn
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.swarm.messages import MAX_RECORD_BYTES
@@ -92,6 +93,7 @@ class Gossip:
             tasks=self._tasks,
         )
         self.records.on_news(self.liveness.on_news)
+        PassingOn(own, transport, view, self.records, self._pace)
         self._exchange = AntiEntropy(
             own,
             transport,

@@ -191,15 +191,17 @@ class Ownership:
         return [p for p, _ in view.counters.by_peer(round_index) if view.reaches(p, now)]
 
     def past(self, round_index: int) -> list[str]:
-        """Live replicas of this stage that have finished a round, by peer id; this one excepted."""
+        """Replicas of this stage in reach that have finished a round, by peer id; this one
+        excepted."""
         now = asyncio.get_running_loop().time()
+        lost = self.gossip.view.detector.is_lost
         return self._remembered(
             "past",
             round_index,
             lambda: [
                 m.peer_id
                 for m in self._past(round_index, self.gossip.view.members(self.replica.index, now))
-                if m.peer_id != self.gossip.own.peer_id
+                if m.peer_id != self.gossip.own.peer_id and not lost(m.peer_id)
             ],
         )
 
