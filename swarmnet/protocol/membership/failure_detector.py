@@ -3,7 +3,8 @@
 A lease says `ALIVE`, `SUSPECT` (until a time) or `DEAD`, and rests on what this peer has found out
 itself. What others say only makes it look:
 
-- **News.** A newer record of a peer renews its lease for `silence_s`, whoever brings it.
+- **News.** A newer record of a peer renews its lease for `silence_s`, whoever brings it. So does an
+  answer of the peer to this one.
 - **A look** (a ping). Where a look is not answered the peer is *lost*: SUSPECT as long as a channel
   to it is open, for at most `SUSPECT_S`, for a machine that swaps is soon back; then DEAD. Where no
   channel is open it is DEAD at once, for the channels of a killed process close.
@@ -140,11 +141,11 @@ class FailureDetector:
 
     def answered(self, peer_id: str, now: float) -> list[Command]:
         """A peer has answered a call of this one."""
+        if peer_id in self._heard_at:
+            self._heard_at[peer_id] = now
         if self._lost.pop(peer_id, None) is None:
             return []
         self._suspected.pop(peer_id, None)
-        # Where there is no news of it yet: they come with its next heartbeat.
-        self._heard_at[peer_id] = now
         return [Changed(peer_id, ALIVE)]
 
     def unanswered(self, peer_id: str, stamp: Stamp, now: float) -> list[Command]:

@@ -150,7 +150,11 @@ class View:
 
     def answered(self, peer_id: str, now: float) -> list[Command]:
         """A peer has answered a call of this one."""
-        return self._changed(peer_id, self.detector.answered(peer_id, now), now)
+        was_live = self.is_live(peer_id, now)
+        commands = self.detector.answered(peer_id, now)
+        if not was_live:
+            self._answers.clear()
+        return self._changed(peer_id, commands, now)
 
     def unanswered(self, peer_id: str, stamp: Stamp, now: float) -> list[Command]:
         """A look at a peer, whose stamp was `stamp` when it began, was not answered."""

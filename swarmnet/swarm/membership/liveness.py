@@ -194,8 +194,7 @@ class Liveness:
 
     def answered(self, peer_id: str) -> None:
         """A peer has answered a call of this one."""
-        if self._view.detector.is_lost(peer_id):
-            self._carry_out(self._view.answered(peer_id, _now()))
+        self._carry_out(self._view.answered(peer_id, _now()))
 
     def unanswered(self, peer_id: str, stamp: Stamp) -> None:
         """A peer, whose stamp was `stamp` when it was looked at, did not answer."""
