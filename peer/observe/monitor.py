@@ -31,6 +31,7 @@ from peer.observe.events import (
     SyncMode,
 )
 from peer.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     DIGEST_BYTES,
@@ -43,7 +44,6 @@ from swarmnet.protocol.membership.records import (
     Record,
     RoundCount,
 )
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.update.auto_mode import merge
 
 RECENT_ROUNDS = 5

@@ -24,7 +24,7 @@ from peer.observe.events import (
     SyncMode,
 )
 from peer.observe.view_model import ViewModel
-from swarmnet.protocol.membership.seats import SEPARATOR
+from swarmnet.protocol.membership.peer_ids import SEPARATOR
 
 ID_CHARACTERS = 8
 """The end of a peer id tells peers apart; its beginning is the same for all keys of a kind."""

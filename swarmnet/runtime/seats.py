@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import SwarmnetError, UserError
-from swarmnet.protocol.membership.seats import MAX_SEATS, Room, machine_of, room_for
+from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.seats import MAX_SEATS, Room, room_for
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from swarmnet.admission import OPEN, Admission
 from swarmnet.errors import NotReady, SwarmnetError
 from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
@@ -24,7 +25,6 @@ from swarmnet.protocol.membership.records import (
     OBSERVER_STAGE,
     Record,
 )
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED

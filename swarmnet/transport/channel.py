@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from swarmnet.errors import AddressError, DeadlineExceeded, TransportError
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.addresses import to_dial
-from swarmnet.protocol.membership.seats import machine_of, split_seat
+from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.membership.seats import split_seat
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Handler, Traffic
 from swarmnet.transport.calls.hello import Offer, offer

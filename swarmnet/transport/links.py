@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
-from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.upgrade import TICKET_S, Attempts
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.calls.channel import Channel

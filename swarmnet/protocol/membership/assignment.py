@@ -9,8 +9,9 @@ from itertools import accumulate
 from statistics import median
 from typing import Protocol
 
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
-from swarmnet.protocol.membership.seats import machine_of, stages_beside
+from swarmnet.protocol.membership.seats import stages_beside
 from swarmnet.protocol.membership.view import View
 
 MANY = 8

@@ -30,6 +30,8 @@ MAX_RESTORABLE = 16
 """Checkpoints that a peer offers at most."""
 MAX_STRIKES = 32
 """Senders of bad contributions that a record names at most."""
+MAX_UNREACHED = 32
+"""Peers that a record names as out of its reach, at most."""
 
 JOINING = "joining"
 ACTIVE = "active"
@@ -181,6 +183,9 @@ class Record:
     """The stage that this replica will serve when the round that is being fed is done here."""
     paused: str = ""
     """Why an `observing` peer serves no stage for now, at its owner's request; it will return."""
+    unreached: tuple[str, ...] = ()
+    """Peers that live, by the news of them, and that this one cannot call; ascending, the first
+    `MAX_UNREACHED`."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:
@@ -225,6 +230,8 @@ class Record:
             len(k) > MAX_TEXT or not 0 <= v < 2**62 for k, v in self.strikes.items()
         ):
             raise ValueError("the strikes of a record are out of range")
+        if len(self.unreached) > MAX_UNREACHED or any(len(p) > MAX_TEXT for p in self.unreached):
+            raise ValueError("too many or too long ids of peers that a peer cannot reach")
         if len(self.switches) > MAX_SWITCHES:
             raise ValueError("too many switches in a record")
         if len(self.paused) > MAX_TEXT:
@@ -268,7 +275,7 @@ class Record:
         return replace(self, counts=tuple(kept))
 
 
-FIXED_BYTES = 1 << 15
+FIXED_BYTES = 48 << 10
 """Of a record: more than all texts, totals and rates that it may have."""
 
 

@@ -12,19 +12,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.peer_ids import SEPARATOR, machine_of
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.membership.view import View
 
 MAX_SEATS = 64
 """Seats of one machine at most, the first included."""
-SEPARATOR = "/"
 MEMORY_PART = 0.7
 """Part of the free memory that all stages of a machine may take together."""
-
-
-def machine_of(peer_id: str) -> str:
-    """The machine's peer id, which is that of its first seat. Cheap; checks nothing."""
-    return peer_id.partition(SEPARATOR)[0]
 
 
 def seat_id(machine: str, seat: int) -> str:

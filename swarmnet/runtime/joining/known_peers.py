@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.protocol.membership.addresses import of_all, peer_of
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, OBSERVING
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import View
 
 log = logging.getLogger("swarmnet.peer")

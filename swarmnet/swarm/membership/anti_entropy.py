@@ -12,8 +12,8 @@ from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.failure_detection import FailureDetector
 from swarmnet.swarm.membership.known_records import KnownRecords
+from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.unreached import UnreachedNotices
@@ -38,14 +38,14 @@ class AntiEntropy:
         view: View,
         *,
         records: KnownRecords,
-        failures: FailureDetector,
+        liveness: Liveness,
         unreached: UnreachedNotices,
         callers: CallerChecks,
         news: News,
         rng: random.Random,
     ) -> None:
         self._own, self._transport, self._view = own, transport, view
-        self._records, self._failures, self._unreached = records, failures, unreached
+        self._records, self._liveness, self._unreached = records, liveness, unreached
         self._callers, self._news, self._rng = callers, news, rng
         transport.handle("gossip", self._on_gossip)
         transport.handle("records", self._on_records)
@@ -58,20 +58,21 @@ class AntiEntropy:
         live = self._view.live(now)
         if len(live) > 1:
             drawn = self._rng.choice(live).peer_id
-            if drawn != own:
+            if drawn != own and self._view.reaches(drawn, now):
                 return drawn
-        pool = [r.peer_id for r in live if r.peer_id != own]
+        pool = [r.peer_id for r in live if r.peer_id != own and self._view.reaches(r.peer_id, now)]
         pool = pool or [p for p in self._transport.connected() if p != own]
         return self._rng.choice(pool) if pool else None
 
     async def reconcile(self, peer_id: str, timeout_s: float = RECONCILE_S) -> bool:
         """Exchanges records with one peer; False where it cannot be reached. Raises `WrongRun`."""
         self._own.seal_if_due()
-        request = GossipRequest(stamps=self._stamps(), suspicions=self._failures.suspicions())
+        request = GossipRequest(stamps=self._stamps(), suspicions=self._liveness.suspicions())
         try:
-            reply = await self._transport.call(
-                peer_id, "gossip", Message(request), timeout_s=timeout_s
-            )
+            # One that is not alive may be back.
+            is_live = self._liveness.is_live(peer_id)
+            call = self._liveness.call_while_live if is_live else self._transport.call
+            reply = await call(peer_id, "gossip", Message(request), timeout_s=timeout_s)
             theirs = convert(reply.body, Records)
         except WrongRun:
             raise
@@ -80,8 +81,9 @@ class AntiEntropy:
             if not isinstance(e, RemoteError):  # which is an answer
                 self._unreached.tell(peer_id)
             return False
+        self._liveness.answered(peer_id)
         is_news = self._records.take_all(theirs.records)
-        self._failures.hear(theirs.suspicions)
+        self._liveness.hear(theirs.suspicions)
         if is_news:
             self._news.tell()
         wanted = self._records.envelopes(theirs.wanted[:MAX_SENT_RECORDS])
@@ -118,8 +120,8 @@ class AntiEntropy:
         records = self._records.envelopes(p for p in newer if not (own_is_known and p == own))
         wanted = tuple(self._view.digest.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
         if self._callers.is_admitted(request.remote):
-            self._failures.hear(theirs.suspicions)
-        suspicions = self._failures.suspicions()
+            self._liveness.hear(theirs.suspicions)
+        suspicions = self._liveness.suspicions()
         return Message(Records(records=records, wanted=wanted, suspicions=suspicions))
 
     async def _on_records(self, request: Request) -> Message:
@@ -130,5 +132,5 @@ class AntiEntropy:
         if self._records.take_all(theirs.records):
             self._news.tell()
         if self._callers.is_admitted(request.remote):
-            self._failures.hear(theirs.suspicions)
+            self._liveness.hear(theirs.suspicions)
         return Message()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from swarmnet.admission import Admission
 from swarmnet.errors import Busy, ProtocolViolation, Refused, WrongRun
-from swarmnet.protocol.membership.seats import machine_of
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import Request
@@ -22,6 +23,11 @@ class CallerChecks:
     def __init__(self, run_id: str, view: View, admission: Admission) -> None:
         self._run_id, self._view, self._admission = run_id, view, admission
         self._strangers = RateLimiter(STRANGER_CALLS_PER_S, STRANGER_BURST)
+        self._on_call: list[Callable[[str], None]] = []
+
+    def on_call(self, callback: Callable[[str], None]) -> None:
+        """`callback(peer_id)` for every call and notification that is checked here."""
+        self._on_call.append(callback)
 
     def check_run(self, request: Request) -> None:
         """Raises `WrongRun` for callers that belong to another run, `Refused` for those that a
@@ -32,6 +38,8 @@ class CallerChecks:
 
     def check_same_run(self, request: Request) -> None:
         """Raises `WrongRun` for callers that belong to another run."""
+        for callback in self._on_call:
+            callback(request.remote)
         if request.run_id != self._run_id:
             raise WrongRun(
                 f"this peer trains run {self._run_id[:8]}, not {request.run_id[:8] or 'none'}"

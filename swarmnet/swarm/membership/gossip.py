@@ -3,14 +3,14 @@
 Every `interval_s` a peer exchanges records with a random other one (`anti_entropy`). News that
 cannot wait is pushed at once (`pushes`). A record is a heartbeat: its version grows at least every
 `heartbeat_s` (`own_record`), more rarely in a large swarm (`pace`). What happens to a peer that
-falls silent is in `failure_detection`."""
+falls silent is in `liveness`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -18,14 +18,14 @@ from swarmnet.admission import OPEN, Admission
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
-from swarmnet.swarm.membership.awake_clock import AwakeClock
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.failure_detection import FailureDetector
 from swarmnet.swarm.membership.join_declaration import JoinDeclaration
 from swarmnet.swarm.membership.known_records import KnownRecords
+from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord, Signer
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
+from swarmnet.swarm.membership.passing_on import PassingOn
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.swarm.messages import MAX_RECORD_BYTES
@@ -42,7 +42,7 @@ CATCH_UP_S = 2.0
 class Gossip:
     """Keeps `view` equal to the views of all others, and makes the own record known.
 
-    `own_record`, `records`, `pushes`, `failures` and `unreached` are its parts. What most of the
+    `own_record`, `records`, `pushes`, `liveness` and `unreached` are its parts. What most of the
     swarm code needs of them is here."""
 
     transport: Transport
@@ -63,7 +63,6 @@ class Gossip:
     def __post_init__(self, record: Record) -> None:
         transport, view, rng = self.transport, self.view, self.rng
         self._tasks = Tasks("gossip")
-        self._clock = AwakeClock(self._stood_still)
         self._pace = GossipPace(self.settings, view)
         self._news = News(self._pace)
         self.changed = self._news.changed
@@ -83,7 +82,7 @@ class Gossip:
         )
         self.pushes = Pushes(own, transport, view, rng, self.settings.push_delay_s)
         self.unreached = UnreachedNotices(own.peer_id, transport, view, callers, rng)
-        self.failures = FailureDetector(
+        self.liveness = Liveness(
             own,
             transport,
             view,
@@ -91,15 +90,16 @@ class Gossip:
             unreached=self.unreached,
             callers=callers,
             changed=self.changed,
-            clock=self._clock,
             tasks=self._tasks,
         )
+        self.records.on_news(self.liveness.on_news)
+        PassingOn(own, transport, view, self.records, self._pace)
         self._exchange = AntiEntropy(
             own,
             transport,
             view,
             records=self.records,
-            failures=self.failures,
+            liveness=self.liveness,
             unreached=self.unreached,
             callers=callers,
             news=self._news,
@@ -111,7 +111,7 @@ class Gossip:
 
     async def run(self) -> None:
         """Gossips until cancelled."""
-        self._clock.start()
+        self.liveness.start()
         try:
             while True:
                 await asyncio.sleep(self._pace.interval_s * self.rng.uniform(0.7, 1.3))
@@ -120,7 +120,7 @@ class Gossip:
                 if peer_id is not None:
                     self._tasks.start(self._exchange.hear_from(peer_id, RECONCILE_S))
         finally:
-            self._clock.stop()
+            self.liveness.stop()
             self.pushes.close()
             self._news.close()
             await self._tasks.close()
@@ -205,34 +205,20 @@ class Gossip:
         """For what anyone may ask: raises `Busy` where a stranger asks too often."""
         self._callers.check_stranger(request)
 
-    # ---- failures ---------------------------------------------------------------------------
-
-    def on_suspected(self, callback: Callable[[str], None]) -> None:
-        """`callback(peer_id)` when a peer is suspected."""
-        self.failures.on_suspected(callback)
+    # ---- names from before, of `liveness` ----------------------------------------------------
 
     def probe(self, peer_id: str) -> None:
-        """Starts a probe of a peer, which suspects it where it does not answer."""
-        self.failures.probe(peer_id)
+        """As `Liveness.probe`."""
+        self.liveness.probe(peer_id)
 
     async def look_into(self, peer_ids: Iterable[str]) -> None:
-        """Probes each of these peers, and returns when it is known which of them answer now."""
-        await self.failures.look_into(peer_ids)
+        """As `Liveness.look_into`."""
+        await self.liveness.look_into(peer_ids)
 
     def has_stalled(self, peer_id: str) -> bool:
-        """Whether a peer has fallen silent a moment ago, with its channels open."""
-        return self.failures.has_stalled(peer_id)
+        """As `Liveness.is_suspect`."""
+        return self.liveness.is_suspect(peer_id)
 
     def awake_s(self) -> float:
-        """The loop's time without that in which this process stood still: for deadlines of others.
-        To be asked for before it is looked which peers live: no peer is silent for a stall of this
-        process."""
-        return self._clock.time()
-
-    def stood_still_s(self) -> float:
-        """For how long this process has stood still, in all."""
-        return self._clock.stood_still_s()
-
-    def _stood_still(self, seconds: float) -> None:
-        log.debug("this process stood still for %.1f s", seconds)
-        self.view.stood_still(seconds, asyncio.get_running_loop().time())
+        """As `Liveness.awake_s`."""
+        return self.liveness.awake_s()

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from swarmnet.admission import Admission
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import Record
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.own_record import OwnRecord, Signer
 from swarmnet.swarm.messages import MAX_RECORD_BYTES, SignedRecord

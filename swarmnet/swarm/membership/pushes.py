@@ -52,7 +52,9 @@ class Pushes:
         once that a round is over; the others are drawn."""
         own = self._own.peer_id
         now = asyncio.get_running_loop().time()
-        live = [r.peer_id for r in self._view.live(now) if r.peer_id != own]
+        view = self._view
+        live = [r.peer_id for r in view.live(now) if r.peer_id != own]
+        live = [p for p in live if view.reaches(p, now)]
         if len(live) <= PUSH_FANOUT:
             live = sorted({*live, *self._transport.connected()} - {own})
         if len(live) <= PUSH_FANOUT:

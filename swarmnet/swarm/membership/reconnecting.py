@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reconnect import LEAST_PAUSE_S, Reconnect, Row
 from swarmnet.protocol.membership.records import LEFT
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
 
@@ -74,7 +74,7 @@ class Reconnecting:
         first: what a record says, then what was remembered."""
         view, own = self._gossip.view, machine_of(self._gossip.own.peer_id)
         remembered = self.remembered()
-        live = view.live(now)
+        live = [r for r in view.live(now) if view.reaches(r.peer_id, now)]
         if len(live) == len(view) and not remembered:
             return {}
         seen = {machine_of(r.peer_id) for r in live} | {own}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swarmnet.errors import Busy, Refused, SwarmnetError
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
     Sight,
     forwarded_addresses,
@@ -21,7 +22,6 @@ from swarmnet.protocol.membership.reachability import (
     is_reachable,
 )
 from swarmnet.protocol.membership.records import LEFT, Record
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant

@@ -43,7 +43,8 @@ class UnreachedNotices:
         now = asyncio.get_running_loop().time()
         if not self._may_tell(peer_id, now):
             return
-        others = [r.peer_id for r in self._view.live(now) if r.peer_id not in (peer_id, self._own)]
+        live = (r.peer_id for r in self._view.live(now))
+        others = [p for p in live if p not in (peer_id, self._own) and self._view.reaches(p, now)]
         if others:
             self._notify(self._rng.choice(others), peer_id)
 
@@ -54,7 +55,7 @@ class UnreachedNotices:
         now = asyncio.get_running_loop().time()
         if peer_id == self._own:
             self.doubts.append(now)
-        elif self._view.is_live(peer_id, now) and self._may_tell(peer_id, now):
+        elif self._view.reaches(peer_id, now) and self._may_tell(peer_id, now):
             self._notify(peer_id, peer_id)
         return Message()
 

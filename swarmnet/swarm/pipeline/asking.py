@@ -128,7 +128,7 @@ class Asking:
             if peer_id == self.gossip.own.peer_id:
                 reply = await self.ask_self(Message(asked))
             else:
-                reply = await self.transport.call(
+                reply = await self.gossip.liveness.call_while_live(
                     peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S
                 )
             return float(convert(reply.body, AdmitReply).wait_s)

@@ -10,10 +10,9 @@ from swarmnet.wire import Message
 
 @dataclass
 class Deadline:
-    """How long a call is waited for. May be prolonged, and ended, while it is."""
+    """How long a call is waited for. May be prolonged while it is."""
 
     deadline: float
-    is_over: bool = False
     _timeout: asyncio.Timeout | None = None
 
     async def wait(self, call: asyncio.Task[Message]) -> bool:
@@ -30,13 +29,5 @@ class Deadline:
     def until(self, deadline: float) -> None:
         """Prolongs it."""
         self.deadline = deadline
-        self._reschedule(deadline)
-
-    def end(self) -> None:
-        """It is over now."""
-        self.is_over = True
-        self._reschedule(asyncio.get_running_loop().time())
-
-    def _reschedule(self, when: float) -> None:
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(when)
+            self._timeout.reschedule(deadline)

@@ -88,7 +88,6 @@ class Feeder:
         """Feeds until cancelled."""
         try:
             while True:
-                self.gossip.awake_s()  # after a stall of this process, no peer is silent
                 self._wake()
                 for r in await self.rounds.end_others(replica.round):
                     self._name_doubled(r)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, Taken
+from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
@@ -70,7 +71,7 @@ class StepService:
         self.transport.handle("admit", self.entrance.on_admit)
         self.transport.handle("commit", self._on_commit)
         self.wiring.local.update({"step": self.on_step, "admit": self.entrance.on_admit})
-        self.gossip.on_suspected(self._feeder_lost)
+        self.gossip.liveness.on_change(self._feeder_changed)
         self.gossip.records.on_news(self._maybe_left)
         self._announced_s = 0.0
 
@@ -280,6 +281,10 @@ class StepService:
         finally:
             flight.is_beyond = False
 
+    def _feeder_changed(self, peer_id: str, state: State) -> None:
+        if state is not ALIVE:
+            self._feeder_lost(peer_id)
+
     def _feeder_lost(self, peer_id: str) -> None:
         if peer_id != self.gossip.own.peer_id:
             self.flights.doom(peer_id)
@@ -289,10 +294,10 @@ class StepService:
             self._feeder_lost(record.peer_id)
 
     def _is_lost(self, feeder: str) -> bool:
-        """Whether a feeder is suspected, or has left."""
+        """Whether a feeder cannot be called, or has left."""
         view = self.gossip.view
         record = view.get(feeder)
-        return view.detector.is_suspected(feeder) or (record is not None and record.state == LEFT)
+        return view.detector.is_lost(feeder) or (record is not None and record.state == LEFT)
 
     def _announce(self, replica: Replica) -> None:
         """A piece of a microbatch is done: says how long they take, where that has changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -78,14 +79,11 @@ class Wiring:
     local: dict[str, Handler] = field(default_factory=dict)
     """The own handlers: a peer that serves the next stage itself is a link of zero length."""
     _routers: dict[int, Router] = field(default_factory=dict)
-    _waiting: dict[str, list[Deadline]] = field(default_factory=dict)
-    """Deadlines of the open calls, by callee."""
 
     def __post_init__(self) -> None:
         self._asking = Asking(
             self.transport, self.gossip, lambda m: self.call_self("admit", m, lambda _: None)
         )
-        self.gossip.on_suspected(self._give_up)
 
     def router(self, stage_index: int) -> Router:
         """The router to a stage, told of the replicas that are alive now."""
@@ -99,7 +97,7 @@ class Wiring:
             )
         router = self._routers[stage_index]
         now = asyncio.get_running_loop().time()
-        replicas = self.gossip.view.replicas(stage_index, now)
+        replicas = self.gossip.view.in_reach(stage_index, now)
         router.update({r.peer_id: r.samples_per_s for r in replicas}, now)
         return router
 
@@ -185,7 +183,7 @@ class Wiring:
     def _is_last(self, stage_index: int, refusers: Collection[str]) -> bool:
         """There is no live replica left that might find the arrays right."""
         now = asyncio.get_running_loop().time()
-        return all(r.peer_id in refusers for r in self.gossip.view.replicas(stage_index, now))
+        return all(r.peer_id in refusers for r in self.gossip.view.in_reach(stage_index, now))
 
     def _is_over(self, request: StepRequest, ahead: Collection[str]) -> bool:
         """Records show it too, or there is no other replica to ask."""
@@ -210,12 +208,12 @@ class Wiring:
             router = self.router(request.stage)
             now = loop.time()
             prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
-            behind = self._behind(request, now)
+            others = self._unfit(request, now)
             if prefer is None and asks:
-                peer_id = await self._asking.around(router, request, behind)
+                peer_id = await self._asking.around(router, request, others)
                 now = loop.time()
             else:
-                peer_id = router.pick(now, prefer=prefer, exclude=behind)
+                peer_id = router.pick(now, prefer=prefer, exclude=others)
             if peer_id is not None:
                 return peer_id
             if now >= (longest if self._asking.is_full(request.stage) else give_up):
@@ -224,14 +222,19 @@ class Wiring:
             wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
             await self.gossip.changed.wait(max(0.005, wait_s))
 
-    def _behind(self, request: StepRequest, now: float) -> list[str]:
-        """Replicas that have not opened the round yet, as long as some other has. In a large swarm,
-        where it takes a while until that is known of all, those one round behind are asked: the
-        call itself tells them that the round before is over."""
+    def _unfit(self, request: StepRequest, now: float) -> list[str]:
+        """Replicas that have not opened the round yet, and those that the feeder cannot reach: it
+        could not tell them that the microbatch counts. As long as there is some other. In a large
+        swarm, where it takes a while until it is known of all that they have opened a round, those
+        one round behind are asked: the call itself tells them that the round before is over."""
         slack = 0 if self.gossip.is_small and not self.overlaps else 1
-        replicas = self.gossip.view.replicas(request.stage, now)
+        view = self.gossip.view
+        replicas = view.in_reach(request.stage, now)
         behind = [r.peer_id for r in replicas if r.round < request.round - slack]
-        return behind if len(behind) < len(replicas) else []
+        unfit = behind if len(behind) < len(replicas) else []
+        fit = [r.peer_id for r in replicas if r.peer_id not in unfit]
+        cut = [p for p in fit if view.are_cut(request.feeder, p)]
+        return [*unfit, *cut] if len(cut) < len(fit) else unfit
 
     async def _attempt(
         self,
@@ -308,19 +311,20 @@ class Wiring:
             patience.until(silent_since + look_s)
             on_progress(progress)
 
-        waiting = self._waiting.setdefault(peer_id, [])
-        waiting.append(patience)
         call = loop.create_task(
-            self.transport.call(
-                peer_id, "step", message, timeout_s=LONGEST_CALL_S, on_progress=heard
+            self.gossip.liveness.call_while_live(
+                peer_id,
+                "step",
+                message,
+                timeout_s=LONGEST_CALL_S,
+                on_progress=heard,
+                usual_s=math.inf,
             )
         )
         try:
             for _ in range(MAX_EXTENSIONS * LOOKS):
                 if await patience.wait(call):
                     return call.result()
-                if patience.is_over:
-                    break
                 if not traffic.queued_bytes():  # all of it is sent
                     has_it = await self._asking.is_at_work(peer_id, message.body, look_s)
                     is_late = loop.time() >= silent_since + silence_s
@@ -328,22 +332,14 @@ class Wiring:
                         break
                     if is_late:
                         silent_since = loop.time()
-                if patience.is_over:  # found dead while it was asked
-                    break
                 patience.until(loop.time() + look_s)
             raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
         finally:
-            waiting.remove(patience)
             if not call.done():
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
             elif not call.cancelled():
                 call.exception()  # seen, where no task waits for it any more
-
-    def _give_up(self, peer_id: str) -> None:
-        """Ends all waits for a peer that is suspected."""
-        for patience in self._waiting.get(peer_id, ()):
-            patience.end()
 
     async def call_self(
         self, method: str, message: Message, on_progress: Callable[[Message], None]

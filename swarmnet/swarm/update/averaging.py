@@ -35,13 +35,13 @@ from swarmnet.errors import (
     TransportError,
     UserError,
 )
+from swarmnet.protocol.membership.failure_detector import SUSPECT_S
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import JOINING, LEAVING
-from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     MirrorRequest,
@@ -55,7 +55,6 @@ from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.aggregation import Aggregator, ContributionNorms, Part
 from swarmnet.swarm.update.exchange_pace import ExchangePace
-from swarmnet.swarm.update.live_calls import LiveCalls
 from swarmnet.swarm.update.norms import Norms
 from swarmnet.swarm.update.ownership import BEHIND_ROUNDS, Ownership, descended
 from swarmnet.swarm.update.replica import Replica
@@ -177,7 +176,6 @@ class Averaging:
         self.pace = ExchangePace(
             self.gossip, self.settings, self.limits, self.replica, self.ownership
         )
-        self._calls = LiveCalls(self.transport, self.gossip, self.pace.usual_s)
         self._updates: dict[tuple[int, int], ShardUpdate] = {}
         self._results: set[tuple[int, int]] = set()
         """By exchange and shard, which results are here: put aside, or in a round open ahead."""
@@ -356,6 +354,8 @@ class Averaging:
                 raise self.ownership.failure
             peer_id = redirected or self.ownership.primary(r, j)
             redirected = None
+            if peer_id is not None and not self.gossip.liveness.is_live(peer_id):
+                peer_id = self.ownership.stand_in(r) or peer_id
             try:
                 if peer_id is None:
                     raise NotReady("no owner is known")
@@ -519,8 +519,13 @@ class Averaging:
         """A long call that is given up as soon as the callee is not live any more.
         Raises as `Transport.call`."""
         wait_s = self.pace.call_s() if timeout_s is None else timeout_s
-        return await self._calls.call(
-            peer_id, method, message, timeout_s=wait_s, on_progress=on_progress
+        return await self.gossip.liveness.call_while_live(
+            peer_id,
+            method,
+            message,
+            timeout_s=wait_s,
+            on_progress=on_progress,
+            usual_s=self.pace.usual_s(),
         )
 
     async def _own_shard(
@@ -845,7 +850,7 @@ class Averaging:
             self.ownership.claim(update.round, update.shard)
             if update.own and end is None:
                 end, look_s = now + wait_s, LOOK_AGAIN_S
-                latest = end + 2 * STALL_S
+                latest = end + 2 * SUSPECT_S
                 heard_by = now + self.limits.reduce_wait_min_s
                 beyond_least_s = due_s - self.limits.reduce_wait_min_s
                 probe_at = now + max(PROBE_AFTER_S, PROBE_AFTER * beyond_least_s)

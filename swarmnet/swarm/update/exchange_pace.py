@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from statistics import median_high
 
+from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import Record
 from swarmnet.protocol.update.pacing import (
     URGENT_SHARE,
@@ -20,7 +21,6 @@ from swarmnet.protocol.update.pacing import (
     share_beside,
 )
 from swarmnet.protocol.update.sync_modes import SyncPlan
-from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.ownership import Ownership
@@ -28,7 +28,7 @@ from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.turns import Turns
 from swarmnet.wire import Array
 
-STALLS_S = 2 * STALL_S + 4.0
+STALLS_S = 2 * SUSPECT_S + 4.0
 """An update that waits for peers that have stalled may take so much longer, with the last look
 whether they answer."""
 WAIT_FACTOR = 4.0

@@ -184,7 +184,7 @@ class GossipAveraging:
         end = loop.time() + OFFER_WAIT_S
         wanted = {(other, j) for j in range(self.replica.num_shards)}
         while loop.time() < end and not wanted <= self._asked:
-            if not self.gossip.view.is_live(other, loop.time()):
+            if not self.gossip.liveness.is_live(other):
                 return
             await self._changed.wait(LOOK_AGAIN_S)
 

@@ -24,6 +24,7 @@ from typing import TypeVar
 import xxhash
 
 from swarmnet.errors import NotReady, SwarmnetError, UserError
+from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.pipeline import progress
@@ -45,6 +46,8 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.ownership")
 
+CUT_WEIGHT = 1e-6
+"""By this the weight of an owner shrinks for each replica of its stage that it cannot call."""
 BEHIND_ROUNDS = 2
 """A record that is older than so many rounds is not just late: its peer was cut off."""
 REPAIR_EVERY_S = 5.0
@@ -127,13 +130,23 @@ class Ownership:
         """Live replicas of this stage that may have a gradient of the round: not past it, nor too
         far behind for that (after a partition, say), nor newcomers of a later one."""
         now = asyncio.get_running_loop().time()
+        lost = self.gossip.view.detector.is_lost
         return self._remembered(
             "contributors",
             round_index,
-            lambda: self._with_gradient(
-                round_index, self.gossip.view.members(self.replica.index, now)
-            ),
+            lambda: [
+                r
+                for r in self._with_gradient(
+                    round_index, self.gossip.view.members(self.replica.index, now)
+                )
+                if not lost(r.peer_id)
+            ],
         )
+
+    def stand_in(self, round_index: int) -> str | None:
+        """One that has the results of a primary which this replica cannot call."""
+        others = [r.peer_id for r in self.contributors(round_index)]
+        return next((p for p in others if p != self.gossip.own.peer_id), None)
 
     def stalled_contributors(self, round_index: int) -> list[Record]:
         """The same of those that have fallen silent a moment ago, and may be back soon; and who is
@@ -168,25 +181,27 @@ class Ownership:
             ALL,
             ("lost feeders", round_index),
             now,
-            lambda: [p for p, _ in view.counters.by_peer(round_index) if not view.is_live(p, now)],
+            lambda: [p for p, _ in view.counters.by_peer(round_index) if not view.reaches(p, now)],
         )
         return any(map(self.gossip.has_stalled, lost))
 
     def feeders(self, round_index: int) -> list[str]:
         """Live peers that have counted samples of a round."""
         view, now = self.gossip.view, asyncio.get_running_loop().time()
-        return [p for p, _ in view.counters.by_peer(round_index) if view.is_live(p, now)]
+        return [p for p, _ in view.counters.by_peer(round_index) if view.reaches(p, now)]
 
     def past(self, round_index: int) -> list[str]:
-        """Live replicas of this stage that have finished a round, by peer id; this one excepted."""
+        """Replicas of this stage in reach that have finished a round, by peer id; this one
+        excepted."""
         now = asyncio.get_running_loop().time()
+        lost = self.gossip.view.detector.is_lost
         return self._remembered(
             "past",
             round_index,
             lambda: [
                 m.peer_id
                 for m in self._past(round_index, self.gossip.view.members(self.replica.index, now))
-                if m.peer_id != self.gossip.own.peer_id
+                if m.peer_id != self.gossip.own.peer_id and not lost(m.peer_id)
             ],
         )
 
@@ -217,7 +232,7 @@ class Ownership:
         return self._remembered("placement", round_index, lambda: self._placement(round_index))
 
     def _placement(self, round_index: int) -> Placement:
-        weights = weights_from(self.candidates(self.replica.index, round_index))
+        weights = self._fit(self.candidates(self.replica.index, round_index))
         return placed(
             self.replica.index,
             self.replica.num_shards,
@@ -238,8 +253,14 @@ class Ownership:
     def roots(self, stage_index: int) -> list[str]:
         """Peers of a stage in the order in which they stand in for its root."""
         candidates = self.candidates(stage_index, self.current)
-        weights = tuple(weights_from(candidates).items())
+        weights = tuple(self._fit(candidates).items())
         return list(placed(stage_index, 1, weights, 1).order(0))
+
+    def _fit(self, candidates: Sequence[Record]) -> dict[str, float]:
+        """Weights of possible owners. Those who cannot call all others of their stage come behind
+        those who can, with whom everybody can exchange gradients."""
+        weights, cuts = weights_from(candidates), num_cuts(candidates)
+        return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}
 
     def primary(self, round_index: int, shard_index: int) -> str | None:
         """The peer that aggregates a shard; None where no candidate is known."""

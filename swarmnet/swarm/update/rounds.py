@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
+from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
 from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.sync_modes import ZERO
-from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
@@ -36,10 +36,8 @@ log = logging.getLogger("swarmnet.rounds")
 
 LOOK_AGAIN_S = 0.5
 ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
-"""Before a feeder that lives is asked again what it counted, and for how long: the exchange does
-not wait for a replica that asks a dead one."""
-PROBE_ASKED_S = 0.5
-"""A feeder that has not answered for so long is asked whether it lives."""
+"""Before a feeder that lives is asked again what it counted, and for how long after it has answered
+a ping: the exchange does not wait for a replica that asks a dead one."""
 
 
 class Updates(Protocol):
@@ -140,7 +138,6 @@ class Rounds:
         """Until cancelled, or the run has done its rounds. Raises `Behind` when this replica lost
         touch with its stage, `Diverged` when it has parameters that do not hold."""
         while self.replica.round < self.settings.rounds:
-            self.gossip.awake_s()  # after a stall of this process, no peer is silent
             r = self.replica.round
             self.updates.attend()
             self._check_parameters(r)
@@ -335,41 +332,32 @@ class Rounds:
         if feeder == own:
             nothing = CommittedReply(())
             return nothing if self.feeder is None else self.feeder.committed(question, own)
-        loop, gossip = asyncio.get_running_loop(), self.gossip
-        began, wait_s = gossip.awake_s(), self.limits.commit_question_s
-        keep_s, was_back = KEEP_ASKING_S, False
+        liveness = self.gossip.liveness
+        end = liveness.awake_s() + self.limits.commit_question_s
+        latest = end + SUSPECT_S
+        was_looked_at = not question.is_over
         while True:
-            # So that the others of the stage know why this replica's contribution is late.
-            probing = loop.call_later(PROBE_ASKED_S, gossip.probe, feeder)
-            stood_still_s = gossip.stood_still_s()
+            left_s = max(0.001, end - liveness.awake_s())
             try:
-                left_s = max(0.001, began + wait_s - gossip.awake_s())
-                reply = await self.transport.call(
+                reply = await liveness.call_while_live(
                     feeder, "committed", Message(question), timeout_s=left_s
                 )
                 return convert(reply.body, CommittedReply)
             except SwarmnetError as e:
                 log.debug("feeder %s does not say what it committed: %s", feeder[-8:], e)
-                is_live = gossip.view.is_live(feeder, loop.time())
                 # A channel that breaks is opened again: what counts is not retracted for that.
-                may_answer = is_live and isinstance(e, TransportError | Busy)
-            finally:
-                probing.cancel()
-            so_far_s = gossip.awake_s() - began
-            if may_answer and gossip.stood_still_s() > stood_still_s:
-                keep_s = max(keep_s, so_far_s + KEEP_ASKING_S)  # it may have answered meanwhile
-            if question.is_over and so_far_s >= wait_s:
-                await gossip.look_into([feeder])
-                is_live = gossip.view.is_live(feeder, loop.time())
-                if is_live and not was_back:  # now it is known that it hears: it need not be late
-                    may_answer = was_back = True
-                    wait_s = keep_s = gossip.awake_s() - began + KEEP_ASKING_S
-            if question.is_over and gossip.has_stalled(feeder):
-                may_answer = True
-                wait_s = keep_s = max(wait_s, self.limits.commit_question_s + STALL_S)
-            if not may_answer or gossip.awake_s() + ASK_AGAIN_S > began + keep_s:
+                may_answer = isinstance(e, TransportError | Busy)
+            if liveness.awake_s() >= end and not was_looked_at:
+                was_looked_at = True
+                await liveness.look_into([feeder])
+                end = liveness.awake_s() + KEEP_ASKING_S  # where it hears, it need not be late
+            state = liveness.state_of(feeder)
+            if state is SUSPECT and question.is_over:
+                may_answer, end = True, max(end, min(latest, liveness.awake_s() + KEEP_ASKING_S))
+            if state is DEAD or not may_answer or liveness.awake_s() + ASK_AGAIN_S > end:
                 break
             await asyncio.sleep(ASK_AGAIN_S)
+        is_live = state is ALIVE
         if question.is_over:
             if is_live:
                 log.warning(

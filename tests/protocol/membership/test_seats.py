@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from swarmnet.errors import ProtocolViolation
 from swarmnet.identity import verify
 from swarmnet.protocol.membership.assignment import choose_stage, propose_move
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import JOINING, LEAVING, Record
-from swarmnet.protocol.membership.seats import MAX_SEATS, machine_of, room_for, seat_id, split_seat
+from swarmnet.protocol.membership.seats import MAX_SEATS, room_for, seat_id, split_seat
 from swarmnet.protocol.membership.view import View
 from tests.protocol.making import record
 from tests.transport.streams import identity

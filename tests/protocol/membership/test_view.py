@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.protocol.membership import view as view_module
+from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
@@ -109,19 +110,20 @@ def test_who_serves_a_stage() -> None:
     assert view.replicas(7, 0.0) == []
 
 
-def test_a_suspicion_holds_until_a_higher_stamp_refutes_it() -> None:
+def test_a_lost_peer_is_not_live_until_there_is_news_of_it() -> None:
     view = View("me")
     view.merge(record("a", 5), 0.0)
-    assert not view.suspect("a", (1, 4), 0.0)
-    assert view.is_live("a", 0.0)
-    assert view.suspect("a", (1, 5), 0.0)
-    assert not view.suspect("a", (1, 5), 0.0)
-    assert view.detector.is_suspected("a")
+    view.unanswered("a", (1, 5), 0.0)
     assert not view.is_live("a", 0.0)
     assert view.detector.suspicions() == [("a", (1, 5))]
     view.merge(record("a", 6), 0.0)
-    assert view.is_live("a", 0.0)
     assert view.detector.suspicions() == []
+    assert not view.reaches("a", 0.0)
+    assert view.state_of("a", 0.0) is DEAD
+    view.answered("a", 1.0)
+    assert view.is_live("a", 1.0)
+    assert view.reaches("a", 1.0)
+    assert view.state_of("a", 1.0) is ALIVE
 
 
 def test_for_how_long_a_peer_has_been_gone() -> None:
@@ -130,35 +132,40 @@ def test_for_how_long_a_peer_has_been_gone() -> None:
     view.merge(record("a", 5), 0.0)
     assert view.gone_s("a", 9.0) == 0.0
     assert view.gone_s("a", 12.0) == 2.0  # by its silence
-    view.suspect("a", (1, 5), 4.0)
-    view.suspect("a", (1, 6), 5.0)  # the same stall
+    view.unanswered("a", (1, 5), 4.0)
+    view.unanswered("a", (1, 6), 5.0)  # the same stall
     assert view.gone_s("a", 12.0) == 8.0
     view.merge(record("a", 7), 13.0)
+    view.answered("a", 13.0)
     assert view.gone_s("a", 13.0) == 0.0
-    view.suspect("a", (1, 7), 20.0)
+    view.unanswered("a", (1, 7), 20.0)
     assert view.gone_s("a", 21.0) == 1.0
     view.merge(record("a", 8, state=LEFT), 22.0)
     assert view.gone_s("a", 22.0) == math.inf
 
 
 def test_who_has_stood_still_itself_counts_nobody_as_silent_for_that() -> None:
-    view = View("me", silence_s=10.0)
-    view.merge(record("a", 5), 0.0)
-    view.merge(record("b", 5), 4.0)
-    view.suspect("b", (1, 5), 5.0)
-    assert not view.is_live("a", 30.0)
-    view.stood_still(25.0, 30.0)
-    assert view.is_live("a", 30.0)
-    assert not view.is_live("a", 36.0)
-    assert view.gone_s("b", 30.0) == 0.0
-    assert not view.is_live("b", 30.0)
-    assert view.gone_s("b", 32.0) == 2.0
+    """Whoever is asked first after the stall knows of it."""
+    for ask in (
+        lambda v: v.is_live("a", 30.0),
+        lambda v: [r.peer_id for r in v.live(30.0)] == ["a"],
+        lambda v: v.state_of("a", 30.0) is ALIVE,
+        lambda v: v.reaches("a", 30.0),
+    ):
+        view = View("me", silence_s=10.0)
+        view.merge(record("a", 5), 0.0)
+        assert [r.peer_id for r in view.live(4.0)] == ["a"]
+        view.detector.clock.tick(4.5)
+        assert ask(view)
+        view.detector.clock.tick(35.5)
+        assert not view.is_live("a", 36.0)
 
 
 def test_a_suspicion_may_overtake_the_record() -> None:
     view = View("me")
     view.merge(record("a", 5), 0.0)
-    assert view.suspect("a", (1, 7), 0.0)
+    view.unanswered("a", (1, 5), 0.0)
+    view.suspected_by_another("a", (1, 7), 0.0)
     view.merge(record("a", 7), 1.0)
     assert view.detector.is_suspected("a")
     view.merge(record("a", 8), 1.0)
@@ -168,24 +175,16 @@ def test_a_suspicion_may_overtake_the_record() -> None:
 def test_a_lie_about_the_far_future_does_not_silence_a_peer_for_good() -> None:
     view = View("me")
     view.merge(record("a", 5), 0.0)
-    assert view.suspect("a", (2**61, 2**61), 0.0)
+    view.unanswered("a", (1, 5), 0.0)
+    view.suspected_by_another("a", (2**61, 2**61), 0.0)
     view.merge(record("a", 5 + MAX_STAMP_LEAD + 1), 1.0)
-    assert view.is_live("a", 1.0)
-
-
-def test_the_own_peer_refutes() -> None:
-    view = View("me")
-    view.merge(record("me", 5), 0.0)
-    assert view.suspect("me", (1, 5), 0.0)
-    assert view.is_live("me", 0.0)
-    assert view.detector.suspicions() == []
-    view.merge(record("me", 6), 0.0)
-    assert not view.suspect("me", (1, 5), 0.0)
+    assert not view.detector.is_suspected("a")
 
 
 def test_unknown_peers_are_not_suspected() -> None:
     view = View("me")
-    assert not view.suspect("a", (1, 1), 0.0)
+    assert view.unanswered("a", (1, 1), 0.0) == []
+    assert view.suspected_by_another("a", (1, 1), 0.0) == []
     assert view.detector.suspicions() == []
 
 
@@ -238,7 +237,7 @@ def test_what_is_remembered_changes_with_records_time_and_suspicions() -> None:
     view.merge(record("a", 2, stage=1), 12.0)
     assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a", "b"]
     assert not view.members(0, 12.0)
-    view.suspect("b", (1, 1), 12.0)
+    view.unanswered("b", (1, 1), 12.0)
     assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a"]
     view.silence_s = 1.0
     assert not view.live(13.5)

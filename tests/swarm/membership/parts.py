@@ -10,10 +10,9 @@ from swarmnet.admission import OPEN, Admission
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import AntiEntropy
-from swarmnet.swarm.membership.awake_clock import AwakeClock
 from swarmnet.swarm.membership.callers import CallerChecks
-from swarmnet.swarm.membership.failure_detection import FailureDetector
 from swarmnet.swarm.membership.known_records import KnownRecords
+from swarmnet.swarm.membership.liveness import Liveness
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
@@ -71,7 +70,7 @@ class Site:
         self.pushes = Pushes(self.own, self.transport, self.view, rng, settings.push_delay_s)
         self.unreached = UnreachedNotices(name, self.transport, self.view, self.callers, rng)
         self.tasks = Tasks(name)
-        self.failures = FailureDetector(
+        self.liveness = Liveness(
             self.own,
             self.transport,
             self.view,
@@ -79,15 +78,15 @@ class Site:
             unreached=self.unreached,
             callers=self.callers,
             changed=self.news.changed,
-            clock=AwakeClock(lambda seconds: None),
             tasks=self.tasks,
         )
+        self.records.on_news(self.liveness.on_news)
         self.exchange = AntiEntropy(
             self.own,
             self.transport,
             self.view,
             records=self.records,
-            failures=self.failures,
+            liveness=self.liveness,
             unreached=self.unreached,
             callers=self.callers,
             news=self.news,
@@ -104,9 +103,9 @@ class Site:
         return self.transport.traffic.sent_bytes.get(method, 0)
 
 
-def acquainted(hub: MemoryHub, *names: str) -> list[Site]:
-    """Peers that all know each other."""
-    sites = [Site(hub, name) for name in names]
+def acquainted(hub: MemoryHub, *names: str, **fields: Any) -> list[Site]:
+    """Peers that all know each other; `fields` are those of their records."""
+    sites = [Site(hub, name, **fields) for name in names]
     for site in sites:
         site.own.change()
         site.knows(*(other for other in sites if other is not site))

@@ -38,13 +38,14 @@ def test_a_suspicion_travels_and_its_subject_refutes_it() -> None:
     async def scenario() -> None:
         a, b, c = acquainted(MemoryHub(), "a", "b", "c")
         stamp = b.own.record.stamp
-        a.view.suspect("b", stamp, 0.0)
+        a.liveness.unanswered("b", stamp)  # wrongly
         await a.exchange.reconcile("c")
-        assert c.view.detector.is_suspected("b")
-        await c.exchange.reconcile("b")
+        assert c.liveness.is_live("b"), "it looks for itself"
+        await a.exchange.reconcile("b")
         assert b.own.record.stamp > stamp
         await asyncio.sleep(1.0)
-        assert not c.view.detector.is_suspected("b")
+        assert a.liveness.is_live("b")
+        assert not a.liveness.suspicions()
 
     run(scenario())
 
@@ -53,7 +54,7 @@ def test_the_partner_is_another_live_peer() -> None:
     async def scenario() -> None:
         a, *_ = acquainted(MemoryHub(), "a", "b", "c")
         assert {a.exchange.partner() for _ in range(30)} == {"b", "c"}
-        a.view.suspect("b", (9, 9), 0.0)
+        a.view.unanswered("b", (9, 9), 0.0)
         assert {a.exchange.partner() for _ in range(30)} == {"c"}
 
     run(scenario())

@@ -7,75 +7,79 @@ from collections.abc import Callable
 
 import pytest
 
+from swarmnet.protocol.membership.awake import LATE_S, TICK_S, AwakeTime
 from swarmnet.simulation.clock import VirtualLoop, run
-from swarmnet.swarm.membership.awake_clock import STALL_S, TICK_S, AwakeClock
+from swarmnet.swarm.membership.liveness import Liveness
+from swarmnet.transport.memory import MemoryHub
+from tests.swarm.membership.parts import acquainted
 
 
-def _with_clock(use: Callable[[VirtualLoop, AwakeClock], object]) -> tuple[float, list[float]]:
-    """The clock's time after `use`, 10 s of sleep and another `use`, from its start; and the
-    stalls that it told."""
-    stalls: list[float] = []
+def _with_clock(use: Callable[[VirtualLoop, Liveness], object]) -> tuple[float, float]:
+    """The time awake after `use`, 10 s of sleep and another `use`, from the clock's start; and for
+    how long it found that the process stood still."""
 
-    async def scenario() -> float:
+    async def scenario() -> tuple[float, float]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        clock = AwakeClock(stalls.append)
-        clock.start()
-        began = clock.time()
-        use(loop, clock)
+        a, _ = acquainted(MemoryHub(), "a", "b")
+        a.view.silence_s = 20.0
+        liveness = a.liveness
+        liveness.start()
+        began = liveness.awake_s()
+        use(loop, liveness)
         await asyncio.sleep(10.0)
-        use(loop, clock)
+        use(loop, liveness)
         await asyncio.sleep(TICK_S)
-        took = clock.time() - began
-        clock.stop()
-        return took
+        took = liveness.awake_s() - began
+        liveness.stop()
+        return took, a.view.detector.clock.stalled_s
 
-    return run(scenario()), stalls
+    return run(scenario())
 
 
 def test_without_a_stall_it_is_the_time_of_the_loop() -> None:
-    took, stalls = _with_clock(lambda loop, clock: None)
+    took, stalled_s = _with_clock(lambda loop, liveness: None)
     assert took == pytest.approx(10.0 + TICK_S)
-    assert stalls == []
+    assert stalled_s == 0
 
 
 def test_little_delays_are_no_stalls() -> None:
-    took, stalls = _with_clock(lambda loop, clock: loop.stand_still(STALL_S / 2))
-    assert stalls == []
+    took, stalled_s = _with_clock(lambda loop, liveness: loop.stand_still(LATE_S / 2))
+    assert stalled_s == 0
     assert took >= 10.0 + TICK_S
 
 
-def test_its_time_is_without_stalls_and_each_is_told_once() -> None:
-    took, stalls = _with_clock(lambda loop, clock: loop.stand_still(30.0))
-    assert len(stalls) == 2
-    assert sum(stalls) == pytest.approx(60.0, abs=2 * TICK_S)
+def test_its_time_is_without_stalls() -> None:
+    took, stalled_s = _with_clock(lambda loop, liveness: loop.stand_still(30.0))
+    assert stalled_s == pytest.approx(60.0, abs=2 * TICK_S)
     assert took == pytest.approx(10.0, abs=4 * TICK_S)
 
 
 def test_who_asks_first_after_a_stall_learns_of_it() -> None:
-    def use(loop: VirtualLoop, clock: AwakeClock) -> None:
-        before = clock.time()
+    def use(loop: VirtualLoop, liveness: Liveness) -> None:
+        before = liveness.awake_s()
         loop.stand_still(30.0)
-        assert 0 <= clock.time() - before <= TICK_S
-        assert 0 <= clock.time() - before <= TICK_S
+        assert liveness.is_live("b"), "it could not be heard"
+        assert 0 <= liveness.awake_s() - before <= TICK_S
+        assert 0 <= liveness.awake_s() - before <= TICK_S
 
-    took, stalls = _with_clock(use)
-    assert len(stalls) == 2
+    took, _ = _with_clock(use)
     assert took == pytest.approx(10.0, abs=4 * TICK_S)
 
 
+def test_each_stall_is_returned_once() -> None:
+    clock = AwakeTime()
+    assert clock.stall(1000.0) == 0.0, "it does not tick"
+    clock.tick(1000.0)
+    assert clock.stall(1000.0 + TICK_S + LATE_S) == 0.0
+    assert clock.stall(1000.0 + TICK_S + 20.0) == 20.0
+    assert clock.stall(1000.0 + TICK_S + 20.0) == 0.0
+    assert clock.time(2000.0) == 1980.0
+
+
 def test_who_has_stopped_is_late_for_nothing() -> None:
-    stalls: list[float] = []
-
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        clock = AwakeClock(stalls.append)
-        clock.start()
-        clock.stop()
-        began = loop.time()
-        before = clock.time()
-        await asyncio.sleep(60.0)
-        assert clock.time() - before == pytest.approx(loop.time() - began)
-
-    run(scenario())
-    assert stalls == []
+    clock = AwakeTime()
+    clock.tick(0.0)
+    clock.stop()
+    assert clock.stall(60.0) == 0.0
+    assert clock.time(60.0) == 60.0

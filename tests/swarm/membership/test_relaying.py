@@ -19,6 +19,7 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.membership import relaying
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.membership.relaying import (
     GRANT_S,
     MAX_GRANTS,
@@ -110,7 +111,8 @@ class Swarm:
         gossip = Gossip(wire, View(name), OpenSigner(), own, rng)
         relaying = Relaying(wire, gossip, rng, offers=offers)
         loop = asyncio.get_running_loop()
-        life = [loop.create_task(gossip.run()), loop.create_task(relaying.run())]
+        work = (gossip.run(), relaying.run(), Reconnecting(gossip, rng).run())
+        life = [loop.create_task(part) for part in work]
         member = self.members[name] = Member(wire, gossip, relaying, life)
         first = next(iter(self.members))
         if name != first:

@@ -417,7 +417,7 @@ def test_no_work_is_begun_for_a_feeder_that_is_gone() -> None:
         work = [loop.create_task(near.step(i, feeder="far")) for i in range(3)]
         await asyncio.sleep(0.5)
         assert len(pair.replica.ledger.running(0)) == 3
-        pair.gossip.failures.suspect("far", far.gossip.own.stamp)
+        pair.gossip.liveness.unanswered("far", far.gossip.own.stamp)
         await asyncio.sleep(WORK_S)
         assert not pair.replica.ledger.running(0)
         assert len(pair.replica.ledger.pending(0)) <= 1, "more than what was at work was done"
@@ -442,7 +442,7 @@ def test_other_work_of_the_device_does_not_make_its_microbatches_slow() -> None:
             other = asyncio.create_task(pair.replica.device.run(OTHER, int, 0))
             await wanted
             await asyncio.sleep(WORK_S / 2)
-            pair.gossip.failures.suspect(
+            pair.gossip.liveness.unanswered(
                 f"gone-{n}", gone.gossip.own.stamp
             )  # in the middle of its microbatch
             unwanted.cancel()

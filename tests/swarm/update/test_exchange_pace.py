@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.update.turns import LOOK_S
@@ -92,7 +92,7 @@ def test_norms_are_waited_for_as_long_as_an_update_may_wait_for_who_has_stalled(
     slow = member("slow", upload_bytes_per_s=5e5)
     for mode, known in [(ZERO, []), (ZERO, [slow]), (DELAYED, [slow])]:
         contributions_s, norm_s, _ = waits(mode, known)
-        assert norm_s > contributions_s + 2 * STALL_S
+        assert norm_s > contributions_s + 2 * SUSPECT_S
 
 
 def test_where_nothing_is_known_who_is_slow_is_not_taken_for_stuck() -> None:

@@ -421,7 +421,7 @@ def test_nobody_claims_a_shard_whose_holder_may_be_back(folder: Path, stop_s: fl
         await swarm.until(lambda: first.replica is not None and first.replica.closed)
         swarm.hub.freeze(holder)
         for peer in others:
-            peer.gossip.failures.suspect(holder, first.gossip.own.stamp)
+            peer.gossip.liveness.unanswered(holder, first.gossip.own.stamp)
         for _ in range(20):
             await asyncio.sleep(stop_s / 20)
             assert {p.averaging.current for p in others} == {STRUCK}

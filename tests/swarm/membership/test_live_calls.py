@@ -8,7 +8,6 @@ import pytest
 
 from swarmnet.errors import Unreachable
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.update.live_calls import LiveCalls
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.one_replica import CALLEE, OneReplica
@@ -24,8 +23,9 @@ class Scene:
         self.pair = OneReplica()
         self.caller = self.pair.caller("caller", 1e6)
         self.gossip = self.caller.gossip
-        self.calls = LiveCalls(self.caller.transport, self.gossip, lambda: usual_s)
+        self.usual_s = usual_s
         self.num_pings = 0
+        self.gossip.liveness.start()
         self.pair.gossip.transport.handle("long", self._answer)
         self.pair.gossip.transport.handle("ping", self._on_ping)
 
@@ -40,11 +40,16 @@ class Scene:
     def start(self) -> list[asyncio.Task[Message]]:
         loop = asyncio.get_running_loop()
         return [
-            loop.create_task(self.calls.call(CALLEE, "long", Message(), timeout_s=10 * LONG_S))
+            loop.create_task(
+                self.gossip.liveness.call_while_live(
+                    CALLEE, "long", Message(), timeout_s=10 * LONG_S, usual_s=self.usual_s
+                )
+            )
             for _ in range(NUM_CALLS)
         ]
 
     async def close(self) -> None:
+        self.gossip.liveness.stop()
         await self.pair.close()
 
 

@@ -1,0 +1,138 @@
+"""Calls that end as soon as their callee is not alive any more.
+
+A call may take as long as a whole exchange, and there may be hundreds at a time, to a few dozen
+peers. A silent callee would hold its calls up to their deadline. So a callee is probed when an
+answer should have come, the less often the longer its calls take anyway, and all calls to it end
+when it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarmnet.errors import DeadlineExceeded, Unreachable
+from swarmnet.protocol.membership.failure_detector import ALIVE, State
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Message
+
+PROBE_CALL_S = 0.5
+"""A callee that has not answered for so long is probed. It protects from waiting for the deadline
+of a call whose callee is silent (`tests/swarm/membership/test_live_calls.py`)."""
+PROBE_PART = 0.2
+"""Of the time that calls take or have taken: until it is probed, and probed again."""
+NO_DEADLINE_S = 86_400.0
+"""Of the transport: the deadline here counts only the time in which this process ran."""
+
+
+class Judge(Protocol):
+    """Who says which callees are alive."""
+
+    def is_live(self, peer_id: str) -> bool: ...
+
+    def probe(self, peer_id: str) -> None: ...
+
+    def awake_s(self) -> float: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    scope: asyncio.Timeout
+    began: float
+    usual_s: float
+    end: float
+    """In time awake."""
+    timer: asyncio.TimerHandle | None = None
+    is_late: bool = False
+
+
+class LiveCalls:
+    """The open calls of one peer."""
+
+    def __init__(self, transport: Transport, judge: Judge) -> None:
+        self._transport, self._judge = transport, judge
+        self._open: dict[str, dict[_Call, None]] = {}
+        """By callee; the oldest first."""
+        self._probed: dict[str, float] = {}
+
+    async def call(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        *,
+        timeout_s: float,
+        on_progress: Callable[[Message], None] | None = None,
+        usual_s: float = 0.0,
+    ) -> Message:
+        """As `Transport.call`. Raises `Unreachable` as soon as the callee is not alive.
+
+        `timeout_s`: of the time in which this process runs. `usual_s`: how long such calls take;
+        0 where that is unknown, infinity for a callee that is asked in another way."""
+        loop = asyncio.get_running_loop()
+        if not self._judge.is_live(peer_id):
+            raise Unreachable(f"{peer_id[-8:]} does not answer")
+        try:
+            async with asyncio.timeout(None) as scope:
+                call = _Call(scope, loop.time(), usual_s, self._judge.awake_s() + timeout_s)
+                self._open.setdefault(peer_id, {})[call] = None
+                call.timer = loop.call_later(timeout_s, self._expire, call)
+                return await self._transport.call(
+                    peer_id,
+                    method,
+                    message,
+                    timeout_s=timeout_s + NO_DEADLINE_S,
+                    on_progress=on_progress,
+                )
+        except TimeoutError:
+            self._transport.traffic.add_failed_call(method)
+            if call.is_late:
+                text = f"{method}: {peer_id[-8:]} did not answer within {timeout_s:.1f} s"
+                raise DeadlineExceeded(text) from None
+            raise Unreachable(f"{peer_id[-8:]} has fallen silent") from None
+        finally:
+            if call.timer is not None:
+                call.timer.cancel()
+            calls = self._open[peer_id]
+            del calls[call]
+            if not calls:
+                del self._open[peer_id]
+                self._probed.pop(peer_id, None)
+
+    def changed(self, peer_id: str, state: State) -> None:
+        """Ends the calls to a peer that is not alive any more."""
+        if state is not ALIVE:
+            for call in self._open.get(peer_id, ()):
+                _end(call)
+
+    def look(self) -> None:
+        """To be called often: probes callees that are late, and ends calls to silent ones."""
+        now = asyncio.get_running_loop().time()
+        for peer_id, calls in self._open.items():
+            asked = [c for c in calls if c.usual_s != math.inf]
+            if asked:
+                waited_s = now - asked[0].began
+                pause_s = max(PROBE_CALL_S, PROBE_PART * max(waited_s, asked[0].usual_s))
+                probed_at = self._probed.get(peer_id, -math.inf)
+                if waited_s >= pause_s and now - probed_at >= pause_s:
+                    self._probed[peer_id] = now
+                    self._judge.probe(peer_id)
+            if not self._judge.is_live(peer_id):
+                for call in calls:
+                    _end(call)
+
+    def _expire(self, call: _Call) -> None:
+        left_s = call.end - self._judge.awake_s()
+        if left_s > 1e-6:  # this process has stood still: the answer may be there, unread
+            loop = asyncio.get_running_loop()
+            call.timer = loop.call_later(left_s, self._expire, call)
+            return
+        call.is_late = True
+        _end(call)
+
+
+def _end(call: _Call) -> None:
+    if not call.scope.expired():
+        call.scope.reschedule(asyncio.get_running_loop().time())
