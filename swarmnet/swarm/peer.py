@@ -27,6 +27,7 @@ from swarmnet.protocol.membership.records import (
 from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
 from swarmnet.swarm.lifecycle.meeting import meet
 from swarmnet.swarm.lifecycle.moving import Mover
@@ -316,14 +317,14 @@ class Peer:
 
     async def _serve_stage(self, stage_index: int) -> int | None:
         """Builds a stage and serves it; as `_serve_until_moved`."""
-        machine = self.machine
+        machine, now = self.machine, asyncio.get_running_loop().time()
         stage, optimizer = await machine.worker.run(lambda: machine.build(stage_index))
         replica = Replica(
             stage,
             optimizer,
             machine.device,
             machine.worker,
-            progress.newest_round(self.view, asyncio.get_running_loop().time()),
+            Phase(State.FETCHING, progress.newest_round(self.view, now)),
             self.settings.plan,
             await machine.worker.run(lambda: machine.build_local(stage, optimizer)),
         )

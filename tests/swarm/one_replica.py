@@ -9,6 +9,7 @@ from typing import Any
 
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
 from swarmnet.simulation.stage import (
@@ -48,7 +49,7 @@ def accept_all(reply: StepReply, arrays: tuple[Array, ...]) -> Array | None:
 def learn(replica: Replica, work_s: float) -> None:
     """It knows how long its device takes."""
     for _ in range(5):
-        replica.service.add(work_s, 1.0)
+        replica.measured.service.add(work_s, 1.0)
 
 
 class Caller:
@@ -108,8 +109,7 @@ class OneReplica:
             SyntheticOptimizer(0, SIZES, ignore),
             SyntheticDevice(lambda kind: slower * self.work_s),
             InlineWorker(),
-            round=0,
-            synced=True,
+            Phase(State.OPEN, 0),
         )
         return gossip, StepService(gossip.transport, gossip, wiring, self.limits, replica)
 

@@ -104,19 +104,18 @@ class ServedStage:
                 except Behind as e:
                     log.warning("%s: fetching the stage again", e)
                     self._gossip.update(state=JOINING, urgent=True)
-                    replica.synced = False
-                    self.handover.forget()
                     if replica.ahead:
                         self._steps.drop_round(replica.round + 1)
-                        await replica.drop_ahead()
+                    await replica.lose()
+                    self.handover.forget()
                     averaging.forget_results()
                     await self.updates.close()
                 except Diverged as e:
                     log.warning("%s: going over to them", e)
-                    replica.synced = False
-                    self.handover.forget()
                     self._gossip.add_total("diverged")
                     self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+                    await replica.lose()
+                    self.handover.forget()
                     self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
@@ -153,7 +152,7 @@ class ServedStage:
                 await self._begin()
             else:
                 await self._gossip.changed.wait(JOIN_RETRY_S)
-        if self._gossip.own.state != ACTIVE:
+        if replica.is_declaring:
             await self._openings.opened(replica, averaging)
 
     def _patience_with_empty_stage(self) -> float:
@@ -188,8 +187,7 @@ class ServedStage:
         """Fetches a round's parameters; where that round ends first, gets the next one's with its
         update, like every other replica but without a gradient of its own."""
         replica, rounds = self.replica, self.rounds
-        if replica.round != round_index:
-            replica.round = round_index
+        replica.aim(round_index)
         fetching = asyncio.get_running_loop().create_task(self._sync.fetch(round_index))
         try:
             while not fetching.done():

@@ -201,7 +201,7 @@ class StepService:
         )
         self._announce(replica)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
-        replica.sent_bytes = 0 if result.grad_inputs is None else result.grad_inputs.num_bytes
+        replica.measured.sent(0 if result.grad_inputs is None else result.grad_inputs.num_bytes)
         return reply, result.grad_inputs
 
     async def _through(
@@ -214,8 +214,9 @@ class StepService:
         outputs = await replica.run(
             FORWARD, key, FORWARD_PART, lambda: stage.forward(key, inputs), flight.check
         )
-        if not replica.sent_bytes:  # the gradient for the stage before is as large as its inputs
-            replica.sent_bytes = outputs.num_bytes + (inputs.num_bytes if replica.index else 0)
+        if not replica.measured.sent_bytes:
+            # The gradient for the stage before is as large as its inputs.
+            replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
         for attempt in range(self.limits.max_attempts):
             passed = await self._pass_on(flight, step, outputs, targets)
@@ -237,7 +238,7 @@ class StepService:
                 continue
             self._announce(replica)
             sent = (outputs, grad_inputs)
-            replica.sent_bytes = sum(a.num_bytes for a in sent if a is not None)
+            replica.measured.sent(sum(a.num_bytes for a in sent if a is not None))
             path = (self.gossip.own.peer_id, *passed.reply.path)
             reply = StepReply(passed.reply.loss_sum, passed.reply.num_tokens, path)
             return reply, grad_inputs, passed.peer_id

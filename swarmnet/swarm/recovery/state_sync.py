@@ -103,7 +103,7 @@ class StateSync:
         donors = self.donors(round_index)
         if not donors:
             return False
-        self.replica.samples = donors[0].samples
+        self.replica.counted(donors[0].samples)
         digests = self.replica.digests or await self.replica.measure_digests()
         wanted = []
         for j in range(self.replica.num_shards):

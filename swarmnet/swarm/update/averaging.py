@@ -303,7 +303,7 @@ class Averaging:
         self._note_averaged(r, shards)
         took = self.gossip.awake_s() - started
         self.pace.took(took, is_usual=has_others and any(gave) and self._is_usual)
-        self.replica.exchanges.add(took)
+        self.replica.measured.exchanged(took)
 
     def _note_averaged(self, r: int, shards: Sequence[int]) -> None:
         """For the books: what is behind every shard. Where shards take turns, the first one

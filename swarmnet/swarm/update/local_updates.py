@@ -183,7 +183,7 @@ class LocalUpdates:
         from."""
         replica, loop = self.replica, asyncio.get_running_loop()
         self._have = {}
-        replica.round = max(d.round for d in sync.donors())
+        replica.aim(max(d.round for d in sync.donors()))
         fetching = loop.create_task(self._fetch_all(sync))
         try:
             while not replica.synced and sync.donors():
@@ -196,8 +196,8 @@ class LocalUpdates:
                     try:
                         await rounds.finish(replica.round)
                     except Behind:
-                        donors = sync.donors()
-                        replica.round = max((d.round for d in donors), default=replica.round)
+                        await replica.lose()
+                        replica.aim(max((d.round for d in sync.donors()), default=replica.round))
                 else:
                     await self.gossip.changed.wait(RETRY_S)
         finally:
