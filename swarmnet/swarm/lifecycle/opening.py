@@ -9,7 +9,8 @@ from collections.abc import Callable
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
+from swarmnet.swarm.recovery.checkpointing import Checkpointing
+from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
