@@ -1,7 +1,7 @@
 """A replica's phase in a round, as one table: events in, commands out.
 
-`swarm.update.replica` is the shell: it turns what happens into events and carries the commands out.
-No clock, no task and no tensor is in here.
+`swarm.update.transitions` is the shell: it turns what happens into events and carries the commands
+out. No clock, no task and no tensor is in here.
 """
 
 # Theory
@@ -306,6 +306,11 @@ class Phase:
         return self._answers.is_whole
 
     @property
+    def is_declaring(self) -> bool:
+        """The others of the stage are being told that it serves."""
+        return self.state is State.DECLARING
+
+    @property
     def is_ahead(self) -> bool:
         return self._answers.is_ahead
 
@@ -326,7 +331,7 @@ class Phase:
 
     def lets_in(self, round_index: int) -> bool:
         """Whether callers may come with such microbatches."""
-        return self.takes(round_index) and self.state is not State.DECLARING
+        return self.takes(round_index) and not self.is_declaring
 
     def is_closed(self, round_index: int) -> bool:
         """Whether they come too late."""

@@ -60,8 +60,8 @@ class Openings:
             await self._gossip.declare_join(others, DECLARE_JOIN_S, state=ACTIVE, **changes)
         state = self._gossip.own.state
         self._gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
-        if replica.is_declaring:
-            replica.declared()
+        if replica.phase.is_declaring:
+            replica.transitions.declared()
         averaging.lost.opened(replica.round)
         if joined:
             self._recovery.opened(replica.round, history)

@@ -107,7 +107,7 @@ class ServedStage:
                     self._gossip.update(state=JOINING, urgent=True)
                     if replica.ahead:
                         self._steps.drop_round(replica.round + 1)
-                    await replica.lose()
+                    await replica.transitions.lose()
                     self.handover.forget()
                     averaging.forget_results()
                     await self.updates.close()
@@ -115,7 +115,7 @@ class ServedStage:
                     log.warning("%s: going over to them", e)
                     self._gossip.add_total("diverged")
                     self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
-                    await replica.lose()
+                    await replica.transitions.lose()
                     self.handover.forget()
                     self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
@@ -153,7 +153,7 @@ class ServedStage:
                 await self._begin()
             else:
                 await self._gossip.changed.wait(JOIN_RETRY_S)
-        if replica.is_declaring:
+        if replica.phase.is_declaring:
             await self._openings.opened(replica, averaging)
 
     def _patience_with_empty_stage(self) -> float:
@@ -181,14 +181,14 @@ class ServedStage:
             self._gossip.update(history=self._recovery.new_history())
         if replica.local is not None:
             await _drop_own_steps(replica)
-        await replica.open_round(round_index, synced=True)
+        await replica.transitions.open_round(round_index, is_whole=True)
         self.averaging.ownership.start_fresh()
 
     async def _follow(self, round_index: int) -> None:
         """Fetches a round's parameters; where that round ends first, gets the next one's with its
         update, like every other replica but without a gradient of its own."""
         replica, rounds = self.replica, self.rounds
-        replica.aim(round_index)
+        replica.transitions.aim(round_index)
         fetching = asyncio.get_running_loop().create_task(self._sync.fetch(round_index))
         try:
             while not fetching.done():
@@ -202,10 +202,10 @@ class ServedStage:
                 await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
             if fetching.result() and not rounds.is_drained(round_index):
-                await replica.open_round(round_index, synced=True)
+                await replica.transitions.open_round(round_index, is_whole=True)
                 await replica.measure_digests()
             elif fetching.result() and round_index >= self._settings.rounds:
-                await replica.open_round(round_index, synced=True)
+                await replica.transitions.open_round(round_index, is_whole=True)
             else:
                 await self._gossip.changed.wait(JOIN_RETRY_S)
         finally:

@@ -161,9 +161,9 @@ class StepService:
             return
         overlaps = replica.plan.is_delayed(r)
         if asked == r + 1 and overlaps:
-            is_news = replica.heard_launched(r)
+            is_news = replica.transitions.heard_launched(r)
         else:
-            is_news = (asked == r + 1 or overlaps) and replica.heard_over(r)
+            is_news = (asked == r + 1 or overlaps) and replica.transitions.heard_over(r)
         if is_news:
             self.gossip.changed.notify_all()
 

@@ -167,7 +167,7 @@ class Handover:
         entries: dict[int, Entry] = ledger.take(r)
         adopted, self._adopted = self._adopted, []
         is_refused = False
-        replica.give()
+        replica.transitions.give()
         try:
             await self.transport.call(heir, "adopted", Message(request), timeout_s=ANSWER_S)
             log.info("%s has taken over %d samples of round %d", heir[-8:], num_samples, r)
@@ -187,7 +187,7 @@ class Handover:
             )
             return True
         finally:
-            replica.gave(is_refused=is_refused)
+            replica.transitions.gave(is_refused=is_refused)
 
     # ---- the heir ---------------------------------------------------------------------------
 

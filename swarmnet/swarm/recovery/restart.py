@@ -180,7 +180,7 @@ class Recovery:
         if mine is not None and is_covered and not waits:
             log.warning("stage %d: the run goes on from round %d", replica.index, candidate.round)
             self.gossip.update(history=self.new_history())
-            await replica.open_round(candidate.round, synced=True)
+            await replica.transitions.open_round(candidate.round, is_whole=True)
             return
         if now - self._chosen_at > LOAD_PATIENCE_S:
             slow = [
@@ -246,7 +246,7 @@ class Recovery:
         if replica.plan.mode != GOSSIP and replica.digests != donor.digests:
             await averaging.forget_state()
             return False
-        await replica.open_round(donor.round, synced=True)
+        await replica.transitions.open_round(donor.round, is_whole=True)
         if was_loaded or replica.plan.mode == GOSSIP:
             averaging.ownership.restored(replica.optimizer.owned())
         else:  # others own the shards by now
@@ -261,7 +261,7 @@ class Recovery:
         key = (offer.history, offer.round)
         loaded = self.restored == key and replica.round == round_index
         if loaded or await self._load(offer, round_index, replica, averaging):
-            await replica.open_round(round_index, synced=True)
+            await replica.transitions.open_round(round_index, is_whole=True)
 
     async def _load(
         self, offer: Restorable, round_index: int, replica: Replica, averaging: Averaging
@@ -279,7 +279,7 @@ class Recovery:
             self._damaged = True
             self.gossip.update(restorable=self.offers(replica.index), urgent=True)
             return False
-        await replica.open_round(round_index, synced=False)
+        await replica.transitions.open_round(round_index, is_whole=False)
         averaging.ownership.restored(sorted(snapshot.optimizer))
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)

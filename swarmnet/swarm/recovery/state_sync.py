@@ -99,7 +99,7 @@ class StateSync:
 
     async def fetch(self, round_index: int) -> bool:
         """Puts the shards of `round_index` that differ from the own ones aside, ready for
-        `Replica.open_round`; False where that round is not to be had any more."""
+        `Transitions.open_round`; False where that round is not to be had any more."""
         donors = self.donors(round_index)
         if not donors:
             return False

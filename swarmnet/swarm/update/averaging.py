@@ -579,7 +579,7 @@ class Averaging:
         r, remote = self.current, request.remote
         self._in_vain.discard(remote)
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
-        if closed_there and self.replica.heard_over(r):
+        if closed_there and self.replica.transitions.heard_over(r):
             self.gossip.changed.notify_all()
         if asked < r and asked == self.plan.last_exchange(j, r):
             # a straggler: the parameters of this round are what it lacks

@@ -116,7 +116,7 @@ class DelayedUpdates:
         if is_beside:
             return True
         if is_late:
-            await self.replica.flush()
+            await self.replica.transitions.flush()
             self.averaging.finish_round(round_index - 1)
         await self._run(gradient)
         return True

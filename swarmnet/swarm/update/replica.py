@@ -13,40 +13,19 @@ with parameters and a gradient buffer for each (two versions, as in PipeDream-2B
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.errors import NotReady, Stale
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import Ledger
-from swarmnet.protocol.update.replica_phase import (
-    Aim,
-    Close,
-    Command,
-    Declared,
-    DropAhead,
-    Event,
-    FinishRound,
-    Flush,
-    Give,
-    Given,
-    Heard,
-    KeepBoth,
-    Lose,
-    Open,
-    OpenAhead,
-    OpenInPart,
-    Phase,
-    Refused,
-    State,
-)
+from swarmnet.protocol.update.replica_phase import Heard, Phase
 from swarmnet.protocol.update.sync_modes import Switch, SyncPlan
-from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.ports import OTHER, Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
+from swarmnet.swarm.ports import Check, Device, LocalSteps, Optimizer, Stage, StepKey, Worker
 from swarmnet.swarm.update.measurements import Measurements
+from swarmnet.swarm.update.transitions import Transitions
 from swarmnet.wire import Array
 
 T = TypeVar("T")
@@ -54,30 +33,33 @@ T = TypeVar("T")
 
 @dataclass
 class Replica:
-    """A peer's copy of a stage. Nobody else changes it: what happens to it are methods."""
+    """A peer's copy of a stage. What happens to it goes through `transitions`."""
 
     stage: Stage
     optimizer: Optimizer
     device: Device
     worker: Worker
-    phase: Phase
+    start: InitVar[Phase]
     plan: SyncPlan = field(default_factory=SyncPlan)
     local: LocalSteps | None = None
     """Where replicas make steps of their own between exchanges."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, start: Phase) -> None:
         self.ledger = Ledger()
-        self.changed = Condition()
+        self.transitions = Transitions(start, self.stage, self.local, self.device, self.ledger)
+        self.changed = self.transitions.changed
         self.measured = Measurements()
         self.digests = b""
         """Of every shard of the common parameters."""
         self.samples = 0
         """Committed in the round before, see `protocol.membership.records.Record.samples`."""
-        self._turn = threading.Lock()
-        """Events come from the loop, and from the device thread where the device has to be between
-        two pieces of work."""
 
     # ---- questions --------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where it is in its round."""
+        return self.transitions.phase
 
     @property
     def round(self) -> int:
@@ -206,116 +188,3 @@ class Replica:
     def decided(self, switches: tuple[Switch, ...]) -> None:
         """The swarm changes the mode of its exchanges then."""
         self.plan = replace(self.plan, switches=switches)
-
-    # ---- what happens -----------------------------------------------------------------------
-
-    def aim(self, round_index: int) -> None:
-        """The parameters of this round are being fetched."""
-        if round_index != self.round:
-            self._apply(Aim(round_index))
-
-    def heard_over(self, round_index: int) -> bool:
-        """Another replica's call shows that it has closed `round_index`. True when that is news;
-        only of the round that this replica is in."""
-        return self._hears(round_index, Heard.OVER)
-
-    def heard_launched(self, round_index: int) -> bool:
-        """Likewise: all of it is launched, or about to be, for another replica works on the next
-        one."""
-        return self._hears(round_index, Heard.LAUNCHED)
-
-    async def open_round(self, round_index: int, *, synced: bool) -> None:
-        """Makes the parameters put aside the present ones and begins a round. `synced`: they are
-        whole."""
-        last = self.round
-        await self._on_device(Open(round_index) if synced else OpenInPart(round_index))
-        self.ledger.finish_round(max(last, round_index - 1))
-        self.changed.notify_all()
-
-    @property
-    def is_declaring(self) -> bool:
-        """The others of the stage are being told that it serves."""
-        return self.phase.state is State.DECLARING
-
-    def declared(self) -> None:
-        """They have been told."""
-        self._apply(Declared())
-        self.changed.notify_all()
-
-    async def open_ahead(self) -> None:
-        """Lets microbatches of the next round in; the parameters put aside are that round's."""
-        await self._on_device(OpenAhead())
-        self.changed.notify_all()
-
-    def give(self) -> None:
-        """Another replica is being told that the samples are its own now: until it has answered the
-        round does not end here."""
-        self._apply(Give())
-
-    def gave(self, *, is_refused: bool) -> None:
-        """It has, or never will."""
-        self._apply(Refused() if is_refused else Given())
-        self.changed.notify_all()
-
-    async def close_round(self) -> None:
-        """No microbatch of the round adds to the gradient after this returns."""
-        await self._until_given()
-        await self._carry_out(self._apply(Close()))
-
-    async def flush(self) -> None:
-        """Makes the parameters put aside the present ones, with which the exchange of the closed
-        round itself begins."""
-        await self._on_device(Flush())
-        self.changed.notify_all()
-
-    async def lose(self) -> None:
-        """What is here does not hold, or is too old: it is fetched again."""
-        await self._until_given()
-        await self._carry_out(self._apply(Lose()))
-
-    async def _until_given(self) -> None:
-        """Not for long: the call has a deadline (`swarm.recovery.handover`)."""
-        while self.phase.state is State.GIVING:
-            await self.changed.wait()
-
-    def _hears(self, round_index: int, what: Heard) -> bool:
-        with self._turn:
-            before, self.phase = self.phase, self.phase.hears(round_index, what)
-            return self.phase is not before
-
-    def _apply(self, event: Event) -> Command | None:
-        with self._turn:
-            self.phase, command = self.phase.after(event)
-        return command
-
-    async def _carry_out(self, command: Command | None) -> None:
-        """Behind what the device has to do already."""
-        if isinstance(command, DropAhead):
-            self.ledger.drop_round(command.round)
-        if command is not None:
-            await self.device.run(OTHER, lambda: self._change(command), self.round)
-
-    async def _on_device(self, event: Event) -> None:
-        """Between two pieces of the device's work."""
-
-        def switch() -> None:
-            if isinstance(event, OpenAhead):  # this replica may have begun to give meanwhile
-                self._change(self._apply(event))
-                return
-            # First the parameters: who copies them and is in the round before notices afterwards.
-            _, command = self.phase.after(event)
-            self._change(command)
-            self._apply(event)
-
-        await self.device.run(OTHER, switch, self.round)
-
-    def _change(self, command: Command | None) -> None:
-        """On the device."""
-        if isinstance(command, FinishRound):
-            self.stage.finish_round()
-            if self.local is not None:
-                self.local.finish_round()
-        elif isinstance(command, KeepBoth):
-            self.stage.open_ahead(command.round)
-        elif isinstance(command, DropAhead):
-            self.stage.drop_ahead()

@@ -154,7 +154,7 @@ class Rounds:
 
     async def _open_ahead(self) -> None:
         """Behind all that the device has to do, which may take long."""
-        opening = asyncio.get_running_loop().create_task(self.replica.open_ahead())
+        opening = asyncio.get_running_loop().create_task(self.replica.transitions.open_ahead())
         try:
             while not opening.done():
                 self.updates.repair()
@@ -209,7 +209,7 @@ class Rounds:
         loop = asyncio.get_running_loop()
         closed_at = loop.time()
         replica.measured.closed(closed_at)
-        await replica.close_round()
+        await replica.transitions.close_round()
         self.steps.drop_round(r)
         if replica.synced:
             await self._settle_at_last(r)
@@ -220,7 +220,7 @@ class Rounds:
         state = progress.round_progress(self.gossip.view, r, averaged_at, self.settings.num_slots)
         replica.counted(state.committed * self.settings.samples_per_microbatch)
         began_at, was_ahead = loop.time(), replica.ahead
-        await replica.open_round(r + 1, synced=synced)
+        await replica.transitions.open_round(r + 1, is_whole=synced)
         replica.measured.began(began_at, was_ahead=was_ahead)
         self.updates.finish_round(r)
         if synced:

@@ -42,7 +42,7 @@ class Opened:
     async def open(self, round_index: int) -> None:
         is_joining = self.gossip.own.state == JOINING
         state = State.DECLARING if is_joining else State.OPEN
-        self.pair.replica.phase = Phase(state, round_index)
+        self.pair.replica.transitions.phase = Phase(state, round_index)
         await self.openings.opened(self.pair.replica, self.averaging)
 
     async def close(self) -> None:

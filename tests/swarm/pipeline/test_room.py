@@ -169,7 +169,7 @@ def test_places_of_a_round_that_is_over_are_free() -> None:
             await caller.ask(n)
         await refused_as_busy(third.ask(4))
         pair.steps.drop_round(0)
-        pair.replica.phase = Phase(State.OPEN, 1)
+        pair.replica.transitions.phase = Phase(State.OPEN, 1)
         await third.ask(4, 1)
 
     scenario(play)
@@ -332,10 +332,10 @@ def test_one_of_those_asked_for_whom_the_round_is_over_does_not_end_it() -> None
         near = two_free(pair)
         ahead = pair.others[0].replica
         assert ahead is not None
-        ahead.phase = Phase(State.OPEN, 5)
+        ahead.transitions.phase = Phase(State.OPEN, 5)
         for n in range(3):
             assert (await near.step(n)).peer_id == CALLEE
-        pair.replica.phase = Phase(State.OPEN, 5)
+        pair.replica.transitions.phase = Phase(State.OPEN, 5)
         with pytest.raises(Stale):
             await near.step(10)
 
