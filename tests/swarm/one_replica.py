@@ -93,8 +93,7 @@ class OneReplica:
         self.hub = MemoryHub(network=self.network, copy=False)
         self.work_s = WORK_S
         self.gossip, self.steps = self._serving(CALLEE)
-        assert self.steps.replica is not None
-        self.replica = self.steps.replica
+        self.replica = self.steps.serving(0)
         self.others: list[StepService] = []
 
     async def close(self) -> None:
@@ -111,7 +110,7 @@ class OneReplica:
             InlineWorker(),
             Phase(State.OPEN, 0),
         )
-        return gossip, StepService(gossip.transport, gossip, wiring, self.limits, replica)
+        return gossip, StepService(gossip.transport, gossip, wiring, self.limits, lambda: replica)
 
     async def feed(self, microbatch_id: int) -> Passed:
         """A microbatch of the replica's own data."""
@@ -131,8 +130,7 @@ class OneReplica:
         """Another replica, so many times as slow; its record."""
         gossip, steps = self._serving(name, slower)
         self.others.append(steps)
-        assert steps.replica is not None
-        learn(steps.replica, slower * self.work_s)
+        learn(steps.serving(0), slower * self.work_s)
         return replace(gossip.own, stage=0, state=ACTIVE)
 
     def join(self, name: str, link: Link, **own: Any) -> Gossip:

@@ -7,6 +7,7 @@ import logging
 import random
 from typing import Any
 
+from swarmnet.errors import NotReady
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
 from swarmnet.protocol.pipeline import progress
@@ -15,7 +16,7 @@ from swarmnet.swarm.lifecycle.departure import Departure
 from swarmnet.swarm.lifecycle.opening import Openings
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
-from swarmnet.swarm.pipeline.step import StepService, ignore_taken
+from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
@@ -28,10 +29,26 @@ from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 from swarmnet.swarm.update.local_updates import LocalUpdates
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
-from swarmnet.transport.base import Transport
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
 
+STAGE_METHODS = (
+    "reduce",
+    "reduced",
+    "adopt",
+    "adopted",
+    "mirror",
+    "fetch_optimizer",
+    "fetch_parameters",
+    "fetch_moments",
+    "contributions",
+    "offer",
+    "norm",
+    "stage_norm",
+)
+"""Served with a replica only."""
 JOIN_RETRY_S = 0.2
 EMPTY_STAGE_S = 2.0
 """How long a stage must have had no replica before a joiner begins it from its initial state."""
@@ -59,6 +76,7 @@ class ServedStage:
         on_loss: OnLoss,
     ) -> None:
         self.replica = replica
+        self._transport = transport
         self._gossip, self._settings, self._steps = gossip, settings, steps
         self._recovery, self._checkpointing, self._openings = recovery, checkpointing, openings
         self.averaging = Averaging(transport, gossip, settings, limits, replica, on_loss)
@@ -76,7 +94,6 @@ class ServedStage:
             feeder,
             lambda: openings.opened(replica, self.averaging),
         )
-        steps.on_taken = self.rounds.settle_early
         self.departure = Departure(
             gossip, settings.rounds, steps, replica, self.rounds, self.handover
         )
@@ -120,10 +137,15 @@ class ServedStage:
                     self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
-            self._steps.on_taken = ignore_taken
             await self.rounds.close()
             await self.updates.close()
             await averaging.close()
+
+    def let_go(self) -> None:
+        """The peer goes to another stage, or to none: nothing that comes in reaches this one any
+        more."""
+        for method in STAGE_METHODS:
+            self._transport.handle(method, _on_none)
 
     async def _join(self) -> None:
         """Returns when the replica has the parameters of a round that is going on."""
@@ -210,6 +232,10 @@ class ServedStage:
                 await self._gossip.changed.wait(JOIN_RETRY_S)
         finally:
             await _end(fetching)
+
+
+async def _on_none(request: Request) -> Message:
+    raise NotReady("this peer serves no stage")
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -37,10 +37,6 @@ MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
 
-def ignore_taken(round_index: int) -> None:
-    """While no stage is served."""
-
-
 @dataclass
 class StepService:
     """Serves `step`, `admit` and `commit` for the stage of this peer."""
@@ -49,9 +45,10 @@ class StepService:
     gossip: Gossip
     wiring: Wiring
     limits: Limits
-    replica: Replica | None = None
+    served: Callable[[], Replica | None] = lambda: None
+    """The replica that this peer serves now."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    on_taken: Callable[[int], None] = ignore_taken
+    on_taken: Callable[[int], None] = lambda round_index: None
     """Hears of a round in which two feeders have flights of one slot here."""
     on_measured: Callable[[Replica], None] = lambda replica: None
     """Hears when a replica turns out to be faster or slower than what was said of it last."""
@@ -84,9 +81,10 @@ class StepService:
 
     def serving(self, stage_index: int) -> Replica:
         """The replica of a stage here. Raises `NotReady` where that stage is not served."""
-        if self.replica is None or self.replica.index != stage_index:
+        replica = self.served()
+        if replica is None or replica.index != stage_index:
             raise NotReady(f"stage {stage_index} is not served here")
-        return self.replica
+        return replica
 
     # ---- step -------------------------------------------------------------------------------
 
@@ -313,7 +311,7 @@ class StepService:
     def commit(self, commit: Commit, sender: str) -> None:
         """Closes microbatches: they count, their receipts go, and the next stage hears of it.
         Those of which `sender` is neither a caller nor the feeder are passed over."""
-        replica = self.replica
+        replica = self.served()
         if replica is None:
             return
         onward: dict[str, list[int]] = {}

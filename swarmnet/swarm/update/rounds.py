@@ -133,6 +133,7 @@ class Rounds:
         self.replica.measured.serving(self._opened_at)
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
+        self._is_closed = False
         self._gone: set[str] = set()
         """Feeders of orphans that did not live at the last look in the middle of a round."""
 
@@ -251,7 +252,7 @@ class Rounds:
     def settle_early(self, r: int) -> None:
         """In the middle of a round: a feeder that has moved, say, has given up a flight that waits
         here for its commit, and keeps that of another feeder out."""
-        if not self.is_settling and self.replica.takes(r):
+        if not self._is_closed and not self.is_settling and self.replica.takes(r):
             self._tasks.start(self._settle_soon(r))
 
     async def _settle_soon(self, r: int) -> None:
@@ -274,7 +275,8 @@ class Rounds:
         return self._settling.locked()
 
     async def close(self) -> None:
-        """Ends what is under way; the replica is about to stop, or to begin anew."""
+        """Ends what is under way: the replica is about to stop."""
+        self._is_closed = True
         await self._tasks.close()
 
     async def _settle_alone(self, r: int, is_over: bool) -> None:

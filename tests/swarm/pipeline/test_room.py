@@ -330,9 +330,7 @@ def test_one_of_those_asked_for_whom_the_round_is_over_does_not_end_it() -> None
 
     async def play(pair: OneReplica) -> None:
         near = two_free(pair)
-        ahead = pair.others[0].replica
-        assert ahead is not None
-        ahead.transitions.phase = Phase(State.OPEN, 5)
+        pair.others[0].serving(0).transitions.phase = Phase(State.OPEN, 5)
         for n in range(3):
             assert (await near.step(n)).peer_id == CALLEE
         pair.replica.transitions.phase = Phase(State.OPEN, 5)
