@@ -17,7 +17,7 @@ MAX_MODULES = 20
 """In a folder, `__init__` not counted."""
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES, MAX_METHODS = 400, 25
-REWRITTEN_LATER = "swarmnet/swarm/"
+REWRITTEN_LATER = ("swarmnet/swarm/update/averaging.py", "swarmnet/swarm/update/ownership.py")
 """Functions and classes there may be longer, for now."""
 MAX_PRIVATE_PLACES = 40
 """In tests, with a reason each."""
@@ -108,7 +108,7 @@ def test_functions_and_classes_fit_into_a_head() -> None:
     found = [
         f"{name_of(path)}: {line}"
         for path in sources()
-        if not name_of(path).startswith(REWRITTEN_LATER)
+        if name_of(path) not in REWRITTEN_LATER
         for line in too_large(path.read_text())
     ]
     assert found == []

@@ -195,10 +195,10 @@ def _times_of(replica: Replica) -> Iterator[Any]:
         (
             "swarmnet_microbatch_device_seconds",
             "Device time of a microbatch, by every forward and every backward pass.",
-            replica.services,
+            replica.measured.services,
         ),
-        ("swarmnet_round_seconds", "Rounds, from opening to opening.", replica.rounds),
-        ("swarmnet_exchange_seconds", "Exchanges of gradients.", replica.exchanges),
+        ("swarmnet_round_seconds", "Rounds, from opening to opening.", replica.measured.rounds),
+        ("swarmnet_exchange_seconds", "Exchanges of gradients.", replica.measured.exchanges),
     ):
         family = HistogramMetricFamily(name, text)
         family.add_metric([], *_buckets(histogram))

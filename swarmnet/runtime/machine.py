@@ -18,7 +18,7 @@ from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.speed import expected_stage_s
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Machine
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 
 if TYPE_CHECKING:
     from swarmnet.swarm.ports import Data

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 
 
 @dataclass

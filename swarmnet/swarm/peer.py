@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
-from swarmnet.errors import NotReady, SwarmnetError
+from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -27,6 +27,7 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
 from swarmnet.swarm.lifecycle.meeting import meet
 from swarmnet.swarm.lifecycle.moving import Mover
@@ -47,9 +48,10 @@ from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
-from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
+from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
@@ -60,22 +62,6 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
-
-STAGE_METHODS = (
-    "reduce",
-    "reduced",
-    "adopt",
-    "adopted",
-    "mirror",
-    "fetch_optimizer",
-    "fetch_parameters",
-    "fetch_moments",
-    "contributions",
-    "offer",
-    "norm",
-    "stage_norm",
-)
-"""Served with a replica only."""
 
 
 @dataclass
@@ -181,9 +167,11 @@ class Peer:
             self.gossip,
             self.wiring,
             self.limits,
-            resource_limits=self.resource_limits,
+            lambda: self.replica,
+            self.resource_limits,
+            on_taken=self._taken,
+            on_measured=self._measured,
         )
-        self.steps.on_measured = self._measured
         self.inference = InferService(self.wiring, self.limits, self.steps.serving)
         self.feeder = (
             Feeder(
@@ -312,22 +300,38 @@ class Peer:
         target: int | None = await self._stage_choice.claim()
         while target is not None:
             target = await self._serve_stage(target)
-            await self._let_go()  # the next stage may need all of the memory that this one had
+            # The next stage may need all of the memory that this one had.
+            await self.machine.worker.run(self.machine.free)
 
     async def _serve_stage(self, stage_index: int) -> int | None:
-        """Builds a stage and serves it; as `_serve_until_moved`."""
-        machine = self.machine
+        """Builds a stage and serves it; returns the one to serve instead, when that helps the swarm
+        more, or None when this peer must pause. Nothing holds on to the stage after that."""
+        self._served = served = await self._built(stage_index)
+        self._stand_by.served()
+        target = await self._until_moved(served)
+        if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task
+            await asyncio.get_running_loop().create_future()
+        self._served = None  # what comes late is for a stage that it serves no more
+        self._speed.stopped(served.replica.index)
+        self.steps.drop_round(served.replica.round + 1)
+        if target is not None:
+            self._go_to(target, served.replica)
+        served.let_go()
+        return target
+
+    async def _built(self, stage_index: int) -> ServedStage:
+        machine, now = self.machine, asyncio.get_running_loop().time()
         stage, optimizer = await machine.worker.run(lambda: machine.build(stage_index))
         replica = Replica(
             stage,
             optimizer,
             machine.device,
             machine.worker,
-            progress.newest_round(self.view, asyncio.get_running_loop().time()),
+            Phase(State.FETCHING, progress.newest_round(self.view, now)),
             self.settings.plan,
             await machine.worker.run(lambda: machine.build_local(stage, optimizer)),
         )
-        self._served = ServedStage(
+        return ServedStage(
             self.transport,
             self.gossip,
             self.settings,
@@ -341,41 +345,28 @@ class Peer:
             rng=self.rng,
             on_loss=self.on_loss,
         )
-        self.steps.replica = replica
-        self._stand_by.served()
-        return await self._serve_until_moved(self._served)
 
-    async def _serve_until_moved(self, served: ServedStage) -> int | None:
-        """Serves a stage; returns the one to serve instead, when that helps the swarm more, or
-        None when this peer must pause."""
-        replica = served.replica
+    async def _until_moved(self, served: ServedStage) -> int | None:
+        """Serves a stage, as `_serve_stage`."""
         serving = Tasks("serve")
-        balancing = self._tasks.start(self.mover.balance(served))
+        balancing = serving.start(self.mover.balance(served))
         pausing = serving.start(self._stand_by.until_paused())
-        ended = serving.start(served.run())
-        feeding = serving.start(self.feeder.run(replica)) if self.feeder is not None else ended
+        running = serving.start(served.run())
+        feeding = [serving.start(self.feeder.run(served.replica))] if self.feeder else []
         try:
             await asyncio.wait(
-                (balancing, pausing, ended, feeding), return_when=asyncio.FIRST_COMPLETED
+                (balancing, pausing, running, *feeding), return_when=asyncio.FIRST_COMPLETED
             )
-            for task in (ended, feeding):
+            for task in (running, *feeding):
                 if task.done():
                     task.result()
-            target = balancing.result() if balancing.done() else None
-            if target is None:
-                balancing.cancel()
-                await self._hand_over(served, "paused before others had taken over every shard")
-        finally:
+            if balancing.done():
+                return balancing.result()
             balancing.cancel()
+            await self._hand_over(served, "paused before others had taken over every shard")
+            return None
+        finally:
             await serving.close()
-        if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task
-            await asyncio.get_running_loop().create_future()
-        self._speed.stopped(replica.index)
-        self.steps.replica = None  # what comes late is for a stage that it serves no more
-        self.steps.drop_round(replica.round + 1)
-        if target is not None:
-            self._go_to(target, replica)
-        return target
 
     def _go_to(self, target: int, replica: Replica) -> None:
         """Tells that this peer goes to another stage."""
@@ -401,13 +392,6 @@ class Peer:
         if self.checkpointing is not None:
             await self.checkpointing.leaving(served.replica, served.averaging)
 
-    async def _let_go(self) -> None:
-        """Drops the replica and everything that holds on to it."""
-        self._served = self.steps.replica = None
-        for method in STAGE_METHODS:
-            self.transport.handle(method, _on_none)
-        await self.machine.worker.run(self.machine.free)
-
     async def _leave(self, living: asyncio.Task[None]) -> None:
         """Drains, waits until others hold the shards, says goodbye."""
         served = self._served
@@ -421,6 +405,11 @@ class Peer:
         self.gossip.pushes.now()
         await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
 
+    def _taken(self, round_index: int) -> None:
+        """Two feeders have flights of one slot here."""
+        if self._served is not None:
+            self._served.rounds.settle_early(round_index)
+
     def _measured(self, replica: Replica) -> None:
         if replica is self.replica and self.gossip.own.state == ACTIVE:
             self._openings.announce_rate(replica)
@@ -429,10 +418,6 @@ class Peer:
         """For newcomers that know only an address."""
         self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
-
-
-async def _on_none(request: Request) -> Message:
-    raise NotReady("this peer serves no stage")
 
 
 async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = 10.0) -> SpecReply:

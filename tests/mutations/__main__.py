@@ -98,7 +98,11 @@ AREAS = {
         ),
     ),
     "recovery": Area(
-        ("swarmnet/swarm/recovery/restart.py", "swarmnet/protocol/recovery.py"),
+        (
+            "swarmnet/swarm/recovery/restart.py",
+            "swarmnet/swarm/recovery/checkpointing.py",
+            "swarmnet/protocol/recovery.py",
+        ),
         ("tests/protocol/test_recovery.py", "tests/swarm/recovery/test_recovery.py"),
     ),
     "frames": Area(

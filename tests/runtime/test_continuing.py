@@ -24,7 +24,7 @@ from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.spec_0_1 import possible_run_ids_of_0_1, run_id_of_0_1
 from swarmnet.swarm.messages import SpecReply
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.transport.base import Request

@@ -28,7 +28,7 @@ from swarmnet.simulation.stage import (
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.ports import Data
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.training.data import open_data

@@ -9,6 +9,7 @@ from typing import Any
 
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.network import FAST_LINK, Link, SimulatedNetwork
 from swarmnet.simulation.stage import (
@@ -48,7 +49,7 @@ def accept_all(reply: StepReply, arrays: tuple[Array, ...]) -> Array | None:
 def learn(replica: Replica, work_s: float) -> None:
     """It knows how long its device takes."""
     for _ in range(5):
-        replica.service.add(work_s, 1.0)
+        replica.measured.service.add(work_s, 1.0)
 
 
 class Caller:
@@ -92,8 +93,7 @@ class OneReplica:
         self.hub = MemoryHub(network=self.network, copy=False)
         self.work_s = WORK_S
         self.gossip, self.steps = self._serving(CALLEE)
-        assert self.steps.replica is not None
-        self.replica = self.steps.replica
+        self.replica = self.steps.serving(0)
         self.others: list[StepService] = []
 
     async def close(self) -> None:
@@ -108,10 +108,9 @@ class OneReplica:
             SyntheticOptimizer(0, SIZES, ignore),
             SyntheticDevice(lambda kind: slower * self.work_s),
             InlineWorker(),
-            round=0,
-            synced=True,
+            Phase(State.OPEN, 0),
         )
-        return gossip, StepService(gossip.transport, gossip, wiring, self.limits, replica)
+        return gossip, StepService(gossip.transport, gossip, wiring, self.limits, lambda: replica)
 
     async def feed(self, microbatch_id: int) -> Passed:
         """A microbatch of the replica's own data."""
@@ -131,8 +130,7 @@ class OneReplica:
         """Another replica, so many times as slow; its record."""
         gossip, steps = self._serving(name, slower)
         self.others.append(steps)
-        assert steps.replica is not None
-        learn(steps.replica, slower * self.work_s)
+        learn(steps.serving(0), slower * self.work_s)
         return replace(gossip.own, stage=0, state=ACTIVE)
 
     def join(self, name: str, link: Link, **own: Any) -> Gossip:

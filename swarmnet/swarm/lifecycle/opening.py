@@ -9,7 +9,8 @@ from collections.abc import Callable
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
+from swarmnet.swarm.recovery.checkpointing import Checkpointing
+from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
@@ -55,15 +56,12 @@ class Openings:
             changes["counts"] = tuple(c for c in own.counts if c.round < replica.round)
         self._counted_history = history
         if joined:
-            replica.is_join_declared = True
-            try:
-                others = self._others(replica.index)
-                await self._gossip.declare_join(others, DECLARE_JOIN_S, state=ACTIVE, **changes)
-            finally:
-                replica.is_join_declared = False
+            others = self._others(replica.index)
+            await self._gossip.declare_join(others, DECLARE_JOIN_S, state=ACTIVE, **changes)
         state = self._gossip.own.state
         self._gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
-        replica.changed.notify_all()
+        if replica.phase.is_declaring:
+            replica.transitions.declared()
         averaging.lost.opened(replica.round)
         if joined:
             self._recovery.opened(replica.round, history)
@@ -103,9 +101,9 @@ class Openings:
             "restorable": (),
             "history": history,
             "samples": replica.samples,
-            "last_open_s": replica.open_s,
+            "last_open_s": replica.measured.open_s,
             "last_busy_s": self._speed.busy_since_opening(replica),
-            "last_exchange_s": averaging.pace.last_s if replica.open_s else 0.0,
+            "last_exchange_s": averaging.pace.last_s if replica.measured.open_s else 0.0,
         }
 
     def _others(self, stage_index: int) -> list[str]:

@@ -7,6 +7,7 @@ import logging
 import random
 from typing import Any
 
+from swarmnet.errors import NotReady
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
 from swarmnet.protocol.pipeline import progress
@@ -15,10 +16,11 @@ from swarmnet.swarm.lifecycle.departure import Departure
 from swarmnet.swarm.lifecycle.opening import Openings
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
-from swarmnet.swarm.pipeline.step import StepService, ignore_taken
+from swarmnet.swarm.pipeline.step import StepService
+from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
-from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
+from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
@@ -27,10 +29,26 @@ from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 from swarmnet.swarm.update.local_updates import LocalUpdates
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds, Updates, ZeroUpdates
-from swarmnet.transport.base import Transport
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.peer")
 
+STAGE_METHODS = (
+    "reduce",
+    "reduced",
+    "adopt",
+    "adopted",
+    "mirror",
+    "fetch_optimizer",
+    "fetch_parameters",
+    "fetch_moments",
+    "contributions",
+    "offer",
+    "norm",
+    "stage_norm",
+)
+"""Served with a replica only."""
 JOIN_RETRY_S = 0.2
 EMPTY_STAGE_S = 2.0
 """How long a stage must have had no replica before a joiner begins it from its initial state."""
@@ -58,6 +76,7 @@ class ServedStage:
         on_loss: OnLoss,
     ) -> None:
         self.replica = replica
+        self._transport = transport
         self._gossip, self._settings, self._steps = gossip, settings, steps
         self._recovery, self._checkpointing, self._openings = recovery, checkpointing, openings
         self.averaging = Averaging(transport, gossip, settings, limits, replica, on_loss)
@@ -75,7 +94,6 @@ class ServedStage:
             feeder,
             lambda: openings.opened(replica, self.averaging),
         )
-        steps.on_taken = self.rounds.settle_early
         self.departure = Departure(
             gossip, settings.rounds, steps, replica, self.rounds, self.handover
         )
@@ -104,26 +122,30 @@ class ServedStage:
                 except Behind as e:
                     log.warning("%s: fetching the stage again", e)
                     self._gossip.update(state=JOINING, urgent=True)
-                    replica.synced = False
-                    self.handover.forget()
                     if replica.ahead:
                         self._steps.drop_round(replica.round + 1)
-                        await replica.drop_ahead()
+                    await replica.transitions.lose()
+                    self.handover.forget()
                     averaging.forget_results()
                     await self.updates.close()
                 except Diverged as e:
                     log.warning("%s: going over to them", e)
-                    replica.synced = False
-                    self.handover.forget()
                     self._gossip.add_total("diverged")
                     self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+                    await replica.transitions.lose()
+                    self.handover.forget()
                     self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
         finally:
-            self._steps.on_taken = ignore_taken
             await self.rounds.close()
             await self.updates.close()
             await averaging.close()
+
+    def let_go(self) -> None:
+        """The peer goes to another stage, or to none: nothing that comes in reaches this one any
+        more."""
+        for method in STAGE_METHODS:
+            self._transport.handle(method, _on_none)
 
     async def _join(self) -> None:
         """Returns when the replica has the parameters of a round that is going on."""
@@ -153,7 +175,7 @@ class ServedStage:
                 await self._begin()
             else:
                 await self._gossip.changed.wait(JOIN_RETRY_S)
-        if self._gossip.own.state != ACTIVE:
+        if replica.phase.is_declaring:
             await self._openings.opened(replica, averaging)
 
     def _patience_with_empty_stage(self) -> float:
@@ -181,15 +203,14 @@ class ServedStage:
             self._gossip.update(history=self._recovery.new_history())
         if replica.local is not None:
             await _drop_own_steps(replica)
-        await replica.open_round(round_index, synced=True)
+        await replica.transitions.open_round(round_index, is_whole=True)
         self.averaging.ownership.start_fresh()
 
     async def _follow(self, round_index: int) -> None:
         """Fetches a round's parameters; where that round ends first, gets the next one's with its
         update, like every other replica but without a gradient of its own."""
         replica, rounds = self.replica, self.rounds
-        if replica.round != round_index:
-            replica.round = round_index
+        replica.transitions.aim(round_index)
         fetching = asyncio.get_running_loop().create_task(self._sync.fetch(round_index))
         try:
             while not fetching.done():
@@ -203,14 +224,18 @@ class ServedStage:
                 await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
             if fetching.result() and not rounds.is_drained(round_index):
-                await replica.open_round(round_index, synced=True)
+                await replica.transitions.open_round(round_index, is_whole=True)
                 await replica.measure_digests()
             elif fetching.result() and round_index >= self._settings.rounds:
-                await replica.open_round(round_index, synced=True)
+                await replica.transitions.open_round(round_index, is_whole=True)
             else:
                 await self._gossip.changed.wait(JOIN_RETRY_S)
         finally:
             await _end(fetching)
+
+
+async def _on_none(request: Request) -> Message:
+    raise NotReady("this peer serves no stage")
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -39,13 +39,13 @@ class Speed:
         services[replica.index] = replica.service_s or expected_s
         if not services[replica.index]:
             return 0.0
-        link_s = self._transport.traffic.upload_s(replica.sent_bytes)
+        link_s = self._transport.traffic.upload_s(replica.measured.sent_bytes)
         return self._samples / max(sum(services.values()), link_s)
 
     def busy_since_opening(self, replica: Replica) -> float:
         """Seconds that the device has worked since the round before was opened."""
         before, self._busy_s = self._busy_s, replica.device.busy_s
-        return max(0.0, self._busy_s - before) if replica.open_s else 0.0
+        return max(0.0, self._busy_s - before) if replica.measured.open_s else 0.0
 
     def learn(self, replica: Replica) -> None:
         """Expects of the next stage what was measured in this one."""

@@ -8,7 +8,8 @@ from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import JOINING, MAX_TEXT, OBSERVER_STAGE, OBSERVING
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
-from swarmnet.swarm.recovery.restart import Disk, Recovery
+from swarmnet.swarm.recovery.checkpointing import Disk
+from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.resource_limits import ResourceLimits
 
 log = logging.getLogger("swarmnet.peer")

@@ -74,7 +74,7 @@ class Entrance:
     def check_room(self, replica: Replica, round_index: int, *, announced: bool) -> None:
         """Raises `Busy` where the queue is full, `NotReady` where this peer is about to leave.
         `announced`: the caller asks, or has asked, before it sends the microbatch."""
-        if self._gossip.own.state == LEAVING or round_index <= replica.given:
+        if self._gossip.own.state == LEAVING or replica.phase.is_given(round_index):
             raise NotReady("this peer is leaving")
         waiting = self._num_waiting(replica, round_index)
         # A place is free when one forward or one backward is done: half a microbatch.
@@ -125,7 +125,7 @@ class Entrance:
         waiting = self._num_waiting(replica, round_index)
         device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
         link_s = traffic.upload_s(traffic.queued_bytes())
-        each_s = max(replica.service_s, traffic.upload_s(replica.sent_bytes))
+        each_s = max(replica.service_s, traffic.upload_s(replica.measured.sent_bytes))
         if replica.ahead and round_index == replica.round:
             return max(device_s, link_s) + each_s
         # Of two that could begin at once, the faster one.

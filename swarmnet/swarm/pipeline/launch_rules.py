@@ -83,7 +83,7 @@ class LaunchRules:
             most,
             replica.device.num_waiting,
             queued_bytes=self._gossip.transport.traffic.queued_bytes(),
-            sent_bytes=replica.sent_bytes,
+            sent_bytes=replica.measured.sent_bytes,
         )
 
     def serves_itself(self) -> bool:

@@ -38,10 +38,6 @@ MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
 
-def ignore_taken(round_index: int) -> None:
-    """While no stage is served."""
-
-
 @dataclass
 class StepService:
     """Serves `step`, `admit` and `commit` for the stage of this peer."""
@@ -50,9 +46,10 @@ class StepService:
     gossip: Gossip
     wiring: Wiring
     limits: Limits
-    replica: Replica | None = None
+    served: Callable[[], Replica | None] = lambda: None
+    """The replica that this peer serves now."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
-    on_taken: Callable[[int], None] = ignore_taken
+    on_taken: Callable[[int], None] = lambda round_index: None
     """Hears of a round in which two feeders have flights of one slot here."""
     on_measured: Callable[[Replica], None] = lambda replica: None
     """Hears when a replica turns out to be faster or slower than what was said of it last."""
@@ -85,9 +82,10 @@ class StepService:
 
     def serving(self, stage_index: int) -> Replica:
         """The replica of a stage here. Raises `NotReady` where that stage is not served."""
-        if self.replica is None or self.replica.index != stage_index:
+        replica = self.served()
+        if replica is None or replica.index != stage_index:
             raise NotReady(f"stage {stage_index} is not served here")
-        return self.replica
+        return replica
 
     # ---- step -------------------------------------------------------------------------------
 
@@ -162,9 +160,9 @@ class StepService:
             return
         overlaps = replica.plan.is_delayed(r)
         if asked == r + 1 and overlaps:
-            is_news = replica.heard_launched(r)
+            is_news = replica.transitions.heard_launched(r)
         else:
-            is_news = (asked == r + 1 or overlaps) and replica.heard_over(r)
+            is_news = (asked == r + 1 or overlaps) and replica.transitions.heard_over(r)
         if is_news:
             self.gossip.changed.notify_all()
 
@@ -202,7 +200,7 @@ class StepService:
         )
         self._announce(replica)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
-        replica.sent_bytes = 0 if result.grad_inputs is None else result.grad_inputs.num_bytes
+        replica.measured.sent(0 if result.grad_inputs is None else result.grad_inputs.num_bytes)
         return reply, result.grad_inputs
 
     async def _through(
@@ -215,8 +213,9 @@ class StepService:
         outputs = await replica.run(
             FORWARD, key, FORWARD_PART, lambda: stage.forward(key, inputs), flight.check
         )
-        if not replica.sent_bytes:  # the gradient for the stage before is as large as its inputs
-            replica.sent_bytes = outputs.num_bytes + (inputs.num_bytes if replica.index else 0)
+        if not replica.measured.sent_bytes:
+            # The gradient for the stage before is as large as its inputs.
+            replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
         for attempt in range(self.limits.max_attempts):
             passed = await self._pass_on(flight, step, outputs, targets)
@@ -238,7 +237,7 @@ class StepService:
                 continue
             self._announce(replica)
             sent = (outputs, grad_inputs)
-            replica.sent_bytes = sum(a.num_bytes for a in sent if a is not None)
+            replica.measured.sent(sum(a.num_bytes for a in sent if a is not None))
             path = (self.gossip.own.peer_id, *passed.reply.path)
             reply = StepReply(passed.reply.loss_sum, passed.reply.num_tokens, path)
             return reply, grad_inputs, passed.peer_id
@@ -317,7 +316,7 @@ class StepService:
     def commit(self, commit: Commit, sender: str) -> None:
         """Closes microbatches: they count, their receipts go, and the next stage hears of it.
         Those of which `sender` is neither a caller nor the feeder are passed over."""
-        replica = self.replica
+        replica = self.served()
         if replica is None:
             return
         onward: dict[str, list[int]] = {}

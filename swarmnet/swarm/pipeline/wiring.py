@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import (
     Busy,
@@ -62,6 +63,21 @@ class Passed:
 
 
 Accept = Callable[[StepReply, tuple[Array, ...]], Array | None]
+
+
+@dataclass
+class Way:
+    """One microbatch looks for a replica of the next stage."""
+
+    request: StepRequest
+    hint: tuple[str, ...]
+    """Who may know it already, from that stage on."""
+    prefer_self: bool
+    refusers: dict[str, None] = field(default_factory=dict)
+    """Who found its arrays wrong."""
+    ahead: dict[str, None] = field(default_factory=dict)
+    """For whom its round is over."""
+    last_error: SwarmnetError | None = None
 
 
 @dataclass
@@ -121,64 +137,49 @@ class Wiring:
         to blame.
         """
         loop = asyncio.get_running_loop()
+        way = Way(request, request.hint, prefer_self and not self.shares(request.stage, arrays))
         longest = loop.time() + LONGEST_CALL_S
-        hint = request.hint
-        last_error: SwarmnetError | None = None
-        refusers: dict[str, None] = {}
-        ahead: dict[str, None] = {}
-        prefer_self = prefer_self and not self.shares(request.stage, arrays)
         for _ in range(self.limits.max_attempts):
-            give_up = loop.time() + self.limits.route_wait_s
             asks = self._asks(request.stage, arrays)
-            peer_id = await self._choose(request, hint, give_up, longest, prefer_self, asks)
+            peer_id = await self._choose(way, longest, asks)
             if peer_id is None:
                 break
-            known: list[tuple[str, ...]] = []
-
-            def heard(
-                message: Message, known: list[tuple[str, ...]] = known, peer_id: str = peer_id
-            ) -> None:
-                path = convert(message.body, StepProgress).path
-                known.append(path)
-                on_path((peer_id, *path))
-
             on_path((peer_id,))
-            body = StepRequest(
-                round=request.round,
-                microbatch_id=request.microbatch_id,
-                stage=request.stage,
-                feeder=request.feeder,
-                num_samples=request.num_samples,
-                hint=hint[1:],
-                asked=(prefer_self and waits_here) or asks,
+            body = replace(
+                request, hint=way.hint[1:], asked=(way.prefer_self and waits_here) or asks
             )
+            beyond: list[tuple[str, ...]] = []
+            heard = functools.partial(_heard, beyond, peer_id, on_path)
             try:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)
-            except Stale as e:
-                theirs = e.details.get("round")
-                if not isinstance(theirs, int) or theirs == request.round:
-                    raise
-                if theirs > request.round:
-                    ahead[peer_id] = None
-                    if len(ahead) >= MAX_AHEAD or self._is_over(request, ahead):
-                        raise
-                last_error = e
-            except Taken:
-                raise
-            except Refused as e:
-                last_error = e
-                refusers[peer_id] = None
-                if len(refusers) >= MAX_REFUSALS or self._is_last(request.stage, refusers):
-                    raise
             except SwarmnetError as e:
-                last_error = e
+                if self._is_last_word(way, peer_id, e):
+                    raise
+                way.last_error = e
                 log.debug("stage %d at %s: %s", request.stage, peer_id[-8:], e)
-            if known:  # what lies beyond the dead callee need not be done again
-                hint = (peer_id, *known[-1])
-            prefer_self = False
+            if beyond:  # what lies beyond the dead callee need not be done again
+                way.hint = (peer_id, *beyond[-1])
+            way.prefer_self = False
             if loop.time() >= longest:
                 break
-        raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {last_error}")
+        raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {way.last_error}")
+
+    def _is_last_word(self, way: Way, peer_id: str, error: SwarmnetError) -> bool:
+        """Whether no other replica need be asked after this answer."""
+        request = way.request
+        if isinstance(error, Stale):
+            theirs = error.details.get("round")
+            if not isinstance(theirs, int) or theirs == request.round:
+                return True
+            if theirs < request.round:
+                return False
+            way.ahead[peer_id] = None
+            return len(way.ahead) >= MAX_AHEAD or self._is_over(request, way.ahead)
+        if isinstance(error, Refused):
+            way.refusers[peer_id] = None
+            refusers = way.refusers
+            return len(refusers) >= MAX_REFUSALS or self._is_last(request.stage, refusers)
+        return isinstance(error, Taken)
 
     def _is_last(self, stage_index: int, refusers: Collection[str]) -> bool:
         """There is no live replica left that might find the arrays right."""
@@ -191,23 +192,16 @@ class Wiring:
         is_past = self.gossip.view.is_past(request.round, now)
         return is_past or self._is_last(request.stage, ahead)
 
-    async def _choose(
-        self,
-        request: StepRequest,
-        hint: tuple[str, ...],
-        give_up: float,
-        longest: float,
-        prefer_self: bool,
-        asks: bool,
-    ) -> str | None:
-        """None where no replica is to be had by `give_up`; where they are only full, by
-        `longest`."""
-        loop = asyncio.get_running_loop()
-        own = self.gossip.own.peer_id
+    async def _choose(self, way: Way, longest: float, asks: bool) -> str | None:
+        """None where no replica is to be had in time; where they are only full, by `longest`."""
+        loop, request = asyncio.get_running_loop(), way.request
+        give_up = loop.time() + self.limits.route_wait_s
+        prefer = way.hint[0] if way.hint else None
+        if way.prefer_self and "step" in self.local:
+            prefer = self.gossip.own.peer_id
         while True:
             router = self.router(request.stage)
             now = loop.time()
-            prefer = own if prefer_self and "step" in self.local else (hint[0] if hint else None)
             others = self._unfit(request, now)
             if prefer is None and asks:
                 peer_id = await self._asking.around(router, request, others)
@@ -364,6 +358,18 @@ class Wiring:
         now = asyncio.get_running_loop().time()
         self.router(stage_index).failed(peer_id, now, 0.0)
         self.gossip.add_total("rerouted")
+
+
+def _heard(
+    beyond: list[tuple[str, ...]],
+    callee: str,
+    on_path: Callable[[tuple[str, ...]], None],
+    message: Message,
+) -> None:
+    """A callee tells through whom the microbatch goes from there."""
+    path = convert(message.body, StepProgress).path
+    beyond.append(path)
+    on_path((callee, *path))
 
 
 def _num_bytes(arrays: tuple[Array, ...]) -> int:

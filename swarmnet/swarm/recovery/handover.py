@@ -69,7 +69,6 @@ class Handover:
     rng: Random
 
     def __post_init__(self) -> None:
-        self.is_giving = False
         self._coming: dict[str, Adopted] = {}
         """By leaver, what is not whole yet."""
         self._adopted: list[Adopted] = []
@@ -84,8 +83,7 @@ class Handover:
         ledger = replica.ledger
         return (
             replica.local is None
-            and replica.is_open(r)
-            and not replica.ahead
+            and replica.phase.may_give(r)
             and not ledger.running(r)
             and not ledger.pending(r)
             and self._num_tokens(r) > 0
@@ -105,18 +103,14 @@ class Handover:
         heirs = self._heirs(r)
         if not heirs or not self.may_give():
             return False
-        self.is_giving = True
-        try:
-            num_tokens = self._num_tokens(r)
-            shards = await self._shards(r)
-            for heir in heirs:
-                if not self.may_give() or self._num_tokens(r) != num_tokens:
-                    return False
-                if await self._give_to(heir, r, shards):
-                    return True
-            return False
-        finally:
-            self.is_giving = False
+        num_tokens = self._num_tokens(r)
+        shards = await self._shards(r)
+        for heir in heirs:
+            if not self.may_give() or self._num_tokens(r) != num_tokens:
+                return False
+            if await self._give_to(heir, r, shards):
+                return True
+        return False
 
     def _heirs(self, r: int) -> list[str]:
         now = asyncio.get_running_loop().time()
@@ -172,8 +166,8 @@ class Handover:
         request = AdoptedRequest(r, replica.index, num_samples, self._num_tokens(r))
         entries: dict[int, Entry] = ledger.take(r)
         adopted, self._adopted = self._adopted, []
-        given_before, replica.given = replica.given, r
-        replica.is_giving = True
+        is_refused = False
+        replica.transitions.give()
         try:
             await self.transport.call(heir, "adopted", Message(request), timeout_s=ANSWER_S)
             log.info("%s has taken over %d samples of round %d", heir[-8:], num_samples, r)
@@ -181,7 +175,7 @@ class Handover:
         except RemoteError as e:
             log.debug("%s does not take the gradient: %s", heir[-8:], e)
             ledger.put_back(r, entries)
-            self._adopted, replica.given = adopted, given_before
+            self._adopted, is_refused = adopted, True
             return False
         except SwarmnetError as e:
             log.warning(
@@ -193,8 +187,7 @@ class Handover:
             )
             return True
         finally:
-            replica.is_giving = False
-            replica.changed.notify_all()
+            replica.transitions.gave(is_refused=is_refused)
 
     # ---- the heir ---------------------------------------------------------------------------
 
@@ -234,10 +227,12 @@ class Handover:
         own, record = self.gossip.own, self.gossip.view.get(remote)
         if record is None or record.stage != self.replica.index or record.state != LEAVING:
             raise NotReady(f"{remote[-8:]} is not known here as leaving this stage")
-        if own.state != ACTIVE or own.is_moving or self.replica.local is not None:
+        replica = self.replica
+        is_given = replica.phase.is_given(r)  # what came now would stay here
+        if own.state != ACTIVE or own.is_moving or replica.local is not None or is_given:
             raise NotReady("this peer takes over no gradient")
-        if not self.replica.is_open(r):
-            raise Stale(f"round {r} is not open here", round=self.replica.round)
+        if not replica.is_open(r):
+            raise Stale(f"round {r} is not open here", round=replica.round)
 
     def _forget_dead(self) -> None:
         now = asyncio.get_running_loop().time()

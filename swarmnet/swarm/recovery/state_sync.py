@@ -99,11 +99,11 @@ class StateSync:
 
     async def fetch(self, round_index: int) -> bool:
         """Puts the shards of `round_index` that differ from the own ones aside, ready for
-        `Replica.open_round`; False where that round is not to be had any more."""
+        `Transitions.open_round`; False where that round is not to be had any more."""
         donors = self.donors(round_index)
         if not donors:
             return False
-        self.replica.samples = donors[0].samples
+        self.replica.counted(donors[0].samples)
         digests = self.replica.digests or await self.replica.measure_digests()
         wanted = []
         for j in range(self.replica.num_shards):

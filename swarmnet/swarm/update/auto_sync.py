@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.update.auto_mode import AHEAD_ROUNDS, Adviser, Chooser, merge, pace
@@ -54,9 +54,9 @@ class AutoSync:
         if switches == plan.switches:
             return
         new = [s for s in switches if s not in plan.switches]
-        late = [s for s in new if s.round < replica.round]
+        late = [s for s in new if s.round < replica.phase.newest_open]
         was_late = bool(late) and replica.synced
-        replica.plan = replace(plan, switches=switches)
+        replica.decided(switches)
         self.gossip.update(switches=switches, urgent=True)
         for s in new:
             log.info("%s", describe(s))
@@ -84,7 +84,7 @@ class AutoSync:
             log.warning("%s", advice(steps, round_s, exchange_s))
         switch = self.chooser.decide(plan, self.replica.round, round_s, exchange_s)
         if switch is not None and switch.round < plan.rounds:
-            self.replica.plan = replace(plan, switches=merge(plan.switches, (switch,)))
+            self.replica.decided(merge(plan.switches, (switch,)))
             self.gossip.update(switches=self.replica.plan.switches, urgent=True)
             log.info("%s", describe(switch))
 

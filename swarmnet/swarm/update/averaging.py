@@ -301,7 +301,7 @@ class Averaging:
         self._note_averaged(r, shards)
         took = self.gossip.awake_s() - started
         self.pace.took(took, is_usual=has_others and any(gave) and self._is_usual)
-        self.replica.exchanges.add(took)
+        self.replica.measured.exchanged(took)
 
     def _note_averaged(self, r: int, shards: Sequence[int]) -> None:
         """For the books: what is behind every shard. Where shards take turns, the first one
@@ -584,7 +584,7 @@ class Averaging:
         r, remote = self.current, request.remote
         self._in_vain.discard(remote)
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
-        if closed_there and self.replica.heard_over(r):
+        if closed_there and self.replica.transitions.heard_over(r):
             self.gossip.changed.notify_all()
         if asked < r and asked == self.plan.last_exchange(j, r):
             # a straggler: the parameters of this round are what it lacks

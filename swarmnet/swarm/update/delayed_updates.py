@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.ports import OTHER
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.update.auto_sync import AutoSync
 from swarmnet.swarm.update.averaging import Averaging, Pushed
@@ -117,23 +116,17 @@ class DelayedUpdates:
         if is_beside:
             return True
         if is_late:
-            await self.replica.device.run(
-                OTHER, self.replica.stage.finish_round, self.replica.round
-            )
+            await self.replica.transitions.flush()
             self.averaging.finish_round(round_index - 1)
-            self.replica.flushed = True
-            self.replica.changed.notify_all()
         await self._run(gradient)
         return True
 
     def finish_round(self, round_index: int) -> None:
-        self.replica.flushed = False
         self.averaging.finish_round(self.averaging.current - 1)
-        self.auto.finish_round(round_index, self.replica.open_s)
+        self.auto.finish_round(round_index, self.replica.measured.open_s)
 
     async def close(self) -> None:
         self._gradient, self._last, self._arrived = Gradient(), -1, -1
-        self.replica.flushed = False
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.cancel()

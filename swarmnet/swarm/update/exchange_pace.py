@@ -154,7 +154,7 @@ class ExchangePace:
 
     def _usual_open_s(self) -> float:
         """A round is open for so long: of a newcomer's first one, it has seen the end only."""
-        return max(self._replica.open_s, self._told(lambda record: record.last_open_s))
+        return max(self._replica.measured.open_s, self._told(lambda record: record.last_open_s))
 
     def _told(self, what: Callable[[Record], float], least: int = 1) -> float:
         """By most of the others of the stage; 0 where fewer than `least` are there, or none
@@ -189,7 +189,7 @@ class ExchangePace:
         """Until all of the present round is launched, which is when the result of this exchange is
         needed."""
         replica = self._replica
-        age_s = asyncio.get_running_loop().time() - replica.began_at
+        age_s = asyncio.get_running_loop().time() - replica.measured.began_at
         launched = self._gossip.view.counters.launched_at_most(replica.round)
         return feeding_left_s(launched, self._settings.num_slots, age_s)
 

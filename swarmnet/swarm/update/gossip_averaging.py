@@ -232,7 +232,7 @@ class GossipAveraging:
             log.info("the copy is of round %d, the stage in %d: once more", min(copied), newest)
             return
         self._copies = 0
-        await replica.open_round(newest, synced=True)
+        await replica.transitions.open_round(newest, is_whole=True)
         self.averaging.ownership.restored(list(range(replica.num_shards)))
         await replica.measure_digests()
 

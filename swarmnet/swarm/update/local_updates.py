@@ -183,21 +183,22 @@ class LocalUpdates:
         from."""
         replica, loop = self.replica, asyncio.get_running_loop()
         self._have = {}
-        replica.round = max(d.round for d in sync.donors())
+        replica.transitions.aim(max(d.round for d in sync.donors()))
         fetching = loop.create_task(self._fetch_all(sync))
         try:
             while not replica.synced and sync.donors():
                 if fetching.done():
                     fetching.result()
                 if self._is_whole(replica.round):
-                    await replica.open_round(replica.round, synced=True)
+                    await replica.transitions.open_round(replica.round, is_whole=True)
                     await replica.measure_digests()
                 elif replica.round < replica.plan.rounds and rounds.is_drained(replica.round):
                     try:
                         await rounds.finish(replica.round)
                     except Behind:
-                        donors = sync.donors()
-                        replica.round = max((d.round for d in donors), default=replica.round)
+                        await replica.transitions.lose()
+                        newest = max((d.round for d in sync.donors()), default=replica.round)
+                        replica.transitions.aim(newest)
                 else:
                     await self.gossip.changed.wait(RETRY_S)
         finally:

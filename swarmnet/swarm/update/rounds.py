@@ -104,7 +104,7 @@ class ZeroUpdates:
 
     def finish_round(self, round_index: int) -> None:
         replica = self.replica
-        replica.samples = self.averaging.samples_in(round_index, replica.samples)
+        replica.counted(self.averaging.samples_in(round_index, replica.samples))
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
@@ -128,9 +128,10 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self._opened_at, self._busy_s = asyncio.get_running_loop().time(), 0.0
-        self.replica.began_at = self._opened_at
+        self.replica.measured.serving(self._opened_at)
         self._settling = asyncio.Lock()
         self._tasks = Tasks("rounds")
+        self._is_closed = False
         self._gone: set[str] = set()
         """Feeders of orphans that did not live at the last look in the middle of a round."""
 
@@ -144,14 +145,14 @@ class Rounds:
             if not self.is_drained(r):
                 if self._may_open_ahead(r):
                     await self._open_ahead()
-                    self.replica.ahead_at = asyncio.get_running_loop().time()
+                    self.replica.measured.opened_ahead(asyncio.get_running_loop().time())
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
                 continue
             await self.finish(r)
 
     async def _open_ahead(self) -> None:
         """Behind all that the device has to do, which may take long."""
-        opening = asyncio.get_running_loop().create_task(self.replica.open_ahead())
+        opening = asyncio.get_running_loop().create_task(self.replica.transitions.open_ahead())
         try:
             while not opening.done():
                 self.updates.repair()
@@ -165,7 +166,7 @@ class Rounds:
         """All of the round is launched, or this replica has nothing more of it to launch while some
         of many other feeders have, and the next one's parameters are here."""
         replica, settings = self.replica, self.settings
-        if replica.ahead or not (replica.is_open(r) and replica.stage.can_open_ahead):
+        if not (replica.phase.may_open_ahead(r) and replica.stage.can_open_ahead):
             return False
         own = self.gossip.own
         if r + 1 >= settings.rounds or own.state != ACTIVE or own.is_moving:
@@ -205,8 +206,8 @@ class Rounds:
         replica = self.replica
         loop = asyncio.get_running_loop()
         closed_at = loop.time()
-        replica.open_s = closed_at - self._opened_at
-        await replica.close_round()
+        replica.measured.closed(closed_at)
+        await replica.transitions.close_round()
         self.steps.drop_round(r)
         if replica.synced:
             await self._settle_at_last(r)
@@ -215,10 +216,10 @@ class Rounds:
         synced = await self.updates.make(r, num_tokens)
         averaged_at = loop.time()
         state = progress.round_progress(self.gossip.view, r, averaged_at, self.settings.num_slots)
-        replica.samples = state.committed * self.settings.samples_per_microbatch
-        began_at = replica.ahead_at if replica.ahead else loop.time()
-        await replica.open_round(r + 1, synced=synced)
-        replica.began_at = began_at
+        replica.counted(state.committed * self.settings.samples_per_microbatch)
+        began_at, was_ahead = loop.time(), replica.ahead
+        await replica.transitions.open_round(r + 1, is_whole=synced)
+        replica.measured.began(began_at, was_ahead=was_ahead)
         self.updates.finish_round(r)
         if synced:
             await self.on_open()
@@ -232,7 +233,7 @@ class Rounds:
             averaged_at - settled_at,
             loop.time() - averaged_at,
         )
-        replica.rounds.add(loop.time() - self._opened_at)
+        replica.measured.opened(loop.time())
         self._opened_at, self._busy_s = loop.time(), replica.device.busy_s
 
     # ---- orphans ----------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class Rounds:
     def settle_early(self, r: int) -> None:
         """In the middle of a round: a feeder that has moved, say, has given up a flight that waits
         here for its commit, and keeps that of another feeder out."""
-        if not self.is_settling and self.replica.takes(r):
+        if not self._is_closed and not self.is_settling and self.replica.takes(r):
             self._tasks.start(self._settle_soon(r))
 
     async def _settle_soon(self, r: int) -> None:
@@ -271,7 +272,8 @@ class Rounds:
         return self._settling.locked()
 
     async def close(self) -> None:
-        """Ends what is under way; the replica is about to stop, or to begin anew."""
+        """Ends what is under way: the replica is about to stop."""
+        self._is_closed = True
         await self._tasks.close()
 
     async def _settle_alone(self, r: int, is_over: bool) -> None:

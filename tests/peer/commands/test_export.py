@@ -16,7 +16,7 @@ from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.wire import Array
 from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec

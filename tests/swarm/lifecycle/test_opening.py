@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.lifecycle.opening import Openings
 from swarmnet.swarm.lifecycle.speed import Speed
@@ -39,7 +40,9 @@ class Opened:
         )
 
     async def open(self, round_index: int) -> None:
-        self.pair.replica.round = round_index
+        is_joining = self.gossip.own.state == JOINING
+        state = State.DECLARING if is_joining else State.OPEN
+        self.pair.replica.transitions.phase = Phase(state, round_index)
         await self.openings.opened(self.pair.replica, self.averaging)
 
     async def close(self) -> None:

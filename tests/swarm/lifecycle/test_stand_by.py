@@ -13,7 +13,7 @@ import pytest
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore
 from tests.swarm.harness import (
     InlineWorker,

@@ -23,13 +23,13 @@ def test_an_update_does_not_wait_long_for_a_silent_replica(tmp_path: Path) -> No
         name = next(n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1)
         replica = swarm.members[name].peer.replica
         assert replica is not None
-        is_closing, close = asyncio.Event(), replica.close_round
+        is_closing, close = asyncio.Event(), replica.transitions.close_round
 
         async def close_round() -> None:
             await close()
             is_closing.set()
 
-        replica.close_round = close_round  # type: ignore[method-assign]
+        replica.transitions.close_round = close_round  # type: ignore[method-assign]
         await is_closing.wait()  # its part of the update is under way
         swarm.hub.freeze(name)
         del swarm.members[name]

@@ -9,6 +9,7 @@ import pytest
 
 from swarmnet.errors import Busy, NotReady, Stale
 from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.messages import AdmitReply, AdmitRequest
 from swarmnet.wire import Message, convert
@@ -64,7 +65,7 @@ def test_a_full_queue_a_past_round_and_a_leaving_peer_say_so() -> None:
         await asyncio.sleep(0.1)
         with pytest.raises(Busy):
             pair.steps.entrance.check_room(pair.replica, 0, announced=False)
-        pair.replica.round = 2
+        pair.replica.transitions.phase = Phase(State.OPEN, 2)
         with pytest.raises(Stale):
             await asked(near, 7, round_index=1)
         pair.gossip.update(state=LEAVING)

@@ -13,6 +13,7 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Ledger
 from swarmnet.protocol.pipeline.reservations import RESERVED_S
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S
+from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.pipeline.asking import ASK_WORK_S
 from swarmnet.swarm.pipeline.flights import Flight
@@ -168,7 +169,7 @@ def test_places_of_a_round_that_is_over_are_free() -> None:
             await caller.ask(n)
         await refused_as_busy(third.ask(4))
         pair.steps.drop_round(0)
-        pair.replica.round = 1
+        pair.replica.transitions.phase = Phase(State.OPEN, 1)
         await third.ask(4, 1)
 
     scenario(play)
@@ -329,12 +330,10 @@ def test_one_of_those_asked_for_whom_the_round_is_over_does_not_end_it() -> None
 
     async def play(pair: OneReplica) -> None:
         near = two_free(pair)
-        ahead = pair.others[0].replica
-        assert ahead is not None
-        ahead.round = 5
+        pair.others[0].serving(0).transitions.phase = Phase(State.OPEN, 5)
         for n in range(3):
             assert (await near.step(n)).peer_id == CALLEE
-        pair.replica.round = 5
+        pair.replica.transitions.phase = Phase(State.OPEN, 5)
         with pytest.raises(Stale):
             await near.step(10)
 
@@ -482,7 +481,7 @@ def test_behind_a_slow_device_few_may_wait_whoever_asks() -> None:
         pair.steps.entrance.limits = pair.limits
         for work_s, room in ((1.0, 32), (48.0, 10), (400.0, 3)):
             for _ in range(40):
-                pair.replica.service.add(work_s, 1.0)
+                pair.replica.measured.service.add(work_s, 1.0)
             loop, device = asyncio.get_running_loop(), pair.replica.device
             callers = [pair.caller(f"{work_s}-{n}") for n in range(2)]
             waiting = [

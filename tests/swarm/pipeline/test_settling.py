@@ -53,7 +53,7 @@ def test_the_gradient_is_that_of_the_tokens_that_are_counted(commit_at_s: float 
         feeder.transport.notify(CALLEE, "commit", Message(Commit(0, (1,))))
         await asyncio.sleep(0.1)
         rounds = rounds_of(pair)
-        await replica.close_round()
+        await replica.transitions.close_round()
         if commit_at_s is not None:
             late = Message(Commit(0, (2,)))
             loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ def test_a_feeder_whose_channel_breaks_is_asked_again() -> None:
         feeder.transport.handle("committed", answer)
         await feeder.step(1)
         rounds = rounds_of(pair)
-        await pair.replica.close_round()
+        await pair.replica.transitions.close_round()
         await rounds.settle(0)
         ids = pair.replica.stage.gradient_shard(0).data.ids  # type: ignore[attr-defined]
         assert asked == 2
@@ -157,7 +157,7 @@ def test_what_a_feeder_that_comes_back_has_counted_stays(
         feeder.transport.handle("committed", answer)
         await feeder.step(1)
         rounds = rounds_of(pair)
-        await pair.replica.close_round()
+        await pair.replica.transitions.close_round()
         pair.hub.freeze("feeder")
         loop.call_later(thaw_at_s, pair.hub.thaw, "feeder")
         if news_at_s is not None:
@@ -184,7 +184,7 @@ def test_a_feeder_that_lives_and_does_not_answer_costs_seconds() -> None:
         feeder.transport.handle("committed", never)
         await feeder.step(1)
         rounds = rounds_of(pair)
-        await pair.replica.close_round()
+        await pair.replica.transitions.close_round()
         began = loop.time()
         await rounds.settle(0)
         assert not pair.replica.ledger.committed(0)
@@ -208,7 +208,7 @@ def test_an_answer_that_came_while_this_process_stood_still_is_asked_for_again()
         feeder.transport.handle("committed", answer)
         await feeder.step(1)
         rounds = rounds_of(pair)
-        await pair.replica.close_round()
+        await pair.replica.transitions.close_round()
         gossip = asyncio.create_task(pair.gossip.run())
         stop_at = loop.time() + 1.5
         loop.call_at(stop_at, loop.stand_still, 2.5)

@@ -295,15 +295,14 @@ def test_a_round_does_not_end_and_takes_nothing_in_while_its_gradient_is_given(
         peer = (await in_the_middle(swarm)).peer
         replica = peer.replica
         assert replica is not None
-        replica.is_giving, replica.given = True, replica.round
+        replica.transitions.give()
         with pytest.raises(NotReady, match="leaving"):
             peer.steps.entrance.check_room(replica, replica.round, announced=False)
-        closing = asyncio.create_task(replica.close_round())
+        closing = asyncio.create_task(replica.transitions.close_round())
         await asyncio.sleep(1.0)
         assert not closing.done()
         assert not replica.closed
-        replica.is_giving = False
-        replica.changed.notify_all()
+        replica.transitions.gave(is_refused=False)
         await closing
         assert replica.closed
 

@@ -18,7 +18,7 @@ from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import Snapshot
-from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointError, CheckpointStore, read_metas
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 

@@ -15,6 +15,7 @@ from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.update.measurements import Measurements
 from swarmnet.swarm.update.turns import LOOK_S
 from swarmnet.wire import Array
 
@@ -36,7 +37,7 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         current_exchange=7,
         index=0,
         stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
-        open_s=0.0,
+        measured=Measurements(),
     )
     gossip = SimpleNamespace(
         view=SimpleNamespace(
@@ -59,7 +60,7 @@ def waits(mode: str, members: list[Record], open_s: float = 0.0) -> tuple[float,
 
     async def asked() -> tuple[float, float, float]:
         pace, replica = pace_of(mode, members)
-        replica.open_s = open_s
+        replica.measured.open_s = open_s
         found = pace.contributions_s()[1], pace.norm_s(), pace.call_s()
         pace.close()
         return found
@@ -128,7 +129,7 @@ def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
 def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
     """Of a replica in an open round, of which nobody knows yet when it will be fed."""
     pace, replica = pace_of(mode, [])
-    replica.round, replica.began_at, replica.num_shards = round_index, 0.0, 1
+    replica.round, replica.num_shards = round_index, 1
     replica.is_fed = lambda r, *known: r < replica.round
     return pace, replica
 

@@ -16,7 +16,7 @@ from swarmnet.protocol.update.pairing import partner
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import LocalSteps, Snapshot
-from swarmnet.swarm.recovery.restart import Disk, _own_steps
+from swarmnet.swarm.recovery.checkpointing import Disk, _own_steps
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.checkpoint import CheckpointStore
 from tests.oracles.reference_modes import GossipReference, LocalReference

@@ -1,0 +1,184 @@
+"""Checkpoints, saved while training goes on.
+
+`Checkpointing` copies a replica's state right after a round has opened, on the worker thread, a
+shard at a time, and has it written by a thread of its own: neither the device nor the event loop
+waits for the disk. `restart` goes on from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from swarmnet.errors import SwarmnetError
+from swarmnet.protocol import recovery
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
+from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.recovery")
+
+LOOK_AGAIN_S = 0.2
+LAST_SAVE_S = 60.0
+"""Longest wait for the checkpoint of a peer that leaves."""
+MAX_SNAPSHOTS = 3
+"""Tries for one checkpoint: a round that ends meanwhile spoils the copy."""
+
+
+@dataclass
+class Disk:
+    """Where a machine keeps checkpoints."""
+
+    checkpoints: Checkpoints
+    worker: Worker
+    """A thread of its own."""
+    every: int = 10
+    """Rounds between checkpoints."""
+    found: Sequence[Saved] = ()
+    """What was there at the start."""
+    unreadable: Sequence[str] = ()
+    """What was there and cannot be read: a line for each."""
+
+
+@dataclass
+class Checkpointing:
+    """Saves the state of one peer's replica."""
+
+    gossip: Gossip
+    disk: Disk
+    rounds: int
+    """Length of the run."""
+
+    def __post_init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._last: tuple[int, int] | None = None
+        """(stage, round) of the newest state that is on the disk."""
+        self._stride = 1
+
+    async def opened(self, replica: Replica, averaging: Averaging) -> None:
+        """A round has opened: saves its beginning when it is due. A checkpoint that is due
+        while the one before is still being written is left out, but never the run's last. A disk
+        that is too slow for the interval gets every second, fourth or eighth, which the others
+        keep for longer: some round must be on the disks of all."""
+        r = replica.round
+        is_last = r >= self.rounds
+        due = self.disk.every * self._stride
+        if not is_last and (r == 0 or r % due or self._turn.locked()):
+            return
+        await self._save(replica, averaging)
+        self._choose_stride(replica.round - r)
+
+    def _choose_stride(self, took: int) -> None:
+        """After writing took so many rounds. Comes down a step at a time, for round times vary."""
+        fitting = [s for s in recovery.STRIDES if took < self.disk.every * s]
+        if not fitting:
+            log.warning(
+                "writing a checkpoint took %d rounds; where all peers end at once the run may have "
+                "to go on from much earlier, or begin anew: use a larger --checkpoint-every",
+                took,
+            )
+        wanted = fitting[0] if fitting else recovery.STRIDES[-1]
+        if wanted > self._stride:
+            log.info("the disk is slow: a checkpoint every %d rounds", self.disk.every * wanted)
+        self._stride = max(wanted, self._stride // 2) if wanted < self._stride else wanted
+
+    async def leaving(self, replica: Replica, averaging: Averaging) -> None:
+        """The peer is about to leave: saves what it has now."""
+        if replica.round == 0:
+            return
+        try:
+            async with asyncio.timeout(LAST_SAVE_S):
+                await self._save(replica, averaging)
+        except TimeoutError:
+            log.warning("left before its last checkpoint was written")
+
+    def restored(self, replica: Replica) -> None:
+        """The replica's state came from the disk."""
+        self._last = (replica.index, replica.round)
+
+    async def _save(self, replica: Replica, averaging: Averaging) -> None:
+        async with self._turn:
+            if self._last == (replica.index, replica.round):
+                return
+            try:
+                for _ in range(MAX_SNAPSHOTS):
+                    snapshot = await self._snapshot(replica, averaging)
+                    if snapshot is not None:
+                        await self._write(snapshot)
+                        return
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
+            except (SwarmnetError, OSError) as e:
+                log.warning("no checkpoint of round %d: %s", replica.round, e)
+
+    async def _write(self, snapshot: Snapshot) -> None:
+        await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
+        self._last = (snapshot.stage, snapshot.round)
+        self.gossip.add_total("checkpoints")
+
+    async def _snapshot(self, replica: Replica, averaging: Averaging) -> Snapshot | None:
+        """The beginning of the present round; None where the round ended meanwhile. Moments first:
+        they change before the parameters do."""
+        r, digests, worker = replica.round, replica.digests, replica.worker
+        optimizer = replica.optimizer
+        history = self.gossip.own.history
+        moments = {}
+        own_steps: tuple[OwnSteps, ...] | None = ()
+        averaging.exporting += 1
+        try:
+            for j in optimizer.owned():
+                state = await worker.run(
+                    lambda j=j: optimizer.export(j) if averaging.ownership.follows(j, r) else None  # type: ignore[misc]
+                )
+                if state is not None:
+                    moments[j] = state
+            if replica.local is not None:
+                own_steps = await _own_steps(replica)
+        finally:
+            averaging.exporting -= 1
+            averaging.changed.notify_all()
+        if own_steps is None:
+            return None
+        parameters: list[Array] = []
+        for j in range(replica.num_shards):
+            shard, digest = await worker.run(lambda j=j: _copied(replica, j))  # type: ignore[misc]
+            if digest != digests[8 * j : 8 * j + 8]:
+                return None
+            parameters.append(shard)
+        return Snapshot(r, history, replica.index, tuple(parameters), digests, moments, own_steps)
+
+
+def _copied(replica: Replica, j: int) -> tuple[Array, bytes]:
+    copied = _copy(replica.common_shard(j))
+    return copied, xxhash.xxh3_64_digest(copied.data)
+
+
+def _copy(shard: Array) -> Array:
+    return Array(shard.dtype, shard.shape, bytes(shard.data))
+
+
+async def _own_steps(replica: Replica) -> tuple[OwnSteps, ...] | None:
+    """Of the present round, a shard at a time; None where something changes them meanwhile. What
+    changes them does so on the worker first, hence never in the middle of a shard."""
+    local = replica.local
+    assert local is not None
+    if replica.closed:
+        return None
+    changes, tokens = local.changes, list(local.tokens)
+
+    def copied(j: int) -> OwnSteps | None:
+        if local.changes != changes:
+            return None
+        return OwnSteps(_copy(replica.stage.parameter_shard(j)), tokens[j], local.export(j))
+
+    shards = []
+    for j in range(replica.num_shards):
+        shard = await replica.worker.run(lambda j=j: copied(j))  # type: ignore[misc]
+        if shard is None:
+            return None
+        shards.append(shard)
+    return tuple(shards)

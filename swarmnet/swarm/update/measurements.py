@@ -1,0 +1,62 @@
+"""What a replica measures of its own work: for the record, for windows and deadlines, for users."""
+
+from __future__ import annotations
+
+from swarmnet.protocol.histogram import Histogram
+from swarmnet.protocol.pipeline.service_time import ServiceTime
+
+
+class Measurements:
+    """Times of microbatches, rounds and exchanges of one replica. Times of day are of the loop's
+    clock, in seconds."""
+
+    def __init__(self) -> None:
+        self.service = ServiceTime()
+        self.services = Histogram()
+        """Device seconds of a microbatch, one value for each forward and each backward."""
+        self.rounds = Histogram()
+        """Seconds of rounds, from opening to opening."""
+        self.exchanges = Histogram()
+        """Seconds of exchanges."""
+        self.sent_bytes = 0
+        """Of the arrays that the newest microbatch made this replica send."""
+        self.open_s = 0.0
+        """How long the last round was open here; 0 before the first one has ended."""
+        self.began_at = 0.0
+        """Since when microbatches of the present round come and go here."""
+        self._opened_at = 0.0
+        self._ahead_at = 0.0
+
+    def worked(self, took_s: float, part: float) -> None:
+        """The device took so long for this part of the work on a microbatch."""
+        self.service.add(took_s, part)
+        self.services.add(took_s / part)
+
+    def sent(self, num_bytes: int) -> None:
+        """A microbatch made this replica send so much."""
+        self.sent_bytes = num_bytes
+
+    def serving(self, now: float) -> None:
+        """Its rounds are driven from now on."""
+        self.began_at = self._opened_at = now
+
+    def opened_ahead(self, now: float) -> None:
+        """The next round has been opened beside the present one."""
+        self._ahead_at = now
+
+    def closed(self, now: float) -> None:
+        """The present round has."""
+        self.open_s = now - self._opened_at
+
+    def began(self, now: float, *, was_ahead: bool) -> None:
+        """The next round has; `now` is when this was asked of the device."""
+        self.began_at = self._ahead_at if was_ahead else now
+
+    def opened(self, now: float) -> None:
+        """The round is known to the others too."""
+        self.rounds.add(now - self._opened_at)
+        self._opened_at = now
+
+    def exchanged(self, took_s: float) -> None:
+        """An exchange is done."""
+        self.exchanges.add(took_s)

@@ -1,0 +1,168 @@
+"""How a replica goes from one phase of its round to another (`protocol.update.replica_phase`).
+
+What happens are the methods here, and nothing else changes the phase. Commands of the table that
+change parameters or gradients are carried out on the device thread, between two pieces of work."""
+
+from __future__ import annotations
+
+import threading
+
+from swarmnet.protocol.pipeline.ledger import Ledger
+from swarmnet.protocol.update.replica_phase import (
+    Aim,
+    Close,
+    Command,
+    Declared,
+    DropAhead,
+    Event,
+    FinishRound,
+    Flush,
+    Give,
+    Given,
+    Heard,
+    KeepBoth,
+    Lose,
+    Open,
+    OpenAhead,
+    OpenInPart,
+    Phase,
+    Refused,
+    State,
+)
+from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Stage
+
+
+class Transitions:
+    """The phase of one replica, and what changes it."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        stage: Stage,
+        local: LocalSteps | None,
+        device: Device,
+        ledger: Ledger,
+    ) -> None:
+        self.phase = phase
+        self.changed = Condition()
+        """Microbatches are taken that were not before, or others are not any more."""
+        self._stage, self._local, self._device, self._ledger = stage, local, device, ledger
+        self._turn = threading.Lock()
+        """Events come from the loop and from the device thread."""
+
+    # ---- a newcomer -------------------------------------------------------------------------
+
+    def aim(self, round_index: int) -> None:
+        """The parameters of this round are being fetched."""
+        if round_index != self.phase.round:
+            self._apply(Aim(round_index))
+
+    def declared(self) -> None:
+        """The others of the stage have been told that this replica serves."""
+        self._apply(Declared())
+        self.changed.notify_all()
+
+    # ---- from round to round ----------------------------------------------------------------
+
+    async def open_round(self, round_index: int, *, is_whole: bool) -> None:
+        """Makes the parameters put aside the present ones and begins a round. `is_whole`: none are
+        missing."""
+        last = self.phase.round
+        await self._between_work(Open(round_index) if is_whole else OpenInPart(round_index))
+        self._ledger.finish_round(max(last, round_index - 1))
+        self.changed.notify_all()
+
+    async def open_ahead(self) -> None:
+        """Lets microbatches of the next round in; the parameters put aside are that round's."""
+        await self._between_work(OpenAhead())
+        self.changed.notify_all()
+
+    async def close_round(self) -> None:
+        """No microbatch of the round adds to the gradient after this returns."""
+        await self._until_given()
+        await self._carry_out(self._apply(Close()))
+
+    async def flush(self) -> None:
+        """Makes the parameters put aside the present ones, with which the exchange of the closed
+        round itself begins."""
+        await self._between_work(Flush())
+        self.changed.notify_all()
+
+    async def lose(self) -> None:
+        """What is here does not hold, or is too old: it is fetched again."""
+        await self._until_given()
+        await self._carry_out(self._apply(Lose()))
+
+    # ---- who leaves -------------------------------------------------------------------------
+
+    def give(self) -> None:
+        """Another replica is being told that the samples are its own now: until it has answered the
+        round does not end here."""
+        self._apply(Give())
+
+    def gave(self, *, is_refused: bool) -> None:
+        """It has answered, or never will."""
+        self._apply(Refused() if is_refused else Given())
+        self.changed.notify_all()
+
+    async def _until_given(self) -> None:
+        """Not for long: the call has a deadline (`swarm.recovery.handover`)."""
+        while self.phase.state is State.GIVING:
+            await self.changed.wait()
+
+    # ---- what others' calls tell ------------------------------------------------------------
+
+    def heard_over(self, round_index: int) -> bool:
+        """Another replica's call shows that it has closed `round_index`. True when that is news;
+        only of the round that this replica is in."""
+        return self._hears(round_index, Heard.OVER)
+
+    def heard_launched(self, round_index: int) -> bool:
+        """Likewise: all of it is launched, or about to be, for another replica works on the next
+        one."""
+        return self._hears(round_index, Heard.LAUNCHED)
+
+    def _hears(self, round_index: int, what: Heard) -> bool:
+        with self._turn:
+            before, self.phase = self.phase, self.phase.hears(round_index, what)
+            return self.phase is not before
+
+    # ---- events and commands ----------------------------------------------------------------
+
+    def _apply(self, event: Event) -> Command | None:
+        with self._turn:
+            self.phase, command = self.phase.after(event)
+        return command
+
+    async def _carry_out(self, command: Command | None) -> None:
+        """Behind what the device has to do already."""
+        if isinstance(command, DropAhead):
+            self._ledger.drop_round(command.round)
+        if command is not None:
+            await self._device.run(OTHER, lambda: self._change(command), self.phase.round)
+
+    async def _between_work(self, event: Event) -> None:
+        """An event that comes when the device is between two pieces of work."""
+
+        def switch() -> None:
+            if isinstance(event, OpenAhead):  # this replica may have begun to give meanwhile
+                self._change(self._apply(event))
+                return
+            # First the parameters: who copies them and is in the round before notices afterwards.
+            _, command = self.phase.after(event)
+            self._change(command)
+            self._apply(event)
+
+        await self._device.run(OTHER, switch, self.phase.round)
+
+    def _change(self, command: Command | None) -> None:
+        """On the device."""
+        if isinstance(command, FinishRound):
+            self._stage.finish_round()
+            if self._local is not None:
+                self._local.finish_round()
+        elif isinstance(command, KeepBoth):
+            self._stage.open_ahead(command.round)
+        elif isinstance(command, DropAhead):
+            self._stage.drop_ahead()
