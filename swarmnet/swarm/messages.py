@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.wire import MAX_ARRAYS
 
 MAX_PATH = 1024
@@ -33,6 +34,11 @@ TRAIN, EVALUATE, LOGITS = "train", "evaluate", "logits"
 def _ids(ids: tuple[str, ...], limit: int) -> None:
     if len(ids) > limit or any(not 0 < len(i) <= MAX_ID_CHARS for i in ids):
         raise ValueError("peer ids are too many or too long")
+
+
+def _ballots(terms: tuple[int, ...], primary: str) -> None:
+    if any(not 0 <= term <= MAX_TERM for term in terms) or len(primary) > MAX_ID_CHARS:
+        raise ValueError("a ballot is out of range")
 
 
 def _index(*numbers: int) -> None:
@@ -278,15 +284,66 @@ class ReduceRequest:
     shards: tuple[int, ...]
     num_tokens: tuple[int, ...]
     """By shard."""
+    terms: tuple[int, ...]
+    """By shard: of the ballot that the caller goes by (`protocol.update.roster`)."""
+    primary: str = ""
+    """Of these ballots; the callee where it is empty. Another one cannot be reached by the caller,
+    which waits here for the result."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.shards) == len(self.num_tokens) <= MAX_ARRAYS:
-            raise ValueError("no shards, too many, or not a number of tokens for each")
+        num_shards = len(self.shards)
+        if not 0 < num_shards == len(self.num_tokens) == len(self.terms) <= MAX_ARRAYS:
+            raise ValueError("no shards, too many, or not tokens and a term for each")
+        _ballots(self.terms, self.primary)
         if len(set(self.shards)) < len(self.shards):
             raise ValueError("a shard twice")
         _index(self.round, self.stage, *self.shards, *self.num_tokens)
         if max(self.num_tokens) > MAX_TOKENS:
             raise ValueError("more tokens than there can be")
+
+
+@dataclass(frozen=True, slots=True)
+class BallotRequest:
+    """The caller takes over as primary of shards; or, where it is not `is_final`, asks whether that
+    would be promised."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    terms: tuple[int, ...]
+    is_final: bool
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.shards) == len(self.terms) <= MAX_ARRAYS:
+            raise ValueError("no shards, too many, or not a term for each")
+        if len(set(self.shards)) < len(self.shards):
+            raise ValueError("a shard twice")
+        _index(self.round, self.stage, *self.shards)
+        _ballots(self.terms, "")
+
+
+@dataclass(frozen=True, slots=True)
+class BallotReply:
+    """By shard of the request. Arrays: the parameters of the shards that have a result."""
+
+    terms: tuple[int, ...]
+    """Of the ballot that the callee goes by now: that of the request where it is promised."""
+    primaries: tuple[str, ...]
+    """Of the same ballots."""
+    results: tuple[int, ...] = ()
+    """Which of the shards, by their place in the request, have a result: what follows is told of
+    these."""
+    told: tuple[ShardReply, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.terms) == len(self.primaries) <= MAX_ARRAYS:
+            raise ValueError("not a ballot for each shard")
+        if len(self.results) != len(self.told) or len(set(self.results)) < len(self.results):
+            raise ValueError("results and what is told of them do not match")
+        if any(not 0 <= i < len(self.terms) for i in self.results):
+            raise ValueError("a result of no shard")
+        for primary in self.primaries:
+            _ballots(self.terms, primary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,9 +427,12 @@ class MirrorRequest:
     """What the reply to `norm` says of the round; -1 where that is not known."""
     lineage: bytes = b""
     """Of the state before this step; empty where that is not known."""
+    term: int = 0
+    """Of the primary's ballot."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, self.shard, self.steps, self.num_tokens)
+        _ballots((self.term,), "")
         _norm(self.norm)
         _lineage(self.lineage)
         if not math.isfinite(self.scale):

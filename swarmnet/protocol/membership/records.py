@@ -113,6 +113,9 @@ class Restorable:
         return has_bit(self.holds, shard_index)
 
 
+NOTHING_DECLARED = (-1, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """What a peer publishes about itself."""
@@ -164,6 +167,9 @@ class Record:
     when it closed that round: the weight of its parameters where other replicas have different ones
     (see `protocol.update.divergence`)."""
 
+    declared: tuple[int, int] = NOTHING_DECLARED
+    """The newest exchange for which this replica has closed its round, and the tokens that it
+    contributes to it."""
     spread: float = 0.0
     """In mode `gossip`: distance of the parameters from those of the partner of the last meeting,
     over the norm of the parameters."""
@@ -212,6 +218,8 @@ class Record:
         )
         if any(not 0 <= x <= MAX_RATE for x in rates):
             raise ValueError("a rate of a record is out of range")
+        if len(self.declared) != 2 or any(not -1 <= n < 2**62 for n in self.declared):
+            raise ValueError("what a record declares is out of range")
         if len(self.addresses) > MAX_ADDRESSES or any(
             len(a) > MAX_TEXT * 2 for a in self.addresses
         ):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnet.protocol.update.roster import Ballot, Standing
 
-Handle = Hashable
+Handle = Any
+"""Whatever the caller keeps a tensor as."""
 Call = Hashable
 
 
@@ -122,7 +124,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A backup could not make the step."""
+    """The sum or the step could not be made here: as primary or as backup."""
 
     attempt: int
 

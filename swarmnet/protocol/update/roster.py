@@ -66,6 +66,8 @@ class Roster:
     """Who makes the step with the primary, if that is this replica."""
     is_holder: bool = False
     """This replica holds the state of the shard."""
+    may_lead: bool = True
+    """This replica may take over. A newcomer without standing in the exchange may not."""
     clips: bool = True
     """The norm of all stages is needed before the step."""
     pulls: bool = False

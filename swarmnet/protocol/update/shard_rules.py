@@ -37,7 +37,7 @@ def leads(u: Facts) -> bool:
 def must_take_over(u: Facts) -> bool:
     is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
     is_told = u.host is not None and not u.is_dead(u.host)
-    return is_next and not is_told and u.past() is None
+    return u.roster.may_lead and is_next and not is_told and u.past() is None
 
 
 def must_push(u: Facts) -> bool:
@@ -359,6 +359,14 @@ def not_copied(u: Facts, event: on.StepFailed) -> None:
         u.commands.append(do.Refuse(u.copied_for))
     u.state, u.copied_for = FOLLOWING, None
     deny_all(u)
+
+
+def fell_through(u: Facts, event: on.StepFailed) -> None:
+    """The sum or the step could not be made here: it is tried again, wherever the primary is by
+    then."""
+    if event.attempt == u.attempt:
+        u.pending, u.unmirrored = frozenset(), frozenset()
+        stand_back(u)
 
 
 def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:

@@ -53,6 +53,8 @@ from swarmnet.protocol.update.commands import Command
 from swarmnet.protocol.update.events import Event
 from swarmnet.protocol.update.roster import Roster
 from swarmnet.protocol.update.shard_facts import (
+    ABANDONED,
+    ADOPTED,
     CANVASSING,
     CLIPPING,
     FOLLOWING,
@@ -117,7 +119,9 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.Summed: _row(no, clipping=rules.summed),
     on.ClipKnown: _row(no, clipping=rules.clip_known),
     on.Stepped: _row(no, stepping=rules.stepped, copying=rules.copied),
-    on.StepFailed: _row(no, copying=rules.not_copied),
+    on.StepFailed: _row(
+        no, copying=rules.not_copied, clipping=rules.fell_through, stepping=rules.fell_through
+    ),
     on.Confirmed: _row(
         no,
         gathering=rules.confirmed,
@@ -196,3 +200,8 @@ class ShardUpdate:
     def is_over(self) -> bool:
         """There is a result, or there will be none."""
         return self.facts.state in IS_OVER
+
+    @property
+    def may_step(self) -> bool:
+        """The optimizer state of the shard is being changed here, or may be."""
+        return self.facts.state not in (FOLLOWING, ADOPTED, ABANDONED)

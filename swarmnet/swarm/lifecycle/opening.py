@@ -80,7 +80,7 @@ class Openings:
     def _changes(self, replica: Replica, averaging: Averaging, history: int) -> dict[str, object]:
         """What the own record says of the round."""
         own = self._gossip.own
-        rate, holds = self._speed.rate(replica), averaging.ownership.holds()
+        rate, holds = self._speed.rate(replica), averaging.states.holds()
         active_from = own.active_from
         if own.state == JOINING:
             is_owner = (
@@ -119,6 +119,6 @@ class Openings:
         """Sees to the shards that this replica owns; of those of the first round it says so."""
         r = replica.round
         await averaging.ownership.follow_owners()
-        holds = averaging.ownership.holds()
+        holds = averaging.states.holds()
         if r == 0 and replica.is_open(r) and self._gossip.own.holds != holds:
-            self._gossip.update(holds=averaging.ownership.holds())
+            self._gossip.update(holds=averaging.states.holds())

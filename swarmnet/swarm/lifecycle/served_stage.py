@@ -204,7 +204,7 @@ class ServedStage:
         if replica.local is not None:
             await _drop_own_steps(replica)
         await replica.transitions.open_round(round_index, is_whole=True)
-        self.averaging.ownership.start_fresh()
+        self.averaging.states.start_fresh()
 
     async def _follow(self, round_index: int) -> None:
         """Fetches a round's parameters; where that round ends first, gets the next one's with its

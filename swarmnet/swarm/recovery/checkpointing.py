@@ -128,19 +128,18 @@ class Checkpointing:
         history = self.gossip.own.history
         moments = {}
         own_steps: tuple[OwnSteps, ...] | None = ()
-        averaging.exporting += 1
+        averaging.work.export_begins()
         try:
             for j in optimizer.owned():
                 state = await worker.run(
-                    lambda j=j: optimizer.export(j) if averaging.ownership.follows(j, r) else None  # type: ignore[misc]
+                    lambda j=j: optimizer.export(j) if averaging.states.follows(j, r) else None  # type: ignore[misc]
                 )
                 if state is not None:
                     moments[j] = state
             if replica.local is not None:
                 own_steps = await _own_steps(replica)
         finally:
-            averaging.exporting -= 1
-            averaging.changed.notify_all()
+            averaging.work.export_ends()
         if own_steps is None:
             return None
         parameters: list[Array] = []

@@ -170,7 +170,7 @@ class Recovery:
             self.gossip.update(
                 round=replica.round,
                 digests=replica.digests,
-                holds=averaging.ownership.holds(),
+                holds=averaging.states.holds(),
                 urgent=True,
             )
         live = self.gossip.view.live(now)
@@ -248,7 +248,7 @@ class Recovery:
             return False
         await replica.transitions.open_round(donor.round, is_whole=True)
         if was_loaded or replica.plan.mode == GOSSIP:
-            averaging.ownership.restored(replica.optimizer.owned())
+            averaging.states.restored(replica.optimizer.owned())
         else:  # others own the shards by now
             self.restored = None
             await averaging.forget_state()
@@ -280,7 +280,7 @@ class Recovery:
             self.gossip.update(restorable=self.offers(replica.index), urgent=True)
             return False
         await replica.transitions.open_round(round_index, is_whole=False)
-        averaging.ownership.restored(sorted(snapshot.optimizer))
+        averaging.states.restored(sorted(snapshot.optimizer))
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)
         return True

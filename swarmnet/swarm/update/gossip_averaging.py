@@ -93,13 +93,13 @@ class GossipAveraging:
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica = self.replica
-        await self.averaging.until_exported()
+        await self.averaging.work.until_exported()
         self._check_in_touch(round_index)
         await own_step(replica, self.gossip, num_tokens, round_index)
         if replica.plan.is_due(0, round_index):
             await self._meet(round_index)
             self._forget_tokens()
-        self.averaging.ownership.skip(range(replica.num_shards))
+        self.averaging.states.skip(range(replica.num_shards))
         return True
 
     def _check_in_touch(self, r: int) -> None:
@@ -233,7 +233,7 @@ class GossipAveraging:
             return
         self._copies = 0
         await replica.transitions.open_round(newest, is_whole=True)
-        self.averaging.ownership.restored(list(range(replica.num_shards)))
+        self.averaging.states.restored(list(range(replica.num_shards)))
         await replica.measure_digests()
 
     async def _copy(

@@ -144,8 +144,8 @@ class LocalUpdates:
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         replica, plan = self.replica, self.replica.plan
-        await self.averaging.until_exported()
-        self.averaging.note_counted(round_index)
+        await self.averaging.work.until_exported()
+        self.averaging.books.note_counted(round_index)
         if replica.synced:
             await own_step(replica, self.gossip, num_tokens, round_index)
         due = plan.due(round_index, replica.num_shards)
@@ -159,7 +159,7 @@ class LocalUpdates:
             for j in due:
                 self.local.tokens[j] = 0
         skipped = set(range(replica.num_shards)) - set(due)
-        self.averaging.ownership.skip(sorted(skipped))
+        self.averaging.states.skip(sorted(skipped))
         return replica.synced or self._is_whole(round_index + 1)
 
     def finish_round(self, round_index: int) -> None:

@@ -1,16 +1,16 @@
-"""Ownership of shards: which replicas are responsible for one, and which optimizer state is here.
+"""Ownership of shards: which replicas are responsible for one, and who does what in an exchange.
 
-The primary. Placement orders the replicas of a stage for each shard. The primary is the first live
-one that *holds* the shard's optimizer state, as its record says since the beginning of the round;
-where none holds it, the first live one, which then starts afresh. A replica that comes to own a
-shard fetches its state during one round, follows it through that round's update as a backup, and
-says that it holds it when the next round begins: the primary never changes in the middle of an
-update, unless it dies. Where an owner is lost in the middle of a round, the next in order fetches
-the state at once, and says so at once where that makes no other replica the primary: rounds may be
-long, and a shard is in danger for seconds, not for the rest of one.
+Placement orders the replicas of a stage for each shard. The primary is the first live one that
+*holds* the shard's optimizer state, as its record says since the beginning of the round; where none
+holds it, the first live one, which then starts afresh. That is taken from the records once, when an
+exchange begins here (`roster`), and is fixed from then on (`protocol.update.roster`).
 
-The state here. A replica *follows* a shard while it has the state that the next step on it needs.
-It drops that state when others own the shard and all of them say that they hold it."""
+A replica that comes to own a shard fetches its state during one round, follows it through that
+round's update as a backup, and says that it holds it when the next round begins. Where an owner is
+lost in the middle of a round, the next in order fetches the state at once, and says so at once
+where that makes no other replica the primary: rounds may be long, and a shard is in danger for
+seconds, not for the rest of one. A replica drops state when others own the shard and all of them
+say that they hold it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import xxhash
-
-from swarmnet.errors import NotReady, SwarmnetError, UserError
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
-from swarmnet.protocol.membership.view import ALL
-from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.placement import (
     Placement,
     comes_after_a_holder,
@@ -35,14 +30,14 @@ from swarmnet.protocol.update.placement import (
     short_of_owners,
     weights_from,
 )
+from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Roster, Standing, first_ballot
 from swarmnet.protocol.update.sync_modes import GOSSIP, SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Array, Message, convert
+from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.ownership")
 
@@ -55,9 +50,6 @@ REPAIR_EVERY_S = 5.0
 DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold
 them; else it is looked at again in the next round."""
-
-NOTHING = -2
-"""Instead of the exchange whose step the state of a shard is after: there is no state here."""
 
 T = TypeVar("T")
 
@@ -72,25 +64,16 @@ class Ownership:
     settings: RunSettings
     limits: Limits
     replica: Replica
+    states: OptimizerStates
     tasks: Tasks
     """Where what runs beside its caller is started: whoever has these tasks ends them."""
     is_stepping: Callable[[int], bool]
     """A step on a shard is being made here, or may be soon, in the present exchange."""
 
     def __post_init__(self) -> None:
-        self.failure: UserError | None = None
-        """Why this machine cannot keep optimizer state; ends the peer."""
-        self._applied: dict[int, int] = {}
-        """By shard, the exchange whose step its state here is after; -1 before the first."""
-        self._lineages: dict[int, bytes] = {}
-        """By shard, what its state here has come from, see `lineage`."""
         self._has_all = False
         """The state of every shard that this replica owned at its last look was here."""
-        self._following = asyncio.Lock()
-        """State of shards is being fetched."""
         self._repair_at = -math.inf
-        self._serving = asyncio.Semaphore(self.limits.max_serving)
-        self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
 
     @property
     def plan(self) -> SyncPlan:
@@ -143,22 +126,15 @@ class Ownership:
             ],
         )
 
-    def stand_in(self, round_index: int) -> str | None:
-        """One that has the results of a primary which this replica cannot call."""
-        others = [r.peer_id for r in self.contributors(round_index)]
-        return next((p for p in others if p != self.gossip.own.peer_id), None)
-
-    def stalled_contributors(self, round_index: int) -> list[Record]:
-        """The same of those that have fallen silent a moment ago, and may be back soon; and who is
-        past the round already: the result is there."""
+    def _lost(self, round_index: int) -> list[Record]:
+        """The same of those that have fallen silent, and who is past the round already."""
         view, now = self.gossip.view, asyncio.get_running_loop().time()
 
         def asked() -> list[Record]:
             lost = view.lost(self.replica.index, now)
             return [*self._with_gradient(round_index, lost), *self._past(round_index, lost)]
 
-        lost = self._remembered("lost contributors", round_index, asked)
-        return [r for r in lost if self.gossip.has_stalled(r.peer_id)]
+        return self._remembered("lost members", round_index, asked)
 
     def _with_gradient(self, round_index: int, records: Iterable[Record]) -> list[Record]:
         newest = self.plan.next_owner_round(round_index)
@@ -172,18 +148,6 @@ class Ownership:
             and oldest <= self.plan.parameter_version(r.round) <= round_index
             and r.active_from <= newest
         ]
-
-    def has_stalled_feeder(self, round_index: int) -> bool:
-        """Somebody who counted samples of a round has fallen silent a moment ago: replicas that it
-        has told nothing yet may wait for its answer."""
-        view, now = self.gossip.view, asyncio.get_running_loop().time()
-        lost = view.remembered(
-            ALL,
-            ("lost feeders", round_index),
-            now,
-            lambda: [p for p, _ in view.counters.by_peer(round_index) if not view.reaches(p, now)],
-        )
-        return any(map(self.gossip.has_stalled, lost))
 
     def feeders(self, round_index: int) -> list[str]:
         """Live peers that have counted samples of a round."""
@@ -211,19 +175,6 @@ class Ownership:
             for r in records
             if r.state in (ACTIVE, LEAVING) and self.plan.parameter_version(r.round) > round_index
         ]
-
-    def gone(self, round_index: int) -> list[Record]:
-        """Replicas of this stage that died in a round, or when they had just finished it."""
-        now = asyncio.get_running_loop().time()
-        return self._remembered(
-            "gone",
-            round_index,
-            lambda: [
-                m
-                for m in self.gossip.view.lost(self.replica.index, now)
-                if self.plan.parameter_version(m.round) >= round_index
-            ],
-        )
 
     # ---- who owns what ----------------------------------------------------------------------
 
@@ -262,64 +213,58 @@ class Ownership:
         weights, cuts = weights_from(candidates), num_cuts(candidates)
         return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}
 
-    def primary(self, round_index: int, shard_index: int) -> str | None:
-        """The peer that aggregates a shard; None where no candidate is known."""
-        has_input = self._has_input(shard_index, round_index)
-        name = ("primary", shard_index, has_input, self.gossip.own.holds)
-        return self._remembered(
-            name, round_index, lambda: self._primary(round_index, shard_index, has_input)
+    def roster(self, round_index: int, shard_index: int) -> Roster:
+        """The roles in the update of a shard, as the records of this moment say."""
+        name = ("holders", shard_index, self.gossip.own.holds)
+        order, holders = self._remembered(
+            name, round_index, lambda: self._ranked(round_index, shard_index)
+        )
+        own = self.gossip.own.peer_id
+        has_input = self.states.has_input(shard_index, round_index)
+        if not holders and has_input and own in order:  # nobody has said so yet
+            holders = (own,)
+        first = holders[0] if holders else (order[0] if order else "")
+        return Roster(
+            first_ballot(first, is_holder=bool(holders)),
+            tuple(dict.fromkeys((*holders, *order))),
+            tuple(self.followers(round_index, shard_index)),
+            is_holder=has_input,
+            may_lead=own in order,
+            clips=self.settings.grad_clip_norm > 0 and not self.plan.is_local,
         )
 
-    def _primary(self, round_index: int, shard_index: int, has_input: bool) -> str | None:
-        """`has_input`: as `_has_input` says of the shard and the round."""
-        order = self._order(round_index, shard_index)
-        view = self.gossip.view
-        own = self.gossip.own.peer_id
-        ahead = self.past(round_index)
-        if ahead:  # the round is over there: its result exists, and no other must be made
-            return ahead[sum(own.encode()) % len(ahead)]
-        for peer_id in order:
-            if peer_id == own:
-                if has_input and self.gossip.own.holds_shard(shard_index):
-                    return own
-                continue
-            record = view.get(peer_id)
-            behind = record is None or self.plan.parameter_version(record.round) < round_index - 1
-            if record is not None and not behind and record.holds_shard(shard_index):
-                return peer_id
-        # Nobody says that it holds it: who follows it (see `claim`), else the first, afresh.
-        if has_input and own in order:
-            return own
-        return order[0] if order else None
+    def _ranked(self, r: int, j: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Who may be the primary, and those of them that hold the state; in order."""
+        order, own = self._order(r, j), self.gossip.own
+        held = self.states.has_input(j, r) and own.holds_shard(j)
 
-    def claim(self, round_index: int, shard_index: int) -> None:
-        """Says at once that this replica holds a shard where it is the primary although nobody
-        holds it: another that follows it too would be so as well, and each would wait for the
-        other's gradient. As soon as both have said it, their order decides. Not while the one that
-        holds it may be back at any moment, and go on."""
-        own = self.gossip.own
-        if own.holds_shard(shard_index) or not self._has_input(shard_index, round_index):
-            return
-        lost = self.gossip.view.lost(self.replica.index, asyncio.get_running_loop().time())
-        if any(r.holds_shard(shard_index) and self.gossip.has_stalled(r.peer_id) for r in lost):
-            return
-        held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
-        holds = bitmap(sorted({shard_index, *held}), self.replica.num_shards)
-        self.gossip.update(holds=holds, urgent=True)
+        def holds(peer_id: str) -> bool:
+            if peer_id == own.peer_id:
+                return held
+            record = self.gossip.view.get(peer_id)
+            behind = record is None or self.plan.parameter_version(record.round) < r - 1
+            return record is not None and not behind and record.holds_shard(j)
 
-    # ---- what this replica has --------------------------------------------------------------
+        return order, tuple(p for p in order if holds(p))
 
-    def _has_input(self, shard_index: int, round_index: int) -> bool:
-        """The state of the shard here is that of the round's beginning, or a later one."""
-        return self._applied.get(shard_index, NOTHING) >= round_index - 1
+    def members(self, round_index: int) -> dict[str, Standing]:
+        """What is known of the other members of an exchange of the stage, by peer id."""
+        liveness, own = self.gossip.liveness, self.gossip.own.peer_id
+        found: dict[str, Standing] = {}
+        for record in self.contributors(round_index):
+            found[record.peer_id] = self._standing(record, round_index, ALIVE)
+        for peer_id in self.past(round_index):
+            found[peer_id] = Standing(ALIVE, is_past=True)
+        for record in self._lost(round_index):
+            if record.peer_id not in found and liveness.is_suspect(record.peer_id):
+                found[record.peer_id] = self._standing(record, round_index, SUSPECT)
+        found.pop(own, None)
+        return found
 
-    def is_before(self, shard_index: int, round_index: int) -> bool:
-        """The state of the shard here is that before the step of the round: not a later one."""
-        return self._applied.get(shard_index) == round_index - 1
-
-    def is_late(self, shard_index: int, round_index: int) -> bool:
-        """The state of the shard here lacks steps before that of the round."""
-        return self._applied.get(shard_index, round_index) < round_index - 1
+    def _standing(self, record: Record, r: int, life: str) -> Standing:
+        is_past = self.plan.parameter_version(record.round) > r
+        exchange, tokens = record.declared
+        return Standing(life, tokens if exchange == r else None, is_past)
 
     def followers(self, round_index: int, shard_index: int) -> list[str]:
         """Who makes the step of a shard with its primary: its owners; and as long as some of them
@@ -337,66 +282,6 @@ class Ownership:
         holders = [p for p in self._order(round_index, shard_index) if holds(p)]
         return list(dict.fromkeys([*owners, *holders[: self.settings.replication]]))
 
-    def follows(self, shard_index: int, round_index: int) -> bool:
-        """The shard's state here is that of the beginning of the round (no exchange, but a round of
-        the run). On the worker."""
-        return self.is_before(shard_index, self.plan.parameter_version(round_index))
-
-    def holds(self) -> bytes:
-        """For the own record: shards whose state is that of the beginning of this round."""
-        held = [j for j in self._applied if self._has_input(j, self.current)]
-        return bitmap(sorted(held), self.replica.num_shards)
-
-    def lineage(self, shard_index: int) -> bytes:
-        """A digest of the gradients that the state of the shard here has seen, one after the other.
-        Two copies of as many steps need not be one: each side of a partition makes its own. Empty
-        where it is not known: before the first step, and in a checkpoint."""
-        return self._lineages.get(shard_index, b"")
-
-    def is_copy(self, shard_index: int, lineage: bytes) -> bool:
-        """The state of the shard here has seen the same gradients as one of this lineage, as far as
-        is known."""
-        own = self.lineage(shard_index)
-        return not own or not lineage or own == lineage
-
-    def stepped(self, shard_index: int, round_index: int, lineage: bytes | None = None) -> None:
-        """The step of the round has been made on the shard's state, which is of this lineage now;
-        or there was none to make."""
-        self._applied[shard_index] = round_index
-        if lineage is not None:
-            self._lineages[shard_index] = lineage
-
-    def skip(self, shards: Sequence[int]) -> None:
-        """These are not exchanged in this round: their state is that of the next one too."""
-        r = self.current
-        for j in shards:
-            if self.is_before(j, r):
-                self.stepped(j, r)
-
-    def start_fresh(self) -> None:
-        """The first replica of a stage: it owns all, with empty state."""
-        for j in range(self.replica.num_shards):
-            self.replica.optimizer.create(j)
-            self._applied[j] = self.current - 1
-        self._lineages.clear()
-
-    def restored(self, shards: list[int]) -> None:
-        """The replica went on from a checkpoint: it has the state of these shards only."""
-        self._applied = dict.fromkeys(shards, self.current - 1)
-        self._lineages.clear()
-
-    async def forget_state(self) -> None:
-        """Drops the state of all shards."""
-        optimizer = self.replica.optimizer
-
-        def drop() -> None:
-            for j in optimizer.owned():
-                optimizer.drop(j)
-            self._applied.clear()
-            self._lineages.clear()
-
-        await self.replica.worker.run(drop)
-
     # ---- owners come and go -----------------------------------------------------------------
 
     async def follow_owners(self, exchange: int | None = None) -> None:
@@ -408,31 +293,27 @@ class Ownership:
         placement = self.placement(r)
         own = self.gossip.own.peer_id
         mine = placement.owned_by(own)
-        await self._fetch_all(r, mine)
+        await self.states.fetch_all(r, mine, self.holders)
         self._tell_whether_all_are_here(r, mine)
         kept = set(mine)
-        spare = {j: placement.owners(j) for j in sorted(self._applied) if j not in kept}
+        spare = {j: placement.owners(j) for j in self.states.here() if j not in kept}
         if not spare:
             return
         others = {p: None for owners in spare.values() for p in owners}
         await self.gossip.changed.until(lambda: self._have_begun(others), DROP_WAIT_S)
         dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
-        for j in dropped:
-            self._applied.pop(j, None)
-            self._lineages.pop(j, None)
         if dropped:  # said at once: who would be pushed to because of it could only send them away
             left = [j for j in range(self.replica.num_shards) if self.gossip.own.holds_shard(j)]
             left = [j for j in left if j not in dropped]
             self.gossip.update(holds=bitmap(left, self.replica.num_shards))
-        for j in dropped:
-            await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+        await self.states.drop(dropped)
 
     def repair(self, exchange: int, among: Container[int] | None = None) -> None:
         """While a round is open, called often: where a shard has lost an owner, the one that comes
         after it takes its place. `exchange`: the one to come. While another is under way, only
         `among` the shards whose step in that one has been made."""
         now = asyncio.get_running_loop().time()
-        if now < self._repair_at or self._following.locked() or self.plan.mode == GOSSIP:
+        if now < self._repair_at or self.states.is_fetching or self.plan.mode == GOSSIP:
             return
         self._repair_at = now + REPAIR_EVERY_S
         short = self._remembered("short", exchange, lambda: self._short(exchange))
@@ -447,7 +328,7 @@ class Ownership:
 
     async def _take_over(self, r: int, shards: Sequence[int]) -> None:
         """Fetches, and says what is held now where that does not change who is primary."""
-        await self._fetch_all(r, shards)
+        await self.states.fetch_all(r, shards, self.holders)
         own = self.gossip.own
         if self.replica.round != own.round or own.state != ACTIVE:
             return
@@ -455,7 +336,8 @@ class Ownership:
         told = [
             j
             for j in shards
-            if self._has_input(j, r) and comes_after_a_holder(placement, candidates, own.peer_id, j)
+            if self.states.has_input(j, r)
+            and comes_after_a_holder(placement, candidates, own.peer_id, j)
         ]
         held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
         if set(told) - set(held):
@@ -470,7 +352,7 @@ class Ownership:
             and self._have_begun(owners)
             and all(o is not None and o.holds_shard(j) for o in holding)
             and not self.is_stepping(j)
-            and self.primary(self.current, j) != self.gossip.own.peer_id
+            and self.roster(self.current, j).ballot.primary != self.gossip.own.peer_id
         )
 
     def _have_begun(self, peer_ids: Iterable[str]) -> bool:
@@ -484,106 +366,16 @@ class Ownership:
     def owns_from_now(self) -> bool:
         """A replica that becomes active now counts as a possible owner in this very round: in the
         first one, otherwise whoever began a stage would have to update it alone."""
-        return self._is_first(self.current)
-
-    def _is_first(self, r: int) -> bool:
-        """No step of the run has been made yet, and none is about to be: the optimizer state of
-        every shard is the initial one, so that nobody needs to fetch it."""
-        if r or self.replica.round:
-            return False
-        now = asyncio.get_running_loop().time()
-        return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
+        return self.states.is_first(self.current)
 
     def _tell_whether_all_are_here(self, r: int, mine: Sequence[int]) -> None:
         had_all = self._has_all
-        self._has_all = bool(mine) and all(self._has_input(j, r) for j in mine)
+        self._has_all = bool(mine) and all(self.states.has_input(j, r) for j in mine)
         if self._has_all and not had_all:
             log.info("has the optimizer state of the %d shards that it owns", len(mine))
 
-    # ---- state on its way -------------------------------------------------------------------
-
-    async def _fetch_all(self, r: int, shards: Sequence[int]) -> None:
-        """The state of those that this replica does not follow."""
-        async with self._following:
-            wanted = [j for j in shards if not self._has_input(j, r)]
-            at_once = asyncio.Semaphore(self.limits.max_fetching)
-            await asyncio.gather(*(self._fetch(r, j, at_once) for j in wanted))
-
-    async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore) -> None:
-        """The optimizer state of one shard from a peer that holds it; tried again next round."""
-        async with at_once:
-            if self._is_first(r):
-                await self._create(j)
-                return
-            for holder in self._holders(r, j):
-                if self.plan.last_exchange(j, self.current) > self.plan.last_exchange(j, r):
-                    return
-                try:
-                    reply = await self.transport.call(
-                        holder,
-                        "fetch_optimizer",
-                        Message(FetchRequest(r, self.replica.index, j)),
-                        timeout_s=self.limits.fetch_timeout_s,
-                    )
-                    body = convert(reply.body, FetchReply)
-                    await self._load(j, body, reply.arrays)
-                    return
-                except UserError as e:
-                    self.failure = e
-                    return
-                except SwarmnetError as e:
-                    log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
-                except (MemoryError, RuntimeError) as e:  # torch has none left, say
-                    log.warning("optimizer shard %d cannot be held here: %s", j, e)
-                    return
-
-    def _holders(self, r: int, j: int) -> list[str]:
+    def holders(self, r: int, j: int) -> list[str]:
         view = self.gossip.view
         order = self._order(r, j)
         records = [(p, view.get(p)) for p in order if p != self.gossip.own.peer_id]
         return [p for p, record in records if record is not None and record.holds_shard(j)]
-
-    async def _create(self, j: int) -> None:
-        """For who has just seen that the run is in its first round: what is created then is the
-        input of the round's step, even where the round is fed by the time that this is done."""
-
-        def work() -> None:
-            if j not in self._applied and not self.current:
-                self.replica.optimizer.create(j)
-                self._applied[j] = self.current - 1
-                self._lineages.pop(j, None)
-
-        await self.replica.worker.run(work)
-
-    async def _load(self, j: int, body: FetchReply, arrays: tuple[Array, ...]) -> None:
-        optimizer = self.replica.optimizer
-
-        def work() -> None:
-            if not self._has_input(j, body.round):
-                optimizer.load(j, body.values, arrays)
-                last = self.plan.last_exchange(j, self.current)
-                same = self.plan.last_exchange(j, body.round) == last
-                self._applied[j] = max(body.round, self.current if same else 0) - 1
-                self._lineages[j] = body.lineage
-
-        await self.replica.worker.run(work)
-
-    async def _on_fetch_optimizer(self, request: Request) -> Message:
-        self.gossip.check_run(request)
-        fetch = convert(request.message.body, FetchRequest)
-        self.replica.check_shard(fetch.stage, fetch.shard)
-        j = fetch.shard
-        optimizer = self.replica.optimizer
-        async with self._serving:
-            if not self._has_input(j, fetch.round) or optimizer.steps(j) < 0:
-                raise NotReady("the state of that shard is not held here")
-            (values, arrays), applied, lineage = await self.replica.worker.run(
-                lambda: (optimizer.export(j), self._applied[j], self.lineage(j))
-            )
-            return Message(FetchReply(applied + 1, values, lineage), arrays)
-
-
-def descended(lineage: bytes, round_index: int, gradient: Array) -> bytes:
-    """The lineage of a shard's optimizer state after one more step."""
-    digest = xxhash.xxh3_64_digest(gradient.data)
-    return xxhash.xxh3_64_digest(lineage + round_index.to_bytes(8, "big") + digest)

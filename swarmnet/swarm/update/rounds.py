@@ -104,7 +104,7 @@ class ZeroUpdates:
 
     def finish_round(self, round_index: int) -> None:
         replica = self.replica
-        replica.counted(self.averaging.samples_in(round_index, replica.samples))
+        replica.counted(self.averaging.books.samples_in(round_index, replica.samples))
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:

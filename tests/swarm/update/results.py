@@ -7,4 +7,5 @@ from swarmnet.swarm.update.averaging import Averaging
 
 def results_at(averaging: Averaging) -> set[tuple[int, int]]:
     """(round, shard) of the results that a peer has of exchanges that are not over."""
-    return averaging._results  # noqa: SLF001  production code waits for the exchange's end
+    r = averaging.current
+    return {(r, j) for j in averaging.results_of(r)}

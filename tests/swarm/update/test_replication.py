@@ -83,7 +83,7 @@ def state_of(swarm: Swarm) -> State:
         replica = member.peer.replica
         assert replica is not None
         for j in replica.optimizer.owned():
-            if not member.peer.averaging.ownership.follows(j, replica.round):
+            if not member.peer.averaging.states.follows(j, replica.round):
                 continue
             values, arrays = replica.optimizer.export(j)
             moments = [to_tensor(a) for a in arrays]

@@ -1,0 +1,390 @@
+"""One exchange of a stage at one replica: what happens becomes events of each shard's update
+(`protocol.update.shard_update`), and the commands of that are carried out.
+
+Nothing is decided here. No ballots or rounds are compared: messages, time and the view go in, calls
+and work on tensors come out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError, UserError
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.roster import SUSPECT, Standing
+from swarmnet.protocol.update.shard_facts import FOLLOWING, State
+from swarmnet.protocol.update.shard_update import ShardUpdate
+from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import MirrorRequest, ShardReply
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.books import Books
+from swarmnet.swarm.update.exchange_pace import ExchangePace
+from swarmnet.swarm.update.outbox import Outbox, Part
+from swarmnet.swarm.update.ownership import Ownership
+from swarmnet.swarm.update.pauses import Pauses
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.shard_work import Before, Put, Result, ShardWork, Total
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.averaging")
+
+LOOK_AGAIN_S = 0.5
+"""Between two looks at who lives, while nothing is heard of anybody."""
+
+
+class Behind(SwarmnetError):
+    """The stage has moved on by more than one round: fetch its parameters instead."""
+
+
+class Exchange:
+    """Of all shards of one stage."""
+
+    def __init__(
+        self,
+        number: int,
+        gossip: Gossip,
+        replica: Replica,
+        ownership: Ownership,
+        work: ShardWork,
+        books: Books,
+        pace: ExchangePace,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change()`: a result is here, or on its way to be made."""
+        self.number = number
+        self._gossip, self._replica, self._ownership = gossip, replica, ownership
+        self._work, self._books, self._pace, self._on_change = work, books, pace, on_change
+        self._tasks = Tasks("exchange")
+        self._outbox = Outbox(
+            number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._was_taken
+        )
+        self._pauses = Pauses(pace.usual_s, self._again)
+        self._machines: dict[int, ShardUpdate] = {}
+        self._events: list[tuple[int, on.Event]] = []
+        self._is_feeding = False
+        self._members: dict[str, Standing] = {}
+        self._distrusted: set[str] = set()
+        """Who gave parameters that no stage takes."""
+        self._put: Put | None = None
+        """Where results go; None before this replica has closed its round."""
+        self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
+        """Of other replicas, which wait for an answer."""
+        self._num_calls = 0
+        self._totals: dict[int, Total | None] = {}
+        self._scales: dict[int, float] = {}
+        self._before: dict[int, asyncio.Future[Before]] = {}
+        """By shard that is stepped here: the state before the step."""
+        self._deadlines: dict[int, float] = {}
+        self.results: dict[int, Result] = {}
+        """By shard, what is here."""
+        self.done: dict[int, bool] = {}
+        """Shards whose result has been put where it goes; whether the own contribution counts."""
+        self.taken: set[int] = set()
+        """Shards whose owners have made the step, as this replica heard when about to leave."""
+        self.changed = Condition()
+        self.failure: Exception | None = None
+        """Why it cannot end here."""
+        self.is_usual = True
+        """Nobody had to be waited for."""
+        self.refresh()
+        self._tasks.start(self._watch())
+
+    async def close(self) -> None:
+        """Ends what is under way. Calls that wait here end with `NotReady`."""
+        self._pauses.close()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(NotReady("the update was given up here"))
+                call.exception()  # whoever waits for it may be gone
+        await self._tasks.close()
+
+    # ---- the own part -----------------------------------------------------------------------
+
+    def begin(self, parts: Mapping[int, Part], put: Put) -> None:
+        """This replica has closed the round: its contributions to the shards that are due."""
+        self._put = put
+        self._outbox.own.update(parts)
+        for j, (num_tokens, gradient) in parts.items():
+            self.feed(j, on.Begun(num_tokens, gradient))
+            if j in self.results:
+                self._tasks.start(self._finish(j))
+
+    def is_over(self, shards: Mapping[int, Part]) -> bool:
+        """All results are where they go, or there is no hope."""
+        return self.failure is not None or all(j in self.done for j in shards)
+
+    def leads_any(self) -> bool:
+        """A step is being made here, or may be."""
+        return any(map(self.may_step, self._machines))
+
+    def may_step(self, shard: int) -> bool:
+        """The optimizer state of a shard is in use."""
+        machine = self._machines.get(shard)
+        return machine is not None and machine.may_step
+
+    # ---- events -----------------------------------------------------------------------------
+
+    def feed(self, shard: int, event: on.Event) -> None:
+        """Something has happened: what follows from it is done or begun when this returns, or by
+        the caller of a `feed` that is under way."""
+        self._events.append((shard, event))
+        if self._is_feeding:
+            return
+        self._is_feeding = True
+        try:
+            while self._events:
+                j, next_event = self._events.pop(0)
+                for command in self._machine(j).handle(next_event):
+                    self._carry_out(j, command)
+        finally:
+            self._is_feeding = False
+
+    def _machine(self, shard: int) -> ShardUpdate:
+        machine = self._machines.get(shard)
+        if machine is None:
+            roster = self._ownership.roster(self.number, shard)
+            machine = ShardUpdate(self._gossip.own.peer_id, roster)
+            self._machines[shard] = machine
+            for command in machine.handle(on.Seen(self._members)):
+                self._carry_out(shard, command)
+        return machine
+
+    async def answer(self, shard: int, make: Callable[[on.Call], on.Event]) -> do.Command:
+        """What a call of another replica is answered with. `make(call)`: the event that it is.
+        Raises `NotReady` where the exchange ends here first."""
+        self._num_calls += 1
+        call = self._num_calls
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self.feed(shard, make(call))
+            return await future
+        finally:
+            self._calls.pop(call, None)
+
+    def refresh(self) -> None:
+        """Looks at who lives, and what they have declared."""
+        self._gossip.awake_s()  # after a stall of this process, no peer is silent
+        members = self._ownership.members(self.number)
+        for peer_id in self._distrusted:
+            members.pop(peer_id, None)
+        if members == self._members:
+            return
+        self._members = members
+        if any(s.life == SUSPECT for s in members.values()):
+            self.is_usual = False
+        for j in list(self._machines):
+            self.feed(j, on.Seen(members))
+
+    async def _watch(self) -> None:
+        while True:
+            await self._gossip.changed.wait(LOOK_AGAIN_S)
+            self.refresh()
+
+    # ---- commands ---------------------------------------------------------------------------
+
+    def _carry_out(self, j: int, command: do.Command) -> None:
+        match command:
+            case do.Push():
+                self._outbox.push(j, command)
+            case do.GiveUpPush():
+                self._outbox.give_up_push(j)
+            case do.Ask():
+                self._outbox.ask(j, command)
+            case do.Pause():
+                self._pauses.add(j, is_long=self._machines[j].facts.state is not FOLLOWING)
+            case do.SetDeadline():
+                self._set_deadline(j)
+            case do.LookInto(peer_id):
+                self._gossip.probe(peer_id)
+            case do.Adopt(result, _):
+                self._adopt(j, result)
+            case do.Spoiled():
+                self._ownership.states.spoil(j, self.number)
+                log.info("round %d shard %d: another primary's step holds", self.number, j)
+            case do.Abandon():
+                self.fail(Behind(f"the stage is further on than round {self.number}"))
+            case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
+                self._work_on(j, command)
+            case do.Pull():
+                raise NotImplementedError("pairs meet in gossip_averaging")
+            case _:
+                self._reply(command)
+
+    def _reply(self, command: do.Give | do.Agree | do.Deny | do.Confirm | do.Refuse) -> None:
+        future = self._calls.pop(command.call, None)
+        if future is not None and not future.done():
+            future.set_result(command)
+
+    def _adopt(self, j: int, result: Result | None) -> None:
+        if result is not None:
+            self.results[j] = result
+        if self._put is not None:
+            self._tasks.start(self._finish(j))
+        self._on_change()
+
+    async def _finish(self, j: int) -> None:
+        """Puts a result where it goes."""
+        put, result = self._put, self.results[j]
+        if put is None or j in self.done:
+            return
+        try:
+            await self._work.put(j, result, put)
+        except SwarmnetError as e:
+            self.fail(e)
+            return
+        facts = self._machines[j].facts
+        made_here = result.values is not None
+        counted = facts.me in facts.senders or (made_here and facts.state is State.ADOPTED)
+        self.done.setdefault(j, counted or not self._outbox.own[j][0])
+        self.changed.notify_all()
+
+    async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array) -> Result:
+        """Parameters from another replica. Raises `ProtocolViolation` where they are of no use:
+        their sender is dead for this exchange."""
+        result = Result(values)
+        if self._put is not None:
+            try:
+                await self._work.put(j, result, self._put)
+            except ProtocolViolation as e:
+                log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
+                self._distrusted.add(sender)
+                self.refresh()
+                raise
+            result = Result(None)  # it lies in the stage
+            self.done.setdefault(j, told.counted or not self._outbox.own[j][0])
+        self._books.heard(self.number, j, told)
+        self.results[j] = result
+        self.changed.notify_all()
+        return result
+
+    def _was_taken(self, j: int) -> None:
+        self.taken.add(j)
+        self._on_change()
+
+    def fail(self, error: Exception) -> None:
+        """It cannot end here."""
+        self.failure = self.failure or error
+        self.changed.notify_all()
+
+    # ---- work -------------------------------------------------------------------------------
+
+    def _work_on(
+        self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Mirror | do.Repeat
+    ) -> None:
+        match command:
+            case do.Sum():
+                self._start(j, command.attempt, self._sum(j, command))
+            case do.FindNorm(attempt):
+                self._start(j, attempt, self._find_norm(j, attempt))
+            case do.Step():
+                before = self._before[j] = asyncio.get_running_loop().create_future()
+                self._start(j, command.attempt, self._step(j, command, before))
+            case do.Mirror(_, backups, ballot, _):
+                for backup in backups:
+                    self._tasks.start(self._mirror(j, backup, ballot.term, self._before[j]))
+            case do.Repeat((mirror, gradient, maker), attempt):
+                self._start(j, attempt, self._repeat(j, attempt, mirror, gradient, maker))
+
+    def _start(self, j: int, attempt: int, work: Any) -> None:
+        self._tasks.start(self._guarded(j, attempt, work))
+
+    async def _guarded(self, j: int, attempt: int, work: Any) -> None:
+        """An error of the machine ends the attempt, not the exchange; one that its user has to see
+        to ends the peer."""
+        try:
+            await work
+        except UserError as e:
+            self._ownership.states.failure = e
+            self.fail(e)
+        except Exception as e:
+            log.warning("round %d shard %d: no step here: %s", self.number, j, e)
+            self.feed(j, on.StepFailed(attempt))
+
+    async def _sum(self, j: int, command: do.Sum) -> None:
+        self._books.summed(self.number, j, command.senders)
+        if command.absent:
+            names = ", ".join(p[-8:] for p in command.absent)
+            log.info("round %d shard %d: went on without %s", self.number, j, names)
+        total = await self._work.total(self.number, j, command.parts)
+        self._totals[j] = total
+        self._scales.pop(j, None)
+        self.feed(j, on.Summed(total, command.attempt))
+
+    async def _find_norm(self, j: int, attempt: int) -> None:
+        self._scales[j] = await self._work.scale(self.number, j, self._totals[j])
+        self.feed(j, on.ClipKnown(attempt))
+
+    async def _step(self, j: int, command: do.Step, before: asyncio.Future[Before]) -> None:
+        total: Total | None = command.total
+        if total is None:
+            result = await self._work.leave_as_it_is(self.number, j)
+        else:
+            scale = self._scales.get(j)
+            if scale is None:
+                scale = await self._work.scale(self.number, j, total)
+            state = await self._work.before(self.number, j, scale)
+            if not before.done():
+                before.set_result(state)
+            result = await self._work.step(self.number, j, total, state)
+        self.feed(j, on.Stepped(result, command.attempt))
+
+    async def _mirror(self, j: int, backup: str, term: int, before: asyncio.Future[Before]) -> None:
+        state, total = await before, self._totals[j]
+        assert total is not None
+        request = MirrorRequest(
+            self.number,
+            self._replica.index,
+            j,
+            state.scale,
+            state.steps,
+            total.num_tokens,
+            self._books.norm(self.number),
+            state.lineage,
+            term,
+        )
+        await self._outbox.mirror(backup, request, total.gradient)
+
+    async def _repeat(
+        self, j: int, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
+    ) -> None:
+        result = await self._work.repeat(mirror, gradient, maker)
+        self.feed(j, on.Stepped(result, attempt))
+
+    # ---- time -------------------------------------------------------------------------------
+
+    def _again(self, shards: list[int]) -> None:
+        for j in shards:
+            self.feed(j, on.Again())
+
+    def _set_deadline(self, j: int) -> None:
+        if self._put is None:
+            return  # it runs from when this replica has closed its round
+        _, wait_s = self._pace.contributions_s()
+        end = self._gossip.awake_s() + wait_s
+        is_new, self._deadlines[j] = j not in self._deadlines, end
+        if is_new:
+            self._tasks.start(self._expire(j))
+
+    async def _expire(self, j: int) -> None:
+        """Waits for the deadline in time awake: after a stall of its own, this process has not read
+        yet what came. Then for the leases of those that may be back."""
+        left = self._deadlines[j] - self._gossip.awake_s()
+        while left > 0:
+            await asyncio.sleep(left)
+            left = self._deadlines[j] - self._gossip.awake_s()
+        await self._gossip.look_into(self._awaited(j))
+        self.refresh()
+        while any(self._members[p].life == SUSPECT for p in self._awaited(j)):
+            await self._gossip.changed.wait(LOOK_AGAIN_S)
+            self.refresh()
+        del self._deadlines[j]
+        self.feed(j, on.DeadlinePassed())
+
+    def _awaited(self, j: int) -> list[str]:
+        facts = self._machines[j].facts
+        return facts.waits_for() if facts.state is State.GATHERING else []

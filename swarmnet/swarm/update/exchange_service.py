@@ -1,0 +1,248 @@
+"""Answers other replicas of the stage about its exchange: contributions, ballots, mirrors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
+from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.exchange_turn import Turn, turn_of
+from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import (
+    BallotReply,
+    BallotRequest,
+    MirrorRequest,
+    ReduceProgress,
+    ReduceReply,
+    ReduceRequest,
+    ShardReply,
+)
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.books import Books
+from swarmnet.swarm.update.exchange import Exchange
+from swarmnet.swarm.update.exchange_pace import ExchangePace
+from swarmnet.swarm.update.outbox import MAX_SHARED_CALL_BYTES, check_shard
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.shard_work import ShardWork
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+Told = tuple[ShardReply, Array]
+
+
+class ExchangeService:
+    """At one replica."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        gossip: Gossip,
+        limits: Limits,
+        replica: Replica,
+        work: ShardWork,
+        books: Books,
+        pace: ExchangePace,
+        present: Callable[[], Exchange],
+        tasks: Tasks,
+    ) -> None:
+        """`present()`: the exchange that this replica is in."""
+        self._gossip, self._limits, self._replica = gossip, limits, replica
+        self._work, self._books, self._pace = work, books, pace
+        self._present, self._tasks = present, tasks
+        transport.handle("reduce", self._on_reduce)
+        transport.handle("ballot", self._on_ballot)
+        transport.handle("mirror", self._on_mirror)
+
+    # ---- contributions ----------------------------------------------------------------------
+
+    async def _on_reduce(self, request: Request) -> Message:
+        self._gossip.check_run(request)
+        push = convert(request.message.body, ReduceRequest)
+        self._check(request, push.stage, push.shards)
+        num_bytes = sum(4 * self._replica.stage.shard_sizes[j] for j in push.shards)
+        if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
+            raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
+        gradients = self._gradients_of(push, request.message.arrays)
+        self._note_closed(push.round)
+        primary = push.primary or self._gossip.own.peer_id
+        work = [
+            self._reduce(request, push.round, j, n, gradients.get(j), Ballot(term, primary))
+            for j, n, term in zip(push.shards, push.num_tokens, push.terms, strict=True)
+        ]
+        results = await self._all_of(work) if len(work) > 1 else [await work[0]]
+        reply = ReduceReply(tuple(told for told, _ in results))
+        return Message(reply, tuple(values for _, values in results))
+
+    def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
+        shards = [j for j, n in zip(push.shards, push.num_tokens, strict=True) if n]
+        if len(arrays) != len(shards):
+            raise ProtocolViolation(f"{len(arrays)} gradients of {len(shards)} shards")
+        for j, array in zip(shards, arrays, strict=True):
+            check_shard(self._replica, "gradient", j, array)
+        return dict(zip(shards, arrays, strict=True))
+
+    def _note_closed(self, asked: int) -> None:
+        """A contribution to the round that is open here shows that it is over elsewhere."""
+        replica = self._replica
+        is_of_round = asked == replica.current_exchange == replica.round
+        is_between = is_of_round and not replica.plan.is_delayed(asked)
+        if is_between and replica.transitions.heard_over(asked):
+            self._gossip.changed.notify_all()
+
+    async def _all_of(self, work: Sequence[Coroutine[Any, Any, Told]]) -> list[Told]:
+        """Raises as soon as one fails: the primary that it ought to go to may wait for it."""
+        tasks = [self._tasks.start(one) for one in work]
+        try:
+            return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            raise NotReady("the stage is not served here any more") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _reduce(
+        self,
+        request: Request,
+        asked: int,
+        j: int,
+        num_tokens: int,
+        gradient: Array | None,
+        ballot: Ballot,
+    ) -> Told:
+        """One shard for one contributor."""
+        remote = request.remote
+        if await self._turn(asked, j) is Turn.LAST:
+            return await self._straggler(asked, j, remote)
+        exchange = self._present()
+        answer = await exchange.answer(
+            j, lambda call: on.Pushed(call, remote, ballot, num_tokens, gradient)
+        )
+        if not isinstance(answer, do.Give):
+            raise _redirect(j, answer)
+        if self._is_leaving(remote):
+            request.progress(Message(ReduceProgress(j)))
+        values = await self._work.copy_of(j, exchange.results[j])
+        await self._pace.turn(values, asked, is_result=True)
+        return self._books.told(asked, j, remote), values
+
+    async def _straggler(self, asked: int, j: int, remote: str) -> Told:
+        """The parameters of this round are what it lacks."""
+        current = self._replica.current_exchange
+        values = await self._work.present(j)
+        if self._replica.current_exchange != current:  # the copy may be of two rounds
+            raise Stale(f"round {current} is over here", round=self._replica.current_exchange)
+        return self._books.told(asked, j, remote, coming=current), values
+
+    def _is_leaving(self, peer_id: str) -> bool:
+        record = self._gossip.view.get(peer_id)
+        return record is not None and record.state == LEAVING
+
+    # ---- ballots ----------------------------------------------------------------------------
+
+    async def _on_ballot(self, request: Request) -> Message:
+        self._gossip.check_run(request)
+        asked = convert(request.message.body, BallotRequest)
+        self._check(request, asked.stage, asked.shards)
+        remote = request.remote
+        answers = await asyncio.gather(
+            *(
+                self._vote(remote, asked.round, j, Ballot(term, remote), asked.is_final)
+                for j, term in zip(asked.shards, asked.terms, strict=True)
+            )
+        )
+        told = [(i, found) for i, (_, found) in enumerate(answers) if found is not None]
+        reply = BallotReply(
+            tuple(ballot.term for ballot, _ in answers),
+            tuple(ballot.primary for ballot, _ in answers),
+            tuple(i for i, _ in told),
+            tuple(reply for _, (reply, _) in told),
+        )
+        return Message(reply, tuple(values for _, (_, values) in told))
+
+    async def _vote(
+        self, remote: str, asked: int, j: int, ballot: Ballot, is_final: bool
+    ) -> tuple[Ballot, Told | None]:
+        if await self._turn(asked, j) is Turn.LAST:
+            return ballot, await self._straggler(asked, j, remote)
+        exchange = self._present()
+        answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
+        if isinstance(answer, do.Give):
+            values = await self._work.copy_of(j, exchange.results[j])
+            return ballot, (self._books.told(asked, j, remote), values)
+        assert isinstance(answer, do.Agree | do.Deny)
+        return answer.ballot, None
+
+    # ---- mirrored steps ---------------------------------------------------------------------
+
+    async def _on_mirror(self, request: Request) -> Message:
+        """As backup: the same step as the primary's, bit for bit."""
+        self._gossip.check_run(request)
+        mirror = convert(request.message.body, MirrorRequest)
+        r, j, remote = mirror.round, mirror.shard, request.remote
+        replica = self._replica
+        if not await replica.changed.until(
+            lambda: replica.current_exchange >= r, self._limits.enter_wait_s
+        ):
+            raise NotReady("the round has not begun here")
+        self._check(request, mirror.stage, (j,))
+        if await self._turn(r, j) is not Turn.NOW:
+            raise Stale(f"round {r} is over here", round=replica.current_exchange)
+        if len(request.message.arrays) != 1:
+            raise ProtocolViolation("the gradient of one shard is one array")
+        total = request.message.arrays[0]
+        check_shard(replica, "gradient", j, total)
+        why_not = self._work.fits(mirror)
+        ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
+        answer = await self._present().answer(
+            j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)
+        )
+        if isinstance(answer, do.Confirm):
+            return Message()
+        if isinstance(answer, do.Deny):
+            raise _redirect(j, answer)
+        raise NotReady(why_not or "this step was made here already")
+
+    # ---- checks -----------------------------------------------------------------------------
+
+    async def _turn(self, asked: int, j: int) -> Turn:
+        """`NOW` or `LAST`, after a wait for one that is to come. Raises `NotReady` where it does
+        not begin here in time, `Stale` where its result is gone."""
+        replica = self._replica
+        turn = turn_of(replica.plan, j, asked, replica.current_exchange)
+        if turn is Turn.TO_COME:
+            await replica.changed.until(
+                lambda: (
+                    turn_of(replica.plan, j, asked, replica.current_exchange) is not Turn.TO_COME
+                ),
+                self._limits.enter_wait_s,
+            )
+            turn = turn_of(replica.plan, j, asked, replica.current_exchange)
+        if turn is Turn.TO_COME:
+            raise NotReady(f"round {asked} has not begun here", round=replica.current_exchange)
+        if turn is Turn.OVER:
+            raise Stale(f"round {asked} is over here", round=replica.current_exchange)
+        return turn
+
+    def _check(self, request: Request, stage_index: int, shards: Sequence[int]) -> None:
+        """Only replicas of the stage, by their signed records, take part in its update."""
+        for j in shards:
+            self._replica.check_shard(stage_index, j)
+        record = self._gossip.view.get(request.remote)
+        if record is None or record.stage != self._replica.index:
+            raise NotReady(f"{request.remote[-8:]} is not known here as a replica of this stage")
+
+
+def _redirect(shard: int, answer: do.Command) -> Redirect:
+    assert isinstance(answer, do.Deny)
+    ballot = answer.ballot
+    return Redirect(
+        "another ballot holds here", peer_id=ballot.primary, term=ballot.term, shard=shard
+    )

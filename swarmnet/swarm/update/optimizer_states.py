@@ -1,0 +1,253 @@
+"""The optimizer state of shards at one replica: which is here, whence it came, how it is fetched.
+
+A replica *follows* a shard while it has the state that the next step on it needs. `ownership` says
+whose it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from swarmnet.errors import NotReady, SwarmnetError, UserError
+from swarmnet.protocol.membership.records import bitmap
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.ownership")
+
+NOTHING = -2
+"""Instead of the exchange whose step the state of a shard is after: there is no state here."""
+
+
+Holders = Callable[[int, int], list[str]]
+"""By round and shard: peers that hold its state, the first choice first."""
+
+
+@dataclass
+class OptimizerStates:
+    """What is called round here is the number of an exchange, as `Replica.current_exchange` gives
+    it, unless it is said otherwise."""
+
+    transport: Transport
+    gossip: Gossip
+    settings: RunSettings
+    limits: Limits
+    replica: Replica
+
+    def __post_init__(self) -> None:
+        self.failure: UserError | None = None
+        """Why this machine cannot keep optimizer state; ends the peer."""
+        self._applied: dict[int, int] = {}
+        """By shard, the exchange whose step its state here is after; -1 before the first."""
+        self._lineages: dict[int, bytes] = {}
+        """By shard, what its state here has come from, see `lineage`."""
+        self._fetching = asyncio.Lock()
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
+
+    @property
+    def plan(self) -> SyncPlan:
+        """When the stage exchanges what."""
+        return self.replica.plan
+
+    @property
+    def current(self) -> int:
+        """The exchange whose input the present common parameters are."""
+        return self.replica.current_exchange
+
+    # ---- what is here -----------------------------------------------------------------------
+
+    def has_input(self, shard_index: int, round_index: int) -> bool:
+        """The state of the shard here is that of the round's beginning, or a later one."""
+        return self._applied.get(shard_index, NOTHING) >= round_index - 1
+
+    def is_before(self, shard_index: int, round_index: int) -> bool:
+        """The state of the shard here is that before the step of the round: not a later one."""
+        return self._applied.get(shard_index) == round_index - 1
+
+    def is_late(self, shard_index: int, round_index: int) -> bool:
+        """The state of the shard here lacks steps before that of the round."""
+        return self._applied.get(shard_index, round_index) < round_index - 1
+
+    def follows(self, shard_index: int, round_index: int) -> bool:
+        """The shard's state here is that of the beginning of the round (no exchange, but a round of
+        the run). On the worker."""
+        return self.is_before(shard_index, self.plan.parameter_version(round_index))
+
+    def holds(self) -> bytes:
+        """For the own record: shards whose state is that of the beginning of this round."""
+        held = [j for j in self._applied if self.has_input(j, self.current)]
+        return bitmap(sorted(held), self.replica.num_shards)
+
+    def lineage(self, shard_index: int) -> bytes:
+        """A digest of the gradients that the state of the shard here has seen, one after the other.
+        Two copies of as many steps need not be one: each side of a partition makes its own. Empty
+        where it is not known: before the first step, and in a checkpoint."""
+        return self._lineages.get(shard_index, b"")
+
+    def is_copy(self, shard_index: int, lineage: bytes) -> bool:
+        """The state of the shard here has seen the same gradients as one of this lineage, as far as
+        is known."""
+        own = self.lineage(shard_index)
+        return not own or not lineage or own == lineage
+
+    def stepped(self, shard_index: int, round_index: int, lineage: bytes | None = None) -> None:
+        """The step of the round has been made on the shard's state, which is of this lineage now;
+        or there was none to make."""
+        self._applied[shard_index] = round_index
+        if lineage is not None:
+            self._lineages[shard_index] = lineage
+
+    def skip(self, shards: Sequence[int]) -> None:
+        """These are not exchanged in this round: their state is that of the next one too."""
+        r = self.current
+        for j in shards:
+            if self.is_before(j, r):
+                self.stepped(j, r)
+
+    def start_fresh(self) -> None:
+        """The first replica of a stage: it owns all, with empty state."""
+        for j in range(self.replica.num_shards):
+            self.replica.optimizer.create(j)
+            self._applied[j] = self.current - 1
+        self._lineages.clear()
+
+    def restored(self, shards: list[int]) -> None:
+        """The replica went on from a checkpoint: it has the state of these shards only."""
+        self._applied = dict.fromkeys(shards, self.current - 1)
+        self._lineages.clear()
+
+    async def forget_state(self) -> None:
+        """Drops the state of all shards."""
+        optimizer = self.replica.optimizer
+
+        def drop() -> None:
+            for j in optimizer.owned():
+                optimizer.drop(j)
+            self._applied.clear()
+            self._lineages.clear()
+
+        await self.replica.worker.run(drop)
+
+    def here(self) -> list[int]:
+        """Shards of which there is any state here, ascending."""
+        return sorted(self._applied)
+
+    def spoil(self, shard_index: int, round_index: int) -> None:
+        """The step of the round that was made here does not hold: the state is to be fetched again,
+        and until then stands in for none."""
+        self._applied[shard_index] = round_index - 2
+        self._lineages.pop(shard_index, None)
+
+    async def drop(self, shards: Sequence[int]) -> None:
+        """Forgets the state of these shards, which others own now."""
+        for j in shards:
+            self._applied.pop(j, None)
+            self._lineages.pop(j, None)
+        for j in shards:
+            await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
+
+    def is_first(self, r: int) -> bool:
+        """No step of the run has been made yet, and none is about to be: the optimizer state of
+        every shard is the initial one, so that nobody needs to fetch it."""
+        if r or self.replica.round:
+            return False
+        now = asyncio.get_running_loop().time()
+        return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
+
+    # ---- state on its way -------------------------------------------------------------------
+
+    @property
+    def is_fetching(self) -> bool:
+        """State of shards is on its way."""
+        return self._fetching.locked()
+
+    async def fetch_all(self, r: int, shards: Sequence[int], holders: Holders) -> None:
+        """The state of those shards that this replica does not follow."""
+        async with self._fetching:
+            wanted = [j for j in shards if not self.has_input(j, r)]
+            at_once = asyncio.Semaphore(self.limits.max_fetching)
+            await asyncio.gather(*(self._fetch(r, j, at_once, holders) for j in wanted))
+
+    async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore, holders: Holders) -> None:
+        """The optimizer state of one shard from a peer that holds it; tried again next round."""
+        async with at_once:
+            if self.is_first(r):
+                await self._create(j)
+                return
+            for holder in holders(r, j):
+                if self.plan.last_exchange(j, self.current) > self.plan.last_exchange(j, r):
+                    return
+                try:
+                    reply = await self.transport.call(
+                        holder,
+                        "fetch_optimizer",
+                        Message(FetchRequest(r, self.replica.index, j)),
+                        timeout_s=self.limits.fetch_timeout_s,
+                    )
+                    body = convert(reply.body, FetchReply)
+                    await self._load(j, body, reply.arrays)
+                    return
+                except UserError as e:
+                    self.failure = e
+                    return
+                except SwarmnetError as e:
+                    log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
+                except (MemoryError, RuntimeError) as e:  # torch has none left, say
+                    log.warning("optimizer shard %d cannot be held here: %s", j, e)
+                    return
+
+    async def _create(self, j: int) -> None:
+        """For who has just seen that the run is in its first round: what is created then is the
+        input of the round's step, even where the round is fed by the time that this is done."""
+
+        def work() -> None:
+            if j not in self._applied and not self.current:
+                self.replica.optimizer.create(j)
+                self._applied[j] = self.current - 1
+                self._lineages.pop(j, None)
+
+        await self.replica.worker.run(work)
+
+    async def _load(self, j: int, body: FetchReply, arrays: tuple[Array, ...]) -> None:
+        optimizer = self.replica.optimizer
+
+        def work() -> None:
+            if not self.has_input(j, body.round):
+                optimizer.load(j, body.values, arrays)
+                last = self.plan.last_exchange(j, self.current)
+                same = self.plan.last_exchange(j, body.round) == last
+                self._applied[j] = max(body.round, self.current if same else 0) - 1
+                self._lineages[j] = body.lineage
+
+        await self.replica.worker.run(work)
+
+    async def _on_fetch_optimizer(self, request: Request) -> Message:
+        self.gossip.check_run(request)
+        fetch = convert(request.message.body, FetchRequest)
+        self.replica.check_shard(fetch.stage, fetch.shard)
+        j = fetch.shard
+        optimizer = self.replica.optimizer
+        async with self._serving:
+            if not self.has_input(j, fetch.round) or optimizer.steps(j) < 0:
+                raise NotReady("the state of that shard is not held here")
+            (values, arrays), applied, lineage = await self.replica.worker.run(
+                lambda: (optimizer.export(j), self._applied[j], self.lineage(j))
+            )
+            return Message(FetchReply(applied + 1, values, lineage), arrays)
+
+
+def descended(lineage: bytes, round_index: int, gradient: Array) -> bytes:
+    """The lineage of a shard's optimizer state after one more step."""
+    digest = xxhash.xxh3_64_digest(gradient.data)
+    return xxhash.xxh3_64_digest(lineage + round_index.to_bytes(8, "big") + digest)

@@ -1,0 +1,350 @@
+"""The calls of one exchange to other replicas: pushes, ballots and mirrored steps.
+
+A push of a shard is one call: the gradient goes, the new parameters come back. What is to be sent
+in the same turn of the event loop to the same peer shares a call, since a call costs the same
+whatever it carries. What comes of a call are events for `protocol.update.shard_update`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnet.errors import (
+    ProtocolViolation,
+    Redirect,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
+from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.exchange_turn import has_moved_on
+from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import (
+    BallotReply,
+    BallotRequest,
+    MirrorRequest,
+    ReduceProgress,
+    ReduceReply,
+    ReduceRequest,
+    ShardReply,
+)
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.exchange_pace import ExchangePace
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
+
+log = logging.getLogger("swarmnet.averaging")
+
+SHARED_CALL_S, MAX_SHARED_CALL_BYTES = 1.0, 16 << 20
+"""Shards share a call as long as they go up this replica's link in such a time, and are not more
+bytes: of too many, a primary that could step some would hear late."""
+USUAL_SHARED_CALL_BYTES = 4 << 20
+"""The same while the link has not been measured."""
+
+Part = tuple[int, Array | None]
+"""A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
+Feed = Callable[[int, on.Event], None]
+"""By shard, what has happened."""
+Arrived = Callable[[int, str, ShardReply, Array], Awaitable[on.Handle]]
+"""A result: shard, sender, what was told with it, values. Returns what it is kept as; raises
+`ProtocolViolation` where the values are of no use."""
+
+
+@dataclass(slots=True, eq=False)
+class PushCall:
+    """A push that is under way, of one shard or of several."""
+
+    target: str
+    ballots: dict[int, Ballot]
+    with_gradient: bool
+    task: asyncio.Task[None] | None = None
+    wanted: set[int] = field(default_factory=set)
+    """Shards whose answer still counts."""
+
+
+class Outbox:
+    """Of one exchange."""
+
+    def __init__(
+        self,
+        exchange: int,
+        gossip: Gossip,
+        replica: Replica,
+        pace: ExchangePace,
+        tasks: Tasks,
+        feed: Feed,
+        arrived: Arrived,
+        on_taken: Callable[[int], None],
+    ) -> None:
+        """`on_taken(shard)`: the owners have made the step, as this replica is told when it is
+        about to leave."""
+        self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
+        self._tasks, self._feed, self._arrived, self._on_taken = tasks, feed, arrived, on_taken
+        self.own: dict[int, Part] = {}
+        """What this replica contributes, by shard."""
+        self._pushes: dict[int, PushCall] = {}
+        """By shard, the push whose answer counts."""
+        self._turned: set[int] = set()
+        """Shards whose gradient has had its turn on the uplink."""
+        self._to_push: list[tuple[int, do.Push]] = []
+        self._to_ask: list[tuple[int, do.Ask]] = []
+        self._is_due = False
+
+    # ---- pushes -----------------------------------------------------------------------------
+
+    def push(self, shard: int, command: do.Push) -> None:
+        """With the other pushes of this turn of the loop."""
+        self._to_push.append((shard, command))
+        self._soon()
+
+    def give_up_push(self, shard: int) -> None:
+        """What the push still brings does not count."""
+        self._to_push = [item for item in self._to_push if item[0] != shard]
+        call = self._pushes.pop(shard, None)
+        if call is not None:
+            call.wanted.discard(shard)
+            if not call.wanted and call.task is not None:
+                call.task.cancel()
+
+    def _soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        pushes, self._to_push = self._to_push, []
+        asks, self._to_ask = self._to_ask, []
+        for call in self._calls_for(pushes):
+            for j in call.ballots:
+                self._pushes[j] = call
+            call.wanted.update(call.ballots)
+            call.task = self._tasks.start(self._push(call))
+        asked: dict[tuple[str, bool], dict[int, Ballot]] = {}
+        for j, command in asks:
+            for member in command.members:
+                several = asked.setdefault((member, command.is_final), {})
+                several[j] = command.ballot
+        for (member, is_final), ballots in asked.items():
+            shards = sorted(ballots)
+            for k in range(0, len(shards), MAX_ARRAYS):
+                several = {j: ballots[j] for j in shards[k : k + MAX_ARRAYS]}
+                self._tasks.start(self._ask(member, several, is_final))
+
+    def _calls_for(self, pushes: Sequence[tuple[int, do.Push]]) -> list[PushCall]:
+        """Beside a round each shard waits for room on the link alone, and a replica that leaves
+        wants to hear of each as early as can be."""
+        is_alone = self._gossip.own.state == LEAVING or self._is_delayed
+        calls: list[PushCall] = []
+        open_: dict[str, tuple[PushCall, int]] = {}
+        """By primary, a call that has room, and how much."""
+        for j, command in pushes:
+            num_bytes = 4 * self._replica.stage.shard_sizes[j]
+            if is_alone or not command.has_gradient:
+                calls.append(PushCall(command.target, {j: command.ballot}, command.has_gradient))
+                continue
+            call, room = open_.get(command.target, (None, 0))
+            if call is None or room < num_bytes or len(call.ballots) == MAX_ARRAYS:
+                call, room = PushCall(command.target, {}, True), self._call_bytes()
+                calls.append(call)
+            call.ballots[j] = command.ballot
+            open_[command.target] = (call, room - num_bytes)
+        return calls
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self._replica.plan.is_delayed(self._exchange)
+
+    def _call_bytes(self) -> int:
+        rate = self._gossip.own.upload_bytes_per_s
+        if not rate:
+            return USUAL_SHARED_CALL_BYTES
+        return int(min(SHARED_CALL_S * rate, MAX_SHARED_CALL_BYTES))
+
+    async def _push(self, call: PushCall) -> None:
+        shards = tuple(call.ballots)
+        try:
+            found = await self._pushed(call, shards)
+        except SwarmnetError as e:
+            log.debug("round %d at %s: %s", self._exchange, call.target[-8:], e)
+            for j in shards:
+                self._push_failed(call, j, e)
+            return
+        for j, (told, values) in found.items():
+            if j not in call.wanted:
+                continue
+            try:
+                result = await self._arrived(j, call.target, told, values)
+            except SwarmnetError as e:
+                self._push_failed(call, j, e)
+                continue
+            if self._ends(call, j):
+                self._feed(j, on.ResultCame(call.target, result))
+
+    async def _pushed(
+        self, call: PushCall, shards: tuple[int, ...]
+    ) -> dict[int, tuple[ShardReply, Array]]:
+        nothing: Part = (0, None)
+        parts = [self.own.get(j, nothing) if call.with_gradient else nothing for j in shards]
+        for j, (_, gradient) in zip(shards, parts, strict=True):
+            if j not in self._turned and gradient is not None:
+                self._turned.add(j)
+                await self._pace.turn(gradient, self._exchange)
+        terms = tuple(ballot.term for ballot in call.ballots.values())
+        primary = call.ballots[shards[0]].primary
+        request = ReduceRequest(
+            self._exchange,
+            self._replica.index,
+            shards,
+            tuple(num_tokens for num_tokens, _ in parts),
+            terms,
+            "" if primary == call.target else primary,
+        )
+        gradients = tuple(gradient for _, gradient in parts if gradient is not None)
+        reply = await self._call(call.target, "reduce", Message(request, gradients), self._progress)
+        return self._results_in(shards, convert(reply.body, ReduceReply).shards, reply.arrays)
+
+    def _progress(self, message: Message) -> None:
+        self._on_taken(convert(message.body, ReduceProgress).shard)
+
+    def _ends(self, call: PushCall, shard: int) -> bool:
+        """Whether the answer to a push counts; there is none under way after it."""
+        if self._pushes.get(shard) is not call:
+            return False
+        del self._pushes[shard]
+        call.wanted.discard(shard)
+        return True
+
+    def _push_failed(self, call: PushCall, shard: int, error: SwarmnetError) -> None:
+        if not self._ends(call, shard):
+            return
+        if isinstance(error, TransportError):
+            self._gossip.probe(call.target)
+        if self._has_moved_on(error):
+            self._feed(shard, on.MovedOn())
+            return
+        denied = _ballot_in(error, shard)
+        if denied is not None:
+            self._feed(shard, on.Denied(call.target, denied))
+        else:
+            self._feed(shard, on.PushFailed(call.target))
+
+    # ---- ballots ----------------------------------------------------------------------------
+
+    def ask(self, shard: int, command: do.Ask) -> None:
+        """With the other questions of this turn of the loop."""
+        self._to_ask.append((shard, command))
+        self._soon()
+
+    async def _ask(self, member: str, ballots: dict[int, Ballot], is_final: bool) -> None:
+        shards = tuple(ballots)
+        terms = tuple(b.term for b in ballots.values())
+        request = BallotRequest(self._exchange, self._replica.index, shards, terms, is_final)
+        try:
+            reply = await self._call(member, "ballot", Message(request))
+            told = convert(reply.body, BallotReply)
+            if len(told.terms) != len(shards):
+                raise ProtocolViolation("not an answer for each shard")
+            with_result = tuple(shards[i] for i in told.results)
+            found = self._results_in(with_result, told.told, reply.arrays)
+        except SwarmnetError as e:  # it is asked again, as long as it lives
+            log.debug("round %d: no answer of %s: %s", self._exchange, member[-8:], e)
+            if isinstance(e, TransportError):
+                self._gossip.probe(member)
+            for j in shards if self._has_moved_on(e) else ():
+                self._feed(j, on.MovedOn())
+            return
+        for j, term, primary in zip(shards, told.terms, told.primaries, strict=True):
+            if j in found:
+                await self._result_of(j, member, *found[j])
+            elif Ballot(term, primary) == ballots[j]:
+                self._feed(j, on.Agreed(member, ballots[j]))
+            else:
+                self._feed(j, on.Denied(member, Ballot(term, primary)))
+
+    async def _result_of(self, shard: int, member: str, told: ShardReply, values: Array) -> None:
+        try:
+            result = await self._arrived(shard, member, told, values)
+        except SwarmnetError as e:
+            log.warning("round %d: of no use from %s: %s", self._exchange, member[-8:], e)
+        else:
+            self._feed(shard, on.ResultCame(member, result))
+
+    # ---- mirrored steps ---------------------------------------------------------------------
+
+    async def mirror(self, backup: str, request: MirrorRequest, gradient: Array) -> None:
+        """Has a backup make the step too."""
+        event: on.Event = on.Refused(backup)
+        try:
+            await self._pace.turn(gradient, self._exchange)
+            # Longer than for a contribution nobody waits for a backup: the contributors wait too.
+            wait_s, _ = self._pace.contributions_s()
+            message = Message(request, (gradient,))
+            await self._call(backup, "mirror", message, timeout_s=wait_s)
+            event = on.Confirmed(backup)
+        except TransportError as e:
+            log.debug("shard %d has not reached %s: %s", request.shard, backup[-8:], e)
+            self._gossip.probe(backup)
+            event = on.MirrorFailed(backup)
+        except SwarmnetError as e:  # it fetches the state later
+            log.debug("shard %d was not mirrored at %s: %s", request.shard, backup[-8:], e)
+            denied = _ballot_in(e)
+            if denied is not None:
+                event = on.Denied(backup, denied)
+        self._feed(request.shard, event)
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    async def _call(
+        self,
+        peer_id: str,
+        method: str,
+        message: Message,
+        on_progress: Callable[[Message], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> Message:
+        """A long call that ends with its callee. Raises as `Transport.call`."""
+        return await self._gossip.liveness.call_while_live(
+            peer_id,
+            method,
+            message,
+            timeout_s=self._pace.call_s() if timeout_s is None else timeout_s,
+            on_progress=on_progress,
+            usual_s=self._pace.usual_s(),
+        )
+
+    def _has_moved_on(self, error: SwarmnetError) -> bool:
+        return isinstance(error, Stale) and has_moved_on(self._exchange, error.details.get("round"))
+
+    def _results_in(
+        self, shards: tuple[int, ...], told: tuple[ShardReply, ...], arrays: tuple[Array, ...]
+    ) -> dict[int, tuple[ShardReply, Array]]:
+        if not len(shards) == len(told) == len(arrays):
+            raise ProtocolViolation(f"an answer of {len(told)} shards to a call for {len(shards)}")
+        for j, values in zip(shards, arrays, strict=True):
+            check_shard(self._replica, "parameters", j, values)
+        return dict(zip(shards, zip(told, arrays, strict=True), strict=True))
+
+
+def check_shard(replica: Replica, what: str, shard: int, values: Array) -> None:
+    """Raises `ProtocolViolation` unless the array has the shard's shape."""
+    size = replica.stage.shard_sizes[shard]
+    if values.dtype != "float32" or values.shape != (size,):
+        raise ProtocolViolation(f"{what} of shard {shard}: {size} fp32 numbers are wanted")
+
+
+def _ballot_in(error: SwarmnetError, shard: int | None = None) -> Ballot | None:
+    """By which another replica goes, as it says of this shard."""
+    if not isinstance(error, Redirect):
+        return None
+    term, primary = error.details.get("term"), error.details.get("peer_id")
+    if not (isinstance(term, int) and isinstance(primary, str) and 0 < len(primary) <= 256):
+        return None
+    if shard is not None and error.details.get("shard") != shard:
+        return None
+    return Ballot(term, primary)

@@ -1,0 +1,229 @@
+"""The arithmetic of an exchange, carried out for `exchange`: sums, norms, steps and results.
+
+All of it happens on the worker, off the event loop and off the device."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarmnet.errors import NotReady, ProtocolViolation
+from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import MirrorRequest
+from swarmnet.swarm.update.aggregation import Aggregator, Part
+from swarmnet.swarm.update.books import Books
+from swarmnet.swarm.update.norms import Norms
+from swarmnet.swarm.update.optimizer_states import OptimizerStates, descended
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.averaging")
+
+CLIP_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`."""
+SNAPSHOT_WAIT_S = 10.0
+"""How long a step waits for the optimizer state before it to be copied for a checkpoint."""
+
+Put = Callable[[int, Array], None]
+"""Where the results of shards go, on the worker. Raises `ProtocolViolation` where one does not
+fit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Total:
+    """An aggregate, and what the step with it needs."""
+
+    gradient: Array
+    squares: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """A shard of the coming round. `values` is None where it lies in the stage already."""
+
+    values: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """Of a shard's state before a step: what a backup must have too, for its step to be the
+    same."""
+
+    scale: float
+    steps: int
+    lineage: bytes
+
+
+class ShardWork:
+    """For the shards of one replica."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        replica: Replica,
+        states: OptimizerStates,
+        aggregator: Aggregator,
+        norms: Norms,
+        books: Books,
+        clip_norm: float,
+    ) -> None:
+        self._gossip, self._replica, self._states = gossip, replica, states
+        self._aggregator, self._norms, self._books = aggregator, norms, books
+        self._clip_norm = clip_norm
+        self._num_exporting = 0
+        self._exported = Condition()
+        self._makers: dict[int, str] = {}
+        """By shard that this replica follows as backup, who made its last step."""
+
+    @property
+    def plan(self) -> SyncPlan:
+        """When the stage exchanges what."""
+        return self._replica.plan
+
+    def export_begins(self) -> None:
+        """The optimizer state is being copied for a checkpoint: no step meanwhile."""
+        self._num_exporting += 1
+
+    def export_ends(self) -> None:
+        """It has been."""
+        self._num_exporting -= 1
+        self._exported.notify_all()
+
+    async def until_exported(self) -> None:
+        """Before a step, so that a copy of the state that is under way is of one round."""
+        await self._exported.until(lambda: not self._num_exporting, SNAPSHOT_WAIT_S)
+
+    # ---- a primary's work -------------------------------------------------------------------
+
+    async def total(
+        self, exchange: int, shard: int, parts: Sequence[tuple[str, int, Array]]
+    ) -> Total | None:
+        """The aggregate of the contributions, ascending by peer; None where there is nothing to
+        sum, or it overflows."""
+        counted = self._books.counted_behind(exchange, shard)
+        try:
+            found = await self._aggregator(
+                exchange, shard, [Part(*part) for part in parts], counted
+            )
+        except ProtocolViolation as e:
+            log.warning("round %d: no step: %s", exchange, e)
+            return None
+        if found.total is None:
+            return None
+        return Total(found.total, found.squares, found.num_tokens)
+
+    async def scale(self, exchange: int, shard: int, total: Total | None) -> float:
+        """By which the sum is multiplied: one over the tokens, clipped by the norm of all stages.
+        An empty sum takes part in that norm too, so that the others need not wait."""
+        if total is None:
+            if self._clip_norm > 0 and not self.plan.is_local:
+                await self._norms.add(exchange, shard, 0.0)
+            return 0.0
+        if self._clip_norm <= 0 or self.plan.is_local:  # replicas clip their own steps
+            return 1.0 / total.num_tokens
+        squares = await self._norms.add(exchange, shard, total.squares / total.num_tokens**2)
+        clip = min(1.0, self._clip_norm / (math.sqrt(squares) + CLIP_EPSILON))
+        return clip / total.num_tokens
+
+    async def before(self, exchange: int, shard: int, scale: float) -> Before:
+        """The state that a step is made on. Created where every owner of it was lost."""
+        optimizer = self._replica.optimizer
+        if optimizer.steps(shard) < 0:
+            await self._replica.worker.run(lambda: optimizer.create(shard))
+            if exchange > 0:
+                self._gossip.add_total("shard_reset")
+                log.warning("shard %d: every owner of its optimizer state was lost", shard)
+        elif self._states.is_late(shard, exchange):  # who had made the steps between died with them
+            self._gossip.add_total("shard_stale")
+            log.warning("shard %d: its last owner missed steps; moments go on without", shard)
+        maker = self._makers.pop(shard, None)
+        if maker is not None and not self._gossip.liveness.is_live(maker):
+            self._gossip.add_total("shard_promoted")
+        return Before(scale, optimizer.steps(shard), self._states.lineage(shard))
+
+    async def step(self, exchange: int, shard: int, total: Total, before: Before) -> Result:
+        """The step of a primary. One that would overflow is not made, there or at the backups."""
+        self._books.stepped(exchange, shard, total.num_tokens)
+        try:
+            return await self._step(exchange, shard, total.gradient, before)
+        except ProtocolViolation as e:  # at the backups too, with the same state
+            log.warning("round %d: no step: %s", exchange, e)
+            return await self.leave_as_it_is(exchange, shard)
+
+    async def leave_as_it_is(self, exchange: int, shard: int) -> Result:
+        """There is no step to be made on a shard in this exchange."""
+        self._states.stepped(shard, exchange)
+        self._books.stepped(exchange, shard, 0)
+        return Result(await self.present(shard))
+
+    async def _step(self, exchange: int, shard: int, gradient: Array, before: Before) -> Result:
+        replica = self._replica
+        await self.until_exported()
+
+        def work() -> Array:
+            present = replica.common_shard(shard)
+            is_delayed = self.plan.is_delayed(exchange)
+            after = replica.optimizer.step(
+                shard, present, gradient, before.scale, exchange, is_delayed
+            )
+            self._states.stepped(shard, exchange, descended(before.lineage, exchange, gradient))
+            return after
+
+        return Result(await replica.worker.run(work))
+
+    # ---- a backup's work --------------------------------------------------------------------
+
+    def fits(self, mirror: MirrorRequest) -> str:
+        """Why the step cannot be made on the state here; empty where it can."""
+        r, j = mirror.round, mirror.shard
+        if self._replica.optimizer.steps(j) != mirror.steps or not self._states.is_before(j, r):
+            return "the state is not followed here"
+        if not self._states.is_copy(j, mirror.lineage):  # fetched from the primary next time
+            self._gossip.add_total("shard_unlike")
+            return "the state here has seen other gradients"
+        return ""
+
+    async def repeat(self, mirror: MirrorRequest, gradient: Array, maker: str) -> Result:
+        """The same step as the primary's, bit for bit."""
+        before = Before(mirror.scale, mirror.steps, mirror.lineage)
+        result = await self._step(mirror.round, mirror.shard, gradient, before)
+        self._books.stepped(mirror.round, mirror.shard, mirror.num_tokens)
+        if mirror.norm >= 0:
+            self._norms.heard(mirror.round, mirror.norm)
+        self._makers[mirror.shard] = maker
+        return result
+
+    # ---- results ----------------------------------------------------------------------------
+
+    async def put(self, shard: int, result: Result, put: Put) -> None:
+        """Puts a result where it goes. Raises `ProtocolViolation` where it does not fit."""
+        values = result.values
+        if values is not None:
+            await self._replica.worker.run(lambda: put(shard, values))
+
+    async def copy_of(self, shard: int, result: Result) -> Array:
+        """The values of a result, to be sent. Raises `NotReady` where they are being moved."""
+        if result.values is not None:
+            return result.values
+
+        def copied() -> Array | None:
+            coming = self._replica.stage.coming_shard(shard)
+            return None if coming is None else _copied(coming)
+
+        values = await self._replica.worker.run(copied)
+        if values is None:
+            raise NotReady("a new round is being opened here")
+        return values
+
+    async def present(self, shard: int) -> Array:
+        """A shard of the present parameters that stays as it is while it is being sent."""
+        return await self._replica.worker.run(lambda: _copied(self._replica.common_shard(shard)))
+
+
+def _copied(shard: Array) -> Array:
+    return Array(shard.dtype, shard.shape, bytes(shard.data))
