@@ -15,8 +15,9 @@ from typing import NamedTuple
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 """What the failure detector says of a peer: its lease runs, it is being looked for, it is over."""
 
-MAX_TERM = 1 << 20
-"""A takeover raises a term by two; nothing raises it so often in one exchange."""
+MAX_TERM, MAX_LEAD = 1 << 20, 64
+"""A takeover raises a term by two. Nothing raises it so often in one exchange, nor so far beyond
+what a replica goes by."""
 
 
 class Ballot(NamedTuple):
@@ -62,6 +63,8 @@ class Roster:
     ballot: Ballot
     order: tuple[str, ...]
     """Who may be the primary, the first choice first; those that hold the state come first."""
+    holders: tuple[str, ...] = ()
+    """Those of them that hold the state, as their records say."""
     backups: tuple[str, ...] = ()
     """Who makes the step with the primary, if that is this replica."""
     is_holder: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.events import Event, Handle
-from swarmnet.protocol.update.roster import MAX_TERM, Ballot
+from swarmnet.protocol.update.roster import MAX_LEAD, MAX_TERM, Ballot
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
     ADOPTED,
@@ -32,6 +32,12 @@ def is_elsewhere(u: Facts) -> bool:
 
 def leads(u: Facts) -> bool:
     return u.ballot.primary == u.me and u.past() is None
+
+
+def is_misnamed(u: Facts) -> bool:
+    """The ballot takes this replica for a holder of the state, and it is none."""
+    is_holder = u.roster.is_holder and not u.is_spoiled
+    return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not is_holder
 
 
 def must_take_over(u: Facts) -> bool:
@@ -110,6 +116,13 @@ def take_over(u: Facts) -> None:
     go_by(u, u.next_ballot())
 
 
+def nominate(u: Facts) -> None:
+    """The next ballot is that of a holder; its own, where none is known to live."""
+    holder = next((p for p in u.roster.holders if p != u.me and not u.is_dead(p)), None)
+    is_holder = holder is not None
+    go_by(u, u.ballot.next_of(u.me if holder is None else holder, is_holder=is_holder))
+
+
 def stand_back(u: Facts) -> None:
     """It leads nothing any more. Who waits here comes again, wherever the result is by then."""
     u.state, u.parts = FOLLOWING, ()
@@ -169,7 +182,9 @@ def note(u: Facts, event: on.Seen) -> None:
 def take_push(u: Facts, event: on.Pushed) -> None:
     if event.ballot > u.ballot and may_go_by(u, event.ballot):
         go_by(u, event.ballot)
-        if leads(u):  # the sender knew it before
+        if is_misnamed(u):
+            nominate(u)
+        elif leads(u):  # the sender knew it before
             lead(u)
     if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
@@ -195,7 +210,7 @@ def hold(u: Facts, event: on.Pushed | on.Asked) -> None:
 
 def vote(u: Facts, event: on.Asked) -> None:
     if event.is_final:
-        if event.ballot > u.ballot and event.ballot.primary == event.sender:
+        if event.ballot.primary == event.sender and may_go_by(u, event.ballot):
             go_by(u, event.ballot)
         is_promised = event.ballot == u.ballot
     else:
@@ -388,12 +403,8 @@ def abandon(u: Facts, event: on.MovedOn) -> None:
 
 
 def may_go_by(u: Facts, ballot: Ballot) -> bool:
-    """It is higher, and, where it names this replica, one with which the exchange may have
-    begun: nobody else raises this replica's ballots."""
-    if not u.ballot < ballot or ballot.term > MAX_TERM:
-        return False
-    is_own_first = ballot.is_first and ballot.term == int(u.roster.is_holder)
-    return ballot.primary != u.me or is_own_first
+    """It is higher, and not so far that only a liar can have raised it."""
+    return u.ballot < ballot and ballot.term <= min(MAX_TERM, u.ballot.term + MAX_LEAD)
 
 
 def go_by(u: Facts, ballot: Ballot) -> None:

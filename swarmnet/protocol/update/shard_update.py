@@ -145,6 +145,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
 
 STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
     FOLLOWING: (
+        (rules.is_misnamed, rules.nominate),
         (rules.leads, rules.lead),
         (rules.must_take_over, rules.canvass),
         (rules.must_push, rules.push),

@@ -244,7 +244,7 @@ class Averaging:
     def results_of(self, r: int) -> set[int]:
         """Shards of which the result of an exchange is here."""
         exchange = self._exchange
-        return set(exchange.done) if exchange is not None and exchange.number == r else set()
+        return set(exchange.results) if exchange is not None and exchange.number == r else set()
 
     def repair_beside(self) -> None:
         """As `Ownership.repair`, while an exchange is under way: its results may travel for long

@@ -247,9 +247,12 @@ class Exchange:
         """Parameters from another replica. Raises `ProtocolViolation` where they are of no use:
         their sender is dead for this exchange."""
         result = Result(values)
-        if self._put is not None:
+        put = self._put
+        if put is None:
+            await self._work.check(values)
+        else:
             try:
-                await self._work.put(j, result, self._put)
+                await self._work.put(j, result, put)
             except ProtocolViolation as e:
                 log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
                 self._distrusted.add(sender)

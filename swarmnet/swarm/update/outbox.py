@@ -150,7 +150,8 @@ class Outbox:
                 continue
             call, room = open_.get(command.target, (None, 0))
             if call is None or room < num_bytes or len(call.ballots) == MAX_ARRAYS:
-                call, room = PushCall(command.target, {}, True), self._call_bytes()
+                room = shared_call_bytes(self._gossip.own.upload_bytes_per_s)
+                call = PushCall(command.target, {}, True)
                 calls.append(call)
             call.ballots[j] = command.ballot
             open_[command.target] = (call, room - num_bytes)
@@ -160,20 +161,18 @@ class Outbox:
     def _is_delayed(self) -> bool:
         return self._replica.plan.is_delayed(self._exchange)
 
-    def _call_bytes(self) -> int:
-        rate = self._gossip.own.upload_bytes_per_s
-        if not rate:
-            return USUAL_SHARED_CALL_BYTES
-        return int(min(SHARED_CALL_S * rate, MAX_SHARED_CALL_BYTES))
-
     async def _push(self, call: PushCall) -> None:
         shards = tuple(call.ballots)
         try:
             found = await self._pushed(call, shards)
         except SwarmnetError as e:
             log.debug("round %d at %s: %s", self._exchange, call.target[-8:], e)
+            told = e.details.get("shard") if isinstance(e, Redirect) else None
             for j in shards:
-                self._push_failed(call, j, e)
+                if told in call.ballots and j != told and self._ends(call, j):
+                    self.push(j, do.Push(call.target, call.ballots[j], call.with_gradient))
+                else:
+                    self._push_failed(call, j, e)
             return
         for j, (told, values) in found.items():
             if j not in call.wanted:
@@ -329,6 +328,13 @@ class Outbox:
         for j, values in zip(shards, arrays, strict=True):
             check_shard(self._replica, "parameters", j, values)
         return dict(zip(shards, zip(told, arrays, strict=True), strict=True))
+
+
+def shared_call_bytes(upload_bytes_per_s: float) -> int:
+    """Bytes of the gradients that share a call. `upload_bytes_per_s`: 0 while unknown."""
+    if not upload_bytes_per_s:
+        return USUAL_SHARED_CALL_BYTES
+    return int(min(SHARED_CALL_S * upload_bytes_per_s, MAX_SHARED_CALL_BYTES))
 
 
 def check_shard(replica: Replica, what: str, shard: int, values: Array) -> None:

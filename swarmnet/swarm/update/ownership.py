@@ -227,6 +227,7 @@ class Ownership:
         return Roster(
             first_ballot(first, is_holder=bool(holders)),
             tuple(dict.fromkeys((*holders, *order))),
+            holders,
             tuple(self.followers(round_index, shard_index)),
             is_holder=has_input,
             may_lead=own in order,

@@ -206,6 +206,13 @@ class ShardWork:
         if values is not None:
             await self._replica.worker.run(lambda: put(shard, values))
 
+    async def check(self, values: Array) -> None:
+        """Raises `ProtocolViolation` where another replica's parameters are of no use."""
+        optimizer = self._replica.optimizer
+        squares = await self._replica.worker.run(lambda: optimizer.sum_of_squares(values))
+        if not math.isfinite(squares):
+            raise ProtocolViolation("parameters that are not finite")
+
     async def copy_of(self, shard: int, result: Result) -> Array:
         """The values of a result, to be sent. Raises `NotReady` where they are being moved."""
         if result.values is not None:

@@ -123,7 +123,7 @@ def start(scenario: Scenario) -> World:
         primary = scenario.primaries[i] if scenario.primaries else peers[0]
         ballot = first_ballot(primary, is_holder=primary in holders)
         order = tuple(sorted(peers, key=lambda p: (p != primary, peers.index(p))))
-        roster = Roster(ballot, order, holders, me in holders, clips=scenario.clips)
+        roster = Roster(ballot, order, holders, holders, me in holders, clips=scenario.clips)
         machines[me] = ShardUpdate(me, roster)
     truth = {p: Standing() for p in peers}
     world = World(

@@ -165,7 +165,7 @@ def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
                     "gossip",
                     "records",
                     "reduce",
-                    "reduced",
+                    "ballot",
                     "mirror",
                 ):
                     with pytest.raises(RemoteError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swarmnet.errors import ProtocolViolation, Refused
+from swarmnet.protocol.update.roster import Ballot, Roster
 from swarmnet.swarm.messages import ReduceRequest
-from swarmnet.swarm.update.averaging import MAX_SHARED_CALL_BYTES, Averaging
+from swarmnet.swarm.update import outbox
+from swarmnet.swarm.update.outbox import MAX_SHARED_CALL_BYTES, shared_call_bytes
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
 from tests.swarm.handlers import handler_of
@@ -43,7 +46,7 @@ def test_shards_share_a_call_as_far_as_they_fit(
     shard_bytes = 4 * spec.sync.shard_parameters
     if room != "all":
         size = {"two": 2 * shard_bytes, "one": 0}[room]
-        monkeypatch.setattr(Averaging, "_call_bytes", lambda _: size)
+        monkeypatch.setattr(outbox, "shared_call_bytes", lambda _: size)
 
     async def scenario(swarm: Swarm) -> None:
         calls: Calls = Counter()
@@ -84,13 +87,15 @@ def test_who_calls_the_wrong_primary_hears_it_at_once(tmp_path: Path) -> None:
         await swarm.until_round(2)
         wrong = 0
         for name, other in (("peer-0", "peer-1"), ("peer-1", "peer-0")):
+            ownership = swarm.members[name].peer.averaging.ownership
+            roster = ownership.roster
 
-            def everything(r: int, shards: list[int], other: str = other) -> object:
+            def everything(r: int, j: int, other: str = other, roster=roster) -> Roster:  # type: ignore[no-untyped-def]
                 nonlocal wrong
                 wrong += 1
-                return [(other, list(shards))]
+                return replace(roster(r, j), ballot=Ballot(1, other))
 
-            swarm.members[name].peer.averaging._calls_for = everything  # type: ignore  # noqa: SLF001  the callee is at fault in no other way
+            ownership.roster = everything  # type: ignore[method-assign]
         for r in range(3, ROUNDS + 1):
             await swarm.until_round(r, AT_ONCE_S)
         assert wrong >= 4
@@ -100,16 +105,9 @@ def test_who_calls_the_wrong_primary_hears_it_at_once(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
-def test_what_shares_a_call_goes_up_the_link_in_a_second(tmp_path: Path) -> None:
-    async def scenario(swarm: Swarm) -> None:
-        swarm.start("peer-0")
-        await swarm.until_round(1)
-        peer = swarm.members["peer-0"].peer
-        for rate, expected in ((2e6, 2_000_000), (1e9, MAX_SHARED_CALL_BYTES)):
-            peer.gossip.amend(upload_bytes_per_s=rate)
-            assert peer.averaging._call_bytes() == expected  # noqa: SLF001  a size, not its effect
-
-    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=1, rounds=2))
+def test_what_shares_a_call_goes_up_the_link_in_a_second() -> None:
+    assert shared_call_bytes(2e6) == 2_000_000
+    assert shared_call_bytes(1e9) == MAX_SHARED_CALL_BYTES
 
 
 BAD: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
@@ -125,7 +123,8 @@ BAD: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("shards", "num_tokens"), BAD)
 def test_calls_that_cannot_be(shards: tuple[int, ...], num_tokens: tuple[int, ...]) -> None:
-    body = {"round": 0, "stage": 0, "shards": shards, "num_tokens": num_tokens}
+    terms = (1,) * len(shards)
+    body = {"round": 0, "stage": 0, "shards": shards, "num_tokens": num_tokens, "terms": terms}
     with pytest.raises(ProtocolViolation):
         convert(body, ReduceRequest)
 
@@ -136,7 +135,7 @@ def test_a_call_for_a_whole_stage_is_refused(
     """Or a few bytes would make a peer copy and send all of it."""
     spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
     room = 4 * spec.sync.shard_parameters
-    monkeypatch.setattr("swarmnet.swarm.update.averaging.MAX_SHARED_CALL_BYTES", room)
+    monkeypatch.setattr("swarmnet.swarm.update.exchange_service.MAX_SHARED_CALL_BYTES", room)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(2):
@@ -144,7 +143,7 @@ def test_a_call_for_a_whole_stage_is_refused(
         await swarm.until_round(3)
         caller = swarm.members["peer-1"].peer.transport
         for shards, text in (((0, 1), "do not share a call"), ((1,), "")):
-            push = Message(ReduceRequest(2, 0, shards, (0,) * len(shards)))
+            push = Message(ReduceRequest(2, 0, shards, (0,) * len(shards), (1,) * len(shards)))
             calling = caller.call("peer-0", "reduce", push, timeout_s=30.0)
             if text:
                 with pytest.raises(Refused, match=text):

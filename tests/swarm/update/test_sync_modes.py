@@ -158,7 +158,7 @@ def test_what_waits_for_room_on_the_link_is_of_the_exchange_beside_the_round(
         await swarm.until(lambda: bool(given()))
         for results in behind.values():
             results.clear()
-        request = ReduceRequest(here.current, 0, (given()[0],), num_tokens=(0,))
+        request = ReduceRequest(here.current, 0, (given()[0],), num_tokens=(0,), terms=(1,))
         await asker.transport.call("peer-1", "reduce", Message(request), timeout_s=10.0)
         assert behind[True] == {1}, "of a result that is passed on"
         await swarm.until_round(8)
