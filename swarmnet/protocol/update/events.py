@@ -36,7 +36,8 @@ class Seen:
 class Pushed:
     """Another replica's contribution, which waits for the result."""
 
-    call: Call
+    call: Call | None
+    """None for one that was pulled, and waits for no answer."""
     sender: str
     ballot: Ballot
     num_tokens: int

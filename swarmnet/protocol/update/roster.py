@@ -76,3 +76,12 @@ class Roster:
     pulls: bool = False
     """Gossip averaging: the primary asks for the contributions, and each member is the primary of
     its own update. The pair is the roster."""
+
+
+def pair(me: str, partner: str | None) -> Roster:
+    """The roster of a meeting in gossip averaging, as each of the two sees it: it makes the step
+    for itself, with what it pulls from the other one; and is done when the other has pulled too.
+    Without a partner it steps alone."""
+    others = () if partner is None else (partner,)
+    ballot = first_ballot(me, is_holder=True)
+    return Roster(ballot, (me,), (me,), others, is_holder=True, clips=False, pulls=True)

@@ -93,7 +93,7 @@ def lead(u: Facts) -> None:
         u.commands += [do.Pull(p) for p in u.living()]
     if not u.ballot.is_first and u.living():
         u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True))
-    u.commands.append(do.SetDeadline())
+    set_deadline(u)
     pause(u)
 
 
@@ -171,7 +171,7 @@ def begin(u: Facts, event: on.Begun) -> None:
     u.begun = (event.num_tokens, event.gradient)
     if u.state is GATHERING:
         add_part(u, u.me, *u.begun)
-        u.commands.append(do.SetDeadline())
+        set_deadline(u)
 
 
 def note(u: Facts, event: on.Seen) -> None:
@@ -189,7 +189,8 @@ def take_push(u: Facts, event: on.Pushed) -> None:
     if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
-    u.calls += (event.call,)
+    if event.call is not None:  # a pulled contribution has none
+        u.calls += (event.call,)
     if event.sender == u.host:  # the primary is dead to it too by now
         u.host = None
     if u.state is GATHERING:
@@ -336,8 +337,11 @@ def step(u: Facts) -> None:
     u.state = STEPPING
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
     backups = [p for p in u.roster.backups if p != u.me and p not in u.served and not u.is_dead(p)]
-    u.pending = frozenset(backups if u.total is not None or u.roster.pulls else ())
-    mirror(u, u.pending)
+    u.pending = frozenset(backups if u.total is not None else ())
+    if u.roster.pulls:
+        u.commands.append(do.SetDeadline())  # for the partner to pull what is given here
+    else:
+        mirror(u, u.pending)
 
 
 def mirror(u: Facts, backups: frozenset[str]) -> None:
@@ -389,6 +393,12 @@ def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
     u.served |= {event.sender}
 
 
+def expire_pair(u: Facts, event: on.DeadlinePassed) -> None:
+    """Gossip averaging: the partner does not come for what is given here."""
+    if u.roster.pulls:
+        u.pending = frozenset()
+
+
 def expire(u: Facts, event: on.DeadlinePassed) -> None:
     u.is_expired = u.begun is not None
 
@@ -431,6 +441,11 @@ def deny_all(u: Facts) -> None:
     """Who waits here has to go elsewhere, or to come again under the present ballot."""
     u.commands += [do.Deny(call, u.ballot) for call in u.calls]
     u.calls = ()
+
+
+def set_deadline(u: Facts) -> None:
+    if not u.roster.pulls:  # the calls that pull end of themselves
+        u.commands.append(do.SetDeadline())
 
 
 def give_up_push(u: Facts) -> None:

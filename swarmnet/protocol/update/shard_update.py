@@ -131,7 +131,9 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     ),
     on.Refused: _row(no, stepping=rules.confirmed, mirroring=rules.confirmed),
     on.MirrorFailed: _row(no, stepping=rules.mirror_failed, mirroring=rules.mirror_failed),
-    on.DeadlinePassed: _row(no, gathering=rules.expire),
+    on.DeadlinePassed: _row(
+        no, gathering=rules.expire, stepping=rules.expire_pair, mirroring=rules.expire_pair
+    ),
     on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
     on.MovedOn: _row(
         no,

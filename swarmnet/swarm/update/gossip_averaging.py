@@ -18,7 +18,6 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from swarmnet.errors import NotReady, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, MAX_RATE, Record
@@ -31,6 +30,7 @@ from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.averaging import Averaging, Behind
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
+from swarmnet.swarm.update.meeting import Meeting, Offer, Offers
 from swarmnet.swarm.update.ownership import BEHIND_ROUNDS
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
@@ -40,14 +40,10 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.gossip_averaging")
 
 LOOK_AGAIN_S = 0.2
-OFFER_WAIT_S = 10.0
-"""How long a replica that is done stays in a round for its partner to ask."""
 MAX_TRIES = 8
 """Times that a newcomer asks its donor for a shard that changes meanwhile."""
 MAX_COPIES = 3
 """Downloads of a newcomer before it begins with what has become old on the way."""
-
-Offer = tuple[dict[str, Any], tuple[Array, ...]]
 
 
 @dataclass
@@ -61,10 +57,8 @@ class GossipAveraging:
     averaging: Averaging
 
     def __post_init__(self) -> None:
-        self._offering = -1
-        """The round of the meeting that is going on."""
-        self._asked: set[tuple[str, int]] = set()
-        """(peer id, shard) of the parts of the offer that were given."""
+        self._meeting: Meeting | None = None
+        """The one that is going on."""
         self._changed = Condition()
         self._copies = 0
         """Of donors that had moved on when they were complete."""
@@ -120,7 +114,7 @@ class GossipAveraging:
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
-        self._offering = -1
+        self._meeting = None
         self._forget_tokens()
 
     def _forget_tokens(self) -> None:
@@ -130,17 +124,22 @@ class GossipAveraging:
 
     async def _meet(self, r: int) -> None:
         """The outer step, with the partner of this round where there is one."""
-        self._offering, self._asked = r, set()
+        meeting = Meeting(
+            r,
+            self.gossip,
+            self._partner(r),
+            self.replica.num_shards,
+            lambda other: self._offers_of(other, r),
+            lambda offers: self._make_step(offers, r),
+        )
+        self._meeting = meeting
         self._changed.notify_all()
-        other = self._partner(r)
-        offers: dict[int, Offer] = {}
-        if other is not None:
-            at_once = asyncio.Semaphore(self.limits.max_fetching)
-            shards = range(self.replica.num_shards)
-            await asyncio.gather(*(self._ask(other, r, j, at_once, offers) for j in shards))
-            if offers:
-                await self._until_asked(other)
-        self._offering = -1
+        try:
+            await meeting.run(max(self.local.tokens, default=0))
+        finally:
+            self._meeting = None
+
+    async def _make_step(self, offers: Offers, r: int) -> None:
         if not offers and not self.is_owing:
             return  # nothing new: momentum alone leads nowhere
         apart = total = 0.0
@@ -168,8 +167,15 @@ class GossipAveraging:
         others = [m.peer_id for m in members if m.state in (ACTIVE, LEAVING) and m.round <= r]
         return partner(self.gossip.own.peer_id, others, self.replica.index, r)
 
+    async def _offers_of(self, other: str, r: int) -> Offers:
+        offers: Offers = {}
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        shards = range(self.replica.num_shards)
+        await asyncio.gather(*(self._ask(other, r, j, at_once, offers) for j in shards))
+        return offers
+
     async def _ask(
-        self, other: str, r: int, j: int, at_once: asyncio.Semaphore, offers: dict[int, Offer]
+        self, other: str, r: int, j: int, at_once: asyncio.Semaphore, offers: Offers
     ) -> None:
         async with at_once:
             try:
@@ -179,15 +185,6 @@ class GossipAveraging:
             except SwarmnetError as e:
                 log.debug("round %d shard %d: no offer of %s: %s", r, j, other[-8:], e)
 
-    async def _until_asked(self, other: str) -> None:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + OFFER_WAIT_S
-        wanted = {(other, j) for j in range(self.replica.num_shards)}
-        while loop.time() < end and not wanted <= self._asked:
-            if not self.gossip.liveness.is_live(other):
-                return
-            await self._changed.wait(LOOK_AGAIN_S)
-
     async def _on_offer(self, request: Request) -> Message:
         """A partner asks, in the same round."""
         self.gossip.check_run(request)
@@ -196,18 +193,18 @@ class GossipAveraging:
         if fetch.stage != replica.index or j >= replica.num_shards or not replica.synced:
             raise NotReady(f"stage {fetch.stage} is not served here")
         await self._changed.until(
-            lambda: self._offering >= r or replica.round > r, self.limits.enter_wait_s
+            lambda: self._meeting is not None or replica.round > r, self.limits.enter_wait_s
         )
-        if self._offering != r:
-            if replica.round >= r:
+        meeting = self._meeting
+        if meeting is None or meeting.round != r:
+            if replica.round > r or meeting is not None:
                 raise Stale("that meeting is over here", round=replica.round)
             raise NotReady(f"round {r} has not ended here", round=replica.round)
         async with self._serving:
             values, arrays = await replica.worker.run(lambda: self.local.offer(j))
-        if self._offering != r:
+        if self._meeting is not meeting:
             raise Stale("that meeting is over here", round=replica.round)
-        self._asked.add((request.remote, j))
-        self._changed.notify_all()
+        meeting.asked(request.remote, j)
         return Message(FetchReply(r, values), arrays)
 
     # ---- newcomers --------------------------------------------------------------------------

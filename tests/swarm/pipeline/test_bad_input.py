@@ -187,7 +187,7 @@ def test_only_replicas_of_a_stage_take_part_in_its_update(tmp_path: Path) -> Non
         for r in range(1, 4):
             await swarm.until_round(r)
             gradient = floats(1e6, shape=(4096,))
-            push = Message(ReduceRequest(swarm.rounds()[0], 0, (0,), (1000,)), (gradient,))
+            push = Message(ReduceRequest(swarm.rounds()[0], 0, (0,), (1000,), (1,)), (gradient,))
             with pytest.raises(RemoteError, match="not known here as a replica"):
                 await stranger.call("peer-0", "reduce", push, timeout_s=30.0)
         await swarm.until_round(ROUNDS)
@@ -639,7 +639,7 @@ def test_a_peer_of_another_run_is_turned_away(tmp_path: Path) -> None:
             "unreached": Unreached("peer-1"),
             "step": StepRequest(2, 1, 0, "lost", 4),
             "commit": {"round": 0, "microbatch_ids": []},
-            "reduce": ReduceRequest(2, 0, (0,), (0,)),
+            "reduce": ReduceRequest(2, 0, (0,), (0,), (1,)),
         }
         for method, body in calls.items():
             with pytest.raises(WrongRun):

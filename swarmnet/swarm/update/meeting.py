@@ -1,0 +1,113 @@
+"""One meeting of two replicas in gossip averaging: the table of a shard's update with a pair as its
+roster (`protocol.update.roster.pair`), for all shards at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.roster import SUSPECT, Standing, pair
+from swarmnet.protocol.update.shard_update import ShardUpdate
+from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.gossip_averaging")
+
+LOOK_AGAIN_S = 0.5
+"""Between two looks whether the partner lives, while nothing is heard of anybody."""
+OFFER_WAIT_S = 10.0
+"""How long a replica that is done stays in a round for its partner to ask."""
+
+Offer = tuple[dict[str, Any], tuple[Array, ...]]
+Offers = dict[int, Offer]
+"""By shard."""
+
+
+class Meeting:
+    """Of one replica, in one round."""
+
+    def __init__(
+        self,
+        round_index: int,
+        gossip: Gossip,
+        partner: str | None,
+        num_shards: int,
+        ask: Callable[[str], Awaitable[Offers]],
+        step: Callable[[Offers], Awaitable[None]],
+    ) -> None:
+        """`ask(partner)`: what it offers of each shard, as far as it gives any. `step(offers)`:
+        makes the outer step."""
+        self.round = round_index
+        self._gossip, self._partner, self._num_shards = gossip, partner, num_shards
+        self._ask, self._step = ask, step
+        self._machine = ShardUpdate(gossip.own.peer_id, pair(gossip.own.peer_id, partner))
+        self._wanted = set(range(num_shards))
+        """Shards whose offer the partner has not asked for."""
+        self._over = Condition()
+        self._tasks = Tasks("meeting")
+
+    async def run(self, num_tokens: int) -> None:
+        """Returns when the step is made, and the partner has what it needs or is gone."""
+        try:
+            self._refresh()
+            self._feed(on.Begun(num_tokens, None))
+            while not self._machine.is_over:
+                await self._over.wait(LOOK_AGAIN_S)
+                self._refresh()
+        finally:
+            await self._tasks.close()
+
+    def asked(self, peer_id: str, shard: int) -> None:
+        """A replica has been given the offer of a shard."""
+        if peer_id == self._partner:
+            self._wanted.discard(shard)
+            if not self._wanted:
+                self._feed(on.Confirmed(peer_id))
+
+    def _refresh(self) -> None:
+        partner, liveness = self._partner, self._gossip.liveness
+        members = {}
+        if partner is not None and liveness.is_live(partner):
+            members[partner] = Standing()
+        elif partner is not None and liveness.is_suspect(partner):
+            members[partner] = Standing(SUSPECT)
+        self._feed(on.Seen(members))
+
+    def _feed(self, event: on.Event) -> None:
+        for command in self._machine.handle(event):
+            match command:
+                case do.Pull(target):
+                    self._tasks.start(self._pull(target))
+                case do.Sum(parts, _, _, attempt):
+                    offers = parts[0][2] if parts else None
+                    self._tasks.start(self._later(on.Summed(offers, attempt)))
+                case do.Step(offers, _, attempt):
+                    self._tasks.start(self._make_step(offers, attempt))
+                case do.SetDeadline():
+                    self._tasks.start(self._expire())
+        self._over.notify_all()
+
+    async def _later(self, event: on.Event) -> None:
+        self._feed(event)
+
+    async def _pull(self, target: str) -> None:
+        offers = await self._ask(target)
+        if offers:
+            ballot = self._machine.facts.ballot
+            self._feed(on.Pushed(None, target, ballot, 1, offers))
+        else:
+            self._feed(on.PushFailed(target))
+
+    async def _make_step(self, offers: Offers | None, attempt: int) -> None:
+        await self._step(offers or {})
+        self._feed(on.Stepped(True, attempt))
+
+    async def _expire(self) -> None:
+        await asyncio.sleep(OFFER_WAIT_S)
+        self._feed(on.DeadlinePassed())
