@@ -217,6 +217,8 @@ class Liveness:
     def on_news(self, record: Record) -> None:
         """A newer record has come into the view."""
         self._carry_out(self._view.take_commands())
+        if self._view.detector.is_lost(record.peer_id):
+            self._tell_unreached()
 
     # ---- suspicions -------------------------------------------------------------------------
 
