@@ -57,7 +57,7 @@ AREAS = {
         (
             "tests/protocol/pipeline/test_routing.py",
             "tests/protocol/pipeline/test_service_estimates.py",
-            "tests/swarm/membership/test_path_hints.py",
+            "tests/swarm/pipeline/test_path_hints.py",
             "tests/swarm/pipeline/test_stalls.py",
             "tests/swarm/pipeline/test_room.py",
         ),

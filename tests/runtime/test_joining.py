@@ -134,7 +134,7 @@ def test_what_is_saved_is_everything_that_changed() -> None:
     view.merge(Record(IDS[0], SPEC.run_id, 1, 2, state=ACTIVE, addresses=(moved,)), 2.0)
     assert known.meet(SPEC.run_id, view, 2.0)
     assert known.peers[IDS[0]] == (moved,)
-    view.unanswered(IDS[1], (1, 1), 3.0)
+    view.reach.unanswered(IDS[1], (1, 1), 3.0)
     known.meet(SPEC.run_id, view, 3.0)
     assert list(known.latest_first()) == [IDS[0], IDS[1]], "who lives was met last"
 

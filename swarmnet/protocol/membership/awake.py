@@ -12,7 +12,7 @@ TICK_S = 0.5
 """Between two ticks of a process that runs."""
 LATE_S = 1.0
 """A tick that comes so much later shows that the process has stood still. It protects others from
-this process's own stalls (`tests/swarm/membership/test_awake.py`)."""
+this process's own stalls (`tests/protocol/membership/test_awake.py`)."""
 
 
 class AwakeTime:

@@ -15,25 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from swarmnet.protocol.membership.digest import Digest
-from swarmnet.protocol.membership.failure_detector import (
-    DEAD,
-    SILENCE_S,
-    Command,
-    FailureDetector,
-    Look,
-    State,
-)
-from swarmnet.protocol.membership.partition import are_cut, connected
-from swarmnet.protocol.membership.records import (
-    ACTIVE,
-    JOINING,
-    LEAVING,
-    LEFT,
-    MAX_UNREACHED,
-    NO_STAMP,
-    Record,
-    Stamp,
-)
+from swarmnet.protocol.membership.failure_detector import SILENCE_S, FailureDetector
+from swarmnet.protocol.membership.reach import Reach
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT, Record, Stamp
 from swarmnet.protocol.membership.round_counters import RoundCounters
 from swarmnet.protocol.membership.stage_index import ALL, AnswerCache, StageIndex
 
@@ -41,9 +25,6 @@ T = TypeVar("T")
 
 MAX_PEERS = 16_384
 """Known peers at most."""
-MAX_STAMP_LEAD = 256
-"""Versions by which a suspicion may run ahead of the record that is known here. A lie about a
-version far in the future would otherwise silence a peer for good."""
 
 
 class View:
@@ -53,7 +34,8 @@ class View:
     each stage apart, until a record of that stage changes or the first of its live peers may have
     been silent for too long.
 
-    `detector`, `digest` and `counters` are to be read by others; only the view changes them."""
+    `detector`, `digest` and `counters` are to be read by others; only the view changes them. What
+    happens to a peer is told to `reach`."""
 
     def __init__(self, own_peer_id: str, *, silence_s: float = SILENCE_S) -> None:
         self.own_peer_id = own_peer_id
@@ -67,9 +49,14 @@ class View:
         )
         self._newest_round = 0
         """Of any record of another peer, ever."""
-        self._frozen: dict[str, Record] = {}
-        """Of peers in another part: the record whose counters count."""
-        self._commands: list[Command] = []
+        self.reach = Reach(
+            own_peer_id,
+            self.detector,
+            self._records,
+            self._index,
+            self.counters,
+            self._answers,
+        )
 
     def __len__(self) -> int:
         return len(self._records)
@@ -105,14 +92,13 @@ class View:
             if before.stage != stage:
                 self._index.move(peer_id, before.stage, stage)
                 self._answers.drop(before.stage)
-            if before.counts != record.counts and peer_id not in self._frozen:
+            if before.counts != record.counts and self.reach.counts(peer_id):
                 self.counters.remove(before)
                 self.counters.add(record)
         self._records[peer_id] = record
         self.digest.put(peer_id, record.stamp)
-        self._commands += self.detector.heard(peer_id, record.stamp, now)
         self._answers.drop(stage)
-        self._learn_cuts(before, record, now)
+        self.reach.merged(before, record, now)
         if record.round > self._newest_round and peer_id != self.own_peer_id:
             self._newest_round = record.round
         return True
@@ -131,62 +117,14 @@ class View:
 
     # -- live peers ------------------------------------------------------------------------
 
-    def state_of(self, peer_id: str, now: float) -> State:
-        """Whether a peer can be called, as this one has found out: `DEAD` for one that is out of
-        reach, has left, or is not known."""
-        self.awake_s(now)
-        record = self._records.get(peer_id)
-        if record is None or record.state == LEFT:
-            return DEAD
-        return self.detector.state_of(peer_id, now)
-
     def reaches(self, peer_id: str, now: float) -> bool:
         """Whether a peer is live and can be called."""
         return self.is_live(peer_id, now) and not self.detector.is_lost(peer_id)
 
-    def are_cut(self, one: str, other: str) -> bool:
-        """Whether one of two peers says that it cannot call the other."""
-        return are_cut(self._records.get(one), self._records.get(other))
-
-    def answered(self, peer_id: str, now: float) -> list[Command]:
-        """A peer has answered a call of this one."""
-        was_live = self.is_live(peer_id, now)
-        commands = self.detector.answered(peer_id, now)
-        if not was_live:
-            self._answers.clear()
-        return self._changed(peer_id, commands, now)
-
-    def unanswered(self, peer_id: str, stamp: Stamp, now: float) -> list[Command]:
-        """A look at a peer, whose stamp was `stamp` when it began, was not answered."""
-        stamp = self._bounded(peer_id, stamp)
-        return self._changed(peer_id, self.detector.unanswered(peer_id, stamp, now), now)
-
-    def suspected_by_another(self, peer_id: str, stamp: Stamp, now: float) -> list[Command]:
-        """Another peer had no answer from this one, when its stamp was `stamp`."""
-        record = self._records.get(peer_id)
-        known = record.stamp if record is not None else NO_STAMP
-        stamp = self._bounded(peer_id, stamp)
-        commands = self.detector.suspected_by_another(peer_id, stamp, known, now)
-        return self._changed(peer_id, commands, now)
-
-    def take_commands(self) -> list[Command]:
-        """What the records that came in have made due."""
-        commands, self._commands = self._commands, []
-        return commands
-
-    def awake_s(self, now: float) -> float:
-        """Time without that in which this process stood still, when it could not hear of any
-        peer."""
-        before = self.detector.clock.stalled_s
-        awake_s = self.detector.awake_s(now)
-        if self.detector.clock.stalled_s != before:
-            self._answers.clear()
-        return awake_s
-
     def is_live(self, peer_id: str, now: float) -> bool:
         """Known, not LEFT, heard of within `silence_s`, also since it was lost, and in this part
         of the swarm. A peer never finds itself silent or lost."""
-        self.awake_s(now)
+        self.reach.awake_s(now)
         record = self._records.get(peer_id)
         return record is not None and record.state != LEFT and self.detector.is_sound(peer_id, now)
 
@@ -247,7 +185,7 @@ class View:
     def remembered(self, stage: int, name: object, now: float, ask: Callable[[], T]) -> T:
         """`ask()`, or what it returned the last time, where nothing has changed since that concerns
         the peers of `stage` (`ALL`: any peer). The caller must not change the answer."""
-        self.awake_s(now)
+        self.reach.awake_s(now)
         return self._answers.get(stage, name, now, ask)
 
     # -- forgetting ------------------------------------------------------------------------
@@ -272,67 +210,6 @@ class View:
         return old
 
     # -- within ----------------------------------------------------------------------------
-
-    def _bounded(self, peer_id: str, stamp: Stamp) -> Stamp:
-        """A lie about a version far in the future would silence a peer for good."""
-        record = self._records.get(peer_id)
-        if record is None:
-            return stamp
-        incarnation, version = record.stamp
-        return min(stamp, (incarnation, version + MAX_STAMP_LEAD))
-
-    def _changed(self, peer_id: str, commands: list[Command], now: float) -> list[Command]:
-        """Of a peer that may have been lost, or be back."""
-        if commands:
-            self._answers.clear()
-            self._find_parts(now)
-        return commands
-
-    def _learn_cuts(self, before: Record | None, record: Record, now: float) -> None:
-        """What a record says of the peers that its own cannot call has changed."""
-        is_lost = self.detector.is_lost(record.peer_id)
-        told = before.unreached if before is not None else ()
-        if told != record.unreached and record.peer_id != self.own_peer_id:
-            if self.own_peer_id in record.unreached and not is_lost:
-                self._commands.append(Look(record.peer_id))
-            for peer_id in told:  # others reach it again
-                if peer_id not in record.unreached and self.detector.is_lost(peer_id):
-                    self._commands.append(Look(peer_id))
-        if before is not None and is_lost and before.addresses != record.addresses:
-            self._commands.append(Look(record.peer_id))  # at a relay, perhaps
-        is_serving = before is not None and before.stage == record.stage
-        if is_lost or told != record.unreached or not is_serving:
-            self._find_parts(now)
-
-    def _find_parts(self, now: float) -> None:
-        """Which peers are out of reach in another part of the swarm. Their counters stay as they
-        are from then on: what is counted there has no gradient here."""
-        missing = self.detector.out_of_reach()
-        apart: frozenset[str] = frozenset()
-        if len(missing) > MAX_UNREACHED:  # more than records can name
-            apart = frozenset(missing)
-        elif missing:
-            gone = set(missing)
-            serving = {
-                p: r
-                for p in self._index.ids(ALL)
-                if (r := self._records[p]).stage >= 0
-                and r.state in (JOINING, ACTIVE, LEAVING)
-                and not self.detector.is_suspected(p)
-                and (p in gone or self.detector.heard_at(p) >= now - self.silence_s)
-            }
-            apart = frozenset(gone - connected(self.own_peer_id, gone, serving))
-        if apart == self.detector.apart:
-            return
-        for peer_id in sorted(apart - self.detector.apart):
-            self._frozen[peer_id] = self._records[peer_id]
-        for peer_id in sorted(self.detector.apart - apart):
-            frozen = self._frozen.pop(peer_id, None)
-            if frozen is not None and peer_id in self._records:
-                self.counters.remove(frozen)
-                self.counters.add(self._records[peer_id])
-        self.detector.apart = apart
-        self._answers.clear()
 
     def _live_in(self, stage: int, now: float) -> list[Record]:
         records, sound = self._records, self.detector.sound(self._index.ids(stage), now)
@@ -361,7 +238,6 @@ class View:
     def _forget(self, peer_id: str, now: float) -> None:
         record = self._records.pop(peer_id)
         self._index.remove(peer_id, record.stage)
-        self.detector.forget(peer_id)
-        self.counters.remove(self._frozen.pop(peer_id, record))
+        self.reach.forget(record)
         self.digest.forget(peer_id, now)
         self._answers.drop(record.stage)

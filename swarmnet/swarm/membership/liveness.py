@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from swarmnet.errors import RemoteError, SwarmnetError
 from swarmnet.protocol.membership.awake import TICK_S
 from swarmnet.protocol.membership.failure_detector import (
     ALIVE,
@@ -23,19 +21,20 @@ from swarmnet.protocol.membership.failure_detector import (
     TellSuspicion,
     TellUnreached,
 )
+from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import (
     LEFT,
     MAX_UNREACHED,
-    NO_STAMP,
     OBSERVER_STAGE,
     OBSERVING,
     Record,
     Stamp,
 )
-from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, View
+from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.live_calls import LiveCalls
+from swarmnet.swarm.membership.looks import Looks
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
@@ -49,9 +48,6 @@ log = logging.getLogger("swarmnet.gossip")
 SUSPICION_FANOUT = 4
 """Peers that are told of a suspicion in a large swarm: every peer that had a channel to the dead
 one notices its death."""
-PROBE_TIMEOUT_S = 2.0
-"""For the answer to a ping. It protects from a peer that is silent with its channels open
-(`tests/swarm/membership/test_detection.py`)."""
 MAX_LOOKS = 64
 """At a time, at the word of others."""
 
@@ -74,8 +70,9 @@ class Liveness:
         """`changed` is notified of changes of state. `tasks` runs the probes."""
         self._own, self._transport, self._view = own, transport, view
         self._pushes, self._unreached, self._callers = pushes, unreached, callers
-        self._changed, self._tasks = changed, tasks
-        self._probing: dict[str, asyncio.Task[Any]] = {}
+        self._changed = changed
+        looks = self._looks = Looks(transport, view, tasks, self.answered, self.unanswered)
+        self.probe, self.look_into = looks.begin, looks.look_into
         self._on_change: list[Callable[[str, State], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._calls = LiveCalls(transport, self)
@@ -102,7 +99,7 @@ class Liveness:
 
     def _tick(self) -> None:
         now = _now()
-        self._view.awake_s(now)
+        self._view.reach.awake_s(now)
         self._carry_out(self._view.detector.passed(now))
         self._calls.look()
         self._tell_unreached()
@@ -112,7 +109,7 @@ class Liveness:
 
     def state_of(self, peer_id: str) -> State:
         """`ALIVE`, `SUSPECT` or `DEAD`, to this peer."""
-        return self._view.state_of(peer_id, _now())
+        return self._view.reach.state_of(peer_id, _now())
 
     def is_live(self, peer_id: str) -> bool:
         """Whether a peer can be called."""
@@ -132,73 +129,21 @@ class Liveness:
     def awake_s(self) -> float:
         """The loop's time without that in which this process stood still: for deadlines of
         others."""
-        return self._view.awake_s(_now())
+        return self._view.reach.awake_s(_now())
 
     def on_change(self, callback: Callable[[str, State], None]) -> None:
         """`callback(peer_id, state)` when a peer is lost, dead, or back."""
         self._on_change.append(callback)
 
-    # ---- probes -----------------------------------------------------------------------------
-
-    def probe(self, peer_id: str) -> None:
-        """Starts a probe of a peer, which is lost where it does not answer."""
-        if peer_id not in self._probing and peer_id != self._own.peer_id:
-            self._view.detector.looks(peer_id)
-            self._probing[peer_id] = self._tasks.start(self._probe(peer_id))
-
-    async def look_into(self, peer_ids: Iterable[str]) -> None:
-        """Probes each of these peers, and returns when it is known which of them answer now."""
-        await asyncio.gather(*map(self._look_into, peer_ids))
-
-    async def _look_into(self, peer_id: str) -> None:
-        for _ in range(2):  # one that is under way may end with an answer from before
-            is_new = peer_id not in self._probing
-            self.probe(peer_id)
-            if peer_id in self._probing:
-                await asyncio.wait([self._probing[peer_id]])
-            if is_new or not self.is_live(peer_id):
-                return
-
-    async def _probe(self, peer_id: str) -> None:
-        try:
-            for is_last in (False, True):
-                stamp = self._stamp_of(peer_id)
-                try:
-                    while not await self._answers(peer_id):
-                        pass
-                    return self.answered(peer_id)
-                except SwarmnetError:
-                    # News of it that was on its way meanwhile refutes a suspicion from before.
-                    if is_last or self._stamp_of(peer_id) == stamp:
-                        return self.unanswered(peer_id, stamp)
-        finally:
-            self._probing.pop(peer_id, None)
-
-    def _stamp_of(self, peer_id: str) -> Stamp:
-        record = self._view.get(peer_id)
-        return record.stamp if record is not None else NO_STAMP
-
-    async def _answers(self, peer_id: str) -> bool:
-        """True where a ping is answered. False where this process stood still meanwhile, so that
-        the silence means nothing. Raises a `SwarmnetError` where it is not answered."""
-        began, awake = _now(), self.awake_s()
-        try:
-            await self._transport.call(peer_id, "ping", Message(), timeout_s=PROBE_TIMEOUT_S)
-        except RemoteError:
-            pass  # it answered
-        except SwarmnetError:
-            if _now() - began > self.awake_s() - awake + PROBE_TIMEOUT_S / 4:
-                return False
-            raise
-        return True
+    # ---- what has happened ------------------------------------------------------------------
 
     def answered(self, peer_id: str) -> None:
         """A peer has answered a call of this one."""
-        self._carry_out(self._view.answered(peer_id, _now()))
+        self._carry_out(self._view.reach.answered(peer_id, _now()))
 
     def unanswered(self, peer_id: str, stamp: Stamp) -> None:
         """A peer, whose stamp was `stamp` when it was looked at, did not answer."""
-        self._carry_out(self._view.unanswered(peer_id, stamp, _now()))
+        self._carry_out(self._view.reach.unanswered(peer_id, stamp, _now()))
 
     async def _on_ping(self, request: Request) -> Message:
         self._callers.check_stranger(request)
@@ -216,7 +161,9 @@ class Liveness:
 
     def on_news(self, record: Record) -> None:
         """A newer record has come into the view."""
-        self._carry_out(self._view.take_commands())
+        self._carry_out(self._view.reach.take_commands())
+        if self._view.detector.is_lost(record.peer_id):
+            self._tell_unreached()
 
     # ---- suspicions -------------------------------------------------------------------------
 
@@ -234,8 +181,8 @@ class Liveness:
                     self._refute(stamp)
                 continue
             record = self._view.get(s.peer_id)
-            if record is not None and record.state != LEFT and len(self._probing) < MAX_LOOKS:
-                self._carry_out(self._view.suspected_by_another(s.peer_id, stamp, _now()))
+            if record is not None and record.state != LEFT and len(self._looks) < MAX_LOOKS:
+                self._carry_out(self._view.reach.suspected_by_another(s.peer_id, stamp, _now()))
 
     def _refute(self, stamp: Stamp) -> None:
         own = self._own.record

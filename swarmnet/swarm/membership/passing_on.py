@@ -39,14 +39,14 @@ class PassingOn:
         view, now = self._view, asyncio.get_running_loop().time()
         serving = [r.peer_id for r in view.live(now) if r.stage != OBSERVER_STAGE]
         for peer_id in serving:
-            if peer_id == record.peer_id or not view.are_cut(record.peer_id, peer_id):
+            if peer_id == record.peer_id or not view.reach.are_cut(record.peer_id, peer_id):
                 continue
             both = (p for p in serving if p not in (peer_id, record.peer_id))
             first = next(
                 (
                     p
                     for p in both
-                    if not (view.are_cut(p, peer_id) or view.are_cut(p, record.peer_id))
+                    if not (view.reach.are_cut(p, peer_id) or view.reach.are_cut(p, record.peer_id))
                 ),
                 None,
             )

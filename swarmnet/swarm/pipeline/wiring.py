@@ -227,7 +227,7 @@ class Wiring:
         behind = [r.peer_id for r in replicas if r.round < request.round - slack]
         unfit = behind if len(behind) < len(replicas) else []
         fit = [r.peer_id for r in replicas if r.peer_id not in unfit]
-        cut = [p for p in fit if view.are_cut(request.feeder, p)]
+        cut = [p for p in fit if view.reach.are_cut(request.feeder, p)]
         return [*unfit, *cut] if len(cut) < len(fit) else unfit
 
     async def _attempt(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmnet.errors import Busy, NotReady, SwarmnetError, TransportError
-from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S
+from swarmnet.protocol.membership.failure_detector import ALIVE, SUSPECT, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
@@ -356,7 +356,9 @@ class Rounds:
             state = liveness.state_of(feeder)
             if state is SUSPECT and question.is_over:
                 may_answer, end = True, max(end, min(latest, liveness.awake_s() + KEEP_ASKING_S))
-            if state is DEAD or not may_answer or liveness.awake_s() + ASK_AGAIN_S > end:
+            elif state is not ALIVE:
+                break
+            if not may_answer or liveness.awake_s() + ASK_AGAIN_S > end:
                 break
             await asyncio.sleep(ASK_AGAIN_S)
         is_live = state is ALIVE

@@ -57,7 +57,7 @@ def halves(view: View, now: float) -> None:
     for name in "def":
         before = view.get(name)
         assert before is not None
-        view.unanswered(name, before.stamp, now)
+        view.reach.unanswered(name, before.stamp, now)
     for name in "bc":
         view.merge(record(name, 1, unreached="def"), now)
     for name in "def":
@@ -76,14 +76,14 @@ def view_of(*others: str) -> View:
 
 def test_a_single_peer_out_of_reach_takes_part_in_the_run() -> None:
     view = view_of(*"bc")
-    view.unanswered("c", (1, 0), 1.0)
+    view.reach.unanswered("c", (1, 0), 1.0)
     view.merge(record("c", 1, unreached="a"), 2.0)
     assert view.is_live("c", 2.0)
     assert not view.reaches("c", 2.0)
     assert [r.peer_id for r in view.replicas(0, 2.0)] == ["a", "b", "c"]
     assert [r.peer_id for r in view.in_reach(0, 2.0)] == ["a", "b"]
     assert [r.peer_id for r in view.lost(0, 2.0)] == ["c"]
-    view.answered("c", 3.0)
+    view.reach.answered("c", 3.0)
     assert [r.peer_id for r in view.in_reach(0, 3.0)] == ["a", "b", "c"]
 
 
@@ -116,7 +116,7 @@ def test_what_the_other_half_counts_does_not_count_here() -> None:
     view.merge(record("d", 3, unreached="abc", counts=(counted(3, 4, 4),)), 2.0)
     view.merge(record("d", 4, unreached="abc", counts=(counted(3, 6, 6),)), 2.0)
     assert view.counters.committed(3) == 2
-    view.answered("d", 3.0)
+    view.reach.answered("d", 3.0)
     assert view.counters.committed(3) == 6
     view.merge(record("d", 5, counts=(counted(3, 7, 7),)), 4.0)
     assert view.counters.committed(3) == 7
@@ -125,7 +125,7 @@ def test_what_the_other_half_counts_does_not_count_here() -> None:
 def test_what_a_forgotten_peer_of_the_other_half_counted_is_forgotten() -> None:
     view = view_of(*"bcd")
     view.merge(record("d", 1, counts=(counted(3, 2, 2),)), 0.5)
-    view.unanswered("d", (1, 1), 1.0)
+    view.reach.unanswered("d", (1, 1), 1.0)
     for name in "bc":
         view.merge(record(name, 1, unreached="d"), 1.0)
     view.merge(record("d", 2, counts=(counted(3, 4, 4),)), 2.0)
@@ -140,7 +140,7 @@ def test_many_living_peers_out_of_reach_are_the_other_part() -> None:
     names = [f"p{i:03}" for i in range(MAX_UNREACHED + 1)]
     for name in names:
         view.merge(Record(name, "r", 1, 0, state=ACTIVE, stage=0), 0.0)
-        view.unanswered(name, (1, 0), 1.0)
+        view.reach.unanswered(name, (1, 0), 1.0)
         view.merge(Record(name, "r", 1, 1, state=ACTIVE, stage=0), 1.0)
     assert [r.peer_id for r in view.live(1.0)] == ["a", "b"]
 
@@ -148,13 +148,13 @@ def test_many_living_peers_out_of_reach_are_the_other_part() -> None:
 def test_what_records_say_of_reach_leads_to_looks() -> None:
     view = view_of(*"bcd")
     view.merge(record("b", 1, unreached="a"), 1.0)
-    assert view.take_commands() == [Look("b")], "the way back may be cut too"
-    assert view.take_commands() == []
-    view.unanswered("d", (1, 0), 1.0)
+    assert view.reach.take_commands() == [Look("b")], "the way back may be cut too"
+    assert view.reach.take_commands() == []
+    view.reach.unanswered("d", (1, 0), 1.0)
     view.merge(record("d", 1), 2.0)
     view.merge(record("c", 1, unreached="d"), 2.0)
-    assert view.take_commands() == [Look("d")], "the first news since it was lost"
+    assert view.reach.take_commands() == [Look("d")], "the first news since it was lost"
     view.merge(record("c", 2), 3.0)
-    assert view.take_commands() == [Look("d")], "another peer reaches it again"
+    assert view.reach.take_commands() == [Look("d")], "another peer reaches it again"
     view.merge(record("d", 2, addresses=("/ip4/5.5.5.5/tcp/1/p2p/r/p2p-circuit/p2p/d",)), 4.0)
-    assert view.take_commands() == [Look("d")], "at a relay, perhaps"
+    assert view.reach.take_commands() == [Look("d")], "at a relay, perhaps"

@@ -20,6 +20,7 @@ from swarmnet.protocol.membership.records import (
     MAX_STRIKES,
     MAX_SWITCHES,
     MAX_TEXT,
+    MAX_UNREACHED,
     HeldOut,
     Record,
     Restorable,
@@ -70,6 +71,12 @@ def test_what_many_say_at_most_adds_up_to_what_one_may_say() -> None:
     assert math.isfinite(state.loss_sum)
 
 
+@pytest.mark.parametrize("unreached", [("x",) * (MAX_UNREACHED + 1), ("x" * (MAX_TEXT + 1),)])
+def test_too_many_or_too_long_ids_are_refused(unreached: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot reach"):
+        Record("a", "run", 1, 1, unreached=unreached)
+
+
 @pytest.mark.parametrize(("num_shards", "num_slots"), [(1, 1), (9, 100), (4096, 65_536)])
 def test_the_largest_record_of_a_run_fits_its_limit(num_shards: int, num_slots: int) -> None:
     every = SlotSet.of(all_slots(num_slots))
@@ -83,6 +90,7 @@ def test_the_largest_record_of_a_run_fits_its_limit(num_shards: int, num_slots: 
         strikes={f"{i:0{MAX_TEXT}d}": 2**61 for i in range(MAX_STRIKES)}, agent=long, paused=long,
         restorable=(Restorable(2**61, 1, num_shards, holds, 2**61),) * MAX_RESTORABLE,
         credential=bytes(MAX_CREDENTIAL_BYTES), held_out=HeldOut(2**61, 1.5, 2.5),
+        unreached=(long,) * MAX_UNREACHED,
         switches=tuple(Switch(2**61 + i, "delayed", 1.5, 2.5) for i in range(MAX_SWITCHES)),
     )  # fmt: skip
     assert len(pack(largest)) <= record_bytes(num_shards, num_slots) <= MAX_RECORD_BYTES

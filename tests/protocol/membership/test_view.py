@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from swarmnet.protocol.membership import view as view_module
 from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD
+from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import (
     ACTIVE,
     JOINING,
@@ -17,7 +18,7 @@ from swarmnet.protocol.membership.records import (
     OBSERVING,
     Record,
 )
-from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, View
+from swarmnet.protocol.membership.view import View
 from tests.protocol.making import counted, record
 
 records = st.builds(
@@ -113,17 +114,17 @@ def test_who_serves_a_stage() -> None:
 def test_a_lost_peer_is_not_live_until_there_is_news_of_it() -> None:
     view = View("me")
     view.merge(record("a", 5), 0.0)
-    view.unanswered("a", (1, 5), 0.0)
+    view.reach.unanswered("a", (1, 5), 0.0)
     assert not view.is_live("a", 0.0)
     assert view.detector.suspicions() == [("a", (1, 5))]
     view.merge(record("a", 6), 0.0)
     assert view.detector.suspicions() == []
     assert not view.reaches("a", 0.0)
-    assert view.state_of("a", 0.0) is DEAD
-    view.answered("a", 1.0)
+    assert view.reach.state_of("a", 0.0) is DEAD
+    view.reach.answered("a", 1.0)
     assert view.is_live("a", 1.0)
     assert view.reaches("a", 1.0)
-    assert view.state_of("a", 1.0) is ALIVE
+    assert view.reach.state_of("a", 1.0) is ALIVE
 
 
 def test_for_how_long_a_peer_has_been_gone() -> None:
@@ -132,13 +133,13 @@ def test_for_how_long_a_peer_has_been_gone() -> None:
     view.merge(record("a", 5), 0.0)
     assert view.gone_s("a", 9.0) == 0.0
     assert view.gone_s("a", 12.0) == 2.0  # by its silence
-    view.unanswered("a", (1, 5), 4.0)
-    view.unanswered("a", (1, 6), 5.0)  # the same stall
+    view.reach.unanswered("a", (1, 5), 4.0)
+    view.reach.unanswered("a", (1, 6), 5.0)  # the same stall
     assert view.gone_s("a", 12.0) == 8.0
     view.merge(record("a", 7), 13.0)
-    view.answered("a", 13.0)
+    view.reach.answered("a", 13.0)
     assert view.gone_s("a", 13.0) == 0.0
-    view.unanswered("a", (1, 7), 20.0)
+    view.reach.unanswered("a", (1, 7), 20.0)
     assert view.gone_s("a", 21.0) == 1.0
     view.merge(record("a", 8, state=LEFT), 22.0)
     assert view.gone_s("a", 22.0) == math.inf
@@ -149,7 +150,7 @@ def test_who_has_stood_still_itself_counts_nobody_as_silent_for_that() -> None:
     for ask in (
         lambda v: v.is_live("a", 30.0),
         lambda v: [r.peer_id for r in v.live(30.0)] == ["a"],
-        lambda v: v.state_of("a", 30.0) is ALIVE,
+        lambda v: v.reach.state_of("a", 30.0) is ALIVE,
         lambda v: v.reaches("a", 30.0),
     ):
         view = View("me", silence_s=10.0)
@@ -164,8 +165,8 @@ def test_who_has_stood_still_itself_counts_nobody_as_silent_for_that() -> None:
 def test_a_suspicion_may_overtake_the_record() -> None:
     view = View("me")
     view.merge(record("a", 5), 0.0)
-    view.unanswered("a", (1, 5), 0.0)
-    view.suspected_by_another("a", (1, 7), 0.0)
+    view.reach.unanswered("a", (1, 5), 0.0)
+    view.reach.suspected_by_another("a", (1, 7), 0.0)
     view.merge(record("a", 7), 1.0)
     assert view.detector.is_suspected("a")
     view.merge(record("a", 8), 1.0)
@@ -175,16 +176,16 @@ def test_a_suspicion_may_overtake_the_record() -> None:
 def test_a_lie_about_the_far_future_does_not_silence_a_peer_for_good() -> None:
     view = View("me")
     view.merge(record("a", 5), 0.0)
-    view.unanswered("a", (1, 5), 0.0)
-    view.suspected_by_another("a", (2**61, 2**61), 0.0)
+    view.reach.unanswered("a", (1, 5), 0.0)
+    view.reach.suspected_by_another("a", (2**61, 2**61), 0.0)
     view.merge(record("a", 5 + MAX_STAMP_LEAD + 1), 1.0)
     assert not view.detector.is_suspected("a")
 
 
 def test_unknown_peers_are_not_suspected() -> None:
     view = View("me")
-    assert view.unanswered("a", (1, 1), 0.0) == []
-    assert view.suspected_by_another("a", (1, 1), 0.0) == []
+    assert view.reach.unanswered("a", (1, 1), 0.0) == []
+    assert view.reach.suspected_by_another("a", (1, 1), 0.0) == []
     assert view.detector.suspicions() == []
 
 
@@ -237,7 +238,7 @@ def test_what_is_remembered_changes_with_records_time_and_suspicions() -> None:
     view.merge(record("a", 2, stage=1), 12.0)
     assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a", "b"]
     assert not view.members(0, 12.0)
-    view.unanswered("b", (1, 1), 12.0)
+    view.reach.unanswered("b", (1, 1), 12.0)
     assert [r.peer_id for r in view.replicas(1, 12.0)] == ["a"]
     view.silence_s = 1.0
     assert not view.live(13.5)

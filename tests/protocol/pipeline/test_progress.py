@@ -64,7 +64,7 @@ def test_what_a_dead_feeder_did_not_commit_is_to_be_launched_again() -> None:
     view = view_of(feeder("a", launched=8, committed=8, sealed=True))
     view.merge(feeder("b", first=8, launched=8, committed=3), 0.0)
     assert round_progress(view, R, 0.0, 16).launched == 16
-    view.unanswered("b", (1, 0), 1.0)
+    view.reach.unanswered("b", (1, 0), 1.0)
     state = round_progress(view, R, 1.0, 16)
     assert (state.launched, state.committed, state.num_feeders) == (11, 11, 1)
     assert not state.drained

@@ -54,7 +54,7 @@ def test_the_partner_is_another_live_peer() -> None:
     async def scenario() -> None:
         a, *_ = acquainted(MemoryHub(), "a", "b", "c")
         assert {a.exchange.partner() for _ in range(30)} == {"b", "c"}
-        a.view.unanswered("b", (9, 9), 0.0)
+        a.view.reach.unanswered("b", (9, 9), 0.0)
         assert {a.exchange.partner() for _ in range(30)} == {"c"}
 
     run(scenario())

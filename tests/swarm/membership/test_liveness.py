@@ -8,10 +8,10 @@ import pytest
 
 from swarmnet.errors import DeadlineExceeded, Unreachable
 from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S, State
+from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import LEFT
-from swarmnet.protocol.membership.view import MAX_STAMP_LEAD
 from swarmnet.simulation.clock import VirtualLoop, run
-from swarmnet.swarm.membership.liveness import PROBE_TIMEOUT_S
+from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.messages import Suspicion
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,62 +28,11 @@ from swarmnet.swarm.membership.relaying import (
     Relaying,
 )
 from swarmnet.swarm.messages import LookBackRequest, RelayGrant
-from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, convert
 from tests.swarm.harness import OpenSigner
+from tests.swarm.membership.relayed import Net, Wire
 
 RUN = "r"
-
-
-@dataclass
-class Net:
-    """Hosts by peer id; those in `hidden` let nobody in."""
-
-    hub: MemoryHub = field(default_factory=MemoryHub)
-    hidden: set[str] = field(default_factory=set)
-    hosts: dict[str, str] = field(default_factory=dict)
-
-
-class Wire:
-    """A memory transport with what `relaying.RelayTransport` asks for beside."""
-
-    def __init__(self, net: Net, name: str, host: str) -> None:
-        self._net, self._inner = net, net.hub.transport(name)
-        self.host = net.hosts[name] = host
-        self.announced: list[str] = []
-        self.granted: dict[str, float] = {}
-        self.knocked: list[tuple[str, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def own_addresses(self) -> list[str]:
-        inside = "10.0.0.2" if self.peer_id in self._net.hidden else self.host
-        return [f"/ip4/{inside}/tcp/4001/p2p/{self.peer_id}"]
-
-    def addresses(self) -> list[str]:
-        return [*self.announced, *self.own_addresses()]
-
-    def announce(self, addresses: Sequence[str]) -> None:
-        self.announced = list(addresses)
-
-    async def observed(self, peer_id: str) -> str:
-        return f"/ip4/{self._net.hosts[peer_id]}/tcp/4001"
-
-    async def knock(self, host: str, port: int) -> bool:
-        self.knocked.append((host, port))
-        by_host = {h: p for p, h in self._net.hosts.items()}
-        return by_host[host] not in self._net.hidden
-
-    def grant_relay(self, peer_id: str, for_s: float) -> None:
-        self.granted[peer_id] = asyncio.get_running_loop().time() + for_s
-
-    @property
-    def num_grants(self) -> int:
-        return len(self.granted)
-
-    def has_grant(self, peer_id: str) -> bool:
-        return peer_id in self.granted
 
 
 @dataclass
@@ -104,7 +53,8 @@ class Swarm:
     def start(self, name: str, *, hidden: bool = False, offers: bool = True) -> Member:
         if hidden:
             self.net.hidden.add(name)
-        wire: Any = Wire(self.net, name, f"5.5.5.{10 + len(self.members)}")
+        host = f"5.5.5.{10 + len(self.members)}"
+        wire: Any = Wire(self.net, name, host, self.net.hub.transport(name))
         wire.set_run(RUN)
         own = Record(name, RUN, 1, 0, state=ACTIVE, addresses=tuple(wire.addresses()))
         rng = random.Random(name)

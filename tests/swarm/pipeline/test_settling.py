@@ -120,6 +120,7 @@ def test_in_a_round_that_goes_on_only_what_will_never_count_is_taken_out(is_aliv
             await feeder.step(microbatch_id)
         await silent.step(4)
         if not is_alive:
+            pair.hub.freeze("silent")
             pair.gossip.liveness.unanswered("silent", (1, 9))
         replica = pair.replica
         rounds, ledger = rounds_of(pair), replica.ledger

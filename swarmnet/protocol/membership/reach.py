@@ -1,0 +1,181 @@
+"""Which peers this one can call, and which are in another part of the swarm, over a view's records.
+
+The failure detector knows whether a peer answers, and the records who cannot call whom. Together
+they say who takes part in the run here (`partition`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarmnet.protocol.membership.failure_detector import (
+    DEAD,
+    Command,
+    FailureDetector,
+    Look,
+    State,
+)
+from swarmnet.protocol.membership.partition import are_cut, connected
+from swarmnet.protocol.membership.records import (
+    ACTIVE,
+    JOINING,
+    LEAVING,
+    LEFT,
+    MAX_UNREACHED,
+    NO_STAMP,
+    Record,
+    Stamp,
+)
+from swarmnet.protocol.membership.round_counters import RoundCounters
+from swarmnet.protocol.membership.stage_index import ALL, AnswerCache, StageIndex
+
+MAX_STAMP_LEAD = 256
+"""Versions by which a suspicion may run ahead of the record that is known here. A lie about a
+version far in the future would otherwise silence a peer for good."""
+
+
+class Reach:
+    """Of one view, whose parts these are. What has happened to a peer is told here, and what is to
+    be done for it comes back."""
+
+    def __init__(
+        self,
+        own_peer_id: str,
+        detector: FailureDetector,
+        records: Mapping[str, Record],
+        index: StageIndex,
+        counters: RoundCounters,
+        answers: AnswerCache,
+    ) -> None:
+        self._own_peer_id, self._detector, self._records = own_peer_id, detector, records
+        self._index, self._counters, self._answers = index, counters, answers
+        self._frozen: dict[str, Record] = {}
+        """Of peers in another part: the record whose counters count."""
+        self._commands: list[Command] = []
+
+    # -- answers ---------------------------------------------------------------------------
+
+    def state_of(self, peer_id: str, now: float) -> State:
+        """Whether a peer can be called, as this one has found out: `DEAD` for one that is out of
+        reach, has left, or is not known."""
+        self.awake_s(now)
+        record = self._records.get(peer_id)
+        if record is None or record.state == LEFT:
+            return DEAD
+        return self._detector.state_of(peer_id, now)
+
+    def awake_s(self, now: float) -> float:
+        """Time without that in which this process stood still, when it could not hear of any
+        peer."""
+        before = self._detector.clock.stalled_s
+        awake_s = self._detector.awake_s(now)
+        if self._detector.clock.stalled_s != before:
+            self._answers.clear()
+        return awake_s
+
+    def are_cut(self, one: str, other: str) -> bool:
+        """Whether one of two peers says that it cannot call the other."""
+        return are_cut(self._records.get(one), self._records.get(other))
+
+    def counts(self, peer_id: str) -> bool:
+        """Whether what a peer's records count from now on counts here."""
+        return peer_id not in self._frozen
+
+    # -- what has happened -----------------------------------------------------------------
+
+    def answered(self, peer_id: str, now: float) -> list[Command]:
+        """A peer has answered a call of this one."""
+        was_sound = self._detector.is_sound(peer_id, now)
+        commands = self._detector.answered(peer_id, now)
+        if not was_sound:
+            self._answers.clear()
+        return self._changed(commands, now)
+
+    def unanswered(self, peer_id: str, stamp: Stamp, now: float) -> list[Command]:
+        """A look at a peer, whose stamp was `stamp` when it began, was not answered."""
+        stamp = self._bounded(peer_id, stamp)
+        return self._changed(self._detector.unanswered(peer_id, stamp, now), now)
+
+    def suspected_by_another(self, peer_id: str, stamp: Stamp, now: float) -> list[Command]:
+        """Another peer had no answer from this one, when its stamp was `stamp`."""
+        record = self._records.get(peer_id)
+        known = record.stamp if record is not None else NO_STAMP
+        stamp = self._bounded(peer_id, stamp)
+        commands = self._detector.suspected_by_another(peer_id, stamp, known, now)
+        if self._detector.is_lost(peer_id):  # then its death may be known now
+            self._answers.clear()
+            self._find_parts(now)
+        return commands
+
+    def merged(self, before: Record | None, record: Record, now: float) -> None:
+        """A record has come in, in place of the one `before`."""
+        peer_id = record.peer_id
+        self._commands += self._detector.heard(peer_id, record.stamp, now)
+        is_lost = self._detector.is_lost(peer_id)
+        told = before.unreached if before is not None else ()
+        if told != record.unreached and peer_id != self._own_peer_id:
+            if self._own_peer_id in record.unreached and not is_lost:
+                self._commands.append(Look(peer_id))
+            for other in told:  # which is reached again
+                if other not in record.unreached and self._detector.is_lost(other):
+                    self._commands.append(Look(other))
+        if before is not None and is_lost and before.addresses != record.addresses:
+            self._commands.append(Look(peer_id))  # at a relay, perhaps
+        is_serving = before is not None and before.stage == record.stage
+        if is_lost or told != record.unreached or not is_serving:
+            self._find_parts(now)
+
+    def take_commands(self) -> list[Command]:
+        """What the records that came in have made due."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def forget(self, record: Record) -> None:
+        """A peer, with this record, is no longer in the view."""
+        self._detector.forget(record.peer_id)
+        self._counters.remove(self._frozen.pop(record.peer_id, record))
+
+    # -- within ----------------------------------------------------------------------------
+
+    def _bounded(self, peer_id: str, stamp: Stamp) -> Stamp:
+        record = self._records.get(peer_id)
+        if record is None:
+            return stamp
+        incarnation, version = record.stamp
+        return min(stamp, (incarnation, version + MAX_STAMP_LEAD))
+
+    def _changed(self, commands: list[Command], now: float) -> list[Command]:
+        if commands:
+            self._answers.clear()
+            self._find_parts(now)
+        return commands
+
+    def _find_parts(self, now: float) -> None:
+        """Which peers are out of reach in another part of the swarm. Their counters stay as they
+        are from then on: what is counted there has no gradient here."""
+        detector = self._detector
+        missing = detector.out_of_reach()
+        apart: frozenset[str] = frozenset()
+        if len(missing) > MAX_UNREACHED:  # more than records can name
+            apart = frozenset(missing)
+        elif missing:
+            gone = set(missing)
+            serving = {
+                p: r
+                for p in self._index.ids(ALL)
+                if (r := self._records[p]).stage >= 0
+                and r.state in (JOINING, ACTIVE, LEAVING)
+                and not detector.is_suspected(p)
+                and (p in gone or detector.silent_s(p, now) <= detector.silence_s)
+            }
+            apart = frozenset(gone - connected(self._own_peer_id, gone, serving))
+        if apart == detector.apart:
+            return
+        for peer_id in sorted(apart - detector.apart):
+            self._frozen[peer_id] = self._records[peer_id]
+        for peer_id in sorted(detector.apart - apart):
+            frozen = self._frozen.pop(peer_id, None)
+            if frozen is not None:
+                self._counters.remove(frozen)
+                self._counters.add(self._records[peer_id])
+        detector.apart = apart
+        self._answers.clear()

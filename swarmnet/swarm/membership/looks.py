@@ -1,0 +1,91 @@
+"""Looks at other peers: pings, whose answers, or the lack of them, go to the failure detector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from swarmnet.errors import RemoteError, SwarmnetError
+from swarmnet.protocol.membership.records import NO_STAMP, Stamp
+from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.transport.base import Transport
+from swarmnet.wire import Message
+
+PROBE_TIMEOUT_S = 2.0
+"""For the answer to a ping. It protects from a peer that is silent with its channels open
+(`tests/swarm/membership/test_detection.py`)."""
+
+
+class Looks:
+    """Those under way, at most one at each peer."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        view: View,
+        tasks: Tasks,
+        answered: Callable[[str], None],
+        unanswered: Callable[[str, Stamp], None],
+    ) -> None:
+        self._transport, self._view, self._tasks = transport, view, tasks
+        self._answered, self._unanswered = answered, unanswered
+        self._under_way: dict[str, asyncio.Task[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, peer_id: str) -> None:
+        """Looks at a peer, which is lost where it does not answer."""
+        if peer_id not in self._under_way and peer_id != self._view.own_peer_id:
+            self._view.detector.looks(peer_id)
+            self._under_way[peer_id] = self._tasks.start(self._look(peer_id))
+
+    async def look_into(self, peer_ids: Iterable[str]) -> None:
+        """Looks at each of these peers, and returns when it is known which of them answer now."""
+        await asyncio.gather(*map(self._look_into, peer_ids))
+
+    async def _look_into(self, peer_id: str) -> None:
+        for _ in range(2):  # one that is under way may end with an answer from before
+            is_new = peer_id not in self._under_way
+            self.begin(peer_id)
+            if peer_id in self._under_way:
+                await asyncio.wait([self._under_way[peer_id]])
+            if is_new or self._view.detector.is_lost(peer_id):
+                return
+
+    async def _look(self, peer_id: str) -> None:
+        try:
+            for is_last in (False, True):
+                stamp = self._stamp_of(peer_id)
+                try:
+                    while not await self._answers(peer_id):
+                        pass
+                    return self._answered(peer_id)
+                except SwarmnetError:
+                    # News of it that was on its way meanwhile refutes a suspicion from before.
+                    if is_last or self._stamp_of(peer_id) == stamp:
+                        return self._unanswered(peer_id, stamp)
+        finally:
+            self._under_way.pop(peer_id, None)
+
+    def _stamp_of(self, peer_id: str) -> Stamp:
+        record = self._view.get(peer_id)
+        return record.stamp if record is not None else NO_STAMP
+
+    async def _answers(self, peer_id: str) -> bool:
+        """True where a ping is answered. False where this process stood still meanwhile, so that
+        the silence means nothing. Raises a `SwarmnetError` where it is not answered."""
+        loop, reach = asyncio.get_running_loop(), self._view.reach
+        began, awake_s = loop.time(), reach.awake_s(loop.time())
+        try:
+            await self._transport.call(peer_id, "ping", Message(), timeout_s=PROBE_TIMEOUT_S)
+        except RemoteError:
+            pass  # it answered
+        except SwarmnetError:
+            now = loop.time()
+            if now - began > reach.awake_s(now) - awake_s + PROBE_TIMEOUT_S / 4:
+                return False
+            raise
+        return True
