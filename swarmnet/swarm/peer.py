@@ -404,6 +404,7 @@ class Peer:
     async def _let_go(self) -> None:
         """Drops the replica and everything that holds on to it."""
         self._served = self.steps.replica = None
+        self.gossip.serves(None)
         for method in STAGE_METHODS:
             self.transport.handle(method, _on_none)
         await self.machine.worker.run(self.machine.free)
@@ -427,7 +428,6 @@ class Peer:
 
     async def _on_spec(self, request: Request) -> Message:
         """For newcomers that know only an address."""
-        self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
 
 

@@ -15,7 +15,7 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.seats import machine_of, split_seat
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Handler, Traffic
+from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Gate, Handler, Traffic
 from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import TICKET_METHOD, DirectListener
@@ -95,6 +95,9 @@ class ChannelTransport:
 
     def handle(self, method: str, handler: Handler) -> None:
         self.handlers.add(method, handler)
+
+    def guard(self, gate: Gate) -> None:
+        self.handlers.guard(gate)
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         machine = machine_of(peer_id)

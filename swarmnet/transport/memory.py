@@ -24,7 +24,7 @@ from swarmnet.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet.transport.base import Handler, Traffic
+from swarmnet.transport.base import Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import FIRST_SEATS
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error
@@ -240,6 +240,9 @@ class MemoryTransport:
 
     def handle(self, method: str, handler: Handler) -> None:
         self._handlers.add(method, handler)
+
+    def guard(self, gate: Gate) -> None:
+        self._handlers.guard(gate)
 
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         if self._hub.has_places and addresses:

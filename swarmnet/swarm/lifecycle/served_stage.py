@@ -75,6 +75,7 @@ class ServedStage:
             feeder,
             lambda: openings.opened(replica, self.averaging),
         )
+        gossip.serves(replica)
         steps.on_taken = self.rounds.settle_early
         self.departure = Departure(
             gossip, settings.rounds, steps, replica, self.rounds, self.handover

@@ -17,7 +17,6 @@ from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import MAX_STAMP_LEAD, Stamp, View
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.awake_clock import AwakeClock
-from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
@@ -48,14 +47,13 @@ class FailureDetector:
         *,
         pushes: Pushes,
         unreached: UnreachedNotices,
-        callers: CallerChecks,
         changed: Condition,
         clock: AwakeClock,
         tasks: Tasks,
     ) -> None:
         """`changed` is notified of suspicions. `tasks` runs the probes."""
         self._own, self._transport, self._view = own, transport, view
-        self._pushes, self._unreached, self._callers = pushes, unreached, callers
+        self._pushes, self._unreached = pushes, unreached
         self._changed, self._clock, self._tasks = changed, clock, tasks
         self._probing: dict[str, asyncio.Task[Any]] = {}
         self._on_suspected: list[Callable[[str], None]] = []
@@ -122,7 +120,6 @@ class FailureDetector:
         return True
 
     async def _on_ping(self, request: Request) -> Message:
-        self._callers.check_stranger(request)
         return Message()
 
     def _on_disconnected(self, peer_id: str) -> None:

@@ -7,11 +7,9 @@ made to speak to a stranger's service (cf. libp2p AutoNAT)."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from swarmnet.errors import Busy, SwarmnetError
-from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     MAX_PROBE_BYTES,
@@ -23,8 +21,6 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 DIAL_BACK_TIMEOUT_S = 8.0
-PROBES_PER_S, PROBE_BURST = 0.1, 6.0
-"""Of one asker."""
 MAX_PROBES = 2
 """Served at a time."""
 MAX_REASON_CHARS = 200
@@ -36,15 +32,12 @@ class Probes:
     def __init__(self, transport: Transport, gossip: Gossip) -> None:
         self._transport = transport
         self._gossip = gossip
-        self._askers = RateLimiter(PROBES_PER_S, PROBE_BURST)
         self._running = 0
         transport.handle("dial_back", self._on_dial_back)
         transport.handle("bandwidth", self._on_bandwidth)
 
     def _admit(self, request: Request) -> None:
-        self._gossip.check_stranger(request)
-        now = asyncio.get_running_loop().time()
-        if self._running >= MAX_PROBES or not self._askers.allows(request.remote, now):
+        if self._running >= MAX_PROBES:
             raise Busy("too many probes", backlog_s=1.0)
 
     async def _on_dial_back(self, request: Request) -> Message:

@@ -22,7 +22,6 @@ from swarmnet.protocol.membership.reachability import (
 )
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.membership.seats import machine_of
-from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.swarm.tasks import Tasks
@@ -55,7 +54,6 @@ MAX_GRANTS = 64
 REFUSED_FOR_S = 120.0
 """A peer that gave no place is not asked again for so long."""
 CALL_TIMEOUT_S = 12.0
-LOOKS_PER_S, LOOK_BURST = 0.05, 6.0
 """Of one asker."""
 MAX_LOOKS = 4
 """Served at a time."""
@@ -130,7 +128,6 @@ class Relaying:
         self._gossip = gossip
         self._rng = rng
         self._offers = offers
-        self._askers = RateLimiter(LOOKS_PER_S, LOOK_BURST)
         self._looking = 0
         self._own: list[str] = []
         self._doubted_at: float | None = None
@@ -279,9 +276,7 @@ class Relaying:
     async def _on_look_back(self, request: Request) -> Message:
         """Says where a peer comes from, and knocks there."""
         asked = convert(request.message.body, LookBackRequest)
-        self._gossip.check_stranger(request)
-        now = asyncio.get_running_loop().time()
-        if self._looking >= MAX_LOOKS or not self._askers.allows(request.remote, now):
+        if self._looking >= MAX_LOOKS:
             raise Busy("too many looks", backlog_s=1.0)
         self._looking += 1
         try:
@@ -299,7 +294,6 @@ class Relaying:
 
     async def _on_reserve(self, request: Request) -> Message:
         """A place here, for a while."""
-        self._gossip.check_run(request)
         if not self._offers or self.reachable is False:
             raise Refused("this peer relays for nobody")
         remote = request.remote

@@ -52,7 +52,6 @@ class Entrance:
 
     async def on_admit(self, request: Request) -> Message:
         """Says how long a microbatch would take here, and keeps a place for one that is coming."""
-        self._gossip.check_run(request)
         asked = convert(request.message.body, AdmitRequest)
         replica = self._serving(asked.stage)
         key = (asked.round, asked.microbatch_id)

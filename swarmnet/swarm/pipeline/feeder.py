@@ -359,7 +359,6 @@ class Feeder:
 
     async def _on_committed(self, request: Request) -> Message:
         """A replica asks about microbatches that it was never told to count."""
-        self.gossip.check_run(request)
         question = convert(request.message.body, CommittedRequest)
         return Message(self.committed(question, request.remote))
 

@@ -31,7 +31,6 @@ class InferService:
 
     async def on_infer(self, request: Request) -> Message:
         """Forward only, through this stage and the following ones."""
-        self._wiring.gossip.check_run(request)
         infer = convert(request.message.body, InferRequest)
         replica = self._serving(infer.stage)
         if infer.round >= 0:

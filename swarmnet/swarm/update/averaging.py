@@ -41,6 +41,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.membership.access import shows_round
 from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
@@ -540,14 +541,10 @@ class Averaging:
     # ---- a primary's part -------------------------------------------------------------------
 
     async def _on_reduce(self, request: Request) -> Message:
-        self.gossip.check_run(request)
         push = convert(request.message.body, ReduceRequest)
-        for j in push.shards:
-            self.replica.check_shard(push.stage, j)
         num_bytes = sum(4 * self.replica.stage.shard_sizes[j] for j in push.shards)
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
-        self._check_member(request.remote)
         gradients = self._gradients_of(push, request.message.arrays)
         work = [
             self._reduce(request, push.round, j, num_tokens, gradients.get(j))
@@ -579,7 +576,8 @@ class Averaging:
         r, remote = self.current, request.remote
         self._in_vain.discard(remote)
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
-        if closed_there and self.replica.heard_over(r):
+        shows = shows_round(self.gossip.view.get(remote), self.replica.index, r)
+        if closed_there and shows and self.replica.heard_over(r):
             self.gossip.changed.notify_all()
         if asked < r and asked == self.plan.last_exchange(j, r):
             # a straggler: the parameters of this round are what it lacks
@@ -640,12 +638,8 @@ class Averaging:
 
     async def _on_reduced(self, request: Request) -> Message:
         """To one that has become primary: the result of the one before, where it is here."""
-        self.gossip.check_run(request)
         asked = convert(request.message.body, ReduceRequest)
         r, j = asked.round, asked.shards[0]
-        if asked.stage != self.replica.index or j >= self.replica.num_shards:
-            raise NotReady(f"stage {asked.stage} is not served here")
-        self._check_member(request.remote)
         update = self._updates.get((r, j))
         if update is not None and update.parameters is not None:
             given = update.parameters
@@ -688,12 +682,6 @@ class Averaging:
     async def _copy(self, j: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
         return await self.replica.worker.run(lambda: _copied(self.replica.common_shard(j)))
-
-    def _check_member(self, peer_id: str) -> None:
-        """Only replicas of the stage, by their signed records, take part in its update."""
-        record = self.gossip.view.get(peer_id)
-        if record is None or record.stage != self.replica.index:
-            raise NotReady(f"{peer_id[-8:]} is not known here as a replica of this stage")
 
     def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
         shards = [j for j, num_tokens in zip(push.shards, push.num_tokens) if num_tokens]
@@ -1051,14 +1039,12 @@ class Averaging:
 
     async def _on_mirror(self, request: Request) -> Message:
         """As backup: the same step as the primary's, bit for bit."""
-        self.gossip.check_run(request)
         mirror = convert(request.message.body, MirrorRequest)
         replica = self.replica
         r, j = mirror.round, mirror.shard
         if not await replica.changed.until(lambda: self.current >= r, self.limits.enter_wait_s):
             raise NotReady("the round has not begun here")
         self.replica.check_shard(mirror.stage, j)
-        self._check_member(request.remote)
         if self.current != r:
             raise Stale(f"round {r} is over here", round=self.current)
         if len(request.message.arrays) != 1:

@@ -64,12 +64,13 @@ class Site:
             self.news,
             is_quiet=is_quiet,
         )
-        self.callers = CallerChecks(RUN, self.view, admission)
+        self.gate = CallerChecks(RUN, self.view, admission)
+        self.transport.guard(self.gate)
         self.records = KnownRecords(
             self.own, self.transport, self.view, signer, admission, last_round, max_bytes
         )
         self.pushes = Pushes(self.own, self.transport, self.view, rng, settings.push_delay_s)
-        self.unreached = UnreachedNotices(name, self.transport, self.view, self.callers, rng)
+        self.unreached = UnreachedNotices(name, self.transport, self.view, rng)
         self.tasks = Tasks(name)
         self.failures = FailureDetector(
             self.own,
@@ -77,7 +78,6 @@ class Site:
             self.view,
             pushes=self.pushes,
             unreached=self.unreached,
-            callers=self.callers,
             changed=self.news.changed,
             clock=AwakeClock(lambda seconds: None),
             tasks=self.tasks,
@@ -89,7 +89,7 @@ class Site:
             records=self.records,
             failures=self.failures,
             unreached=self.unreached,
-            callers=self.callers,
+            gate=self.gate,
             news=self.news,
             rng=rng,
         )
