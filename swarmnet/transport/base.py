@@ -26,6 +26,9 @@ such streams, so that the hello can tell them which versions the other side spea
 RELAY_PROTOCOL = "/swarmnet/relay/1"
 """Of the streams that `transport.relay` joins."""
 
+BUSY_BACKLOG_S = 1.0
+"""What a `Busy` says that is about the caller, or the memory here, and not about the work."""
+
 
 @dataclass(slots=True)
 class Request:

@@ -358,9 +358,9 @@ class _Call(msgspec.Struct):
     """The head of a request or a notification, with its larger parts left as they came."""
 
     m: Any = None
-    b: msgspec.Raw = msgspec.Raw(b"\xc0")
+    b: msgspec.Raw = msgspec.Raw()
     s: Any = None
-    a: msgspec.Raw = msgspec.Raw(b"\x90")
+    a: msgspec.Raw = msgspec.Raw()
 
 
 def _values_of_call(packed: Any) -> dict[str, Any]:
@@ -374,8 +374,13 @@ def _values_of_call(packed: Any) -> dict[str, Any]:
     body, described = bytes(call.b), bytes(call.a)
     if len(packed) - len(body) > MAX_ENVELOPE_BYTES:
         raise ProtocolViolation("a request with more than a body and arrays")
-    values: dict[str, Any] = {"m": call.m, "b": Packed(body), "a": unpack_plain(described)}
-    return values if call.s is None else {**values, "s": call.s}
+    said = {
+        "m": call.m,
+        "b": Packed(body) if body else None,
+        "s": call.s,
+        "a": unpack_plain(described) if described else None,
+    }
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def parse_head(kind: int, call_id: int, packed: Any) -> Head:

@@ -157,6 +157,10 @@ class MemoryHub:
                 return peer_id
         return None
 
+    def finds(self, source: str, peer_id: str, known: Sequence[str]) -> bool:
+        """Does a peer answer `source` at any of its known addresses?"""
+        return not self.has_places or any(self.found_at(source, a) == peer_id for a in known)
+
     def is_stale(self, a: str, b: str) -> bool:
         return bool(self._stale) and frozenset((a, b)) in self._stale
 
@@ -317,7 +321,9 @@ class MemoryTransport:
         remote = self._hub.transports.get(peer_id)
         if remote is None or self.is_dead or peer_id == self.peer_id:
             return
-        if peer_id not in self._links and not self._finds(peer_id):
+        if peer_id not in self._links and not self._hub.finds(
+            self.peer_id, peer_id, self._known.get(peer_id, ())
+        ):
             return
         try:
             sent = self._hub.in_transit(NOTIFY, message)
@@ -345,17 +351,10 @@ class MemoryTransport:
             if self._hub.is_parted(self.peer_id, peer_id):
                 await asyncio.sleep(UNREACHABLE_AFTER_S)
                 raise Unreachable(f"{peer_id[-8:]}: no answer in time")
-            if not self._finds(peer_id):
+            if not self._hub.finds(self.peer_id, peer_id, self._known.get(peer_id, ())):
                 raise Unreachable(f"{peer_id[-8:]}: nobody answers at any address of it")
         self._connect(remote)
         return remote
-
-    def _finds(self, peer_id: str) -> bool:
-        """Does a peer answer at any of its known addresses?"""
-        if not self._hub.has_places:
-            return True
-        known = self._known.get(peer_id, ())
-        return any(self._hub.found_at(self.peer_id, a) == peer_id for a in known)
 
     def _connect(self, remote: MemoryTransport) -> None:
         if remote.peer_id not in self._links:

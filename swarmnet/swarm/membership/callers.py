@@ -22,10 +22,8 @@ from swarmnet.swarm.membership.access import (
     Quota,
     is_replica_of,
 )
-from swarmnet.transport.base import Envelope
+from swarmnet.transport.base import BUSY_BACKLOG_S, Envelope
 from swarmnet.wire import convert
-
-BUSY_BACKLOG_S = 1.0
 
 
 class Served(Protocol):

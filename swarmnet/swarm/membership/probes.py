@@ -17,7 +17,7 @@ from swarmnet.swarm.messages import (
     DialBackReply,
     DialBackRequest,
 )
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import BUSY_BACKLOG_S, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 DIAL_BACK_TIMEOUT_S = 8.0
@@ -38,7 +38,7 @@ class Probes:
 
     def _admit(self, request: Request) -> None:
         if self._running >= MAX_PROBES:
-            raise Busy("too many probes", backlog_s=1.0)
+            raise Busy("too many probes", backlog_s=BUSY_BACKLOG_S)
 
     async def _on_dial_back(self, request: Request) -> Message:
         asked = convert(request.message.body, DialBackRequest)

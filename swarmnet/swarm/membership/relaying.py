@@ -25,7 +25,7 @@ from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.transport.base import Handler, Request
+from swarmnet.transport.base import BUSY_BACKLOG_S, Handler, Request
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -277,7 +277,7 @@ class Relaying:
         """Says where a peer comes from, and knocks there."""
         asked = convert(request.message.body, LookBackRequest)
         if self._looking >= MAX_LOOKS:
-            raise Busy("too many looks", backlog_s=1.0)
+            raise Busy("too many looks", backlog_s=BUSY_BACKLOG_S)
         self._looking += 1
         try:
             observed = host_and_port(await self._transport.observed(request.remote))

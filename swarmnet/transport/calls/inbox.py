@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation
-from swarmnet.transport.base import Traffic
+from swarmnet.transport.base import BUSY_BACKLOG_S, Traffic
 from swarmnet.transport.calls.heads import method_of
 from swarmnet.transport.calls.holdings import Hold, Holdings, Overfull, bytes_of_call
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.remote_errors import parse_error
-from swarmnet.transport.calls.served import BUSY_BACKLOG_S, ServedCalls
+from swarmnet.transport.calls.served import ServedCalls
 from swarmnet.transport.frames import (
     BUFFER_BYTES,
     CALLS,

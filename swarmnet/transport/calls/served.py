@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, SwarmnetError
-from swarmnet.transport.base import Envelope
+from swarmnet.transport.base import BUSY_BACKLOG_S, Envelope
 from swarmnet.transport.calls.heads import MAX_TEXT, Route, method_of, route_of
 from swarmnet.transport.calls.holdings import Hold, Holdings, bytes_of_call
 from swarmnet.transport.calls.outbox import Outgoing, outgoing
@@ -21,8 +21,6 @@ log = logging.getLogger("swarmnet.transport")
 
 MAX_OPEN_CALLS = 8192
 """Requests (and notifications) of one peer that are being served; more are answered `Busy`."""
-BUSY_BACKLOG_S = 1.0
-"""What a `Busy` of the channel itself says."""
 
 
 class Service(Protocol):

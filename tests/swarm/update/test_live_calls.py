@@ -17,6 +17,10 @@ NUM_CALLS = 20
 LONG_S = 300.0
 
 
+METHOD = "relay_reserve"
+"""One that has no body."""
+
+
 class Scene:
     """A callee that answers after `LONG_S`, and a caller with many calls to it."""
 
@@ -26,7 +30,7 @@ class Scene:
         self.gossip = self.caller.gossip
         self.calls = LiveCalls(self.caller.transport, self.gossip, lambda: usual_s)
         self.num_pings = 0
-        self.pair.gossip.transport.handle("long", self._answer)
+        self.pair.gossip.transport.handle(METHOD, self._answer)
         self.pair.gossip.transport.handle("ping", self._on_ping)
 
     async def _answer(self, request: Request) -> Message:
@@ -40,7 +44,7 @@ class Scene:
     def start(self) -> list[asyncio.Task[Message]]:
         loop = asyncio.get_running_loop()
         return [
-            loop.create_task(self.calls.call(CALLEE, "long", Message(), timeout_s=10 * LONG_S))
+            loop.create_task(self.calls.call(CALLEE, METHOD, Message(), timeout_s=10 * LONG_S))
             for _ in range(NUM_CALLS)
         ]
 
