@@ -47,11 +47,12 @@ class Site:
         admission: Admission = OPEN,
         last_round: int | None = None,
         max_bytes: int = MAX_RECORD_BYTES,
+        signer: OpenSigner | None = None,
         **fields: Any,
     ) -> None:
         self.transport = hub.transport(name)
         self.transport.set_run(RUN)
-        self.view, rng, signer = View(name), random.Random(name), OpenSigner()
+        self.view, rng, signer = View(name), random.Random(name), signer or OpenSigner()
         settings = GossipSettings()
         self.pace = GossipPace(settings, self.view)
         self.news = News(self.pace)
