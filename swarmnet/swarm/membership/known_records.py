@@ -132,13 +132,16 @@ class KnownRecords:
         return True
 
     def take_all(self, envelopes: Iterable[SignedRecord]) -> bool:
-        """Takes each record that is valid, and logs the others; True when any was news."""
-        is_news = False
+        """Takes each record that is valid, and logs one line of the others; True when any was news."""
+        is_news, reasons = False, []
         for envelope in envelopes:
             try:
                 is_news |= self.take(envelope)
             except ProtocolViolation as e:
-                log.warning("a record was dropped: %s", e)
+                reasons.append(str(e))  # not the exception, which has the record in its traceback
+        if reasons:
+            others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            log.warning("a record was dropped: %s%s", reasons[0], others)
         return is_news
 
     def forget_old(self) -> None:
