@@ -32,7 +32,7 @@ FORGET_AFTER_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RecordClaim:
     """The part of a record that says who may have signed it. Nothing else is decoded of a record
     before its signature is checked."""
 
@@ -101,7 +101,7 @@ class KnownRecords:
             raise ProtocolViolation(
                 f"a record of {len(payload)} bytes; in this run at most {self._max_bytes}"
             )
-        claim, own = unpack(payload, Claim), self._own.record
+        claim, own = unpack(payload, RecordClaim), self._own.record
         if claim.run_id != own.run_id:
             raise ProtocolViolation(f"a record of run {claim.run_id[:8]}, not of this one")
         is_own = claim.peer_id == own.peer_id
@@ -132,7 +132,8 @@ class KnownRecords:
         return True
 
     def take_all(self, envelopes: Iterable[SignedRecord]) -> bool:
-        """Takes each record that is valid, and logs one line of the others; True when any was news."""
+        """Takes each record that is valid, and logs one line about the others; True when any was
+        news."""
         is_news, reasons = False, []
         for envelope in envelopes:
             try:
