@@ -118,4 +118,6 @@ def unpack(data: Any, cls: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(data, type=cls)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as e:
-        raise ProtocolViolation(f"not a {cls.__name__}: {str(e)[:200]}") from None
+        is_malformed = type(e) in (msgspec.DecodeError, RecursionError)
+        wanted = "msgpack" if is_malformed else f"a {cls.__name__}"
+        raise ProtocolViolation(f"not {wanted}: {str(e)[:200]}") from None

@@ -56,7 +56,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds, Updates
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import ANSWER_S, Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -435,7 +435,7 @@ async def _on_none(request: Request) -> Message:
     raise NotReady("this peer serves no stage")
 
 
-async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = 10.0) -> SpecReply:
+async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = ANSWER_S) -> SpecReply:
     """The spec of the run that a peer belongs to; the caller checks the hash."""
     reply = await transport.call(peer_id, "spec", Message(), timeout_s=timeout_s)
     return convert(reply.body, SpecReply)

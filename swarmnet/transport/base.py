@@ -26,6 +26,10 @@ such streams, so that the hello can tell them which versions the other side spea
 RELAY_PROTOCOL = "/swarmnet/relay/1"
 """Of the streams that `transport.relay` joins."""
 
+ANSWER_S = 10.0
+"""Longest wait for an answer that takes the other side no work: a hello, a dial, its records. It
+has to leave room for a connection over several hops on a slow link, and ends what waits for a peer
+that takes everything and answers nothing. (tests/transport/test_port.py)"""
 BUSY_BACKLOG_S = 1.0
 """What a `Busy` says that is about the caller, or the memory here, and not about the work."""
 
@@ -142,7 +146,7 @@ class Transport(Protocol):
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Remembers where a peer can be dialled."""
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         """Opens a channel to an address (`.../p2p/<peer id>`); returns the peer id. Raises
         `AddressError`, `Unreachable`, `DeadlineExceeded` or `WrongVersion`."""
 

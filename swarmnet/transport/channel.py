@@ -15,7 +15,15 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.seats import machine_of, split_seat
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Gate, Handler, Traffic
+from swarmnet.transport.base import (
+    ANSWER_S,
+    RELAY_PROTOCOL,
+    ByteStream,
+    Carrier,
+    Gate,
+    Handler,
+    Traffic,
+)
 from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import TICKET_METHOD, DirectListener
@@ -119,7 +127,7 @@ class ChannelTransport:
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
         self.channels.on_disconnected(callback)
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         try:
             async with asyncio.timeout(timeout_s):
                 circuit = peer_behind(address)

@@ -24,7 +24,7 @@ from swarmnet.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet.transport.base import Gate, Handler, Traffic
+from swarmnet.transport.base import ANSWER_S, Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import FIRST_SEATS
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error
@@ -261,7 +261,7 @@ class MemoryTransport:
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
         self._disconnected.add(callback)
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         peer_id = address.rpartition("/p2p/")[2]
         if "/p2p/" not in address or not peer_id:
             raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
 from swarmnet.protocol.membership.seats import seat_id
-from swarmnet.transport.base import Gate, Handler, Traffic
+from swarmnet.transport.base import ANSWER_S, Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import Route
 from swarmnet.transport.calls.remote_errors import as_remote
 from swarmnet.transport.handlers import Handlers
@@ -91,7 +91,7 @@ class Seat:
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         self._machine.learn(peer_id, addresses)
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         return await self._machine.dial(address, timeout_s)
 
     async def call(

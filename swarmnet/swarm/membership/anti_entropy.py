@@ -18,12 +18,12 @@ from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import ANSWER_S, Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.gossip")
 
-RECONCILE_S = 10.0
+RECONCILE_S = ANSWER_S
 """Longest wait for a partner's records."""
 MAX_SENT_RECORDS = 512
 

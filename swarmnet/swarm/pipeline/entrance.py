@@ -9,6 +9,7 @@ from typing import Any
 from swarmnet.errors import Busy, NotReady, Stale
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline.reservations import Reservations
+from swarmnet.protocol.pipeline.service_estimates import FIRST_SERVICE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdmitReply, AdmitRequest
 from swarmnet.swarm.pipeline.flights import Flights
@@ -24,8 +25,6 @@ IN_HAND_PART = 0.03
 before its device."""
 LEAST_IN_HAND = 0.1
 """Counted for a replica that has none, so that of two idle ones the faster one is chosen."""
-UNKNOWN_SERVICE_S = 1.0
-"""What a replica that has not worked yet says of itself when it has no room."""
 
 
 class Entrance:
@@ -89,7 +88,7 @@ class Entrance:
             most = max(1, most // 2)
         num_in_flight = self._flights.num_in_flight
         if waiting >= room or num_in_flight >= most:
-            usual_s = replica.service_s or UNKNOWN_SERVICE_S
+            usual_s = replica.service_s or FIRST_SERVICE_S
             raise Busy("the queue is full", backlog_s=over * usual_s / 2)
         if not self._resource_limits.has_room(replica.index, num_in_flight):
             raise Busy("no memory for more", backlog_s=replica.service_s)

@@ -27,12 +27,12 @@ from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.asking import NOT_READY_BACKLOG_S, Asking
 from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.wiring")
 
-LOOK_AGAIN_S = 0.25
 DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: the caller nearest to a silent peer notices
 first."""

@@ -32,7 +32,7 @@ from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import ANSWER_S, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.handover")
@@ -43,8 +43,6 @@ MAX_AT_ONCE = 4
 """Shards on their way to an heir."""
 MAX_HEIRS = 3
 """That are asked one after the other."""
-ANSWER_S = 10.0
-"""For the last message; the leaver does not end its round meanwhile."""
 
 
 @dataclass

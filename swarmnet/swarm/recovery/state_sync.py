@@ -20,15 +20,12 @@ from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.state_sync")
-
-RETRY_S = 0.1
-MAX_TRIES = 20
-"""Tries for one shard before the whole download is begun again."""
 
 
 @dataclass

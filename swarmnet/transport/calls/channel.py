@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, WrongVersion
-from swarmnet.transport.base import ByteStream, Traffic
+from swarmnet.transport.base import ANSWER_S, ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route, request_head
 from swarmnet.transport.calls.hello import (
@@ -37,7 +37,7 @@ from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
 
-HELLO_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = ANSWER_S
 LEASE_S = 60.0
 """What has begun to arrive is given up after so long, or at the latest after twice that: a
 stranger's in any case, another's where nothing else came either."""
