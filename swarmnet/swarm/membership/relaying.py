@@ -25,7 +25,7 @@ from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.transport.base import BUSY_BACKLOG_S, Handler, Request
+from swarmnet.transport.base import ANSWER_S, BUSY_BACKLOG_S, Handler, Request
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -53,8 +53,6 @@ MAX_GRANTS = 64
 """Places that a peer offers."""
 REFUSED_FOR_S = 120.0
 """A peer that gave no place is not asked again for so long."""
-CALL_TIMEOUT_S = 12.0
-"""Of one asker."""
 MAX_LOOKS = 4
 """Served at a time."""
 FIRST_PORT = 1024
@@ -232,7 +230,7 @@ class Relaying:
     async def _reserve(self, relay_id: str) -> None:
         try:
             reply = await self._transport.call(
-                relay_id, "relay_reserve", Message(), timeout_s=CALL_TIMEOUT_S
+                relay_id, "relay_reserve", Message(), timeout_s=ANSWER_S
             )
             grant = convert(reply.body, RelayGrant)
         except SwarmnetError as e:
@@ -312,7 +310,7 @@ async def look_from(transport: RelayTransport, peer_ids: Sequence[str]) -> list[
     async def ask(peer_id: str) -> Sight | None:
         message = Message(LookBackRequest(ports))
         try:
-            reply = await transport.call(peer_id, "look_back", message, timeout_s=CALL_TIMEOUT_S)
+            reply = await transport.call(peer_id, "look_back", message, timeout_s=ANSWER_S)
             seen = convert(reply.body, LookBackReply)
         except SwarmnetError as e:
             log.debug("%s does not say what it sees: %s", peer_id[-8:], e)

@@ -20,6 +20,8 @@ from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
+PIECES = 2
+"""Of work for a microbatch, which wait for the device one by one: its forward and its backward."""
 IN_HAND_PART = 0.03
 """How much the work for the microbatches that are inside a replica weighs against that which waits
 before its device."""
@@ -80,7 +82,7 @@ class Entrance:
         # A replica that does not know its speed yet must not be trusted with many.
         room = limits.max_waiting_forwards
         if announced and replica.service_s > 0:
-            in_time = int(2 * limits.max_waiting_s / replica.service_s)
+            in_time = int(PIECES * limits.max_waiting_s / replica.service_s)
             room = max(room, min(limits.max_waiting_announced, in_time))
         over = waiting + 1 - room
         most = min(limits.max_open_steps, replica.stage.max_in_flight)
@@ -89,7 +91,7 @@ class Entrance:
         num_in_flight = self._flights.num_in_flight
         if waiting >= room or num_in_flight >= most:
             usual_s = replica.service_s or FIRST_SERVICE_S
-            raise Busy("the queue is full", backlog_s=over * usual_s / 2)
+            raise Busy("the queue is full", backlog_s=over * usual_s / PIECES)
         if not self._resource_limits.has_room(replica.index, num_in_flight):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 
@@ -121,7 +123,7 @@ class Entrance:
         counts but when they are completed."""
         traffic = self._transport.traffic
         waiting = self._num_waiting(replica, round_index)
-        device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
+        device_s = waiting * replica.service_s / PIECES
         link_s = traffic.upload_s(traffic.queued_bytes())
         each_s = max(replica.service_s, traffic.upload_s(replica.sent_bytes))
         if replica.ahead and round_index == replica.round:

@@ -24,7 +24,7 @@ from swarmnet.errors import (
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, Router
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
-from swarmnet.swarm.pipeline.asking import NOT_READY_BACKLOG_S, Asking
+from swarmnet.swarm.pipeline.asking import Asking
 from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
@@ -258,7 +258,7 @@ class Wiring:
             self._asking.turned_away(message.body.stage, e.backlog_s)
             raise
         except (NotReady, Stale, NoRoute):
-            router.busy(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            router.busy(peer_id, loop.time(), LOOK_AGAIN_S)
             raise
         except Taken:
             router.abandoned(peer_id, loop.time())
