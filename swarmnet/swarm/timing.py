@@ -5,8 +5,8 @@ from __future__ import annotations
 
 LOOK_AGAIN_S = 0.2
 """How often a peer looks at what nothing tells it of: a deadline of others that has passed, a peer
-that has fallen silent, or one that is not in the round yet. Longer, and each such step of a recovery is that much later; `view.live`
-changes with time alone. (tests/swarm/recovery/test_recovery.py)"""
+that has fallen silent, or one that is not in the round yet. Longer, and each such step of a
+recovery is that much later; `view.live` changes with time alone. (tests/swarm/recovery/test_recovery.py)"""
 LOOK_LESS_S = 1.0
 """The same where nothing waits for it, and in a large swarm, whose peers would do little else.
 (tests/swarm/lifecycle/test_moving.py)"""

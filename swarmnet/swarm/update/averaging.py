@@ -41,7 +41,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.membership.access import shows_round
+from swarmnet.swarm.membership.access import may_contribute, shows_round
 from swarmnet.swarm.membership.failure_detection import STALL_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
@@ -545,6 +545,9 @@ class Averaging:
         num_bytes = sum(4 * self.replica.stage.shard_sizes[j] for j in push.shards)
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
+        record = self.gossip.view.get(request.remote)
+        if any(push.num_tokens) and not may_contribute(record, push.stage):
+            raise NotReady("a peer that joins has no gradient")
         gradients = self._gradients_of(push, request.message.arrays)
         work = [
             self._reduce(request, push.round, j, num_tokens, gradients.get(j))

@@ -35,6 +35,7 @@ def bodies(r: int) -> Iterator[tuple[str, Message]]:
     """What could end a round, or change what it comes to."""
     for ahead in (0, 1, 2, 100):
         yield "reduce", Message(ReduceRequest(r + ahead, 0, (0,), (0,)))
+    yield "reduce", Message(ReduceRequest(r, 0, (1,), (1000,)), (SHARD,))
     yield "reduced", Message(ReduceRequest(r, 0, (0,), (0,)))
     yield "mirror", Message(MirrorRequest(r, 0, 0, 1.0, r, 1, 1.0), (SHARD,))
     yield "adopt", Message(AdoptRequest(r, 0, 0), (SHARD,))
