@@ -29,7 +29,7 @@ RELAY_PROTOCOL = "/swarmnet/relay/1"
 ANSWER_S = 10.0
 """Longest wait for an answer that takes the other side no work: a hello, a dial, its records. It
 has to leave room for a connection over several hops on a slow link, and ends what waits for a peer
-that takes everything and answers nothing. (tests/transport/test_port.py)"""
+that takes everything and answers nothing."""
 BUSY_BACKLOG_S = 1.0
 """What a `Busy` says that is about the caller, or the memory here, and not about the work."""
 
