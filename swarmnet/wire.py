@@ -52,6 +52,13 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """A body as it came: msgpack into which nobody has looked yet."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """`body`: a dataclass or plain msgpack values. `arrays`: travel as raw bytes."""
 
@@ -91,9 +98,12 @@ def unpack_plain(data: Any) -> Any:
 
 
 def convert(value: Any, cls: type[T]) -> T:
-    """Plain values to `cls`, everything checked. A `cls` (of a local call) passes as it is."""
+    """Plain values, or a packed body, to `cls`, everything checked. A `cls` (of a local call)
+    passes as it is."""
     if type(value) is cls:
         return value
+    if type(value) is Packed:
+        return unpack(value.data, cls)
     try:
         return msgspec.convert(value, cls, builtin_types=(bytes, bytearray))
     except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as e:
@@ -101,5 +111,13 @@ def convert(value: Any, cls: type[T]) -> T:
 
 
 def unpack(data: Any, cls: type[T]) -> T:
-    """msgpack to `cls`, everything checked."""
-    return convert(unpack_plain(data), cls)
+    """msgpack to `cls`, everything checked. Nothing is built of what does not belong to it: a
+    million nested lists are no million objects."""
+    if len(data) > MAX_BODY_BYTES:
+        raise ProtocolViolation(f"a body of {len(data)} bytes; at most {MAX_BODY_BYTES}")
+    try:
+        return msgspec.msgpack.decode(data, type=cls)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as e:
+        is_malformed = type(e) in (msgspec.DecodeError, RecursionError)
+        wanted = "msgpack" if is_malformed else f"a {cls.__name__}"
+        raise ProtocolViolation(f"not {wanted}: {str(e)[:200]}") from None

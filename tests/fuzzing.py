@@ -102,6 +102,9 @@ class Listener:
             key = (frames.PARTS_OF[head.kind], head.call_id)
             self._open[key] = frames.Assembly(head, allocate)
 
+    def opening(self, kind: int, head_bytes: int) -> None:
+        pass
+
     def assembly(self, kind: int, call_id: int) -> frames.Assembly:
         if (kind, call_id) not in self._open:
             raise ProtocolViolation("a part of no message")

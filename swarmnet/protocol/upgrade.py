@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarmnet.protocol.backoff import next_pause_s
+
 FIRST_RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
 STEADY_S = 60.0
 """A direct connection that lasted this long is opened again at once after it breaks."""
@@ -40,7 +42,8 @@ class Attempts:
     def failed(self, peer_id: str, now: float) -> float:
         """The attempt failed, or the connection broke soon; returns the seconds of the pause."""
         before = self._failures.pop(peer_id, None)
-        pause_s = FIRST_RETRY_S if before is None else min(2 * before.pause_s, LONGEST_RETRY_S)
+        last_s = None if before is None else before.pause_s
+        pause_s = next_pause_s(last_s, FIRST_RETRY_S, LONGEST_RETRY_S)
         if len(self._failures) >= MAX_REMEMBERED:
             del self._failures[next(iter(self._failures))]
         self._failures[peer_id] = _Failure(now + pause_s, pause_s)

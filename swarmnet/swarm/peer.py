@@ -58,7 +58,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds, Updates
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import ANSWER_S, Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -416,11 +416,10 @@ class Peer:
 
     async def _on_spec(self, request: Request) -> Message:
         """For newcomers that know only an address."""
-        self.gossip.check_stranger(request)
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
 
 
-async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = 10.0) -> SpecReply:
+async def fetch_spec(transport: Transport, peer_id: str, timeout_s: float = ANSWER_S) -> SpecReply:
     """The spec of the run that a peer belongs to; the caller checks the hash."""
     reply = await transport.call(peer_id, "spec", Message(), timeout_s=timeout_s)
     return convert(reply.body, SpecReply)

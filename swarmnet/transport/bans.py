@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnet.protocol.backoff import next_pause_s
+
 FIRST_BAN_S, LONGEST_BAN_S = 1.0, 300.0
 FORGIVEN_AFTER_S = 1800.0
 """After so long without another offence a ban starts at the beginning."""
@@ -40,10 +42,9 @@ class Bans:
     def add(self, peer_id: str, now: float) -> float:
         """Bans a peer from now on; returns for how many seconds."""
         before = self._by_peer.pop(peer_id, None)
-        if before is None or now > before.end_s + FORGIVEN_AFTER_S:
-            ban_s = FIRST_BAN_S
-        else:
-            ban_s = min(2 * before.for_s, LONGEST_BAN_S)
+        is_first = before is None or now > before.end_s + FORGIVEN_AFTER_S
+        last_s = None if before is None or is_first else before.for_s
+        ban_s = next_pause_s(last_s, FIRST_BAN_S, LONGEST_BAN_S)
         if len(self._by_peer) >= MAX_OFFENDERS:
             del self._by_peer[next(iter(self._by_peer))]
         self._by_peer[peer_id] = Ban(now, ban_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from swarmnet.protocol.bandwidth import UploadMeter
 from swarmnet.protocol.histogram import Histogram
@@ -25,6 +25,13 @@ PROTOCOL_NAME = "/swarmnet/1"
 such streams, so that the hello can tell them which versions the other side speaks."""
 RELAY_PROTOCOL = "/swarmnet/relay/1"
 """Of the streams that `transport.relay` joins."""
+
+ANSWER_S = 10.0
+"""Longest wait for an answer that takes the other side no work: a hello, a dial, its records. It
+has to leave room for a connection over several hops on a slow link, and ends what waits for a peer
+that takes everything and answers nothing."""
+BUSY_BACKLOG_S = 1.0
+"""What a `Busy` says that is about the caller, or the memory here, and not about the work."""
 
 
 @dataclass(slots=True)
@@ -42,6 +49,38 @@ class Request:
 
 
 Handler = Callable[[Request], Awaitable[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A request or a notification as it is known before its body is decoded, and before any of its
+    arrays has come."""
+
+    remote: str
+    """As in `Request`, and the next two."""
+    run_id: str
+    method: str
+    body_bytes: int
+    """0 where the caller is on this machine, or in this process."""
+    array_bytes: int
+
+
+class Gate(Protocol):
+    """Decides who may call what at one peer."""
+
+    def knows(self, method: str) -> bool:
+        """Is it said who may call this method?"""
+
+    def has_standing(self, machine: str) -> bool:
+        """Is there a peer on that machine which has been let into the run? All others together may
+        make this one hold a few MiB."""
+
+    def check(self, envelope: Envelope) -> None:
+        """Raises a `RemoteError` or `ProtocolViolation` where the caller may not make this call
+        now. Without effect, so that it may be asked before anything is kept of the call."""
+
+    def enter(self, envelope: Envelope, body: Any) -> Any:
+        """Checks once more, counts the call, decodes its body and checks that. Raises alike."""
 
 
 @dataclass(slots=True)
@@ -100,10 +139,14 @@ class Transport(Protocol):
         """Serves `method`. An exception that is a `RemoteError` goes to the caller as it is, a
         `ProtocolViolation` as `Refused`, any other is logged here and goes as a `RemoteError`."""
 
+    def guard(self, gate: Gate) -> None:
+        """Asks `gate` about every call from now on. Raises `ValueError` where a method is served,
+        now or later, that it does not know."""
+
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Remembers where a peer can be dialled."""
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         """Opens a channel to an address (`.../p2p/<peer id>`); returns the peer id. Raises
         `AddressError`, `Unreachable`, `DeadlineExceeded` or `WrongVersion`."""
 

@@ -16,14 +16,22 @@ from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import split_seat
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Handler, Traffic
+from swarmnet.transport.base import (
+    ANSWER_S,
+    RELAY_PROTOCOL,
+    ByteStream,
+    Carrier,
+    Gate,
+    Handler,
+    Traffic,
+)
 from swarmnet.transport.calls.hello import Offer, offer
 from swarmnet.transport.dialer import Dialer
 from swarmnet.transport.direct import TICKET_METHOD, DirectListener
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.links import DirectLinks
 from swarmnet.transport.open_channels import OpenChannels
-from swarmnet.transport.relay import CIRCUIT, Relays, split_circuit
+from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind
 from swarmnet.transport.seats import LocalCalls, Seat
 from swarmnet.wire import Message
 
@@ -97,6 +105,9 @@ class ChannelTransport:
     def handle(self, method: str, handler: Handler) -> None:
         self.handlers.add(method, handler)
 
+    def guard(self, gate: Gate) -> None:
+        self.handlers.guard(gate)
+
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         machine = machine_of(peer_id)
         if machine == self.peer_id:
@@ -117,10 +128,13 @@ class ChannelTransport:
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
         self.channels.on_disconnected(callback)
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         try:
             async with asyncio.timeout(timeout_s):
-                peer_id = await self._connect(address)
+                circuit = peer_behind(address)
+                if circuit:
+                    self.learn(circuit, [address])
+                peer_id = circuit or await self.carrier.connect(address)
                 if peer_id == self.peer_id:
                     raise AddressError("that is this peer's own address")
                 channel = await self.dialer.channel(peer_id)
@@ -128,16 +142,6 @@ class ChannelTransport:
                 return peer_id
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within {timeout_s:.0f} s") from None
-
-    async def _connect(self, address: str) -> str:
-        """The peer id behind an address; there is a way to it, or there may be one."""
-        circuit = split_circuit(address)
-        if circuit is None:
-            return await self.carrier.connect(address)
-        if not circuit[2]:
-            raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
-        self.learn(circuit[2], [address])
-        return circuit[2]
 
     async def call(
         self,

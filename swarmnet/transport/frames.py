@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.wire import MAX_ARRAYS, MAX_BODY_BYTES, Array, array_bytes, pack, unpack_plain
+from swarmnet.wire import (
+    MAX_ARRAYS,
+    MAX_BODY_BYTES,
+    Array,
+    Packed,
+    array_bytes,
+    pack,
+    unpack_plain,
+)
 
 MAGIC = b"sw"
 FRAME_VERSION = 1
@@ -30,12 +39,19 @@ CHECKED_BYTES = CHECKED.size
 HELLO, REQUEST, REPLY, ERROR, PROGRESS, NOTIFY, REQUEST_PART, REPLY_PART, CANCEL = range(1, 10)
 END = 0x80
 KINDS = range(HELLO, CANCEL + 1)
+CALLS = (REQUEST, NOTIFY)
+SHORT = (HELLO, CANCEL)
+"""Kinds whose heads are short, and may come before anything is known of the peer."""
 PARTS_OF = {REQUEST: REQUEST_PART, REPLY: REPLY_PART}
 """Kinds that may carry arrays, and the kind of the parts that do."""
 PARTS = tuple(PARTS_OF.values())
 
 PART_BYTES = 512 << 10
 """Payload of a part at most."""
+MAX_SHORT_BYTES = 8 << 10
+"""Of the head of a message of a short kind."""
+MAX_ENVELOPE_BYTES = 16 << 10
+"""Of the head of a request or a notification, its body not counted."""
 MAX_MESSAGE_BYTES = 1 << 30
 """Bytes of all arrays of a message."""
 MAX_RECEIVING_BYTES = 4 << 30
@@ -162,22 +178,31 @@ class Head:
     """Of all of them."""
 
 
+_UNWANTED = memoryview(bytearray(PART_BYTES))
+"""What nobody wants is read into it, from all streams: its bytes mean nothing."""
+
+
 class Assembly:
     """A message whose parts are still coming."""
 
     def __init__(
         self, head: Head, allocate: Callable[[int], memoryview] | None, books: str = ""
     ) -> None:
-        """`allocate`: gives memory of a size; None: nobody wants the arrays any more, and one
-        part's memory is enough to read past them. `books`: what its bytes are counted under."""
+        """`allocate`: gives memory of a size; None: nobody wants the arrays, and they are read
+        past. `books`: what its bytes are counted under."""
         self.head = head
         self.books = books
         self.left_bytes = head.array_bytes
+        self.is_wanted = allocate is not None
         sizes = [array_bytes(dtype, shape) for dtype, shape in head.arrays]
         self._left = [size for size in sizes if size]
-        self._scratch = memoryview(bytearray(PART_BYTES)) if allocate is None else None
         self._memory = [] if allocate is None else [allocate(size) for size in sizes]
         self._targets = [m for m in self._memory if len(m)]
+
+    def discard(self) -> None:
+        """Nobody wants the arrays any more: gives their memory up."""
+        self.is_wanted = False
+        self._memory, self._targets = [], []
 
     def take(self, num_bytes: int) -> memoryview:
         """Where the next `num_bytes` of payload belong."""
@@ -185,8 +210,8 @@ class Assembly:
             raise ProtocolViolation("a part beyond the arrays that were declared")
         self.left_bytes -= num_bytes
         self._left[0] -= num_bytes
-        target = self._scratch
-        if target is None:
+        target = _UNWANTED
+        if self.is_wanted:
             target, self._targets[0] = self._targets[0], self._targets[0][num_bytes:]
         if not self._left[0]:
             del self._left[:1], self._targets[:1]
@@ -200,6 +225,9 @@ class Assembly:
 
 class Sink(Protocol):
     """Who hears of frames. Every method may raise `ProtocolViolation`."""
+
+    def opening(self, kind: int, head_bytes: int) -> None:
+        """The first frame of a message comes: nothing is kept of its head yet."""
 
     def head(self, head: Head, num_bytes: int) -> None:
         """The first frame of a message, of `num_bytes` on the stream."""
@@ -225,6 +253,8 @@ class Reader:
         self._filled = 0
         self._target: memoryview | None = None
         self._target_filled = 0
+        self._is_wanted = True
+        """Whether anyone looks at what the target takes."""
         self._header: tuple[int, int, int, int] | None = None
         self._header_bytes = b""
 
@@ -289,14 +319,18 @@ class Reader:
             raise ProtocolViolation(f"a frame of unknown kind {kind}")
         if head_bytes > MAX_BODY_BYTES or payload_bytes > PART_BYTES:
             raise ProtocolViolation("a frame that is too long")
+        if kind in SHORT and head_bytes > MAX_SHORT_BYTES:
+            raise ProtocolViolation("a frame that is too long")
         if (kind in PARTS) == bool(head_bytes) or (kind in PARTS) != bool(payload_bytes):
             raise ProtocolViolation("a frame with the wrong parts")
         self._header = (flagged, call_id, head_bytes, payload_bytes)
         self._header_bytes = raw
         if payload_bytes:
-            self._target = self._sink.assembly(kind, call_id).take(payload_bytes)
+            assembly = self._sink.assembly(kind, call_id)
+            self._target, self._is_wanted = assembly.take(payload_bytes), assembly.is_wanted
         else:
-            self._target = memoryview(bytearray(head_bytes))
+            self._sink.opening(kind, head_bytes)
+            self._target, self._is_wanted = memoryview(bytearray(head_bytes)), True
         self._target_filled = 0
 
     def _end_payload(self) -> None:
@@ -307,7 +341,8 @@ class Reader:
         raw = self._header_bytes
         target, self._target, self._header = self._target, None, None
         content = b"" if payload_bytes and self._is_sealed else target
-        if _checksum(raw[:CHECKED_BYTES], content) != int.from_bytes(raw[CHECKED_BYTES:], "little"):
+        checksum = int.from_bytes(raw[CHECKED_BYTES:], "little")
+        if self._is_wanted and _checksum(raw[:CHECKED_BYTES], content) != checksum:
             raise ProtocolViolation("a wrong checksum")
         kind, is_end = flagged & ~END, bool(flagged & END)
         if payload_bytes:
@@ -319,9 +354,38 @@ class Reader:
             self._sink.head(head, HEADER.size + head_bytes)
 
 
+class _Call(msgspec.Struct):
+    """The head of a request or a notification, with its larger parts left as they came."""
+
+    m: Any = None
+    b: msgspec.Raw = msgspec.Raw()
+    s: Any = None
+    a: msgspec.Raw = msgspec.Raw()
+
+
+def _values_of_call(packed: Any) -> dict[str, Any]:
+    """The body stays packed: whether the caller may say it is seen first."""
+    try:
+        call = msgspec.msgpack.decode(packed, type=_Call)
+    except msgspec.ValidationError:
+        raise ProtocolViolation("a head that is no map") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise ProtocolViolation(f"not msgpack: {str(e)[:100]}") from None
+    body, described = bytes(call.b), bytes(call.a)
+    if len(packed) - len(body) > MAX_ENVELOPE_BYTES:
+        raise ProtocolViolation("a request with more than a body and arrays")
+    said = {
+        "m": call.m,
+        "b": Packed(body) if body else None,
+        "s": call.s,
+        "a": unpack_plain(described) if described else None,
+    }
+    return {key: value for key, value in said.items() if value is not None}
+
+
 def parse_head(kind: int, call_id: int, packed: Any) -> Head:
     """Checks the msgpack of a head frame. Raises `ProtocolViolation`."""
-    values = unpack_plain(packed)
+    values = _values_of_call(packed) if kind in CALLS else unpack_plain(packed)
     if not isinstance(values, dict):
         raise ProtocolViolation("a head that is no map")
     described = values.pop("a", [])

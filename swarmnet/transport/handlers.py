@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from swarmnet.errors import NotReady
 from swarmnet.protocol.membership.seats import seat_id
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.transport.base import Handler, Request
+from swarmnet.transport.base import Envelope, Gate, Handler, Request
 from swarmnet.transport.calls.heads import Route
-from swarmnet.wire import Message
+from swarmnet.wire import Message, Packed, unpack_plain
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class Handlers:
         self._calls_per_peer = calls_per_peer
         self._first: dict[str, Handler] = {}
         self._by_seat: dict[int, dict[str, Handler]] = {0: self._first}
+        self._gates: dict[int, Gate] = {}
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._num_running: dict[str, int] = {}
 
@@ -33,15 +35,30 @@ class Handlers:
     def open_seat(self, seat: int) -> None:
         """A seat without handlers, in place of any that had this number."""
         self._by_seat[seat] = {}
+        self._gates.pop(seat, None)
 
     def remove_seat(self, seat: int) -> None:
         """Calls to it are answered `NotReady` from now on."""
         self._by_seat.pop(seat, None)
+        self._gates.pop(seat, None)
+
+    def guard(self, gate: Gate, seat: int = 0) -> None:
+        """As `Transport.guard`, for a seat."""
+        self._gates[seat] = gate
+        for method in self._by_seat.get(seat, ()):
+            self._must_know(method, seat)
 
     def add(self, method: str, handler: Handler, seat: int = 0) -> None:
-        """Serves `method` at a seat; without effect where the seat was removed."""
+        """Serves `method` at a seat; without effect where the seat was removed. Raises `ValueError`
+        where the seat's gate does not know the method."""
         if seat in self._by_seat:
+            self._must_know(method, seat)
             self._by_seat[seat][method] = handler
+
+    def _must_know(self, method: str, seat: int) -> None:
+        gate = self._gates.get(seat)
+        if gate is not None and not gate.knows(method):
+            raise ValueError(f"it is not said who may call {method}")
 
     def __getitem__(self, method: str) -> Handler:
         """The first seat's handler of a method. Raises `KeyError`."""
@@ -53,6 +70,21 @@ class Handlers:
             return True
         return any(method in handlers for handlers in self._by_seat.values())
 
+    def has_standing(self, machine: str) -> bool:
+        """Whether a peer on that machine has been let in here; everyone where there is no gate."""
+        gates = self._gates
+        return not gates or any(gate.has_standing(machine) for gate in gates.values())
+
+    def check(self, route: Route, envelope: Envelope) -> None:
+        """Raises what a call from the machine `envelope.remote` would be refused with, as far as
+        that is known before its body is decoded and its arrays have come."""
+        caller, target = route
+        if envelope.method not in self._by_seat.get(target, ()):
+            raise NotReady(f"{envelope.method[:64]} is not served here")
+        gate = self._gates.get(target)
+        if gate is not None:
+            gate.check(replace(envelope, remote=seat_id(envelope.remote, caller)))
+
     async def answer(
         self,
         route: Route,
@@ -63,13 +95,22 @@ class Handlers:
         progress: Callable[[Message], None],
     ) -> Message:
         """What the handler of a method says to a seat of the machine `remote`. Raises `NotReady`
-        where there is none, and what the handler raises."""
+        where there is none, what the gate of the callee's seat raises, and what the handler
+        raises."""
         caller, target = route
         handlers = self._by_seat.get(target)
         handler = None if handlers is None else handlers.get(method)
         if handler is None:
             raise NotReady(f"{method[:64]} is not served here")
-        return await handler(Request(seat_id(remote, caller), run_id, method, message, progress))
+        peer_id, body, gate = seat_id(remote, caller), message.body, self._gates.get(target)
+        if gate is not None:
+            num_bytes = len(body.data) if isinstance(body, Packed) else 0
+            arrays = sum(array.num_bytes for array in message.arrays)
+            body = gate.enter(Envelope(peer_id, run_id, method, num_bytes, arrays), body)
+        elif isinstance(body, Packed):
+            body = unpack_plain(body.data)
+        request = Request(peer_id, run_id, method, Message(body, message.arrays), progress)
+        return await handler(request)
 
     # ---- tasks ------------------------------------------------------------------------------
 

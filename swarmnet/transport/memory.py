@@ -24,7 +24,7 @@ from swarmnet.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet.transport.base import Handler, Traffic
+from swarmnet.transport.base import ANSWER_S, Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import FIRST_SEATS
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error
@@ -157,6 +157,10 @@ class MemoryHub:
                 return peer_id
         return None
 
+    def finds(self, source: str, peer_id: str, known: Sequence[str]) -> bool:
+        """Does a peer answer `source` at any of its known addresses?"""
+        return not self.has_places or any(self.found_at(source, a) == peer_id for a in known)
+
     def is_stale(self, a: str, b: str) -> bool:
         return bool(self._stale) and frozenset((a, b)) in self._stale
 
@@ -241,6 +245,9 @@ class MemoryTransport:
     def handle(self, method: str, handler: Handler) -> None:
         self._handlers.add(method, handler)
 
+    def guard(self, gate: Gate) -> None:
+        self._handlers.guard(gate)
+
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         if self._hub.has_places and addresses:
             self._known[peer_id] = tuple(a.removesuffix(f"/p2p/{peer_id}") for a in addresses)
@@ -254,7 +261,7 @@ class MemoryTransport:
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
         self._disconnected.add(callback)
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         peer_id = address.rpartition("/p2p/")[2]
         if "/p2p/" not in address or not peer_id:
             raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
@@ -314,7 +321,9 @@ class MemoryTransport:
         remote = self._hub.transports.get(peer_id)
         if remote is None or self.is_dead or peer_id == self.peer_id:
             return
-        if peer_id not in self._links and not self._finds(peer_id):
+        if peer_id not in self._links and not self._hub.finds(
+            self.peer_id, peer_id, self._known.get(peer_id, ())
+        ):
             return
         try:
             sent = self._hub.in_transit(NOTIFY, message)
@@ -342,17 +351,10 @@ class MemoryTransport:
             if self._hub.is_parted(self.peer_id, peer_id):
                 await asyncio.sleep(UNREACHABLE_AFTER_S)
                 raise Unreachable(f"{peer_id[-8:]}: no answer in time")
-            if not self._finds(peer_id):
+            if not self._hub.finds(self.peer_id, peer_id, self._known.get(peer_id, ())):
                 raise Unreachable(f"{peer_id[-8:]}: nobody answers at any address of it")
         self._connect(remote)
         return remote
-
-    def _finds(self, peer_id: str) -> bool:
-        """Does a peer answer at any of its known addresses?"""
-        if not self._hub.has_places:
-            return True
-        known = self._known.get(peer_id, ())
-        return any(self._hub.found_at(self.peer_id, a) == peer_id for a in known)
 
     def _connect(self, remote: MemoryTransport) -> None:
         if remote.peer_id not in self._links:

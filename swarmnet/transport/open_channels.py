@@ -13,6 +13,7 @@ from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.channel import PARTING_S, Channel
 from swarmnet.transport.calls.hello import Offer, offer
+from swarmnet.transport.calls.holdings import Holdings
 from swarmnet.transport.calls.served import Service
 from swarmnet.transport.listeners import Listeners
 from swarmnet.transport.pacing import Pacer
@@ -21,6 +22,9 @@ log = logging.getLogger("swarmnet.transport")
 
 MAX_CHANNELS = 8
 """Of one peer; two are normal, when both sides open one at the same time."""
+MAX_STRANGERS_CHANNELS = 512
+"""Of all machines without standing together. One more takes the place of the oldest: those that
+come in order to fill the places keep no newcomer out for long."""
 SUPERSEDED_AFTER_S = 15.0
 """A peer opens a channel only when it has none. So one that has been here for so long already (not
 opened by both sides at the same moment) is dead, though its connection may not have noticed."""
@@ -60,6 +64,7 @@ class OpenChannels:
         self.pool = BufferPool()
         self.pacer = Pacer()
         self.handlers = handlers
+        self.holdings = Holdings(handlers.has_standing)
         self.bans = Bans()
         self._is_closed = False
         self._all: dict[Channel, DirectWatcher | None] = {}
@@ -131,7 +136,16 @@ class OpenChannels:
         if num_open >= MAX_CHANNELS or not self.may_attach(stream.remote):
             stream.transport.abort()
         else:
+            if self.holdings.is_stranger(stream.remote):
+                self._make_room_for_stranger()
             self.attach(stream).ready.add_done_callback(self._tell_wrong_version)
+
+    def _make_room_for_stranger(self) -> None:
+        if len(self._all) < MAX_STRANGERS_CHANNELS:
+            return
+        strangers = [c for c in self._all if self.holdings.is_stranger(c.remote)]
+        if len(strangers) >= MAX_STRANGERS_CHANNELS:
+            strangers[0].abort("too many channels of strangers")
 
     def attach(self, stream: ByteStream, direct: DirectWatcher | None = None) -> Channel:
         """A new channel on a stream; `direct`: hears of it where the stream is a direct one."""

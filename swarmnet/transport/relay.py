@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from swarmnet.errors import ProtocolViolation, SwarmnetError, Unreachable
+from swarmnet.errors import AddressError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet.identity import Identity, verify
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Traffic
 from swarmnet.transport.direct import Certificate, client_context
@@ -70,6 +70,15 @@ def split_circuit(address: str) -> tuple[str, str, str] | None:
     """(the relay's address, its peer id, the callee's peer id or "") of a circuit address."""
     found = CIRCUIT_ADDRESS.fullmatch(address)
     return None if found is None else (found[1], found[2], found[3] or "")
+
+
+def peer_behind(address: str) -> str:
+    """The peer id at the end of a circuit address; empty where it is no such address. Raises
+    `AddressError` where it does not say at whom it ends."""
+    circuit = split_circuit(address)
+    if circuit is not None and not circuit[2]:
+        raise AddressError(f"{address[:200]} does not end in /p2p/<peer id>")
+    return "" if circuit is None else circuit[2]
 
 
 class Relays:

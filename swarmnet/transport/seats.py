@@ -14,7 +14,7 @@ from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
 from swarmnet.protocol.membership.seats import seat_id
-from swarmnet.transport.base import Handler, Traffic
+from swarmnet.transport.base import ANSWER_S, Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import Route
 from swarmnet.transport.calls.remote_errors import as_remote
 from swarmnet.transport.handlers import Handlers
@@ -85,10 +85,13 @@ class Seat:
     def handle(self, method: str, handler: Handler) -> None:
         self._handlers.add(method, handler, self.seat)
 
+    def guard(self, gate: Gate) -> None:
+        self._handlers.guard(gate, self.seat)
+
     def learn(self, peer_id: str, addresses: Sequence[str]) -> None:
         self._machine.learn(peer_id, addresses)
 
-    async def dial(self, address: str, timeout_s: float = 10.0) -> str:
+    async def dial(self, address: str, timeout_s: float = ANSWER_S) -> str:
         return await self._machine.dial(address, timeout_s)
 
     async def call(

@@ -21,8 +21,8 @@ from swarmnet.errors import (
 )
 from swarmnet.simulation.clock import run as run_in_virtual_time
 from swarmnet.transport import open_channels
-from swarmnet.transport.base import PROTOCOL_VERSIONS, ByteStream, Request
-from swarmnet.transport.calls import channel, served, writer
+from swarmnet.transport.base import BUSY_BACKLOG_S, PROTOCOL_VERSIONS, ByteStream, Request
+from swarmnet.transport.calls import channel, holdings, served, writer
 from swarmnet.transport.calls.channel import PARTING_S
 from swarmnet.transport.calls.hello import hello_head, offer
 from swarmnet.transport.channel import ChannelTransport
@@ -234,7 +234,7 @@ def test_more_open_calls_than_allowed_are_answered_busy(monkeypatch: pytest.Monk
                 await entered.acquire()
             with pytest.raises(Busy) as caught:
                 await call(a, b)
-            assert caught.value.backlog_s == served.BUSY_BACKLOG_S
+            assert caught.value.backlog_s == BUSY_BACKLOG_S
             go.set()
             await asyncio.gather(*open_calls)
             await call(a, b)
@@ -245,7 +245,7 @@ def test_more_open_calls_than_allowed_are_answered_busy(monkeypatch: pytest.Monk
 def test_more_bytes_being_served_than_allowed_are_answered_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(served, "MAX_SERVING_BYTES", 1000)
+    monkeypatch.setattr(holdings, "MEMBER_BYTES", holdings.CALL_BYTES + 1000)
 
     async def scenario() -> None:
         async with peers() as (a, b):

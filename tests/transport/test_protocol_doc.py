@@ -16,10 +16,19 @@ from swarmnet.protocol.membership import records
 from swarmnet.protocol.pipeline import slots
 from swarmnet.protocol.update import placement
 from swarmnet.swarm import messages
-from swarmnet.swarm.membership import discovery, relaying
+from swarmnet.swarm.membership import access, discovery, relaying
 from swarmnet.transport import bans, base, dialer, direct, frames, links, open_channels, relay
-from swarmnet.transport.calls import channel, heads, hello, outbox, remote_errors, served
-from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array
+from swarmnet.transport.calls import (
+    channel,
+    heads,
+    hello,
+    holdings,
+    inbox,
+    outbox,
+    remote_errors,
+    served,
+)
+from swarmnet.wire import ITEM_BYTES, MAX_BODY_BYTES, Array, Packed, pack
 from tests.transport.test_frames import read
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +58,7 @@ def test_the_dumps_are_what_the_code_writes_and_reads() -> None:
     assert error == frames.head_frame(frames.ERROR, 1, {"e": busy})
     assert [m[:3] for m in read(note + request + error).done] == [
         (frames.NOTIFY, 0, {"m": "x"}),
-        (frames.REQUEST, 1, {"m": "x", "b": {"k": 1}}),
+        (frames.REQUEST, 1, {"m": "x", "b": Packed(pack({"k": 1}))}),
         (frames.ERROR, 1, {"e": busy}),
     ]
 
@@ -146,7 +155,15 @@ def test_every_field_is_named(cls: type) -> None:
         f"Each step has {relay.HEAD_TIMEOUT_S:.0f} s",
         f"failed or taken {dialer.RELAY_AFTER_S:.0f} s",
         f"`busy` when {relaying.MAX_GRANTS} have a place",
-        f"{relaying.LOOK_BURST:.0f} times at once and every {1 / relaying.LOOKS_PER_S:.0f} s",
+        f"{access.LOOKS.burst:.0f} times at once and every {1 / access.LOOKS.calls_per_s:.0f} s",
+        f"HELLO or CANCEL | {frames.MAX_SHORT_BYTES >> 10} KiB |",
+        f"without its body | {frames.MAX_ENVELOPE_BYTES >> 10} KiB |",
+        f"whose arrays are on their way | {inbox.MAX_BEGUN} |",
+        f"and {holdings.CALL_BYTES >> 10} KiB a call, of a machine with standing | "
+        f"{holdings.MEMBER_BYTES >> 30} GiB |",
+        f"{holdings.STRANGER_BYTES >> 20} MiB, and {holdings.STRANGERS_BYTES >> 20} MiB of all",
+        f"without standing | {open_channels.MAX_STRANGERS_CHANNELS} |",
+        f"{channel.LEASE_S:.0f} s to {2 * channel.LEASE_S:.0f} s",
         f"the {upgrade.TOKEN_BYTES} bytes of `token`",
         f"void {upgrade.TICKET_S:.0f} s after",
         f"at most {upgrade.MAX_TICKETS_EACH} that are open",

@@ -316,7 +316,7 @@ class MoveGate:
     """Hysteresis in time: a peer may move only when the same move of its own was proposed `times`
     times in a row, and not within `cooldown_s` seconds of its last move."""
 
-    def __init__(self, own_peer_id: str, *, times: int = 2, cooldown_s: float = 60.0) -> None:
+    def __init__(self, own_peer_id: str, *, times: int, cooldown_s: float) -> None:
         self._own_peer_id = own_peer_id
         self._times = times
         self._cooldown_s = cooldown_s

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 RESERVED_S = 60.0
 """How long a place is kept."""
-DISTRUST_S = 60.0
+DISTRUST_S = RESERVED_S
 """How long a caller that let a place lapse gets no place."""
 MAX_DISTRUSTED = 1024
 """Callers remembered as distrusted at most, the newest."""

@@ -24,6 +24,7 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from swarmnet.protocol.backoff import next_pause_s
 from swarmnet.protocol.pipeline.service_estimates import ServiceEstimates
 
 LATENCY_GAIN, DEVIATION_GAIN = 1 / 8, 1 / 4
@@ -60,6 +61,11 @@ class _Replica:
 
     def ready_at(self) -> float:
         return max(self.banned_until, self.busy_until)
+
+    @property
+    def usual_s(self) -> float:
+        """What nearly every call stays below (RFC 6298); 0 while no call was measured."""
+        return 0.0 if self.latency_s is None else self.latency_s + 4 * self.deviation_s
 
     def measure_latency(self, elapsed_s: float) -> None:
         if self.latency_s is None:
@@ -221,7 +227,7 @@ class Router:
         if replica.latency_s is not None and waited_s > replica.latency_s:
             self._measure(peer_id, waited_s, crowd)
         if now >= replica.banned_until:
-            replica.ban_s = min(max(BAN_S, 2 * replica.ban_s), BAN_MAX_S)
+            replica.ban_s = next_pause_s(replica.ban_s, BAN_S, BAN_MAX_S)
             replica.banned_until = now + replica.ban_s
 
     def abandoned(self, peer_id: str, now: float) -> None:
@@ -234,18 +240,13 @@ class Router:
         replica = self._replicas.get(peer_id)
         if replica is None or replica.latency_s is None:
             return max(self._first_deadline_s, self._longest_usual_s())
-        usual_s = replica.latency_s + 4 * replica.deviation_s
         crowding = max(1.0, (len(replica.calls) + 1) / max(1.0, replica.crowd))
-        return _clamp(DEADLINE_FACTOR * crowding * usual_s, MIN_DEADLINE_S, MAX_DEADLINE_S)
+        return _clamp(DEADLINE_FACTOR * crowding * replica.usual_s, MIN_DEADLINE_S, MAX_DEADLINE_S)
 
     def _longest_usual_s(self) -> float:
         """A newcomer may be as slow as the slowest known replica."""
-        usual = (
-            DEADLINE_FACTOR * (r.latency_s + 4 * r.deviation_s)
-            for r in self._replicas.values()
-            if r.latency_s is not None
-        )
-        return min(max(usual, default=0.0), MAX_DEADLINE_S)
+        usual_s = max((r.usual_s for r in self._replicas.values()), default=0.0)
+        return min(DEADLINE_FACTOR * usual_s, MAX_DEADLINE_S)
 
     def _returned(self, peer_id: str, sent_at: float) -> int | None:
         """The call that was sent at about `sent_at` is over. Returns how many own calls were

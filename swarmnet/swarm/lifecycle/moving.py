@@ -15,6 +15,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import LOOK_LESS_S
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -23,7 +24,6 @@ MOVE_S = 7200.0
 round may be long."""
 MOVE_PATIENCE_S = 30.0
 """A moving peer waits so long for the end of its round, rather than hand its gradient over."""
-LOOK_AGAIN_S = 1.0
 
 
 class Mover:
@@ -134,7 +134,7 @@ class Mover:
                     and self._steps.flights.passage_s() <= assignment.LONG_PASSAGE_S
                 ):
                     return True
-            await self._gossip.changed.wait(LOOK_AGAIN_S)
+            await self._gossip.changed.wait(LOOK_LESS_S)
         return True
 
     def _is_fed(self, served: ServedStage, r: int) -> bool:

@@ -18,12 +18,12 @@ from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import ANSWER_S, Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.gossip")
 
-RECONCILE_S = 10.0
+RECONCILE_S = ANSWER_S
 """Longest wait for a partner's records."""
 MAX_SENT_RECORDS = 512
 
@@ -40,13 +40,13 @@ class AntiEntropy:
         records: KnownRecords,
         liveness: Liveness,
         unreached: UnreachedNotices,
-        callers: CallerChecks,
+        gate: CallerChecks,
         news: News,
         rng: random.Random,
     ) -> None:
         self._own, self._transport, self._view = own, transport, view
         self._records, self._liveness, self._unreached = records, liveness, unreached
-        self._callers, self._news, self._rng = callers, news, rng
+        self._gate, self._news, self._rng = gate, news, rng
         transport.handle("gossip", self._on_gossip)
         transport.handle("records", self._on_records)
 
@@ -110,8 +110,6 @@ class AntiEntropy:
 
     async def _on_gossip(self, request: Request) -> Message:
         """Observers may listen: records are no secret."""
-        self._callers.check_same_run(request)
-        self._callers.check_stranger(request)
         theirs = convert(request.message.body, GossipRequest)
         self._own.seal_if_due()
         own = self._own.peer_id
@@ -119,18 +117,16 @@ class AntiEntropy:
         newer = [r.peer_id for r in self._view.newer_than(theirs.stamps)[:MAX_SENT_RECORDS]]
         records = self._records.envelopes(p for p in newer if not (own_is_known and p == own))
         wanted = tuple(self._view.digest.wanted_from(theirs.stamps)[:MAX_SENT_RECORDS])
-        if self._callers.is_admitted(request.remote):
+        if self._gate.is_admitted(request.remote):
             self._liveness.hear(theirs.suspicions)
         suspicions = self._liveness.suspicions()
         return Message(Records(records=records, wanted=wanted, suspicions=suspicions))
 
     async def _on_records(self, request: Request) -> Message:
         """A record speaks for itself, whichever peer brings it."""
-        self._callers.check_same_run(request)
-        self._callers.check_stranger(request)
         theirs = convert(request.message.body, Records)
         if self._records.take_all(theirs.records):
             self._news.tell()
-        if self._callers.is_admitted(request.remote):
+        if self._gate.is_admitted(request.remote):
             self._liveness.hear(theirs.suspicions)
         return Message()

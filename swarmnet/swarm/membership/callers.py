@@ -1,56 +1,92 @@
-"""Which callers are answered: peers of the same run, admitted to it, and strangers now and then."""
+"""The gate of a peer: enforces `access.ACCESS` for every call that comes in."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from swarmnet.admission import Admission
-from swarmnet.errors import Busy, ProtocolViolation, Refused, WrongRun
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.rate import RateLimiter
-from swarmnet.transport.base import Request
+from swarmnet.swarm.membership.access import (
+    ACCESS,
+    PROBE_BYTES,
+    SHARED_CALL_BYTES,
+    STATES_OF,
+    Access,
+    Arrays,
+    Callee,
+    Caller,
+    Quota,
+    is_replica_of,
+)
+from swarmnet.transport.base import BUSY_BACKLOG_S, Envelope
+from swarmnet.wire import convert
 
-STRANGER_CALLS_PER_S = 20.0
-STRANGER_BURST = 200.0
-"""Calls of one peer whose record is not known here; more are answered `Busy`."""
+
+class Served(Protocol):
+    """What the gate knows of the replica here."""
+
+    @property
+    def index(self) -> int:
+        """Of its stage."""
+
+    @property
+    def num_shards(self) -> int: ...
+
+    @property
+    def largest_shard_bytes(self) -> int: ...
+
+    @property
+    def synced(self) -> bool:
+        """It has joined: it has the parameters of its round."""
 
 
 class CallerChecks:
-    """Refuses calls of other runs, of peers that are not admitted, and too many of strangers."""
+    """A `transport.base.Gate`."""
 
     def __init__(self, run_id: str, view: View, admission: Admission) -> None:
+        self.served: Served | None = None
+        """The replica here; None between two stages, and at a peer that serves none."""
         self._run_id, self._view, self._admission = run_id, view, admission
-        self._strangers = RateLimiter(STRANGER_CALLS_PER_S, STRANGER_BURST)
+        quotas = {access.quota for access in ACCESS.values() if access.quota is not None}
+        self._limiters = {q: RateLimiter(q.calls_per_s, q.burst) for q in quotas}
         self._on_call: list[Callable[[str], None]] = []
 
     def on_call(self, callback: Callable[[str], None]) -> None:
         """`callback(peer_id)` for every call and notification that is checked here."""
         self._on_call.append(callback)
 
-    def check_run(self, request: Request) -> None:
-        """Raises `WrongRun` for callers that belong to another run, `Refused` for those that a
-        closed run has not admitted. For every method that costs or changes something."""
-        self.check_same_run(request)
-        if not self.is_admitted(request.remote):
-            raise Refused("this run is closed, and you have shown no valid invite")
+    # ---- the gate ---------------------------------------------------------------------------
 
-    def check_same_run(self, request: Request) -> None:
-        """Raises `WrongRun` for callers that belong to another run."""
+    def knows(self, method: str) -> bool:
+        return method in ACCESS
+
+    def has_standing(self, machine: str) -> bool:
+        return self._view.get(machine) is not None and self.is_admitted(machine)
+
+    def check(self, envelope: Envelope) -> None:
+        access = ACCESS[envelope.method]
+        self._check_caller(envelope, access)
+        self._check_size(envelope, access)
+
+    def enter(self, envelope: Envelope, body: Any) -> Any:
+        access = ACCESS[envelope.method]
+        self.check(envelope)
         for callback in self._on_call:
-            callback(request.remote)
-        if request.run_id != self._run_id:
-            raise WrongRun(
-                f"this peer trains run {self._run_id[:8]}, not {request.run_id[:8] or 'none'}"
-            )
+            callback(envelope.remote)
+        if access.quota is not None:
+            self._count(envelope.remote, access.quota)
+        if access.body is None:
+            return None
+        decoded: Any = convert(body, access.body)
+        self._check_stage(decoded, envelope.remote, access)
+        return decoded
 
-    def check_stranger(self, request: Request) -> None:
-        """For what anyone may ask: raises `Busy` where a stranger asks too often."""
-        if self._view.get(request.remote) is None:
-            now = asyncio.get_running_loop().time()
-            if not self._strangers.allows(request.remote, now):
-                raise Busy("you ask too often", backlog_s=1.0)
+    # ---- the caller -------------------------------------------------------------------------
 
     def is_admitted(self, peer_id: str) -> bool:
         """Whether a peer may take part. In a closed run its record has to show an invite."""
@@ -63,3 +99,71 @@ class CallerChecks:
         except ProtocolViolation:
             return False
         return True
+
+    def _check_caller(self, envelope: Envelope, access: Access) -> None:
+        if access.caller is Caller.ANYONE:
+            return
+        if envelope.run_id != self._run_id:
+            theirs = envelope.run_id[:8] or "none"
+            raise WrongRun(f"this peer trains run {self._run_id[:8]}, not {theirs}")
+        if access.caller is Caller.RUN:
+            return
+        if not self.is_admitted(envelope.remote):
+            raise Refused("this run is closed, and you have shown no valid invite")
+        if access.caller in STATES_OF and access.caller is not Caller.REPLICA:
+            if self.served is None:
+                raise NotReady("this peer serves no stage")
+            self._check_replica(envelope.remote, self.served.index, access.caller)
+
+    def _check_replica(self, remote: str, stage: int, caller: Caller) -> None:
+        if not is_replica_of(self._view.get(remote), stage, caller):
+            raise NotReady(f"{remote[-8:]} is not known here as a {caller.value} ({stage})")
+
+    def _count(self, remote: str, quota: Quota) -> None:
+        if not quota.of_members and self._view.get(remote) is not None:
+            return
+        if not self._limiters[quota].allows(remote, asyncio.get_running_loop().time()):
+            raise Busy("you ask too often", backlog_s=BUSY_BACKLOG_S)
+
+    # ---- what it says -----------------------------------------------------------------------
+
+    def _check_size(self, envelope: Envelope, access: Access) -> None:
+        if envelope.body_bytes > access.body_bytes:
+            raise ProtocolViolation(
+                f"{envelope.method} with a body of {envelope.body_bytes} bytes; "
+                f"at most {access.body_bytes}"
+            )
+        most = self._most_array_bytes(access.arrays)
+        if most is not None and envelope.array_bytes > most:
+            raise ProtocolViolation(
+                f"{envelope.method} with arrays of {envelope.array_bytes} bytes; at most {most}"
+            )
+
+    def _most_array_bytes(self, arrays: Arrays) -> int | None:
+        """None: what a message may have."""
+        if arrays is Arrays.MICROBATCH:
+            return None
+        if arrays is Arrays.PROBE:
+            return PROBE_BYTES
+        if arrays is Arrays.NONE or self.served is None:
+            return 0
+        shard = self.served.largest_shard_bytes
+        return shard if arrays is Arrays.SHARD else max(shard, SHARED_CALL_BYTES)
+
+    def _check_stage(self, body: Any, remote: str, access: Access) -> None:
+        if access.caller is Caller.REPLICA:
+            self._check_replica(remote, body.stage, access.caller)
+        if access.callee is Callee.ANY:
+            return
+        served = self.served
+        if served is None or body.stage != served.index or _last_shard(body) >= served.num_shards:
+            raise NotReady(f"stage {body.stage} is not served here")
+        if access.callee is Callee.SYNCED and not served.synced:
+            raise NotReady("still joining")
+
+
+def _last_shard(body: Any) -> int:
+    """Of those that a body names; -1 where it names none."""
+    shards: tuple[int, ...] = getattr(body, "shards", ())
+    shard: int = getattr(body, "shard", -1)
+    return max(shard, *shards) if shards else shard

@@ -24,7 +24,6 @@ log = logging.getLogger("swarmnet.discovery")
 
 REFRESH_S = 60.0
 EXPIRY_S = 180.0
-FIRST_PUBLISH_S = 2.0
 LONELY_LOOK_S = 5.0
 """How often a peer without live partners looks into the directory."""
 CALL_TIMEOUT_S = 20.0
@@ -90,9 +89,8 @@ class Directory:
     async def run(self) -> None:
         """Refreshes the own entry, and looks for others: often when alone, now and then when not,
         for the swarm may be in two parts. Until cancelled."""
-        next_publish_s = FIRST_PUBLISH_S
         loop = asyncio.get_running_loop()
-        publish_at, looked_at = loop.time() + next_publish_s, loop.time()
+        publish_at, looked_at = loop.time(), loop.time()
         try:
             while True:
                 await asyncio.sleep(LONELY_LOOK_S * self._rng.uniform(0.5, 1.0))

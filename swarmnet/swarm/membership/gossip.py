@@ -18,7 +18,7 @@ from swarmnet.admission import OPEN, Admission
 from swarmnet.protocol.membership.records import MAX_ADDRESSES, Record, RoundCount
 from swarmnet.protocol.membership.view import View
 from swarmnet.swarm.membership.anti_entropy import RECONCILE_S, AntiEntropy
-from swarmnet.swarm.membership.callers import CallerChecks
+from swarmnet.swarm.membership.callers import CallerChecks, Served
 from swarmnet.swarm.membership.join_declaration import JoinDeclaration
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
@@ -30,7 +30,7 @@ from swarmnet.swarm.membership.pushes import Pushes
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.swarm.messages import MAX_RECORD_BYTES
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.gossip")
 
@@ -70,7 +70,8 @@ class Gossip:
         own = self.own_record = OwnRecord(
             record, transport, view, self.signer, self._pace, self._news, is_quiet=self.quiet
         )
-        callers = self._callers = CallerChecks(record.run_id, view, self.admission)
+        self.gate = CallerChecks(record.run_id, view, self.admission)
+        transport.guard(self.gate)
         self.records = KnownRecords(
             own,
             transport,
@@ -81,14 +82,14 @@ class Gossip:
             self.max_record_bytes,
         )
         self.pushes = Pushes(own, transport, view, rng, self.settings.push_delay_s)
-        self.unreached = UnreachedNotices(own.peer_id, transport, view, callers, rng)
+        self.unreached = UnreachedNotices(own.peer_id, transport, view, rng)
         self.liveness = Liveness(
             own,
             transport,
             view,
             pushes=self.pushes,
             unreached=self.unreached,
-            callers=callers,
+            gate=self.gate,
             changed=self.changed,
             tasks=self._tasks,
         )
@@ -101,7 +102,7 @@ class Gossip:
             records=self.records,
             liveness=self.liveness,
             unreached=self.unreached,
-            callers=callers,
+            gate=self.gate,
             news=self._news,
             rng=rng,
         )
@@ -196,14 +197,9 @@ class Gossip:
         if told and not self.is_small:
             await self._exchange.hear_from(self.rng.choice(told), CATCH_UP_S)
 
-    def check_run(self, request: Request) -> None:
-        """Raises `WrongRun` for callers that belong to another run, `Refused` for those that a
-        closed run has not admitted. For every method that costs or changes something."""
-        self._callers.check_run(request)
-
-    def check_stranger(self, request: Request) -> None:
-        """For what anyone may ask: raises `Busy` where a stranger asks too often."""
-        self._callers.check_stranger(request)
+    def serves(self, replica: Served | None) -> None:
+        """What other replicas of its stage may ask of this one from now on; None: nothing."""
+        self.gate.served = replica
 
     # ---- names from before, of `liveness` ----------------------------------------------------
 

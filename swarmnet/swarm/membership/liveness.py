@@ -63,13 +63,13 @@ class Liveness:
         *,
         pushes: Pushes,
         unreached: UnreachedNotices,
-        callers: CallerChecks,
+        gate: CallerChecks,
         changed: Condition,
         tasks: Tasks,
     ) -> None:
         """`changed` is notified of changes of state. `tasks` runs the probes."""
         self._own, self._transport, self._view = own, transport, view
-        self._pushes, self._unreached, self._callers = pushes, unreached, callers
+        self._pushes, self._unreached = pushes, unreached
         self._changed = changed
         looks = self._looks = Looks(transport, view, tasks, self.answered, self.unanswered)
         self.probe, self.look_into = looks.begin, looks.look_into
@@ -77,7 +77,7 @@ class Liveness:
         self._timer: asyncio.TimerHandle | None = None
         self._calls = LiveCalls(transport, self)
         self.call_while_live = self._calls.call
-        callers.on_call(self._on_call)
+        gate.on_call(self._on_call)
         transport.handle("ping", self._on_ping)
         for machine in transport.connected():
             view.detector.opened(machine)
@@ -146,7 +146,6 @@ class Liveness:
         self._carry_out(self._view.reach.unanswered(peer_id, stamp, _now()))
 
     async def _on_ping(self, request: Request) -> Message:
-        self._callers.check_stranger(request)
         return Message()
 
     def _on_call(self, peer_id: str) -> None:

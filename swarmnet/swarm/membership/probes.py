@@ -7,11 +7,9 @@ made to speak to a stranger's service (cf. libp2p AutoNAT)."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from swarmnet.errors import Busy, SwarmnetError
-from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     MAX_PROBE_BYTES,
@@ -19,12 +17,10 @@ from swarmnet.swarm.messages import (
     DialBackReply,
     DialBackRequest,
 )
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import BUSY_BACKLOG_S, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 DIAL_BACK_TIMEOUT_S = 8.0
-PROBES_PER_S, PROBE_BURST = 0.1, 6.0
-"""Of one asker."""
 MAX_PROBES = 2
 """Served at a time."""
 MAX_REASON_CHARS = 200
@@ -36,16 +32,13 @@ class Probes:
     def __init__(self, transport: Transport, gossip: Gossip) -> None:
         self._transport = transport
         self._gossip = gossip
-        self._askers = RateLimiter(PROBES_PER_S, PROBE_BURST)
         self._running = 0
         transport.handle("dial_back", self._on_dial_back)
         transport.handle("bandwidth", self._on_bandwidth)
 
     def _admit(self, request: Request) -> None:
-        self._gossip.check_stranger(request)
-        now = asyncio.get_running_loop().time()
-        if self._running >= MAX_PROBES or not self._askers.allows(request.remote, now):
-            raise Busy("too many probes", backlog_s=1.0)
+        if self._running >= MAX_PROBES:
+            raise Busy("too many probes", backlog_s=BUSY_BACKLOG_S)
 
     async def _on_dial_back(self, request: Request) -> Message:
         asked = convert(request.message.body, DialBackRequest)

@@ -22,11 +22,10 @@ from swarmnet.protocol.membership.reachability import (
     is_reachable,
 )
 from swarmnet.protocol.membership.records import LEFT, Record
-from swarmnet.protocol.rate import RateLimiter
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.transport.base import Handler, Request
+from swarmnet.transport.base import ANSWER_S, BUSY_BACKLOG_S, Handler, Request
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -54,9 +53,6 @@ MAX_GRANTS = 64
 """Places that a peer offers."""
 REFUSED_FOR_S = 120.0
 """A peer that gave no place is not asked again for so long."""
-CALL_TIMEOUT_S = 12.0
-LOOKS_PER_S, LOOK_BURST = 0.05, 6.0
-"""Of one asker."""
 MAX_LOOKS = 4
 """Served at a time."""
 FIRST_PORT = 1024
@@ -130,7 +126,6 @@ class Relaying:
         self._gossip = gossip
         self._rng = rng
         self._offers = offers
-        self._askers = RateLimiter(LOOKS_PER_S, LOOK_BURST)
         self._looking = 0
         self._own: list[str] = []
         self._doubted_at: float | None = None
@@ -235,7 +230,7 @@ class Relaying:
     async def _reserve(self, relay_id: str) -> None:
         try:
             reply = await self._transport.call(
-                relay_id, "relay_reserve", Message(), timeout_s=CALL_TIMEOUT_S
+                relay_id, "relay_reserve", Message(), timeout_s=ANSWER_S
             )
             grant = convert(reply.body, RelayGrant)
         except SwarmnetError as e:
@@ -279,10 +274,8 @@ class Relaying:
     async def _on_look_back(self, request: Request) -> Message:
         """Says where a peer comes from, and knocks there."""
         asked = convert(request.message.body, LookBackRequest)
-        self._gossip.check_stranger(request)
-        now = asyncio.get_running_loop().time()
-        if self._looking >= MAX_LOOKS or not self._askers.allows(request.remote, now):
-            raise Busy("too many looks", backlog_s=1.0)
+        if self._looking >= MAX_LOOKS:
+            raise Busy("too many looks", backlog_s=BUSY_BACKLOG_S)
         self._looking += 1
         try:
             observed = host_and_port(await self._transport.observed(request.remote))
@@ -299,7 +292,6 @@ class Relaying:
 
     async def _on_reserve(self, request: Request) -> Message:
         """A place here, for a while."""
-        self._gossip.check_run(request)
         if not self._offers or self.reachable is False:
             raise Refused("this peer relays for nobody")
         remote = request.remote
@@ -318,7 +310,7 @@ async def look_from(transport: RelayTransport, peer_ids: Sequence[str]) -> list[
     async def ask(peer_id: str) -> Sight | None:
         message = Message(LookBackRequest(ports))
         try:
-            reply = await transport.call(peer_id, "look_back", message, timeout_s=CALL_TIMEOUT_S)
+            reply = await transport.call(peer_id, "look_back", message, timeout_s=ANSWER_S)
             seen = convert(reply.body, LookBackReply)
         except SwarmnetError as e:
             log.debug("%s does not say what it sees: %s", peer_id[-8:], e)

@@ -9,7 +9,6 @@ import random
 from collections import deque
 
 from swarmnet.protocol.membership.view import View
-from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.messages import Unreached
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
@@ -27,13 +26,12 @@ class UnreachedNotices:
         own_peer_id: str,
         transport: Transport,
         view: View,
-        callers: CallerChecks,
         rng: random.Random,
     ) -> None:
         self.doubts: deque[float] = deque(maxlen=KEPT_DOUBTS)
         """The newest times, by the loop's clock, when another peer could not reach this one."""
         self._own, self._transport, self._view = own_peer_id, transport, view
-        self._callers, self._rng = callers, rng
+        self._rng = rng
         self._told: dict[str, float] = {}
         """When a peer was told last."""
         transport.handle("unreached", self._on_unreached)
@@ -50,7 +48,6 @@ class UnreachedNotices:
 
     async def _on_unreached(self, request: Request) -> Message:
         """The notice is about this peer, or about one to which it is passed on."""
-        self._callers.check_run(request)
         peer_id = convert(request.message.body, Unreached).peer_id
         now = asyncio.get_running_loop().time()
         if peer_id == self._own:

@@ -20,11 +20,10 @@ from swarmnet.errors import (
 from swarmnet.protocol.pipeline.routing import Router
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdmitReply, AdmitRequest, StepRequest
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message, convert
 
-NOT_READY_BACKLOG_S = 0.2
-"""A replica that is not in the round yet is left alone for so long."""
 ASK_S = 0.2
 """Replicas are asked first when they could begin where sending the arrays takes longer than
 this..."""
@@ -137,11 +136,11 @@ class Asking:
             router.put_off(peer_id, loop.time(), e.backlog_s)
         except Stale as e:
             theirs = e.details.get("round")
-            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            router.put_off(peer_id, loop.time(), LOOK_AGAIN_S)
             if isinstance(theirs, int) and theirs > asked.round:
                 return e
         except NotReady:
-            router.put_off(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            router.put_off(peer_id, loop.time(), LOOK_AGAIN_S)
         except (TransportError, RemoteError, ProtocolViolation) as e:
             router.sent(peer_id, start)
             router.failed(peer_id, loop.time(), loop.time() - start)

@@ -9,6 +9,7 @@ from typing import Any
 from swarmnet.errors import Busy, NotReady, Stale
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline.reservations import Reservations
+from swarmnet.protocol.pipeline.service_estimates import FIRST_SERVICE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdmitReply, AdmitRequest
 from swarmnet.swarm.pipeline.flights import Flights
@@ -19,13 +20,13 @@ from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
+PIECES = 2
+"""Of work for a microbatch, which wait for the device one by one: its forward and its backward."""
 IN_HAND_PART = 0.03
 """How much the work for the microbatches that are inside a replica weighs against that which waits
 before its device."""
 LEAST_IN_HAND = 0.1
 """Counted for a replica that has none, so that of two idle ones the faster one is chosen."""
-UNKNOWN_SERVICE_S = 1.0
-"""What a replica that has not worked yet says of itself when it has no room."""
 
 
 class Entrance:
@@ -52,7 +53,6 @@ class Entrance:
 
     async def on_admit(self, request: Request) -> Message:
         """Says how long a microbatch would take here, and keeps a place for one that is coming."""
-        self._gossip.check_run(request)
         asked = convert(request.message.body, AdmitRequest)
         replica = self._serving(asked.stage)
         key = (asked.round, asked.microbatch_id)
@@ -82,7 +82,7 @@ class Entrance:
         # A replica that does not know its speed yet must not be trusted with many.
         room = limits.max_waiting_forwards
         if announced and replica.service_s > 0:
-            in_time = int(2 * limits.max_waiting_s / replica.service_s)
+            in_time = int(PIECES * limits.max_waiting_s / replica.service_s)
             room = max(room, min(limits.max_waiting_announced, in_time))
         over = waiting + 1 - room
         most = min(limits.max_open_steps, replica.stage.max_in_flight)
@@ -90,8 +90,8 @@ class Entrance:
             most = max(1, most // 2)
         num_in_flight = self._flights.num_in_flight
         if waiting >= room or num_in_flight >= most:
-            usual_s = replica.service_s or UNKNOWN_SERVICE_S
-            raise Busy("the queue is full", backlog_s=over * usual_s / 2)
+            usual_s = replica.service_s or FIRST_SERVICE_S
+            raise Busy("the queue is full", backlog_s=over * usual_s / PIECES)
         if not self._resource_limits.has_room(replica.index, num_in_flight):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 
@@ -123,7 +123,7 @@ class Entrance:
         counts but when they are completed."""
         traffic = self._transport.traffic
         waiting = self._num_waiting(replica, round_index)
-        device_s = waiting * replica.service_s / 2  # a piece of work is half a microbatch
+        device_s = waiting * replica.service_s / PIECES
         link_s = traffic.upload_s(traffic.queued_bytes())
         each_s = max(replica.service_s, traffic.upload_s(replica.measured.sent_bytes))
         if replica.ahead and round_index == replica.round:

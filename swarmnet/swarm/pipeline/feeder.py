@@ -32,14 +32,13 @@ from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.feeder")
 
-LOOK_AGAIN_S, LOOK_LESS_S = 0.2, 1.0
-"""The second in a large swarm."""
 MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
@@ -358,7 +357,6 @@ class Feeder:
 
     async def _on_committed(self, request: Request) -> Message:
         """A replica asks about microbatches that it was never told to count."""
-        self.gossip.check_run(request)
         question = convert(request.message.body, CommittedRequest)
         return Message(self.committed(question, request.remote))
 

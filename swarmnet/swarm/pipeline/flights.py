@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.errors import NotReady
+from swarmnet.protocol.pipeline.service_time import SMOOTHING
 from swarmnet.swarm.messages import StepProgress
 from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.wire import Message
 
-PASSAGE_SMOOTHING = 0.1
 FURTHER_S = 5.0
 """How long callers are not told that a microbatch has come further on a way that they know."""
 
@@ -106,7 +106,7 @@ class Flights:
         """Takes the duration of a flight that succeeded into `passage_s`."""
         took = asyncio.get_running_loop().time() - flight.began
         usual = self._passage_s or took
-        self._passage_s = usual + PASSAGE_SMOOTHING * (took - usual)
+        self._passage_s = usual + SMOOTHING * (took - usual)
 
     def forget(self, key: StepKey) -> None:
         """Drops a flight that failed, or a receipt that no peer needs any more."""

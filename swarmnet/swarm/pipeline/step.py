@@ -20,7 +20,7 @@ from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import Commit, StepProgress, StepReply, StepRequest
-from swarmnet.swarm.pipeline.entrance import Entrance, is_replica
+from swarmnet.swarm.pipeline.entrance import Entrance
 from swarmnet.swarm.pipeline.flights import Flight, Flights
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.ports import BACKWARD, FORWARD, LossResult, StepKey
@@ -91,7 +91,6 @@ class StepService:
 
     async def on_step(self, request: Request) -> Message:
         """One microbatch: returns its `StepReply` when its gradient is back."""
-        self.gossip.check_run(request)
         step = convert(request.message.body, StepRequest)
         replica = self.serving(step.stage)
         inputs, targets = _two(request.message.arrays)
@@ -156,7 +155,10 @@ class StepService:
         """What another replica asks for tells how far it is: it works on the next round when this
         one is over, or, where rounds may be opened ahead, when all of this one is launched."""
         r = replica.round
-        if asked not in (r + 1, r + 2) or not is_replica(self.gossip, caller):
+        record = self.gossip.view.get(caller)
+        if asked not in (r + 1, r + 2) or record is None or not record.is_replica:
+            return
+        if record.round < r:  # it is not that far itself, by its own record
             return
         overlaps = replica.plan.is_delayed(r)
         if asked == r + 1 and overlaps:
@@ -308,7 +310,6 @@ class StepService:
     # ---- commit -----------------------------------------------------------------------------
 
     async def _on_commit(self, request: Request) -> Message:
-        self.gossip.check_run(request)
         commit = convert(request.message.body, Commit)
         self.commit(commit, request.remote)
         return Message()

@@ -26,15 +26,15 @@ from swarmnet.errors import (
 from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, Router
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
-from swarmnet.swarm.pipeline.asking import NOT_READY_BACKLOG_S, Asking
+from swarmnet.swarm.pipeline.asking import Asking
 from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.wiring")
 
-LOOK_AGAIN_S = 0.25
 DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: the caller nearest to a silent peer notices
 first."""
@@ -255,7 +255,7 @@ class Wiring:
             self._asking.turned_away(message.body.stage, e.backlog_s)
             raise
         except (NotReady, Stale, NoRoute):
-            router.busy(peer_id, loop.time(), NOT_READY_BACKLOG_S)
+            router.busy(peer_id, loop.time(), LOOK_AGAIN_S)
             raise
         except Taken:
             router.abandoned(peer_id, loop.time())

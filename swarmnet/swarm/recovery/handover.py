@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING
+from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Entry
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.membership.gossip import Gossip
@@ -32,7 +32,7 @@ from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.transport.base import Request, Transport
+from swarmnet.transport.base import ANSWER_S, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.handover")
@@ -43,8 +43,6 @@ MAX_AT_ONCE = 4
 """Shards on their way to an heir."""
 MAX_HEIRS = 3
 """That are asked one after the other."""
-ANSWER_S = 10.0
-"""For the last message; the leaver does not end its round meanwhile."""
 
 
 @dataclass
@@ -192,10 +190,8 @@ class Handover:
     # ---- the heir ---------------------------------------------------------------------------
 
     async def _on_adopt(self, request: Request) -> Message:
-        self.gossip.check_run(request)
         body = convert(request.message.body, AdoptRequest)
-        self.replica.check_shard(body.stage, body.shard)
-        self._check(request.remote, body.round)
+        self._check(body.round)
         arrays, size = request.message.arrays, self.replica.stage.shard_sizes[body.shard]
         if len(arrays) != 1 or (arrays[0].dtype, arrays[0].shape) != ("float32", (size,)):
             raise ProtocolViolation(f"a gradient of shard {body.shard} is {size} fp32 numbers")
@@ -211,10 +207,8 @@ class Handover:
 
     async def _on_adopted(self, request: Request) -> Message:
         """Nothing is awaited here: the round cannot end in between."""
-        self.gossip.check_run(request)
         body = convert(request.message.body, AdoptedRequest)
-        self.replica.check_shard(body.stage, 0)
-        self._check(request.remote, body.round)
+        self._check(body.round)
         coming = self._coming.pop(request.remote, None)
         whole = coming is not None and len(coming.shards) == self.replica.num_shards
         if coming is None or coming.round != body.round or not whole:
@@ -223,11 +217,8 @@ class Handover:
         self._adopted.append(coming)
         return Message()
 
-    def _check(self, remote: str, r: int) -> None:
-        own, record = self.gossip.own, self.gossip.view.get(remote)
-        if record is None or record.stage != self.replica.index or record.state != LEAVING:
-            raise NotReady(f"{remote[-8:]} is not known here as leaving this stage")
-        replica = self.replica
+    def _check(self, r: int) -> None:
+        own, replica = self.gossip.own, self.replica
         is_given = replica.phase.is_given(r)  # what came now would stay here
         if own.state != ACTIVE or own.is_moving or replica.local is not None or is_given:
             raise NotReady("this peer takes over no gradient")

@@ -18,16 +18,14 @@ from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
 
 MAX_ROUNDS = 10
 """Rounds that may pass under a download before it is given up."""
-MAX_TRIES = 20
-"""Tries for one shard."""
 COVER_WAIT_S = 20.0
 """How long to wait until every stage has a replica in the same round."""
-RETRY_S = 0.1
 
 
 async def fetch_model(

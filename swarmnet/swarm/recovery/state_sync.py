@@ -14,21 +14,18 @@ from dataclasses import dataclass
 
 import xxhash
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.errors import Busy, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, Record
 from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.state_sync")
-
-RETRY_S = 0.1
-MAX_TRIES = 20
-"""Tries for one shard before the whole download is begun again."""
 
 
 @dataclass
@@ -49,11 +46,8 @@ class StateSync:
     # ---- donor ------------------------------------------------------------------------------
 
     async def _on_fetch(self, request: Request) -> Message:
-        self.gossip.check_run(request)
         fetch = convert(request.message.body, FetchRequest)
         replica = self.replica
-        if fetch.stage != replica.index or fetch.shard >= replica.num_shards:
-            raise NotReady(f"stage {fetch.stage} is not served here")
         if self._waiting >= 2 * self.limits.max_serving:
             raise Busy("serving others", backlog_s=RETRY_S)
         self._waiting += 1

@@ -7,11 +7,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
-from swarmnet.protocol.membership.records import LEAVING
+from swarmnet.protocol.membership.records import LEAVING, Record
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.exchange_turn import Turn, turn_of
 from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.membership.access import may_contribute, shows_round
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     BallotReply,
@@ -62,14 +63,15 @@ class ExchangeService:
     # ---- contributions ----------------------------------------------------------------------
 
     async def _on_reduce(self, request: Request) -> Message:
-        self._gossip.check_run(request)
         push = convert(request.message.body, ReduceRequest)
-        self._check(request, push.stage, push.shards)
         num_bytes = sum(4 * self._replica.stage.shard_sizes[j] for j in push.shards)
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
+        record = self._gossip.view.get(request.remote)
+        if any(push.num_tokens) and not may_contribute(record, push.stage):
+            raise NotReady("a peer that joins has no gradient")
         gradients = self._gradients_of(push, request.message.arrays)
-        self._note_closed(push.round)
+        self._note_closed(push.round, record)
         primary = push.primary or self._gossip.own.peer_id
         work = [
             self._reduce(request, push.round, j, n, gradients.get(j), Ballot(term, primary))
@@ -87,11 +89,12 @@ class ExchangeService:
             check_shard(self._replica, "gradient", j, array)
         return dict(zip(shards, arrays, strict=True))
 
-    def _note_closed(self, asked: int) -> None:
+    def _note_closed(self, asked: int, record: Record | None) -> None:
         """A contribution to the round that is open here shows that it is over elsewhere."""
         replica = self._replica
         is_of_round = asked == replica.current_exchange == replica.round
-        is_between = is_of_round and not replica.plan.is_delayed(asked)
+        shows = shows_round(record, replica.index, asked)
+        is_between = is_of_round and shows and not replica.plan.is_delayed(asked)
         if is_between and replica.transitions.heard_over(asked):
             self._gossip.changed.notify_all()
 
@@ -148,9 +151,7 @@ class ExchangeService:
     # ---- ballots ----------------------------------------------------------------------------
 
     async def _on_ballot(self, request: Request) -> Message:
-        self._gossip.check_run(request)
         asked = convert(request.message.body, BallotRequest)
-        self._check(request, asked.stage, asked.shards)
         remote = request.remote
         answers = await asyncio.gather(
             *(
@@ -184,7 +185,6 @@ class ExchangeService:
 
     async def _on_mirror(self, request: Request) -> Message:
         """As backup: the same step as the primary's, bit for bit."""
-        self._gossip.check_run(request)
         mirror = convert(request.message.body, MirrorRequest)
         r, j, remote = mirror.round, mirror.shard, request.remote
         replica = self._replica
@@ -192,7 +192,7 @@ class ExchangeService:
             lambda: replica.current_exchange >= r, self._limits.enter_wait_s
         ):
             raise NotReady("the round has not begun here")
-        self._check(request, mirror.stage, (j,))
+        replica.check_shard(mirror.stage, j)
         if await self._turn(r, j) is not Turn.NOW:
             raise Stale(f"round {r} is over here", round=replica.current_exchange)
         if len(request.message.arrays) != 1:
@@ -230,14 +230,6 @@ class ExchangeService:
         if turn is Turn.OVER:
             raise Stale(f"round {asked} is over here", round=replica.current_exchange)
         return turn
-
-    def _check(self, request: Request, stage_index: int, shards: Sequence[int]) -> None:
-        """Only replicas of the stage, by their signed records, take part in its update."""
-        for j in shards:
-            self._replica.check_shard(stage_index, j)
-        record = self._gossip.view.get(request.remote)
-        if record is None or record.stage != self._replica.index:
-            raise NotReady(f"{request.remote[-8:]} is not known here as a replica of this stage")
 
 
 def _redirect(shard: int, answer: do.Command) -> Redirect:

@@ -187,11 +187,8 @@ class GossipAveraging:
 
     async def _on_offer(self, request: Request) -> Message:
         """A partner asks, in the same round."""
-        self.gossip.check_run(request)
         fetch = convert(request.message.body, FetchRequest)
         replica, r, j = self.replica, fetch.round, fetch.shard
-        if fetch.stage != replica.index or j >= replica.num_shards or not replica.synced:
-            raise NotReady(f"stage {fetch.stage} is not served here")
         await self._changed.until(
             lambda: self._meeting is not None or replica.round > r, self.limits.enter_wait_s
         )

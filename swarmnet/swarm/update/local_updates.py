@@ -16,7 +16,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.protocol.membership.records import Record
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
@@ -72,11 +72,8 @@ class Moments:
                 log.info("shard %d: the moments begin at zero: %s", j, e)
 
     async def _on_fetch(self, request: Request) -> Message:
-        self.gossip.check_run(request)
         fetch = convert(request.message.body, FetchRequest)
         replica, j, local = self.replica, fetch.shard, self.replica.local
-        if fetch.stage != replica.index or j >= replica.num_shards or not replica.synced:
-            raise NotReady(f"stage {fetch.stage} is not served here")
         assert local is not None
         async with self._serving:
             values, arrays = await replica.worker.run(lambda: local.export(j))

@@ -233,9 +233,7 @@ class OptimizerStates:
         await self.replica.worker.run(work)
 
     async def _on_fetch_optimizer(self, request: Request) -> Message:
-        self.gossip.check_run(request)
         fetch = convert(request.message.body, FetchRequest)
-        self.replica.check_shard(fetch.stage, fetch.shard)
         j = fetch.shard
         optimizer = self.replica.optimizer
         async with self._serving:

@@ -96,6 +96,11 @@ class Replica:
         return len(self.stage.shard_sizes)
 
     @property
+    def largest_shard_bytes(self) -> int:
+        """Of its parameters, or its gradient, in fp32."""
+        return 4 * max(self.stage.shard_sizes, default=0)
+
+    @property
     def current_exchange(self) -> int:
         """The exchange whose input the present common parameters are."""
         return self.phase.exchange(self.plan)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, WrongVersion
-from swarmnet.transport.base import ByteStream, Traffic
+from swarmnet.transport.base import ANSWER_S, ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route, request_head
 from swarmnet.transport.calls.hello import (
@@ -25,6 +25,7 @@ from swarmnet.transport.calls.hello import (
     run_of,
     versions_of,
 )
+from swarmnet.transport.calls.holdings import Holdings, Overfull
 from swarmnet.transport.calls.inbox import Inbox
 from swarmnet.transport.calls.outbox import Outbox, Outgoing, Stalled, outgoing
 from swarmnet.transport.calls.pending import PendingCalls
@@ -36,7 +37,10 @@ from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
 
-HELLO_TIMEOUT_S = 10.0
+HELLO_TIMEOUT_S = ANSWER_S
+LEASE_S = 60.0
+"""What has begun to arrive is given up after so long, or at the latest after twice that: a
+stranger's in any case, another's where nothing else came either."""
 PARTING_S = 0.2
 """A peer of another version has so long to read our hello before its stream ends."""
 
@@ -51,6 +55,7 @@ class Owner(Protocol):
     pool: BufferPool
     pacer: Pacer
     handlers: Service
+    holdings: Holdings
 
     def channel_ready(self, channel: Channel) -> None:
         """The peer has said hello."""
@@ -87,12 +92,15 @@ class Channel(asyncio.BufferedProtocol):
         self._stream: ByteStream | None = None
         self._transport: asyncio.Transport | None = None
         self._calls = PendingCalls()
-        served = ServedCalls(owner.handlers, self)
-        self._inbox = Inbox(self, self._calls, served, owner.pool.take, owner.traffic)
+        served = ServedCalls(owner.handlers, self, owner.holdings)
+        self._inbox = Inbox(
+            self, self._calls, served, owner.pool.take, owner.traffic, owner.holdings
+        )
         self._reader = Reader(self._inbox, is_sealed=is_direct)
         self._outbox = Outbox(owner.pool.take, is_sealed=is_direct)
         self._writer = Writer(self._outbox, owner.pacer, owner.traffic, remote, is_direct=is_direct)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.abort, "no hello in time")
+        self._lease = loop.call_later(LEASE_S, self._renew_lease)
 
     @property
     def queued_bytes(self) -> int:
@@ -158,6 +166,7 @@ class Channel(asyncio.BufferedProtocol):
             return await future
         finally:
             self._calls.remove(call_id)
+            self._inbox.give_up(call_id)
             if (not future.done() or future.cancelled()) and self._outbox.withdraw(request):
                 self.send(outgoing(CANCEL, call_id, {}, (), method))
 
@@ -180,13 +189,16 @@ class Channel(asyncio.BufferedProtocol):
 
     # ---- the greeting -----------------------------------------------------------------------
 
+    def expects(self, kind: int) -> None:
+        """`inbox.Door`"""
+        if kind != HELLO and not self.ready.done():
+            raise ProtocolViolation("the first message is no hello")
+
     def admits(self, head: Head) -> bool:
         """`inbox.Door`"""
         if head.kind == HELLO:
             self._on_hello(head)
             return False
-        if not self.ready.done():
-            raise ProtocolViolation("the first message is no hello")
         return self.ready.exception() is None  # else of another version; its stream is about to end
 
     def _on_hello(self, head: Head) -> None:
@@ -227,6 +239,7 @@ class Channel(asyncio.BufferedProtocol):
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._inbox.is_silent = False
         try:
             if self.is_open:
                 self._reader.feed(nbytes)
@@ -250,15 +263,24 @@ class Channel(asyncio.BufferedProtocol):
         if isinstance(e, ProtocolViolation):
             self._owner.offended(self.remote, str(e))
             self.abort(str(e))
+        elif isinstance(e, Overfull):
+            log.debug("%s: %s", self.remote[-8:], e)
+            self.abort(str(e))
         else:
             log.error("a frame of %s could not be handled", self.remote[-8:], exc_info=e)
             self.abort(repr(e))
+
+    def _renew_lease(self) -> None:
+        self._lease = asyncio.get_running_loop().call_later(LEASE_S, self._renew_lease)
+        if not self._inbox.expire():
+            self.abort("a message that does not come")
 
     def _end(self, reason: str) -> None:
         if not self.is_open:
             return
         self.is_open = False
         self._timer.cancel()
+        self._lease.cancel()
         self._writer.end()
         self._inbox.clear()
         if not self.ready.done():

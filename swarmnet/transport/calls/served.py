@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, SwarmnetError
+from swarmnet.transport.base import BUSY_BACKLOG_S, Envelope
 from swarmnet.transport.calls.heads import MAX_TEXT, Route, method_of, route_of
+from swarmnet.transport.calls.holdings import Hold, Holdings, bytes_of_call
 from swarmnet.transport.calls.outbox import Outgoing, outgoing
 from swarmnet.transport.calls.remote_errors import as_remote, describe
-from swarmnet.transport.frames import ERROR, PROGRESS, REPLY, Head
-from swarmnet.wire import Message
+from swarmnet.transport.frames import ERROR, PROGRESS, REPLY, REQUEST, Head
+from swarmnet.wire import Message, Packed
 
 log = logging.getLogger("swarmnet.transport")
 
 MAX_OPEN_CALLS = 8192
 """Requests (and notifications) of one peer that are being served; more are answered `Busy`."""
-MAX_SERVING_BYTES = 4 << 30
-"""Array bytes of the requests of one peer that are being served; more are answered `Busy`."""
-BUSY_BACKLOG_S = 1.0
-"""What a `Busy` of the channel itself says."""
 
 
 class Service(Protocol):
@@ -31,11 +29,17 @@ class Service(Protocol):
     def serves(self, method: str) -> bool:
         """Is there a handler?"""
 
+    def has_standing(self, machine: str) -> bool:
+        """Has a peer on that machine been let in?"""
+
     def allows(self, remote: str) -> bool:
         """Counts a call of a peer; False where it calls too often."""
 
     def num_running(self, remote: str) -> int:
         """Handlers that work for a peer."""
+
+    def check(self, route: Route, envelope: Envelope) -> None:
+        """Raises what a call would be refused with before its body is decoded."""
 
     def start(self, remote: str, work: Coroutine[Any, Any, None]) -> object:
         """Runs a handler for a peer. It outlives its channel, not the transport."""
@@ -76,13 +80,14 @@ class Serving:
 class ServedCalls:
     """Runs the handlers of a channel's requests and sends what they answer."""
 
-    def __init__(self, service: Service, caller: Caller) -> None:
+    def __init__(self, service: Service, caller: Caller, holdings: Holdings) -> None:
+        """`holdings`: the room for what is being served."""
         self.serves = service.serves
         """Is there a handler of a method?"""
         self._service = service
         self._caller = caller
+        self._holdings = holdings
         self._serving: dict[int, Serving] = {}
-        self._num_bytes = 0
 
     def __contains__(self, call_id: int) -> bool:
         return call_id in self._serving
@@ -92,29 +97,59 @@ class ServedCalls:
         serving = self._serving.get(call_id)
         return None if serving is None else serving.books
 
-    def request(self, head: Head, message: Message, books: str) -> None:
-        """A request has arrived. Beyond a limit its answer is `Busy`. Raises
-        `ProtocolViolation`."""
-        remote, call_id, num_bytes = self._caller.remote, head.call_id, head.array_bytes
-        is_full = self._service.num_running(remote) >= MAX_OPEN_CALLS
-        if not self._service.allows(remote):
-            busy = Busy("too many calls a second", backlog_s=BUSY_BACKLOG_S)
-            return self._send_error(call_id, books, busy)
-        if is_full or (self._serving and self._num_bytes + num_bytes > MAX_SERVING_BYTES):
-            busy = Busy("too many calls at a time", backlog_s=BUSY_BACKLOG_S)
-            return self._send_error(call_id, books, busy)
+    def may_come(self, head: Head, books: str) -> bool:
+        """Whether a request or a notification whose head has arrived may be made: neither is its
+        body decoded nor any of its arrays kept before that. One that may not is answered here.
+        Raises `ProtocolViolation`."""
+        caller, body = self._caller, head.values.get("b")
+        num_bytes = len(body.data) if isinstance(body, Packed) else 0
+        envelope = Envelope(
+            caller.remote, caller.run_id, method_of(head), num_bytes, head.array_bytes
+        )
+        route = route_of(head)
+        try:
+            self._service.check(route, envelope)
+        except (RemoteError, ProtocolViolation) as e:
+            self.refuse(head, books, as_remote(e))
+            return False
+        return True
+
+    def refuse(self, head: Head, books: str, error: RemoteError) -> None:
+        """Answers a call that is not served; nobody waits for more of a notification."""
+        if head.kind == REQUEST:
+            self._send_error(head.call_id, books, error)
+
+    def request(self, head: Head, message: Message, books: str, hold: Hold | None = None) -> None:
+        """A request has arrived; `hold`: the room that its arrays take. Beyond a limit its answer
+        is `Busy`. Raises `ProtocolViolation`."""
+        remote, call_id = self._caller.remote, head.call_id
+        if hold is None:
+            hold = self._room(message)
+        is_full = hold is None or self._service.num_running(remote) >= MAX_OPEN_CALLS
+        is_fast = not self._service.allows(remote)
+        if hold is None or is_full or is_fast:
+            if hold is not None:
+                self._holdings.give_back(hold)
+            text = "too many calls " + ("a second" if is_fast else "at a time")
+            return self._send_error(call_id, books, Busy(text, backlog_s=BUSY_BACKLOG_S))
         self._serving[call_id] = Serving(books)
-        self._num_bytes += num_bytes
-        work = self._serve(call_id, method_of(head), message, num_bytes, route_of(head))
+        work = self._serve(call_id, method_of(head), message, hold, route_of(head))
         self._service.start(remote, work)
         return None
+
+    def _room(self, message: Message) -> Hold | None:
+        """For a call without arrays; None where there is none."""
+        return self._holdings.take(self._caller.remote, bytes_of_call(message.body, 0))
 
     def note(self, head: Head, message: Message) -> None:
         """A notification has arrived. Beyond a limit it is dropped. Raises `ProtocolViolation`."""
         remote = self._caller.remote
         is_full = self._service.num_running(remote) >= MAX_OPEN_CALLS
-        if not is_full and self._service.allows(remote):
-            work = self._hear(method_of(head), message, route_of(head))
+        if is_full or not self._service.allows(remote):
+            return
+        hold = self._room(message)
+        if hold is not None:
+            work = self._hear(method_of(head), message, hold, route_of(head))
             self._service.start(remote, work)
 
     def cancel(self, call_id: int) -> None:
@@ -124,7 +159,7 @@ class ServedCalls:
             serving.is_cancelled = True
 
     async def _serve(
-        self, call_id: int, method: str, message: Message, num_bytes: int, route: Route
+        self, call_id: int, method: str, message: Message, hold: Hold, route: Route
     ) -> None:
         serving, caller = self._serving[call_id], self._caller
 
@@ -152,9 +187,9 @@ class ServedCalls:
             self._send_error(call_id, serving.books, as_remote(e))
         finally:
             del self._serving[call_id]
-            self._num_bytes -= num_bytes
+            self._holdings.give_back(hold)
 
-    async def _hear(self, method: str, message: Message, route: Route) -> None:
+    async def _hear(self, method: str, message: Message, hold: Hold, route: Route) -> None:
         """A notification: nobody waits for its outcome."""
         caller = self._caller
         try:
@@ -165,6 +200,8 @@ class ServedCalls:
             log.debug("%s from %s: %s", method, caller.remote[-8:], e)
         except Exception:
             log.exception("%s failed", method)
+        finally:
+            self._holdings.give_back(hold)
 
     def _send_error(self, call_id: int, books: str, e: RemoteError) -> None:
         try:

@@ -20,8 +20,9 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.population import OpenSigner
 from swarmnet.spec import load_spec
+from swarmnet.swarm.membership.access import PROBES
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.membership.probes import PROBE_BURST, Probes
+from swarmnet.swarm.membership.probes import Probes
 from swarmnet.swarm.messages import BandwidthRequest, DialBackReply, DialBackRequest
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import Message, convert
@@ -137,7 +138,7 @@ def test_a_peer_dials_back_and_says_why_it_could_not() -> None:
 def test_a_peer_helps_each_asker_a_few_times_only() -> None:
     async def main() -> None:
         helper = Helper()
-        for _ in range(int(PROBE_BURST)):
+        for _ in range(int(PROBES.burst)):
             await helper.asker.call(
                 "helper", "bandwidth", Message(BandwidthRequest(1000)), timeout_s=5.0
             )

@@ -14,7 +14,7 @@ from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.membership.callers import STRANGER_BURST
+from swarmnet.swarm.membership.access import STRANGERS
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import GossipRequest, Records, SignedRecord, Suspicion
 from swarmnet.transport.base import Request
@@ -57,16 +57,17 @@ class Closed:
             admission=admission,
         )
 
-        async def guarded(request: Request) -> Message:
-            gossip.check_run(request)
+        async def welcome(request: Request) -> Message:
             return Message("welcome")
 
-        transport.handle("step", guarded)
+        transport.handle("relay_reserve", welcome)
         return gossip
 
 
 async def step(caller: Gossip, callee: Gossip) -> str:
-    reply = await caller.transport.call(callee.own.peer_id, "step", Message(), timeout_s=5.0)
+    reply = await caller.transport.call(
+        callee.own.peer_id, "relay_reserve", Message(), timeout_s=5.0
+    )
     return str(reply.body)
 
 
@@ -193,7 +194,7 @@ def test_a_stranger_that_asks_without_end_is_told_to_wait() -> None:
         answers = await asyncio.gather(
             *(
                 stranger.call(a.own.peer_id, "ping", Message(), timeout_s=5.0)
-                for _ in range(int(STRANGER_BURST) + 50)
+                for _ in range(int(STRANGERS.burst) + 50)
             ),
             return_exceptions=True,
         )

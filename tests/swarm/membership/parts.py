@@ -46,11 +46,12 @@ class Site:
         admission: Admission = OPEN,
         last_round: int | None = None,
         max_bytes: int = MAX_RECORD_BYTES,
+        signer: OpenSigner | None = None,
         **fields: Any,
     ) -> None:
         self.transport = hub.transport(name)
         self.transport.set_run(RUN)
-        self.view, rng, signer = View(name), random.Random(name), OpenSigner()
+        self.view, rng, signer = View(name), random.Random(name), signer or OpenSigner()
         settings = GossipSettings()
         self.pace = GossipPace(settings, self.view)
         self.news = News(self.pace)
@@ -63,12 +64,13 @@ class Site:
             self.news,
             is_quiet=is_quiet,
         )
-        self.callers = CallerChecks(RUN, self.view, admission)
+        self.gate = CallerChecks(RUN, self.view, admission)
+        self.transport.guard(self.gate)
         self.records = KnownRecords(
             self.own, self.transport, self.view, signer, admission, last_round, max_bytes
         )
         self.pushes = Pushes(self.own, self.transport, self.view, rng, settings.push_delay_s)
-        self.unreached = UnreachedNotices(name, self.transport, self.view, self.callers, rng)
+        self.unreached = UnreachedNotices(name, self.transport, self.view, rng)
         self.tasks = Tasks(name)
         self.liveness = Liveness(
             self.own,
@@ -76,7 +78,6 @@ class Site:
             self.view,
             pushes=self.pushes,
             unreached=self.unreached,
-            callers=self.callers,
             changed=self.news.changed,
             tasks=self.tasks,
         )
@@ -88,7 +89,7 @@ class Site:
             records=self.records,
             liveness=self.liveness,
             unreached=self.unreached,
-            callers=self.callers,
+            gate=self.gate,
             news=self.news,
             rng=rng,
         )

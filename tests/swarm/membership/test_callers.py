@@ -6,20 +6,34 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from swarmnet.admission import OPEN
-from swarmnet.errors import Busy, ProtocolViolation, Refused, WrongRun
+from swarmnet.admission import OPEN, Admission
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, LEFT
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.callers import STRANGER_BURST, CallerChecks
-from swarmnet.transport.base import Request
-from swarmnet.wire import Message
+from swarmnet.swarm.membership.access import (
+    ACCESS,
+    LIST_BYTES,
+    SHARED_CALL_BYTES,
+    STRANGERS,
+    Arrays,
+    Callee,
+    Caller,
+)
+from swarmnet.swarm.membership.callers import CallerChecks
+from swarmnet.swarm.messages import FetchRequest, NormRequest, ReduceRequest
+from swarmnet.transport.base import Envelope
 from tests.swarm.membership.parts import RUN, now, record
 
 CALLER = "caller"
+STAGE = 1
+SHARD_BYTES = 4000
 
 
-def request(run_id: str = RUN) -> Request:
-    return Request(CALLER, run_id, "any", Message(), lambda message: None)
+def envelope(
+    method: str, run_id: str = RUN, *, body_bytes: int = 0, array_bytes: int = 0
+) -> Envelope:
+    return Envelope(CALLER, run_id, method, body_bytes, array_bytes)
 
 
 @dataclass
@@ -33,29 +47,150 @@ class Invited:
             raise ProtocolViolation("no invite")
 
 
-def test_callers_of_another_run_are_refused() -> None:
-    callers = CallerChecks(RUN, View("a"), OPEN)
-    callers.check_run(request())
-    with pytest.raises(WrongRun):
-        callers.check_run(request("f" * 32))
-    with pytest.raises(WrongRun):
-        callers.check_run(request(""))
+@dataclass
+class Replica:
+    """Of stage 1."""
+
+    index: int = STAGE
+    num_shards: int = 3
+    largest_shard_bytes: int = SHARD_BYTES
+    synced: bool = True
 
 
-def test_in_a_closed_run_the_record_has_to_show_an_invite() -> None:
+def gate_of(
+    view: View, admission: Admission = OPEN, replica: Replica | None = None
+) -> CallerChecks:
+    gate = CallerChecks(RUN, view, admission)
+    gate.served = replica
+    return gate
+
+
+@pytest.mark.parametrize("method", sorted(ACCESS))
+def test_callers_of_another_run_are_refused_all_but_what_anyone_may_ask(method: str) -> None:
+    gate = gate_of(View("a"))
+    for run_id in ("f" * 32, ""):
+        if ACCESS[method].caller is Caller.ANYONE:
+            gate.check(envelope(method, run_id))
+        else:
+            with pytest.raises(WrongRun):
+                gate.check(envelope(method, run_id))
+
+
+@pytest.mark.parametrize("method", sorted(ACCESS))
+def test_in_a_closed_run_the_record_has_to_show_an_invite(method: str) -> None:
     async def scenario() -> None:
         view = View("a")
-        callers = CallerChecks(RUN, view, Invited())
+        gate = gate_of(view, Invited(), Replica())
+        is_for_all = ACCESS[method].caller in (Caller.ANYONE, Caller.RUN)
         for credential, admitted in ((None, False), (b"no", False), (b"word", True)):
             if credential is not None:
-                view.merge(record(CALLER, len(credential), credential=credential), now())
-            assert callers.is_admitted(CALLER) == admitted
-            callers.check_same_run(request())
-            if admitted:
-                callers.check_run(request())
+                said = record(
+                    CALLER, len(credential), credential=credential, stage=STAGE, state=LEAVING
+                )
+                view.merge(said, now())
+            assert gate.is_admitted(CALLER) == gate.has_standing(CALLER) == admitted
+            if admitted or is_for_all:
+                gate.check(envelope(method))
             else:
                 with pytest.raises(Refused):
-                    callers.check_run(request())
+                    gate.check(envelope(method))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", sorted(m for m in ACCESS if ACCESS[m].caller in (
+    Caller.STAGE, Caller.WORKING, Caller.LEAVING)))  # fmt: skip
+def test_only_replicas_of_the_stage_take_part_in_what_it_does(method: str) -> None:
+    states = {
+        Caller.STAGE: {JOINING, ACTIVE, LEAVING},
+        Caller.WORKING: {ACTIVE, LEAVING},
+        Caller.LEAVING: {LEAVING},
+    }[ACCESS[method].caller]
+
+    async def scenario() -> None:
+        view = View("a")
+        gate = gate_of(view, replica=Replica())
+        with pytest.raises(NotReady):  # nothing is known of it
+            gate.check(envelope(method))
+        version = 0
+        for stage in (STAGE, STAGE + 1):
+            for state in (JOINING, ACTIVE, LEAVING, LEFT):
+                version += 1
+                view.merge(record(CALLER, version, stage=stage, state=state), now())
+                if stage == STAGE and state in states:
+                    gate.check(envelope(method))
+                else:
+                    with pytest.raises(NotReady):
+                        gate.check(envelope(method))
+        gate.served = None
+        with pytest.raises(NotReady):
+            gate.check(envelope(method))
+
+    run(scenario())
+
+
+def test_a_caller_speaks_for_the_stage_that_its_record_names() -> None:
+    async def scenario() -> None:
+        view = View("a")
+        gate = gate_of(view, replica=Replica())
+        norm = NormRequest(0, STAGE, (0,), (1.0,))
+        view.merge(record(CALLER, 1, stage=STAGE + 1), now())
+        with pytest.raises(NotReady):
+            gate.enter(envelope("norm"), norm)
+        view.merge(record(CALLER, 2, stage=STAGE), now())
+        assert gate.enter(envelope("norm"), norm) is norm
+        view.merge(record(CALLER, 3, stage=STAGE, state=JOINING), now())
+        with pytest.raises(NotReady):
+            gate.enter(envelope("norm"), norm)
+
+    run(scenario())
+
+
+def test_what_a_body_names_has_to_be_here() -> None:
+    async def scenario() -> None:
+        view = View("a")
+        view.merge(record(CALLER, 1, stage=STAGE), now())
+        replica = Replica()
+        gate = gate_of(view, replica=replica)
+        gate.enter(envelope("reduce"), ReduceRequest(0, STAGE, (0, 2), (0, 0)))
+        gate.enter(envelope("fetch_optimizer"), FetchRequest(0, STAGE, 2))
+        for stage, shard in ((STAGE, 3), (STAGE + 1, 1)):
+            with pytest.raises(NotReady):
+                gate.enter(envelope("reduce"), ReduceRequest(0, stage, (0, shard), (0, 0)))
+            with pytest.raises(NotReady):
+                gate.enter(envelope("fetch_optimizer"), FetchRequest(0, stage, shard))
+        replica.synced = False
+        for method, access in ACCESS.items():
+            if access.body is FetchRequest and access.caller is not Caller.LEAVING:
+                if access.callee is Callee.SYNCED:
+                    with pytest.raises(NotReady, match="joining"):
+                        gate.enter(envelope(method), FetchRequest(0, STAGE, 0))
+                else:
+                    gate.enter(envelope(method), FetchRequest(0, STAGE, 0))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", sorted(ACCESS))
+def test_nothing_is_larger_than_its_row_says(method: str) -> None:
+    async def scenario() -> None:
+        view, access = View("a"), ACCESS[method]
+        view.merge(record(CALLER, 1, stage=STAGE, state=LEAVING), now())
+        gate = gate_of(view, replica=Replica())
+        gate.check(envelope(method, body_bytes=access.body_bytes))
+        with pytest.raises(ProtocolViolation):
+            gate.check(envelope(method, body_bytes=access.body_bytes + 1))
+        most = {
+            Arrays.NONE: 0,
+            Arrays.SHARD: SHARD_BYTES,
+            Arrays.SHARDS: SHARED_CALL_BYTES,
+            Arrays.PROBE: 4 << 20,
+            Arrays.MICROBATCH: None,
+        }[access.arrays]
+        gate.check(envelope(method, array_bytes=most or 0))
+        if most is not None:
+            with pytest.raises(ProtocolViolation):
+                gate.check(envelope(method, array_bytes=most + 1))
 
     run(scenario())
 
@@ -63,12 +198,35 @@ def test_in_a_closed_run_the_record_has_to_show_an_invite() -> None:
 def test_a_stranger_may_not_ask_often() -> None:
     async def scenario() -> None:
         view = View("a")
-        callers = CallerChecks(RUN, view, OPEN)
-        for _ in range(int(STRANGER_BURST)):
-            callers.check_stranger(request())
-        with pytest.raises(Busy):
-            callers.check_stranger(request())
+        gate = gate_of(view)
+        for _ in range(int(STRANGERS.burst)):
+            gate.check(envelope("ping"))  # which does not count
+            gate.enter(envelope("ping"), None)
+        for method in ("ping", "spec"):
+            with pytest.raises(Busy):
+                gate.enter(envelope(method), None)
         view.merge(record(CALLER), now())
-        callers.check_stranger(request())
+        gate.enter(envelope("ping"), None)
 
     run(scenario())
+
+
+def test_what_costs_a_connection_is_rare_for_members_too() -> None:
+    async def scenario() -> None:
+        view = View("a")
+        view.merge(record(CALLER), now())
+        gate = gate_of(view)
+        quota = ACCESS["look_back"].quota
+        assert quota is not None
+        body = {"ports": [5000]}
+        for _ in range(int(quota.burst)):
+            gate.enter(envelope("look_back"), body)
+        with pytest.raises(Busy):
+            gate.enter(envelope("look_back"), body)
+
+    run(scenario())
+
+
+def test_the_list_bounds_leave_room_for_the_largest_run() -> None:
+    """A number for each slot of a round, and a sum for each shard of a stage."""
+    assert LIST_BYTES > 65_536 * (3 + 9)

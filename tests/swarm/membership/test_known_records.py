@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import gc
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -11,9 +15,10 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.membership.records import LEFT, Record, record_bytes
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.known_records import FORGET_AFTER_S
-from swarmnet.swarm.messages import SignedRecord
+from swarmnet.swarm.messages import MAX_RECORD_BYTES, SignedRecord
 from swarmnet.transport.memory import MemoryHub
 from swarmnet.wire import pack
+from tests.swarm.harness import OpenSigner
 from tests.swarm.membership.parts import Site, record
 
 
@@ -100,5 +105,95 @@ def test_who_is_long_gone_is_forgotten() -> None:
         site.records.forget_old()
         assert not site.records.envelopes(["b"])
         assert site.view.get("b") is None
+
+    run(scenario())
+
+
+class Strict(OpenSigner):
+    """Knows no signature but one."""
+
+    def __init__(self) -> None:
+        self.verified = 0
+
+    def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
+        self.verified += 1
+        return signature == b"right"
+
+
+@dataclass
+class Invited:
+    """Admits who shows the word."""
+
+    is_open: bool = field(default=False, init=False)
+
+    def check(self, peer_id: str, credential: bytes) -> None:
+        if credential != b"word":
+            raise ProtocolViolation("no invite")
+
+
+MANY, LARGE = 400, 200_000
+KEPT_BYTES = 2 << 20
+"""What many large records that are not believed may leave behind, for all that is said of them."""
+
+
+def large(n: int, **said: Any) -> Record:
+    return record(f"peer-{n}", 1, digests=bytes([n % 256]) * LARGE, **said)
+
+
+@pytest.mark.parametrize(
+    ("make", "max_bytes"),
+    [
+        (lambda n: SignedRecord(pack(large(n)), b"right"), MAX_RECORD_BYTES),
+        (lambda n: SignedRecord(pack(large(n, credential=b"false")), b"right"), MAX_RECORD_BYTES),
+        (lambda n: SignedRecord(pack(large(n, credential=b"word")), b"wrong"), MAX_RECORD_BYTES),
+        (
+            lambda n: SignedRecord(
+                pack(replace(large(n, credential=b"word"), run_id="f" * 32)), b"right"
+            ),
+            MAX_RECORD_BYTES,
+        ),
+        (lambda n: SignedRecord(pack(large(n, credential=b"word")), b"right"), LARGE),
+        (lambda n: SignedRecord(bytes([n % 256]) * LARGE, b"right"), MAX_RECORD_BYTES),
+    ],
+    ids=["no invite", "false invite", "unsigned", "another run", "too long", "no record"],
+)
+def test_nothing_is_kept_of_many_records_that_are_not_believed(
+    make: Callable[[int], SignedRecord], max_bytes: int
+) -> None:
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a", admission=Invited(), signer=Strict(), max_bytes=max_bytes)
+        gc.collect()
+        tracemalloc.start()
+        for n in range(MANY):
+            assert not site.records.take_all([make(n)])
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(site.view) == 0
+        assert kept < KEPT_BYTES
+
+    run(scenario())
+
+
+def test_a_record_that_is_believed_is_kept_with_its_signature() -> None:
+    async def scenario() -> None:
+        signer = Strict()
+        site = Site(MemoryHub(), "a", admission=Invited(), signer=signer)
+        envelope = SignedRecord(pack(large(1, credential=b"word")), b"right")
+        assert site.records.take_all([envelope, envelope])
+        assert site.records.envelopes(["peer-1"]) == (envelope,)
+        assert signer.verified == 1, "the second is no news"
+
+    run(scenario())
+
+
+def test_a_signature_is_looked_at_only_where_the_peer_may_be_in_the_run() -> None:
+    async def scenario() -> None:
+        signer = Strict()
+        site = Site(MemoryHub(), "a", admission=Invited(), signer=signer)
+        stranger = SignedRecord(pack(large(1)), b"right")
+        elsewhere = SignedRecord(pack(replace(large(2), run_id="f" * 32)), b"right")
+        assert not site.records.take_all([stranger, elsewhere])
+        assert signer.verified == 0
 
     run(scenario())

@@ -16,6 +16,10 @@ NUM_CALLS = 20
 LONG_S = 300.0
 
 
+METHOD = "relay_reserve"
+"""One that has no body."""
+
+
 class Scene:
     """A callee that answers after `LONG_S`, and a caller with many calls to it."""
 
@@ -26,7 +30,7 @@ class Scene:
         self.usual_s = usual_s
         self.num_pings = 0
         self.gossip.liveness.start()
-        self.pair.gossip.transport.handle("long", self._answer)
+        self.pair.gossip.transport.handle(METHOD, self._answer)
         self.pair.gossip.transport.handle("ping", self._on_ping)
 
     async def _answer(self, request: Request) -> Message:
@@ -42,7 +46,7 @@ class Scene:
         return [
             loop.create_task(
                 self.gossip.liveness.call_while_live(
-                    CALLEE, "long", Message(), timeout_s=10 * LONG_S, usual_s=self.usual_s
+                    CALLEE, METHOD, Message(), timeout_s=10 * LONG_S, usual_s=self.usual_s
                 )
             )
             for _ in range(NUM_CALLS)

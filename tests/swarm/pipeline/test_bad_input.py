@@ -562,7 +562,7 @@ def lie_of_a_round(liar: Peer) -> None:
     """Answers every microbatch that its round is over."""
 
     async def over(request: Request) -> Message:
-        asked = request.message.body["round"]
+        asked = request.message.body.round
         raise Stale(f"round {asked} is over here", round=asked + 1000)
 
     liar.transport.handle("step", over)

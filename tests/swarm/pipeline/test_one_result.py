@@ -167,7 +167,7 @@ def test_the_step_that_one_backup_made_is_everybodys(tmp_path: Path, mode: str) 
             await asyncio.sleep(1e-4)  # nobody tells, and time costs nothing here
         assert second.replica is not None
         coming = second.replica.stage.coming_shard
-        while (mirrored := coming(0)) is None:
+        while (mirrored := coming(0)) is None:  # noqa: ASYNC110
             await asyncio.sleep(1e-4)
         expected = bytes(mirrored.data)
         swarm.kill(order[0])

@@ -10,6 +10,7 @@ import pytest
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.transport.base import Request, Traffic
+from swarmnet.transport.calls.holdings import Holdings
 from swarmnet.transport.calls.inbox import OTHER, Inbox
 from swarmnet.transport.calls.outbox import Outgoing
 from swarmnet.transport.calls.pending import PendingCalls
@@ -45,7 +46,9 @@ class World:
         self.calls = PendingCalls()
         self.traffic = Traffic()
         handlers = Handlers()
-        served = ServedCalls(handlers, self)
+        self.standing = True
+        self.holdings = Holdings(lambda machine: self.standing)
+        served = ServedCalls(handlers, self, self.holdings)
 
         async def hear(request: Request) -> Message:
             self.heard.append(request.message)
@@ -53,9 +56,17 @@ class World:
 
         handlers.add("m", hear)
         self.inbox = Inbox(
-            self, self.calls, served, lambda size: memoryview(bytearray(size)), self.traffic
+            self,
+            self.calls,
+            served,
+            lambda size: memoryview(bytearray(size)),
+            self.traffic,
+            self.holdings,
         )
         self.feed = Reader(self.inbox).feed_bytes
+
+    def expects(self, kind: int) -> None:
+        pass
 
     def admits(self, head: Head) -> bool:
         return head.kind != HELLO

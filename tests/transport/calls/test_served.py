@@ -11,12 +11,14 @@ import pytest
 from swarmnet.errors import Stale
 from swarmnet.protocol.rate import RateLimiter
 from swarmnet.transport.base import Request
+from swarmnet.transport.calls import holdings
 from swarmnet.transport.calls import served as module
+from swarmnet.transport.calls.holdings import Holdings
 from swarmnet.transport.calls.outbox import Outgoing
 from swarmnet.transport.calls.served import ServedCalls
 from swarmnet.transport.frames import ERROR, NOTIFY, PROGRESS, REPLY, REQUEST, Head
 from swarmnet.transport.handlers import Handlers
-from swarmnet.wire import Message
+from swarmnet.wire import Message, Packed, pack
 
 
 class Caller:
@@ -35,7 +37,8 @@ class World:
     def __init__(self, handlers: Handlers) -> None:
         self.handlers = handlers
         self.caller = Caller()
-        self.served = ServedCalls(handlers, self.caller)
+        self.holdings = Holdings(lambda machine: True)
+        self.served = ServedCalls(handlers, self.caller, self.holdings)
         self.go = asyncio.Event()
 
         async def wait(request: Request) -> Message:
@@ -50,9 +53,9 @@ class World:
         handlers.add("wait", wait)
         handlers.add("fail", fail)
 
-    def request(self, call_id: int, method: str = "wait", array_bytes: int = 0) -> None:
-        head = Head(REQUEST, call_id, {"m": method}, (), array_bytes)
-        self.served.request(head, Message(), method)
+    def request(self, call_id: int, method: str = "wait", num_bytes: int = 1) -> None:
+        body = Packed(pack(bytes(num_bytes)))
+        self.served.request(Head(REQUEST, call_id, {"m": method}, (), 0), Message(body), method)
 
     async def finish(self) -> None:
         self.go.set()
@@ -92,18 +95,21 @@ def test_a_cancelled_request_is_not_answered() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MAX_OPEN_CALLS", 1), ("MAX_SERVING_BYTES", 150)])
+@pytest.mark.parametrize(
+    ("where", "name", "limit"), [(module, "MAX_OPEN_CALLS", 1), (holdings, "MEMBER_BYTES", 5000)]
+)
 def test_requests_beyond_a_limit_are_busy(
-    name: str, limit: int, monkeypatch: pytest.MonkeyPatch
+    where: Any, name: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, name, limit)
+    monkeypatch.setattr(where, name, limit)
 
     async def scenario(w: World) -> None:
-        w.request(1, array_bytes=100)
-        w.request(2, array_bytes=100)
+        w.request(1)
+        w.request(2)
         assert w.caller.sent == [(ERROR, 2)]
         await w.finish()
-        w.request(3, array_bytes=1000)  # alone, any size that the protocol allows
+        assert w.holdings.held_by("peer") == 0
+        w.request(3, num_bytes=9000)  # alone, any size that the protocol allows
         await w.finish()
         assert w.caller.sent[-1] == (REPLY, 3)
 

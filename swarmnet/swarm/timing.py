@@ -1,0 +1,17 @@
+"""The times that waits all over the swarm code rest on. A wait ends with what it waits for; these
+are for what nobody tells, and for news that is lost."""
+
+from __future__ import annotations
+
+LOOK_AGAIN_S = 0.2
+"""How often a peer looks at what nothing tells it of: a deadline of others that has passed, a peer
+that has fallen silent (which the view finds by time alone), or one that is not in the round yet.
+Longer, and each such step of a recovery is that much later."""
+LOOK_LESS_S = 1.0
+"""The same where nothing waits for it, and in a large swarm, whose peers would do little else."""
+RETRY_S = 0.1
+"""Rest before a peer that could not give something is asked again, or another one: the time in
+which a replica makes one part of an update."""
+MAX_TRIES = 20
+"""Tries for one thing that several peers could give, before what it is for is begun anew: two
+seconds of `RETRY_S`, in which a round may have changed it."""

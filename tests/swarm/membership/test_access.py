@@ -1,0 +1,64 @@
+"""Every method has a row that says who may call it, in the code and in docs/protocol.md."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING
+from swarmnet.swarm.membership.access import ACCESS, Access, shows_round
+from tests.swarm.membership.parts import record
+
+ROOT = Path(__file__).parents[3]
+ELSEWHERE = {"ticket": "swarmnet/transport/channel.py"}
+"""Methods whose names are constants, with the file that serves them."""
+
+
+def served() -> set[str]:
+    """Methods that the code serves, by its text."""
+    found = set(ELSEWHERE)
+    for path in (ROOT / "swarmnet").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "handle"
+                and len(node.args) == 2
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                found.add(str(node.args[0].value))
+    return found
+
+
+def test_every_method_that_is_served_has_a_row_and_every_row_a_method() -> None:
+    assert served() == set(ACCESS)
+
+
+def line(method: str, access: Access) -> str:
+    quota = access.quota
+    often = "" if quota is None else f"{quota.burst:.0f}, then {quota.calls_per_s:g} a second"
+    if quota is not None and not quota.of_members:
+        often += " of a stranger"
+    return (
+        f"| `{method}` | {access.caller.value} | {access.callee.value} "
+        f"| {access.body_bytes:,} | {access.arrays.value} | {often} |"
+    )
+
+
+def test_the_document_has_the_same_table() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    table = "\n".join(line(method, access) for method, access in ACCESS.items())
+    assert table in text, f"\n{table}"
+
+
+def test_a_round_is_shown_to_be_over_by_who_works_in_it_alone() -> None:
+    def shows(**said: object) -> bool:
+        return shows_round(record("b", **{"stage": 1, "round": 3, **said}), 1, 3)
+
+    assert shows(state=ACTIVE)
+    assert shows(state=LEAVING)
+    assert not shows(state=JOINING)
+    assert not shows(state=ACTIVE, round=2)
+    assert not shows(state=ACTIVE, round=4)
+    assert not shows(state=ACTIVE, stage=2)
+    assert not shows_round(None, 1, 3)
