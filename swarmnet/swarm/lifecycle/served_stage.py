@@ -145,6 +145,7 @@ class ServedStage:
     def let_go(self) -> None:
         """The peer goes to another stage, or to none: nothing that comes in reaches this one any
         more."""
+        self._gossip.serves(None)
         for method in STAGE_METHODS:
             self._transport.handle(method, _on_none)
 

@@ -14,6 +14,7 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Recor
 from swarmnet.swarm.messages import (
     AdoptedRequest,
     AdoptRequest,
+    BallotRequest,
     ContributionsRequest,
     FetchRequest,
     MirrorRequest,
@@ -34,9 +35,10 @@ SHARD = Array("float32", (SIZES.shard_parameters,), bytes(4 * SIZES.shard_parame
 def bodies(r: int) -> Iterator[tuple[str, Message]]:
     """What could end a round, or change what it comes to."""
     for ahead in (0, 1, 2, 100):
-        yield "reduce", Message(ReduceRequest(r + ahead, 0, (0,), (0,)))
-    yield "reduce", Message(ReduceRequest(r, 0, (1,), (1000,)), (SHARD,))
-    yield "reduced", Message(ReduceRequest(r, 0, (0,), (0,)))
+        for term in (0, 1, 64):
+            yield "reduce", Message(ReduceRequest(r + ahead, 0, (0,), (0,), (term,)))
+            yield "ballot", Message(BallotRequest(r + ahead, 0, (0,), (term,), is_final=True))
+    yield "reduce", Message(ReduceRequest(r, 0, (1,), (1000,), (1,)), (SHARD,))
     yield "mirror", Message(MirrorRequest(r, 0, 0, 1.0, r, 1, 1.0), (SHARD,))
     yield "adopt", Message(AdoptRequest(r, 0, 0), (SHARD,))
     yield "adopted", Message(AdoptedRequest(r, 0, 4, 64))
