@@ -11,6 +11,7 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSER
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.recovery.handover import Handover
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
 
@@ -26,7 +27,6 @@ ASK_ORPHANS_S = 4.0
 """How often a leaving peer asks whether what was not committed will be."""
 GIVE_AGAIN_S = 2.0
 """Rest after no replica has taken the gradient."""
-LOOK_AGAIN_S = 0.2
 
 
 class Departure:

@@ -7,12 +7,12 @@ import logging
 
 from swarmnet.errors import Unreachable, WrongRun
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 
 log = logging.getLogger("swarmnet.peer")
 
 MEET_S = 30.0
 """How long a newcomer tries to reach any of the peers that it was told of."""
-MEET_AGAIN_S = 0.2
 
 
 async def meet(gossip: Gossip, neighbours: list[str]) -> None:
@@ -36,4 +36,4 @@ async def meet(gossip: Gossip, neighbours: list[str]) -> None:
         if not met and loop.time() >= end:
             raise Unreachable("none of the known peers of the run answers")
         if not met:
-            await asyncio.sleep(MEET_AGAIN_S)
+            await asyncio.sleep(LOOK_AGAIN_S)

@@ -15,6 +15,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -23,7 +24,6 @@ MOVE_S = 7200.0
 round may be long."""
 MOVE_PATIENCE_S = 30.0
 """A moving peer waits so long for the end of its round, rather than hand its gradient over."""
-LOOK_AGAIN_S = 1.0
 
 
 class Mover:

@@ -23,6 +23,7 @@ from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Behind, Diverged
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.gossip_averaging import GossipAveraging
@@ -49,7 +50,6 @@ STAGE_METHODS = (
     "stage_norm",
 )
 """Served with a replica only."""
-JOIN_RETRY_S = 0.2
 EMPTY_STAGE_S = 2.0
 """How long a stage must have had no replica before a joiner begins it from its initial state."""
 ALONE_S = 20.0
@@ -167,14 +167,14 @@ class ServedStage:
                     await self._follow(max(d.round for d in donors))
             elif self.departure.others(ACTIVE) or self.departure.others(LEAVING):
                 alone_since = loop.time()
-                await self._gossip.changed.wait(JOIN_RETRY_S)
+                await self._gossip.changed.wait(LOOK_AGAIN_S)
             elif await self._recovery.attend(replica, averaging):
                 if replica.synced and self._checkpointing is not None:
                     self._checkpointing.restored(replica)
             elif loop.time() - alone_since >= self._patience_with_empty_stage():
                 await self._begin()
             else:
-                await self._gossip.changed.wait(JOIN_RETRY_S)
+                await self._gossip.changed.wait(LOOK_AGAIN_S)
         if replica.phase.is_declaring:
             await self._openings.opened(replica, averaging)
 
@@ -219,7 +219,7 @@ class ServedStage:
                     await rounds.finish(round_index)
                     return
                 told = asyncio.get_running_loop().create_task(
-                    self._gossip.changed.wait(JOIN_RETRY_S)
+                    self._gossip.changed.wait(LOOK_AGAIN_S)
                 )
                 await asyncio.wait((fetching, told), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
@@ -229,7 +229,7 @@ class ServedStage:
             elif fetching.result() and round_index >= self._settings.rounds:
                 await replica.transitions.open_round(round_index, is_whole=True)
             else:
-                await self._gossip.changed.wait(JOIN_RETRY_S)
+                await self._gossip.changed.wait(LOOK_AGAIN_S)
         finally:
             await _end(fetching)
 

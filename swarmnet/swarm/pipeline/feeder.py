@@ -32,14 +32,13 @@ from swarmnet.swarm.pipeline.step import StepService, check_tokens
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.feeder")
 
-LOOK_AGAIN_S, LOOK_LESS_S = 0.2, 1.0
-"""The second in a large swarm."""
 MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
@@ -98,9 +97,7 @@ class Feeder:
                 for mine in self.rounds:
                     if not replica.takes(mine.round):  # perhaps fetched again: others go on
                         self._maybe_seal(mine, feeds=False)
-                await self.gossip.changed.wait(
-                    LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S
-                )
+                await self.gossip.changed.wait(LOOK_AGAIN_S)
         finally:
             await self.rounds.end_all()
             self.write_off()

@@ -10,12 +10,13 @@ from swarmnet.swarm.messages import LOGITS, InferReply, InferRequest
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import OTHER, LossResult
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
 
 INFER_TIMEOUT_S = 60.0
-MAX_INFERRING, INFER_BACKLOG_S = 64, 1.0
+MAX_INFERRING = 64
 """Forward passes that wait for the device at a time, far fewer than all work that may."""
 
 
@@ -44,7 +45,7 @@ class InferService:
         last = infer.stage == replica.stage.num_stages - 1
         wanted = None if infer.mode == LOGITS or not last else targets
         if self._num_waiting >= MAX_INFERRING:
-            raise Busy("too many forward passes wait here", backlog_s=INFER_BACKLOG_S)
+            raise Busy("too many forward passes wait here", backlog_s=replica.service_s)
         self._num_waiting += 1
         try:
             result = await replica.device.run(
@@ -79,14 +80,14 @@ async def infer_through(
         peer_id = router.pick(loop.time(), exclude=tried)
         if peer_id is None:
             tried = []
-            await wiring.gossip.changed.wait(0.2)
+            await wiring.gossip.changed.wait(LOOK_AGAIN_S)
             continue
         message = Message(infer, arrays)
         try:
             if peer_id == wiring.gossip.own.peer_id:
                 reply = await wiring.call_self("infer", message, lambda _: None)
             else:
-                timeout_s = max(0.1, end - loop.time())
+                timeout_s = max(LOOK_AGAIN_S, end - loop.time())
                 reply = await wiring.transport.call(peer_id, "infer", message, timeout_s=timeout_s)
             return Message(convert(reply.body, InferReply), reply.arrays)
         except SwarmnetError as e:

@@ -18,6 +18,7 @@ from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -27,7 +28,6 @@ MAX_TRIES = 20
 """Tries for one shard."""
 COVER_WAIT_S = 20.0
 """How long to wait until every stage has a replica in the same round."""
-RETRY_S = 0.1
 
 
 async def fetch_model(
@@ -88,7 +88,7 @@ async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
             missing = [k for k, have in enumerate(rounds) if not have]
             what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
             raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")
-        await gossip.changed.wait(RETRY_S)
+        await gossip.changed.wait(LOOK_AGAIN_S)
 
 
 async def _fetch(
@@ -121,7 +121,7 @@ async def _fetch(
                 return _checked(reply.arrays, sizes[j], donor.digest(j))
             except SwarmnetError as e:
                 error = e
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(LOOK_AGAIN_S)
     if isinstance(error, Stale):
         raise error
     raise UserError(f"shard {j} of stage {k} is not to be had: {error}")

@@ -21,12 +21,12 @@ from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.ports import Saved, Snapshot
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.recovery.waiting_notice import WaitingNotice
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.recovery")
 
-LOOK_AGAIN_S = 0.2
 OLDER_AFTER_S = 12.0
 """How long a running swarm must have had no replica of a stage before the stage goes on from an
 older round; longer than a dead peer counts as live."""

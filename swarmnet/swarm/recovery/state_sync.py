@@ -20,13 +20,13 @@ from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.state_sync")
 
-RETRY_S = 0.1
 MAX_TRIES = 20
 """Tries for one shard before the whole download is begun again."""
 
@@ -55,7 +55,7 @@ class StateSync:
         if fetch.stage != replica.index or fetch.shard >= replica.num_shards:
             raise NotReady(f"stage {fetch.stage} is not served here")
         if self._waiting >= 2 * self.limits.max_serving:
-            raise Busy("serving others", backlog_s=RETRY_S)
+            raise Busy("serving others", backlog_s=LOOK_AGAIN_S)
         self._waiting += 1
         try:
             async with self._serving:
@@ -139,10 +139,10 @@ class StateSync:
                     )
                     return True
                 except Stale:
-                    await self.gossip.changed.wait(RETRY_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
                 except SwarmnetError as e:
                     log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)
-                    await self.gossip.changed.wait(RETRY_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
             return False
 
     async def ask(self, donor: Record, round_index: int, j: int) -> Array:

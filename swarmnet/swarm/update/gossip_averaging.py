@@ -29,6 +29,7 @@ from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Behind
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
 from swarmnet.swarm.update.ownership import BEHIND_ROUNDS
@@ -39,7 +40,6 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.gossip_averaging")
 
-LOOK_AGAIN_S = 0.2
 OFFER_WAIT_S = 10.0
 """How long a replica that is done stays in a round for its partner to ask."""
 MAX_TRIES = 8
