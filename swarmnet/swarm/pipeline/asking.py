@@ -29,7 +29,7 @@ ASK_S = 0.2
 this..."""
 ASK_WORK_S = 1.0
 """...or the work for it does, at a usual one of them..."""
-CROWDED_S = 15.0
+CROWDED_S = 30.0
 """...and for so long at a stage that has turned away a call which did not ask, where its wait would
 have been longer than `ASK_S` too. So long after a replica has said that it has no room, its stage
 is not suspected either."""

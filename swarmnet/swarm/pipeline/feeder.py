@@ -39,6 +39,9 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.feeder")
 
+LOOK_LESS_S = 1.0
+"""Between two looks in a large swarm: who helps there goes by estimates, and the more often it
+looks, the more it launches that others are about to."""
 MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
@@ -97,7 +100,9 @@ class Feeder:
                 for mine in self.rounds:
                     if not replica.takes(mine.round):  # perhaps fetched again: others go on
                         self._maybe_seal(mine, feeds=False)
-                await self.gossip.changed.wait(LOOK_AGAIN_S)
+                await self.gossip.changed.wait(
+                    LOOK_AGAIN_S if self.gossip.is_small else LOOK_LESS_S
+                )
         finally:
             await self.rounds.end_all()
             self.write_off()
