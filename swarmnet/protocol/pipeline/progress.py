@@ -119,17 +119,6 @@ def doubled(view: View, round_index: int) -> dict[int, list[str]]:
     return {slot: [p for p, c in counts if slot in c.committed] for slot in slots_in(twice)}
 
 
-def may_launch(*, has_own: bool, num_missing: int, quiet_s: float, patience_s: float) -> bool:
-    """Whether a feeder may launch one more slot.
-
-    A slot of its own share (`has_own`: one is missing) it may launch at once. Any other missing
-    slot only when for `patience_s` seconds the other feeders' launches have not changed and it has
-    launched none beyond its share. `quiet_s` is the time since the later of the two: the caller
-    restarts it with every slot beyond its share, so that one at a time is taken over from a slow or
-    dead feeder."""
-    return num_missing > 0 and (has_own or quiet_s >= patience_s)
-
-
 FEW_FEEDERS = 8
 """More than this number of feeders do not learn of each other's launches at once."""
 SHORTEST_TURN_S = 0.1
@@ -155,13 +144,16 @@ def late_slots(
     return [slot for _, slot in sorted(found, reverse=True)]
 
 
-def helping_slot(
-    late: Sequence[int], rank: int, num_feeders: int, age_s: float, spread_s: float
-) -> int | None:
+def turn_of(age_s: float, spread_s: float) -> int:
+    """Feeders that help others take turns, two in the time that news take to spread: the number of
+    the present one, in a round that has lasted `age_s` seconds."""
+    return int(2 * age_s / max(spread_s, SHORTEST_TURN_S))
+
+
+def helping_slot(late: Sequence[int], rank: int, num_feeders: int, turn: int) -> int | None:
     """Which of the late slots the feeder of this rank launches; None for none. Feeders that know
     the same launch different ones, and where there are fewer slots than feeders these take
-    turns."""
-    turn = int(2 * age_s / max(spread_s, SHORTEST_TURN_S))
+    turns (`turn_of`)."""
     place = (rank + turn) % num_feeders
     if len(late) >= num_feeders:
         return late[place * len(late) // num_feeders]

@@ -31,16 +31,12 @@ ASK_WORK_S = 1.0
 """...or the work for it does, at a usual one of them..."""
 CROWDED_S = 30.0
 """...and for so long at a stage that has turned away a call which did not ask, where its wait would
-have been longer than `ASK_S` too."""
-FULL_S = 15.0
-"""So long after a replica has said that it has no room, its stage is not suspected."""
+have been longer than `ASK_S` too. So long after a replica has said that it has no room, its stage
+is not suspected either."""
 ASKED = 8
 """...so many of them..."""
 ADMIT_TIMEOUT_S = 5.0
 """...and have so long to answer."""
-MIN_ADMIT_TIMEOUT_S = 0.3
-ANSWER_PART = 0.8
-"""Of the silence, that an answer to whether a callee is at work may take."""
 ASKING_AT_A_TIME = 4
 """Microbatches for which one caller asks at a time. Many that ask at once all hear of the same free
 replica; the next ones hear of what the first ones took."""
@@ -81,7 +77,7 @@ class Asking:
     def is_full(self, stage_index: int) -> bool:
         """Replicas of a stage live, and have no room: they will."""
         now = asyncio.get_running_loop().time()
-        return now - self._full.get(stage_index, -math.inf) < FULL_S
+        return now - self._full.get(stage_index, -math.inf) < CROWDED_S
 
     def turned_away(self, stage_index: int, backlog_s: float) -> None:
         """A replica of a stage had no room for a call that came without asking."""
@@ -152,7 +148,7 @@ class Asking:
         """Does a callee that has been silent say that it has the microbatch? None where it says
         nothing."""
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
-        timeout_s = min(max(MIN_ADMIT_TIMEOUT_S, silent_s * ANSWER_PART), ADMIT_TIMEOUT_S)
+        timeout_s = min(silent_s, ADMIT_TIMEOUT_S)
         try:
             reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
             return convert(reply.body, AdmitReply).known

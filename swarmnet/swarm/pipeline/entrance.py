@@ -9,7 +9,6 @@ from typing import Any
 from swarmnet.errors import Busy, NotReady, Stale
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.pipeline.reservations import Reservations
-from swarmnet.protocol.pipeline.service_estimates import FIRST_SERVICE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdmitReply, AdmitRequest
 from swarmnet.swarm.pipeline.flights import Flights
@@ -27,6 +26,8 @@ IN_HAND_PART = 0.03
 before its device."""
 LEAST_IN_HAND = 0.1
 """Counted for a replica that has none, so that of two idle ones the faster one is chosen."""
+UNKNOWN_PIECE_S = 0.5
+"""What a replica that has not worked yet says of itself when it has no room."""
 
 
 class Entrance:
@@ -77,12 +78,13 @@ class Entrance:
         if self._gossip.own.state == LEAVING or replica.phase.is_given(round_index):
             raise NotReady("this peer is leaving")
         waiting = self._num_waiting(replica, round_index)
-        # A place is free when one forward or one backward is done: half a microbatch.
+        # A place is free when a piece of work is done.
         limits = self.limits
         # A replica that does not know its speed yet must not be trusted with many.
         room = limits.max_waiting_forwards
-        if announced and replica.service_s > 0:
-            in_time = int(PIECES * limits.max_waiting_s / replica.service_s)
+        piece_s = replica.measured.piece_s
+        if announced and piece_s > 0:
+            in_time = int(limits.max_waiting_s / piece_s)
             room = max(room, min(limits.max_waiting_announced, in_time))
         over = waiting + 1 - room
         most = min(limits.max_open_steps, replica.stage.max_in_flight)
@@ -90,8 +92,7 @@ class Entrance:
             most = max(1, most // 2)
         num_in_flight = self._flights.num_in_flight
         if waiting >= room or num_in_flight >= most:
-            usual_s = replica.service_s or FIRST_SERVICE_S
-            raise Busy("the queue is full", backlog_s=over * usual_s / PIECES)
+            raise Busy("the queue is full", backlog_s=over * (piece_s or UNKNOWN_PIECE_S))
         if not self._resource_limits.has_room(replica.index, num_in_flight):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 
@@ -123,7 +124,7 @@ class Entrance:
         counts but when they are completed."""
         traffic = self._transport.traffic
         waiting = self._num_waiting(replica, round_index)
-        device_s = waiting * replica.service_s / PIECES
+        device_s = waiting * replica.measured.piece_s
         link_s = traffic.upload_s(traffic.queued_bytes())
         each_s = max(replica.service_s, traffic.upload_s(replica.measured.sent_bytes))
         if replica.ahead and round_index == replica.round:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.pipeline import feeding, progress, slots
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
@@ -50,13 +51,10 @@ class LaunchRules:
             return slot
         if len(feeders) > progress.FEW_FEEDERS:
             return self._helping_slot(mine, feeders, state.missing, now)
-        is_allowed = progress.may_launch(
-            has_own=False,
-            num_missing=state.missing.bit_count(),
-            quiet_s=now - max(mine.heard_at, mine.launched_at),
-            patience_s=self._limits.patience_s,
-        )
-        return slot if is_allowed else None
+        # One at a time is taken over from a slow or dead feeder, where no launch of another has
+        # become known since the last one here.
+        quiet_s = now - max(mine.heard_at, mine.launched_at)
+        return slot if quiet_s >= self._limits.patience_s else None
 
     def window(self, num_completed: int) -> int:
         """Microbatches that this feeder keeps in flight. `num_completed`: those of its own that
@@ -132,12 +130,18 @@ class LaunchRules:
         self, mine: FedRound, feeders: Sequence[str], missing: int, now: float
     ) -> int | None:
         """A slot of another's share, among many feeders."""
-        view, spread_s, age_s = self._gossip.view, self._gossip.spread_s, now - mine.began_at
-        num_slots, rank = self._settings.num_slots, feeders.index(self._gossip.own.peer_id)
-        by_peer = dict(view.counters.by_peer(mine.round))
-        launched = [len(by_peer[p].launched) if p in by_peer else 0 for p in feeders]
-        late = progress.late_slots(missing, launched, num_slots, age_s, spread_s)
-        slot = progress.helping_slot(late, rank, len(feeders), age_s, spread_s)
+        spread_s, age_s = self._gossip.spread_s, now - mine.began_at
+        rank, turn = feeders.index(self._gossip.own.peer_id), progress.turn_of(age_s, spread_s)
+
+        def late_slots() -> list[int]:
+            by_peer = dict(self._gossip.view.counters.by_peer(mine.round))
+            launched = [len(by_peer[p].launched) if p in by_peer else 0 for p in feeders]
+            num_slots = self._settings.num_slots
+            return progress.late_slots(missing, launched, num_slots, age_s, spread_s)
+
+        # Looked at more often than anything changes.
+        late = self._gossip.view.remembered(ALL, ("late", mine.round, turn), now, late_slots)
+        slot = progress.helping_slot(late, rank, len(feeders), turn)
         if slot is not None:
             return slot
         quiet_s = now - max(mine.heard_at, mine.launched_at)

@@ -23,13 +23,13 @@ from swarmnet.errors import (
     Taken,
     TransportError,
 )
-from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, Router
+from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, MIN_DEADLINE_S, Router
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.asking import Asking
 from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LEAST_WAIT_S, LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -44,7 +44,6 @@ MAX_EXTENSIONS = 20
 """Times that a callee which says that it is at work is waited for again."""
 LOOKS = 5
 """Times that a callee is asked whether it is there at all, until the deadline."""
-FIRST_LOOK_S = 1.0
 LONGEST_CALL_S = 1200.0
 MAX_AHEAD = 2
 """So many replicas of a stage must say that a round is over where no record does."""
@@ -214,7 +213,7 @@ class Wiring:
                 return None
             ready_at = router.ready_at(now)
             wait_s = LOOK_AGAIN_S if ready_at is None else min(LOOK_AGAIN_S, ready_at - now)
-            await self.gossip.changed.wait(max(0.005, wait_s))
+            await self.gossip.changed.wait(max(LEAST_WAIT_S, wait_s))
 
     def _unfit(self, request: StepRequest, now: float) -> list[str]:
         """Replicas that have not opened the round yet, and those that the feeder cannot reach: it
@@ -246,7 +245,7 @@ class Wiring:
             depth = self.num_stages - 1 - message.body.stage
             deadline_s = router.deadline_s(peer_id)
             silence_s = deadline_s + DEPTH_GRACE_S * depth
-            look_s = min(silence_s, max(FIRST_LOOK_S, deadline_s / LOOKS))
+            look_s = min(silence_s, max(MIN_DEADLINE_S, deadline_s / LOOKS))
             reply = await self._call(peer_id, message, silence_s, look_s, on_progress)
             body = convert(reply.body, StepReply)
             grad_inputs = accept(body, reply.arrays)

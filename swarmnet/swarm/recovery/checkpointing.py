@@ -17,13 +17,13 @@ from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import recovery
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
 
-LOOK_AGAIN_S = 0.2
 LAST_SAVE_S = 60.0
 """Longest wait for the checkpoint of a peer that leaves."""
 MAX_SNAPSHOTS = 3

@@ -18,7 +18,7 @@ from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -86,7 +86,7 @@ async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
             missing = [k for k, have in enumerate(rounds) if not have]
             what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
             raise UserError(f"the model is not whole: {what}; try again, or use --state-dir")
-        await gossip.changed.wait(RETRY_S)
+        await gossip.changed.wait(LOOK_AGAIN_S)
 
 
 async def _fetch(
@@ -119,7 +119,7 @@ async def _fetch(
                 return _checked(reply.arrays, sizes[j], donor.digest(j))
             except SwarmnetError as e:
                 error = e
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(LOOK_AGAIN_S)
     if isinstance(error, Stale):
         raise error
     raise UserError(f"shard {j} of stage {k} is not to be had: {error}")

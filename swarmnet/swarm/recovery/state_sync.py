@@ -20,7 +20,7 @@ from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -49,7 +49,7 @@ class StateSync:
         fetch = convert(request.message.body, FetchRequest)
         replica = self.replica
         if self._waiting >= 2 * self.limits.max_serving:
-            raise Busy("serving others", backlog_s=RETRY_S)
+            raise Busy("serving others", backlog_s=LOOK_AGAIN_S)
         self._waiting += 1
         try:
             async with self._serving:
@@ -133,10 +133,10 @@ class StateSync:
                     )
                     return True
                 except Stale:
-                    await self.gossip.changed.wait(RETRY_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
                 except SwarmnetError as e:
                     log.debug("shard %d from %s: %s", j, donor.peer_id[-8:], e)
-                    await self.gossip.changed.wait(RETRY_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
             return False
 
     async def ask(self, donor: Record, round_index: int, j: int) -> Array:

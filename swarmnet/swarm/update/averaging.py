@@ -20,9 +20,10 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.aggregation import Aggregator, ContributionNorms
 from swarmnet.swarm.update.books import Books
-from swarmnet.swarm.update.exchange import LOOK_AGAIN_S, Behind, Exchange
+from swarmnet.swarm.update.exchange import Behind, Exchange
 from swarmnet.swarm.update.exchange_pace import ExchangePace
 from swarmnet.swarm.update.exchange_service import ExchangeService
 from swarmnet.swarm.update.norms import Norms

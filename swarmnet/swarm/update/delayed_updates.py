@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.swarm.membership.gossip import Gossip
@@ -29,7 +29,6 @@ log = logging.getLogger("swarmnet.delayed_updates")
 
 SETTLE_S = 2.0
 """How long an exchange waits for the others to open the round that it runs beside."""
-LOOK_AGAIN_S = 0.2
 FOLLOW_S = 15.0
 """How long an exchange may take longer because this replica fetches state of new shards."""
 
@@ -40,9 +39,25 @@ class Gradient:
 
     num_tokens: int = 0
     shards: tuple[Array, ...] = ()
+    round: int = -1
+    """The round, which is the number of its exchange too."""
 
     async def part(self, j: int) -> Pushed:
         return self.num_tokens, self.shards[j] if self.num_tokens else None
+
+
+@dataclass
+class UnderWay:
+    """What a replica has not in its parameters yet, as long as it keeps touch with its stage."""
+
+    gradient: Gradient = field(default_factory=Gradient)
+    """Of the newest round that is over; empty where it has been averaged."""
+    exchange: asyncio.Task[None] | None = None
+    """The newest one that ran beside a round."""
+    begun: int = -1
+    """Its number."""
+    arrived: int = -1
+    """The newest exchange whose result was put aside here."""
 
 
 @dataclass
@@ -56,24 +71,22 @@ class DelayedUpdates:
 
     def __post_init__(self) -> None:
         self.auto = AutoSync(self.gossip, self.replica, self.averaging)
-        self._gradient = Gradient()
-        self._exchange: asyncio.Task[None] | None = None
-        self._last = -1
-        self._arrived = -1
-        """The newest exchange whose result was put aside here."""
+        self._now = UnderWay()
 
     @property
     def is_owing(self) -> bool:
         """A gradient of this replica is not averaged yet."""
-        if not self._gradient.num_tokens:
+        now = self._now
+        if not now.gradient.num_tokens:
             return False
-        return self._exchange is None or not self.averaging.needs_nothing_of(self._last)
+        has_begun = now.begun == now.gradient.round
+        return not (has_begun and self.averaging.needs_nothing_of(now.begun))
 
     def is_ready_ahead(self, round_index: int) -> bool:
         if not self.replica.plan.is_delayed(round_index):
             return False
         current = self.averaging.current
-        return current == round_index or self._arrived == current
+        return current == round_index or self._now.arrived == current
 
     def attend(self) -> None:
         self.auto.learn()
@@ -85,18 +98,19 @@ class DelayedUpdates:
     def repair(self) -> None:
         if not self.replica.synced:
             return
-        if self._exchange is None or self._exchange.done():
+        exchange = self._now.exchange
+        if exchange is None or exchange.done():
             self.averaging.ownership.repair(self.replica.round)
         else:
             self.averaging.repair_beside()
 
     def _begin(self) -> None:
         """The exchange that runs beside the present round, where one does."""
-        current = self.averaging.current
-        if current == self.replica.round or self._last == current:
+        current, now = self.averaging.current, self._now
+        if current == self.replica.round or now.begun == current:
             return
-        self._last = current
-        self._exchange = asyncio.get_running_loop().create_task(self._beside(self._gradient))
+        now.begun = current
+        now.exchange = asyncio.get_running_loop().create_task(self._beside(now.gradient))
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
         self.auto.learn()
@@ -107,12 +121,11 @@ class DelayedUpdates:
         else:
             gradient = self._present(num_tokens)
         tokens, shards = await self.handover.contribution(round_index, num_tokens, gradient.shards)
-        gradient = Gradient(tokens, tuple(shards))
+        gradient = Gradient(tokens, tuple(shards), round_index)
         self._begin()  # of a newcomer, which has not been in the round before
-        if self._exchange is not None:
-            await self._exchange
-            self._exchange = None
-        self._gradient = gradient
+        if self._now.exchange is not None:
+            await self._now.exchange
+        self._now.gradient = gradient
         if is_beside:
             return True
         if is_late:
@@ -126,23 +139,23 @@ class DelayedUpdates:
         self.auto.finish_round(round_index, self.replica.measured.open_s)
 
     async def close(self) -> None:
-        self._gradient, self._last, self._arrived = Gradient(), -1, -1
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.cancel()
-            await asyncio.gather(exchange, return_exceptions=True)
+        before, self._now = self._now, UnderWay()
+        if before.exchange is not None:
+            before.exchange.cancel()
+            await asyncio.gather(before.exchange, return_exceptions=True)
 
     async def _beside(self, gradient: Gradient) -> None:
         """The exchange beside a round. It begins when the others have opened the round too, for
         then every replica knows which one holds what. New owners fetch their state after it, when
         that stays as it is for the rest of the round."""
-        loop = asyncio.get_running_loop()
-        r, end = self.replica.round, loop.time() + SETTLE_S
-        while loop.time() < end and any(
-            m.round < r and m.state in (ACTIVE, LEAVING)
-            for m in self.gossip.view.members(self.replica.index, loop.time())
-        ):
-            await self.gossip.changed.wait(LOOK_AGAIN_S)
+        r = self.replica.round
+
+        def have_opened() -> bool:
+            now = asyncio.get_running_loop().time()
+            members = self.gossip.view.members(self.replica.index, now)
+            return not any(m.round < r and m.state in (ACTIVE, LEAVING) for m in members)
+
+        await self.gossip.changed.until(have_opened, SETTLE_S)
         await self._run(gradient)
         try:
             async with asyncio.timeout(FOLLOW_S):
@@ -153,7 +166,7 @@ class DelayedUpdates:
     async def _run(self, gradient: Gradient) -> None:
         current = self.averaging.current
         await self.averaging.update(gradient.part)
-        self._gradient, self._arrived = Gradient(), current
+        self._now.gradient, self._now.arrived = Gradient(), current
 
     def _present(self, num_tokens: int) -> Gradient:
         """The gradient where it lies, for an exchange that is over before the next round."""

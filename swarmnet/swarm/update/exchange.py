@@ -21,6 +21,7 @@ from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import MirrorRequest, ShardReply
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.books import Books
 from swarmnet.swarm.update.exchange_pace import ExchangePace
 from swarmnet.swarm.update.outbox import Outbox, Part
@@ -31,9 +32,6 @@ from swarmnet.swarm.update.shard_work import Before, Put, Result, ShardWork, Tot
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
-
-LOOK_AGAIN_S = 0.5
-"""Between two looks at who lives, while nothing is heard of anybody."""
 
 
 class Behind(SwarmnetError):

@@ -23,6 +23,7 @@ from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.aggregation import strike
 from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
 from swarmnet.swarm.update.replica import Replica
@@ -31,8 +32,6 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.local_updates")
-
-RETRY_S = 0.2
 
 
 @dataclass
@@ -197,7 +196,7 @@ class LocalUpdates:
                         newest = max((d.round for d in sync.donors()), default=replica.round)
                         replica.transitions.aim(newest)
                 else:
-                    await self.gossip.changed.wait(RETRY_S)
+                    await self.gossip.changed.wait(LOOK_AGAIN_S)
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
@@ -218,7 +217,7 @@ class LocalUpdates:
         while True:
             shards = range(self.replica.num_shards)
             await asyncio.gather(*(self._fetch(sync, j, at_once) for j in shards))
-            await self.gossip.changed.wait(RETRY_S)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     async def _fetch(self, sync: StateSync, j: int, at_once: asyncio.Semaphore) -> None:
         """One shard, where a donor has a newer one than this replica."""

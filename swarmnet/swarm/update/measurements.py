@@ -27,6 +27,12 @@ class Measurements:
         self._opened_at = 0.0
         self._ahead_at = 0.0
 
+    @property
+    def piece_s(self) -> float:
+        """Device seconds of a piece of work, a forward or a backward: half a microbatch. 0 while
+        unknown."""
+        return self.service.seconds / 2
+
     def worked(self, took_s: float, part: float) -> None:
         """The device took so long for this part of the work on a microbatch."""
         self.service.add(took_s, part)

@@ -15,12 +15,11 @@ from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.gossip_averaging")
 
-LOOK_AGAIN_S = 0.5
-"""Between two looks whether the partner lives, while nothing is heard of anybody."""
 OFFER_WAIT_S = 10.0
 """How long a replica that is done stays in a round for its partner to ask."""
 

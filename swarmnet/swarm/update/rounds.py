@@ -27,6 +27,7 @@ from swarmnet.swarm.ports import BACKWARD
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Transport
@@ -34,7 +35,6 @@ from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.rounds")
 
-LOOK_AGAIN_S = 0.5
 ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
 """Before a feeder that lives is asked again what it counted, and for how long after it has answered
 a ping: the exchange does not wait for a replica that asks a dead one."""

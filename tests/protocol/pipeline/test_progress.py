@@ -14,10 +14,10 @@ from swarmnet.protocol.pipeline.progress import (
     is_drained,
     is_launched,
     late_slots,
-    may_launch,
     newest_round,
     round_progress,
     stuck_slot,
+    turn_of,
 )
 from swarmnet.protocol.pipeline.slots import SlotSet, mask_of, next_slot, share_of, slots_in
 from tests.protocol.making import counted, record, slots
@@ -85,16 +85,6 @@ def test_a_feeder_that_left_still_counts() -> None:
     assert round_progress(view, R, 0.0, 16).drained
 
 
-def test_beyond_the_share_only_after_patience() -> None:
-    def may(has_own: bool, num_missing: int, quiet_s: float) -> bool:
-        return may_launch(has_own=has_own, num_missing=num_missing, quiet_s=quiet_s, patience_s=2.0)
-
-    assert may(True, 12, quiet_s=0.0)
-    assert not may(False, 4, quiet_s=1.0)
-    assert may(False, 4, quiet_s=2.0)
-    assert not may(True, 0, quiet_s=9.0)
-
-
 def test_slots_that_two_feeders_have() -> None:
     """A slot counts once in the progress of a round; over different replicas it is in the update
     twice, and is named. What was found to count already is not."""
@@ -156,12 +146,7 @@ def test_every_round_drains_at_every_survivor(
         if (
             rng.random() < 0.4
             and slot is not None
-            and may_launch(
-                has_own=slot in share,
-                num_missing=state.missing.bit_count(),
-                quiet_s=now - quiet_since[n],
-                patience_s=60.0,
-            )
+            and (slot in share or now - quiet_since[n] >= 60.0)
         ):
             launched = launched.with_slot(slot)
         elif (flying := sorted({*launched} - {*committed})) and rng.random() < 0.6:
@@ -199,8 +184,8 @@ def test_many_feeders_take_what_others_come_to_late() -> None:
 def test_helpers_that_know_the_same_launch_different_slots(
     num_late: int, num_feeders: int, age_s: float, spread_s: float
 ) -> None:
-    late = list(range(100, 100 + num_late))
-    found = [helping_slot(late, k, num_feeders, age_s, spread_s) for k in range(num_feeders)]
+    late, turn = list(range(100, 100 + num_late)), turn_of(age_s, spread_s)
+    found = [helping_slot(late, k, num_feeders, turn) for k in range(num_feeders)]
     picked = [slot for slot in found if slot is not None]
     assert len(set(picked)) == len(picked) == min(num_late, num_feeders)
     assert set(picked) <= set(late)

@@ -376,6 +376,11 @@ def test_bad_gradients_are_not_taken_over(tmp_path: Path) -> None:
             await adopted()
         with pytest.raises(Busy):
             await adopt()
+        # Who has given its own gradient away takes no other: its buffer has the sum yet.
+        replica.transitions.give()
+        replica.transitions.gave(is_refused=False)
+        with pytest.raises(NotReady, match="takes over no gradient"):
+            await adopt()
 
     in_virtual_time(scenario, spec)
 

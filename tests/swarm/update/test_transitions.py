@@ -1,0 +1,168 @@
+"""A replica goes from phase to phase beside a device that has other work (the rules:
+`tests/protocol/update/test_replica_phase.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarmnet.errors import NotReady, Stale
+from swarmnet.protocol.update.replica_phase import Phase, State
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO, Switch, SyncPlan
+from swarmnet.simulation.clock import run
+from swarmnet.simulation.stage import SyntheticData, activation
+from swarmnet.swarm.ports import BACKWARD, FORWARD
+from swarmnet.swarm.update.auto_sync import AutoSync
+from swarmnet.swarm.update.averaging import Behind
+from swarmnet.swarm.update.replica import Replica
+from tests.swarm.one_replica import SIZES, WORK_S, OneReplica
+
+
+def play(scenario: Callable[[Replica], Awaitable[None]]) -> None:
+    async def played() -> None:
+        pair = OneReplica()
+        await scenario(pair.replica)
+        await pair.close()
+
+    run(played())
+
+
+async def work(replica: Replica, r: int, microbatch_id: int = 1) -> None:
+    """Forward and backward of one microbatch."""
+    key = (r, microbatch_id)
+    inputs, (_, targets) = activation(key, SIZES), SyntheticData(4).microbatch([microbatch_id])
+    stage = replica.stage
+    replica.ledger.begin(key, caller="caller", feeder="feeder", num_samples=4)
+    await replica.run(
+        FORWARD, key, 1.0, lambda: stage.forward_backward(key, inputs, targets), lambda: None
+    )
+    replica.ledger.done(key, num_tokens=4, next_peer=None)
+
+
+def test_who_begins_to_give_before_the_device_comes_to_it_opens_nothing_ahead() -> None:
+    async def scenario(replica: Replica) -> None:
+        busy = asyncio.create_task(replica.device.run(BACKWARD, lambda: None, 0))
+        await asyncio.sleep(0)
+        opening = asyncio.create_task(replica.transitions.open_ahead())
+        await asyncio.sleep(0.5 * WORK_S)
+        replica.transitions.give()
+        await asyncio.gather(busy, opening)
+        assert not replica.ahead
+        assert not replica.takes(1)
+        replica.transitions.gave(is_refused=True)
+        await replica.transitions.open_ahead()
+        assert replica.takes(1)
+        await work(replica, 1)
+        assert replica.takes(0), "both rounds are open"
+
+    play(scenario)
+
+
+def test_no_gradient_is_given_in_the_moment_in_which_the_next_round_opens() -> None:
+    """The device has a thread of its own: the loop may begin to give at any moment."""
+
+    async def scenario(replica: Replica) -> None:
+        open_ahead = replica.stage.open_ahead
+
+        def opening(round_index: int) -> None:
+            if replica.phase.may_give(0):
+                replica.transitions.give()
+            open_ahead(round_index)
+
+        replica.stage.open_ahead = opening  # type: ignore[method-assign]
+        await replica.transitions.open_ahead()
+        assert replica.takes(1)
+        assert not replica.phase.is_given(0)
+        await work(replica, 1)
+
+    play(scenario)
+
+
+def test_work_that_the_device_comes_to_after_the_round_is_closed_is_refused() -> None:
+    async def scenario(replica: Replica) -> None:
+        first = asyncio.create_task(work(replica, 0, 1))
+        await asyncio.sleep(0.5 * WORK_S)
+        second = asyncio.create_task(work(replica, 0, 2))
+        await asyncio.sleep(0)
+        await replica.transitions.close_round()
+        before = replica.stage.gradient_shard(0)
+        with pytest.raises(Stale):
+            await second
+        await asyncio.gather(first, return_exceptions=True)
+        assert replica.stage.gradient_shard(0).data == before.data
+        with pytest.raises(Stale, match="closed"):
+            await replica.enter(0, 1.0)
+
+    play(scenario)
+
+
+def test_what_was_done_ahead_goes_with_parameters_that_do_not_hold() -> None:
+    async def scenario(replica: Replica) -> None:
+        await replica.transitions.open_ahead()
+        await work(replica, 1)
+        losing = asyncio.create_task(replica.transitions.lose())
+        await asyncio.sleep(0)
+        assert not replica.synced
+        assert not replica.takes(1), "at once, whatever the device does"
+        await losing
+        assert replica.ledger.num_samples(1) == 0
+        with pytest.raises(NotReady):
+            replica.check_shard(0, 0)
+        replica.transitions.aim(3)
+        await replica.transitions.open_round(3, is_whole=True)
+        with pytest.raises(NotReady):
+            await replica.enter(3, 1.0)  # the others do not know of it yet
+        replica.transitions.declared()
+        await replica.enter(3, 1.0)
+        await work(replica, 3)
+        assert replica.ledger.num_samples(3) == 4
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_neither_the_end_of_a_round_nor_its_loss_comes_before_the_answer(is_refused: bool) -> None:
+    async def scenario(replica: Replica) -> None:
+        for change in (replica.transitions.close_round, replica.transitions.lose):
+            replica.transitions.phase = Phase(State.OPEN, 0)
+            replica.transitions.give()
+            changing = asyncio.create_task(change())
+            await asyncio.sleep(5.0)
+            assert replica.is_open(0)
+            replica.transitions.gave(is_refused=is_refused)
+            await changing
+            assert not replica.is_open(0)
+            assert not replica.phase.is_given(0)
+
+    play(scenario)
+
+
+def auto(replica: Replica, known: tuple[Switch, ...], heard: Switch) -> AutoSync:
+    replica.plan = SyncPlan(AUTO, rounds=100, switches=known)
+    record = SimpleNamespace(round=heard.round, switches=(heard,))
+    gossip: Any = SimpleNamespace(
+        view=SimpleNamespace(live=lambda now: [record]), update=lambda **changes: None
+    )
+    averaging: Any = None
+    return AutoSync(gossip, replica, averaging)
+
+
+def test_a_change_of_mode_is_too_late_for_a_round_that_has_begun_ahead() -> None:
+    """It began with the parameters of the exchange before, by the mode that was known."""
+
+    async def scenario(replica: Replica) -> None:
+        known, change = (Switch(3, DELAYED, 1.0, 1.0),), Switch(5, ZERO, 1.0, 0.01)
+        replica.transitions.phase = Phase(State.OPEN, 5)
+        auto(replica, known, change).learn()
+        assert replica.plan.parameter_version(6) == 6
+        await replica.transitions.open_ahead()
+        auto(replica, known, Switch(6, ZERO, 1.0, 0.01)).learn()
+        assert replica.plan.parameter_version(6) == 5
+        with pytest.raises(Behind):
+            auto(replica, known, change).learn()
+
+    play(scenario)
