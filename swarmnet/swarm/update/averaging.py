@@ -21,17 +21,18 @@ from swarmnet.swarm.recovery.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.aggregation import Aggregator, ContributionNorms
-from swarmnet.swarm.update.books import Books
-from swarmnet.swarm.update.exchange import Behind, Exchange
-from swarmnet.swarm.update.exchange_pace import ExchangePace
-from swarmnet.swarm.update.exchange_service import ExchangeService
-from swarmnet.swarm.update.norms import Norms
+from swarmnet.swarm.update.exchange.aggregation import Aggregator, ContributionNorms
+from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.exchange import Behind, Exchange
+from swarmnet.swarm.update.exchange.members import ExchangeMembers
+from swarmnet.swarm.update.exchange.norms import Norms
+from swarmnet.swarm.update.exchange.outbox import Part
+from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.service import ExchangeService
+from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
-from swarmnet.swarm.update.outbox import Part
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.swarm.update.shard_work import Put, ShardWork
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 
@@ -70,6 +71,7 @@ class Averaging:
         self.lost = LostSamples(gossip, replica, settings, self.on_loss)
         self._tasks = Tasks("averaging")
         self.states = OptimizerStates(transport, gossip, settings, self.limits, replica)
+        self.members = ExchangeMembers(gossip, replica)
         self.ownership = Ownership(
             transport,
             gossip,
@@ -77,6 +79,7 @@ class Averaging:
             self.limits,
             replica,
             self.states,
+            self.members,
             self._tasks,
             self._is_stepping,
         )
@@ -188,7 +191,7 @@ class Averaging:
         """
         r = self.current
         await self._until_restored(r)
-        started, has_others = self.gossip.awake_s(), len(self.ownership.contributors(r)) > 1
+        started, has_others = self.gossip.awake_s(), len(self.members.contributors(r)) > 1
         exchange = self._present()
         shards = list(range(self.replica.num_shards) if due is None else due)
         parts = {j: await part(j) for j in _rotated(shards, self.gossip.own.peer_id)}

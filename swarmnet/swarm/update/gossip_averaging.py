@@ -30,9 +30,9 @@ from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.averaging import Averaging, Behind
+from swarmnet.swarm.update.exchange.members import BEHIND_ROUNDS
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
 from swarmnet.swarm.update.meeting import Meeting, Offer, Offers
-from swarmnet.swarm.update.ownership import BEHIND_ROUNDS
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.transport.base import Request, Transport

@@ -24,8 +24,8 @@ from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.aggregation import strike
 from swarmnet.swarm.update.averaging import Averaging, Behind, Pushed
+from swarmnet.swarm.update.exchange.aggregation import strike
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
 from swarmnet.transport.base import Request, Transport

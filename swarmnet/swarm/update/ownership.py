@@ -19,7 +19,6 @@ import logging
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
@@ -30,11 +29,12 @@ from swarmnet.protocol.update.placement import (
     short_of_owners,
     weights_from,
 )
-from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Roster, Standing, first_ballot
+from swarmnet.protocol.update.roster import Roster, first_ballot
 from swarmnet.protocol.update.sync_modes import GOSSIP, SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Transport
@@ -43,15 +43,11 @@ log = logging.getLogger("swarmnet.ownership")
 
 CUT_WEIGHT = 1e-6
 """By this the weight of an owner shrinks for each replica of its stage that it cannot call."""
-BEHIND_ROUNDS = 2
-"""A record that is older than so many rounds is not just late: its peer was cut off."""
 REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round."""
 DROP_WAIT_S = 5.0
 """How long owners of shards that this replica holds and does not own may take to say that they hold
 them; else it is looked at again in the next round."""
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -65,6 +61,7 @@ class Ownership:
     limits: Limits
     replica: Replica
     states: OptimizerStates
+    members: ExchangeMembers
     tasks: Tasks
     """Where what runs beside its caller is started: whoever has these tasks ends them."""
     is_stepping: Callable[[int], bool]
@@ -85,105 +82,16 @@ class Ownership:
         """The exchange whose input the present common parameters are."""
         return self.replica.current_exchange
 
-    # ---- what the records say ---------------------------------------------------------------
-
-    def _remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
-        """What `ask()` says of the stage's records and a round: asked again when one of them has
-        changed. Several questions a shard are asked in every exchange."""
-        now = asyncio.get_running_loop().time()
-        view, plan = self.gossip.view, self.plan
-        return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
-
-    def candidates(self, stage_index: int, round_index: int) -> list[Record]:
-        """Live replicas of a stage that count as possible owners in a round. One that was cut off
-        and is rounds behind does not: it holds nothing of this round, and will fetch it again.
-        Those that joined in this round count where all before them are gone."""
-        now = asyncio.get_running_loop().time()
-        there = [
-            r
-            for r in self.gossip.view.members(stage_index, now)
-            if r.state == ACTIVE
-            and self.plan.parameter_version(r.round) >= round_index - BEHIND_ROUNDS
-        ]
-        return [
-            r for r in there if self.plan.parameter_version(r.active_from) <= round_index
-        ] or there
-
-    def contributors(self, round_index: int) -> list[Record]:
-        """Live replicas of this stage that may have a gradient of the round: not past it, nor too
-        far behind for that (after a partition, say), nor newcomers of a later one."""
-        now = asyncio.get_running_loop().time()
-        lost = self.gossip.view.detector.is_lost
-        return self._remembered(
-            "contributors",
-            round_index,
-            lambda: [
-                r
-                for r in self._with_gradient(
-                    round_index, self.gossip.view.members(self.replica.index, now)
-                )
-                if not lost(r.peer_id)
-            ],
-        )
-
-    def _lost(self, round_index: int) -> list[Record]:
-        """The same of those that have fallen silent, and who is past the round already."""
-        view, now = self.gossip.view, asyncio.get_running_loop().time()
-
-        def asked() -> list[Record]:
-            lost = view.lost(self.replica.index, now)
-            return [*self._with_gradient(round_index, lost), *self._past(round_index, lost)]
-
-        return self._remembered("lost members", round_index, asked)
-
-    def _with_gradient(self, round_index: int, records: Iterable[Record]) -> list[Record]:
-        newest = self.plan.next_owner_round(round_index)
-        # Where replicas make steps of their own, the slowest may have several of them left to do.
-        steps = self.plan.steps_until_due(round_index) if self.plan.is_local else 1
-        oldest = round_index - max(BEHIND_ROUNDS, steps)
-        return [
-            r
-            for r in records
-            if r.state in (ACTIVE, LEAVING)
-            and oldest <= self.plan.parameter_version(r.round) <= round_index
-            and r.active_from <= newest
-        ]
-
-    def feeders(self, round_index: int) -> list[str]:
-        """Live peers that have counted samples of a round."""
-        view, now = self.gossip.view, asyncio.get_running_loop().time()
-        return [p for p, _ in view.counters.by_peer(round_index) if view.reaches(p, now)]
-
-    def past(self, round_index: int) -> list[str]:
-        """Replicas of this stage in reach that have finished a round, by peer id; this one
-        excepted."""
-        now = asyncio.get_running_loop().time()
-        lost = self.gossip.view.detector.is_lost
-        return self._remembered(
-            "past",
-            round_index,
-            lambda: [
-                m.peer_id
-                for m in self._past(round_index, self.gossip.view.members(self.replica.index, now))
-                if m.peer_id != self.gossip.own.peer_id and not lost(m.peer_id)
-            ],
-        )
-
-    def _past(self, round_index: int, records: Iterable[Record]) -> list[Record]:
-        return [
-            r
-            for r in records
-            if r.state in (ACTIVE, LEAVING) and self.plan.parameter_version(r.round) > round_index
-        ]
-
     # ---- who owns what ----------------------------------------------------------------------
 
     def placement(self, round_index: int) -> Placement:
         """Owners of the shards of this stage, as far as is known now."""
-        return self._remembered("placement", round_index, lambda: self._placement(round_index))
+        return self.members.remembered(
+            "placement", round_index, lambda: self._placement(round_index)
+        )
 
     def _placement(self, round_index: int) -> Placement:
-        weights = self._fit(self.candidates(self.replica.index, round_index))
+        weights = self._fit(self.members.candidates(self.replica.index, round_index))
         return placed(
             self.replica.index,
             self.replica.num_shards,
@@ -193,7 +101,7 @@ class Ownership:
 
     def _order(self, round_index: int, shard_index: int) -> tuple[str, ...]:
         """Who may be a shard's primary, the first choice first; those about to leave come last."""
-        leaving = self._remembered("leaving", round_index, self._leaving)
+        leaving = self.members.remembered("leaving", round_index, self._leaving)
         return (*self.placement(round_index).order(shard_index), *leaving)
 
     def _leaving(self) -> list[str]:
@@ -203,7 +111,7 @@ class Ownership:
 
     def roots(self, stage_index: int) -> list[str]:
         """Peers of a stage in the order in which they stand in for its root."""
-        candidates = self.candidates(stage_index, self.current)
+        candidates = self.members.candidates(stage_index, self.current)
         weights = tuple(self._fit(candidates).items())
         return list(placed(stage_index, 1, weights, 1).order(0))
 
@@ -216,7 +124,7 @@ class Ownership:
     def roster(self, round_index: int, shard_index: int) -> Roster:
         """The roles in the update of a shard, as the records of this moment say."""
         name = ("holders", shard_index, self.gossip.own.holds)
-        order, holders = self._remembered(
+        order, holders = self.members.remembered(
             name, round_index, lambda: self._ranked(round_index, shard_index)
         )
         own = self.gossip.own.peer_id
@@ -247,25 +155,6 @@ class Ownership:
             return record is not None and not behind and record.holds_shard(j)
 
         return order, tuple(p for p in order if holds(p))
-
-    def members(self, round_index: int) -> dict[str, Standing]:
-        """What is known of the other members of an exchange of the stage, by peer id."""
-        liveness, own = self.gossip.liveness, self.gossip.own.peer_id
-        found: dict[str, Standing] = {}
-        for record in self.contributors(round_index):
-            found[record.peer_id] = self._standing(record, round_index, ALIVE)
-        for peer_id in self.past(round_index):
-            found[peer_id] = Standing(ALIVE, is_past=True)
-        for record in self._lost(round_index):
-            if record.peer_id not in found and liveness.is_suspect(record.peer_id):
-                found[record.peer_id] = self._standing(record, round_index, SUSPECT)
-        found.pop(own, None)
-        return found
-
-    def _standing(self, record: Record, r: int, life: str) -> Standing:
-        is_past = self.plan.parameter_version(record.round) > r
-        exchange, tokens = record.declared
-        return Standing(life, tokens if exchange == r else None, is_past)
 
     def followers(self, round_index: int, shard_index: int) -> list[str]:
         """Who makes the step of a shard with its primary: its owners; and as long as some of them
@@ -317,14 +206,14 @@ class Ownership:
         if now < self._repair_at or self.states.is_fetching or self.plan.mode == GOSSIP:
             return
         self._repair_at = now + REPAIR_EVERY_S
-        short = self._remembered("short", exchange, lambda: self._short(exchange))
+        short = self.members.remembered("short", exchange, lambda: self._short(exchange))
         if among is not None:
             short = [j for j in short if j in among]
         if short:
             self.tasks.start(self._take_over(exchange, short))
 
     def _short(self, r: int) -> list[int]:
-        candidates = self.candidates(self.replica.index, r)
+        candidates = self.members.candidates(self.replica.index, r)
         return short_of_owners(self.placement(r), candidates, self.gossip.own.peer_id)
 
     async def _take_over(self, r: int, shards: Sequence[int]) -> None:
@@ -333,7 +222,7 @@ class Ownership:
         own = self.gossip.own
         if self.replica.round != own.round or own.state != ACTIVE:
             return
-        placement, candidates = self.placement(r), self.candidates(self.replica.index, r)
+        placement, candidates = self.placement(r), self.members.candidates(self.replica.index, r)
         told = [
             j
             for j in shards

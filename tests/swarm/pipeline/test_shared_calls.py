@@ -11,8 +11,8 @@ import pytest
 from swarmnet.errors import ProtocolViolation, Refused
 from swarmnet.protocol.update.roster import Ballot, Roster
 from swarmnet.swarm.messages import ReduceRequest
-from swarmnet.swarm.update import outbox
-from swarmnet.swarm.update.outbox import MAX_SHARED_CALL_BYTES, shared_call_bytes
+from swarmnet.swarm.update.exchange import outbox
+from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, shared_call_bytes
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
 from tests.swarm.handlers import handler_of

@@ -54,8 +54,8 @@ def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
         swarm.start_grid(1, 2)
         await swarm.until_round(STRUCK)
         swarm.start("late")
-        ownership = swarm.members["peer-0"].peer.averaging.ownership
-        view = ownership.gossip.view
+        averaging = swarm.members["peer-0"].peer.averaging
+        view = averaging.gossip.view
 
         def is_active() -> bool:
             record = view.get("late")
@@ -65,7 +65,7 @@ def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
         joined = view.get("late")
         assert joined is not None
         waited_for = {
-            r: "late" in {c.peer_id for c in ownership.contributors(r)}
+            r: "late" in {c.peer_id for c in averaging.members.contributors(r)}
             for r in (joined.round - 1, joined.round)
         }
         assert waited_for == {joined.round - 1: False, joined.round: True}

@@ -14,9 +14,9 @@ from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.update.exchange_pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.update.exchange.turns import LOOK_S
 from swarmnet.swarm.update.measurements import Measurements
-from swarmnet.swarm.update.turns import LOOK_S
 from swarmnet.wire import Array
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0

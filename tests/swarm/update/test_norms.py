@@ -14,7 +14,7 @@ from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.messages import StageNormRequest
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.update.norms import KEPT_ROUNDS, Norms
+from swarmnet.swarm.update.exchange.norms import KEPT_ROUNDS, Norms
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import handler_of

@@ -17,7 +17,7 @@ from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.messages import ReduceRequest
-from swarmnet.swarm.update.exchange_pace import ExchangePace
+from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message

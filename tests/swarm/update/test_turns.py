@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.update.turns import LOOK_S, MAX_TURN_S, Turns
+from swarmnet.swarm.update.exchange.turns import LOOK_S, MAX_TURN_S, Turns
 
 
 def at(rate: float) -> Callable[[], float]:

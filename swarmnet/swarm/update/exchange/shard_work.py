@@ -14,9 +14,9 @@ from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import MirrorRequest
-from swarmnet.swarm.update.aggregation import Aggregator, Part
-from swarmnet.swarm.update.books import Books
-from swarmnet.swarm.update.norms import Norms
+from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
+from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.optimizer_states import OptimizerStates, descended
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array

@@ -25,12 +25,12 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.books import Books
-from swarmnet.swarm.update.exchange import Exchange
-from swarmnet.swarm.update.exchange_pace import ExchangePace
-from swarmnet.swarm.update.outbox import MAX_SHARED_CALL_BYTES, check_shard
+from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.exchange import Exchange
+from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, check_shard
+from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.swarm.update.shard_work import ShardWork
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 

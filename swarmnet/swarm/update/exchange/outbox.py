@@ -34,7 +34,7 @@ from swarmnet.swarm.messages import (
     ShardReply,
 )
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.update.exchange_pace import ExchangePace
+from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError, UserError
+from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import SUSPECT, Standing
@@ -19,16 +18,17 @@ from swarmnet.protocol.update.shard_facts import FOLLOWING, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import MirrorRequest, ShardReply
+from swarmnet.swarm.messages import ShardReply
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
-from swarmnet.swarm.update.books import Books
-from swarmnet.swarm.update.exchange_pace import ExchangePace
-from swarmnet.swarm.update.outbox import Outbox, Part
+from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.outbox import Outbox, Part
+from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.pauses import Pauses
+from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
+from swarmnet.swarm.update.exchange.steps import ExchangeSteps
 from swarmnet.swarm.update.ownership import Ownership
-from swarmnet.swarm.update.pauses import Pauses
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.swarm.update.shard_work import Before, Put, Result, ShardWork, Total
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
@@ -60,6 +60,17 @@ class Exchange:
         self._outbox = Outbox(
             number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._was_taken
         )
+        self._steps = ExchangeSteps(
+            number,
+            replica.index,
+            ownership.states,
+            work,
+            books,
+            self._outbox,
+            self._tasks,
+            self.feed,
+            self.fail,
+        )
         self._pauses = Pauses(pace.usual_s, self._again)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
@@ -72,10 +83,6 @@ class Exchange:
         self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Of other replicas, which wait for an answer."""
         self._num_calls = 0
-        self._totals: dict[int, Total | None] = {}
-        self._scales: dict[int, float] = {}
-        self._before: dict[int, asyncio.Future[Before]] = {}
-        """By shard that is stepped here: the state before the step."""
         self._deadlines: dict[int, float] = {}
         self.results: dict[int, Result] = {}
         """By shard, what is here."""
@@ -167,7 +174,7 @@ class Exchange:
     def refresh(self) -> None:
         """Looks at who lives, and what they have declared."""
         self._gossip.awake_s()  # after a stall of this process, no peer is silent
-        members = self._ownership.members(self.number)
+        members = self._ownership.members.standings(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
         if members == self._members:
@@ -207,7 +214,7 @@ class Exchange:
             case do.Abandon():
                 self.fail(Behind(f"the stage is further on than round {self.number}"))
             case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
-                self._work_on(j, command)
+                self._steps.carry_out(j, command)
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
             case _:
@@ -271,90 +278,6 @@ class Exchange:
         """It cannot end here."""
         self.failure = self.failure or error
         self.changed.notify_all()
-
-    # ---- work -------------------------------------------------------------------------------
-
-    def _work_on(
-        self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Mirror | do.Repeat
-    ) -> None:
-        match command:
-            case do.Sum():
-                self._start(j, command.attempt, self._sum(j, command))
-            case do.FindNorm(attempt):
-                self._start(j, attempt, self._find_norm(j, attempt))
-            case do.Step():
-                before = self._before[j] = asyncio.get_running_loop().create_future()
-                self._start(j, command.attempt, self._step(j, command, before))
-            case do.Mirror(_, backups, ballot, _):
-                for backup in backups:
-                    self._tasks.start(self._mirror(j, backup, ballot.term, self._before[j]))
-            case do.Repeat((mirror, gradient, maker), attempt):
-                self._start(j, attempt, self._repeat(j, attempt, mirror, gradient, maker))
-
-    def _start(self, j: int, attempt: int, work: Any) -> None:
-        self._tasks.start(self._guarded(j, attempt, work))
-
-    async def _guarded(self, j: int, attempt: int, work: Any) -> None:
-        """An error of the machine ends the attempt, not the exchange; one that its user has to see
-        to ends the peer."""
-        try:
-            await work
-        except UserError as e:
-            self._ownership.states.failure = e
-            self.fail(e)
-        except Exception as e:
-            log.warning("round %d shard %d: no step here: %s", self.number, j, e)
-            self.feed(j, on.StepFailed(attempt))
-
-    async def _sum(self, j: int, command: do.Sum) -> None:
-        self._books.summed(self.number, j, command.senders)
-        if command.absent:
-            names = ", ".join(p[-8:] for p in command.absent)
-            log.info("round %d shard %d: went on without %s", self.number, j, names)
-        total = await self._work.total(self.number, j, command.parts)
-        self._totals[j] = total
-        self._scales.pop(j, None)
-        self.feed(j, on.Summed(total, command.attempt))
-
-    async def _find_norm(self, j: int, attempt: int) -> None:
-        self._scales[j] = await self._work.scale(self.number, j, self._totals[j])
-        self.feed(j, on.ClipKnown(attempt))
-
-    async def _step(self, j: int, command: do.Step, before: asyncio.Future[Before]) -> None:
-        total: Total | None = command.total
-        if total is None:
-            result = await self._work.leave_as_it_is(self.number, j)
-        else:
-            scale = self._scales.get(j)
-            if scale is None:
-                scale = await self._work.scale(self.number, j, total)
-            state = await self._work.before(self.number, j, scale)
-            if not before.done():
-                before.set_result(state)
-            result = await self._work.step(self.number, j, total, state)
-        self.feed(j, on.Stepped(result, command.attempt))
-
-    async def _mirror(self, j: int, backup: str, term: int, before: asyncio.Future[Before]) -> None:
-        state, total = await before, self._totals[j]
-        assert total is not None
-        request = MirrorRequest(
-            self.number,
-            self._replica.index,
-            j,
-            state.scale,
-            state.steps,
-            total.num_tokens,
-            self._books.norm(self.number),
-            state.lineage,
-            term,
-        )
-        await self._outbox.mirror(backup, request, total.gradient)
-
-    async def _repeat(
-        self, j: int, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
-    ) -> None:
-        result = await self._work.repeat(mirror, gradient, maker)
-        self.feed(j, on.Stepped(result, attempt))
 
     # ---- time -------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import ShardReply
 from swarmnet.swarm.settings import RunSettings
-from swarmnet.swarm.update.norms import Norms
-from swarmnet.swarm.update.ownership import BEHIND_ROUNDS
+from swarmnet.swarm.update.exchange.members import BEHIND_ROUNDS
+from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.replica import Replica
 
 UNKNOWN = -1

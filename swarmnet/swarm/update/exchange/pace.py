@@ -23,9 +23,9 @@ from swarmnet.protocol.update.pacing import (
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.exchange.turns import Turns
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.swarm.update.turns import Turns
 from swarmnet.wire import Array
 
 STALLS_S = 2 * SUSPECT_S + 4.0

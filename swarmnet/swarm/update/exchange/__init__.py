@@ -1,0 +1,1 @@
+"""One exchange of a stage: contributions, sums, steps and results."""

@@ -1,0 +1,136 @@
+"""Who takes part in an exchange of a stage, as the records say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Standing
+from swarmnet.protocol.update.sync_modes import SyncPlan
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.update.replica import Replica
+
+BEHIND_ROUNDS = 2
+"""A record that is older than so many rounds is not just late: its peer was cut off."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class ExchangeMembers:
+    """The replicas of one replica's stage. What is called round here is the number of an exchange,
+    as `Replica.current_exchange` gives it."""
+
+    gossip: Gossip
+    replica: Replica
+
+    @property
+    def plan(self) -> SyncPlan:
+        """When the stage exchanges what."""
+        return self.replica.plan
+
+    def remembered(self, name: object, round_index: int, ask: Callable[[], T]) -> T:
+        """What `ask()` says of the stage's records and a round: asked again when one of them has
+        changed. Several questions a shard are asked in every exchange."""
+        now = asyncio.get_running_loop().time()
+        view, plan = self.gossip.view, self.plan
+        return view.remembered(self.replica.index, (name, round_index, plan), now, ask)
+
+    def candidates(self, stage_index: int, round_index: int) -> list[Record]:
+        """Live replicas of a stage that count as possible owners in a round. One that was cut off
+        and is rounds behind does not: it holds nothing of this round, and will fetch it again.
+        Those that joined in this round count where all before them are gone."""
+        now = asyncio.get_running_loop().time()
+        there = [
+            r
+            for r in self.gossip.view.members(stage_index, now)
+            if r.state == ACTIVE
+            and self.plan.parameter_version(r.round) >= round_index - BEHIND_ROUNDS
+        ]
+        return [
+            r for r in there if self.plan.parameter_version(r.active_from) <= round_index
+        ] or there
+
+    def contributors(self, round_index: int) -> list[Record]:
+        """Live replicas of this stage that may have a gradient of the round: not past it, nor too
+        far behind for that (after a partition, say), nor newcomers of a later one."""
+        now = asyncio.get_running_loop().time()
+        lost = self.gossip.view.detector.is_lost
+        return self.remembered(
+            "contributors",
+            round_index,
+            lambda: [
+                r
+                for r in self._with_gradient(
+                    round_index, self.gossip.view.members(self.replica.index, now)
+                )
+                if not lost(r.peer_id)
+            ],
+        )
+
+    def _lost(self, round_index: int) -> list[Record]:
+        """The same of those that have fallen silent, and who is past the round already."""
+        view, now = self.gossip.view, asyncio.get_running_loop().time()
+
+        def asked() -> list[Record]:
+            lost = view.lost(self.replica.index, now)
+            return [*self._with_gradient(round_index, lost), *self._past(round_index, lost)]
+
+        return self.remembered("lost members", round_index, asked)
+
+    def _with_gradient(self, round_index: int, records: Iterable[Record]) -> list[Record]:
+        newest = self.plan.next_owner_round(round_index)
+        # Where replicas make steps of their own, the slowest may have several of them left to do.
+        steps = self.plan.steps_until_due(round_index) if self.plan.is_local else 1
+        oldest = round_index - max(BEHIND_ROUNDS, steps)
+        return [
+            r
+            for r in records
+            if r.state in (ACTIVE, LEAVING)
+            and oldest <= self.plan.parameter_version(r.round) <= round_index
+            and r.active_from <= newest
+        ]
+
+    def past(self, round_index: int) -> list[str]:
+        """Replicas of this stage in reach that have finished a round, by peer id; this one
+        excepted."""
+        now = asyncio.get_running_loop().time()
+        lost = self.gossip.view.detector.is_lost
+        return self.remembered(
+            "past",
+            round_index,
+            lambda: [
+                m.peer_id
+                for m in self._past(round_index, self.gossip.view.members(self.replica.index, now))
+                if m.peer_id != self.gossip.own.peer_id and not lost(m.peer_id)
+            ],
+        )
+
+    def _past(self, round_index: int, records: Iterable[Record]) -> list[Record]:
+        return [
+            r
+            for r in records
+            if r.state in (ACTIVE, LEAVING) and self.plan.parameter_version(r.round) > round_index
+        ]
+
+    def standings(self, round_index: int) -> dict[str, Standing]:
+        """What is known of the other members of an exchange of the stage, by peer id."""
+        liveness, own = self.gossip.liveness, self.gossip.own.peer_id
+        found: dict[str, Standing] = {}
+        for record in self.contributors(round_index):
+            found[record.peer_id] = self._standing(record, round_index, ALIVE)
+        for peer_id in self.past(round_index):
+            found[peer_id] = Standing(ALIVE, is_past=True)
+        for record in self._lost(round_index):
+            if record.peer_id not in found and liveness.is_suspect(record.peer_id):
+                found[record.peer_id] = self._standing(record, round_index, SUSPECT)
+        found.pop(own, None)
+        return found
+
+    def _standing(self, record: Record, r: int, life: str) -> Standing:
+        is_past = self.plan.parameter_version(record.round) > r
+        exchange, tokens = record.declared
+        return Standing(life, tokens if exchange == r else None, is_past)

@@ -1,0 +1,130 @@
+"""Sums and steps of one exchange: commands of the table that work on tensors, each as a task."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from swarmnet.errors import UserError
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.swarm.messages import MirrorRequest
+from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.outbox import Feed, Outbox
+from swarmnet.swarm.update.exchange.shard_work import Before, ShardWork, Total
+from swarmnet.swarm.update.optimizer_states import OptimizerStates
+from swarmnet.wire import Array
+
+log = logging.getLogger("swarmnet.averaging")
+
+Work = do.Sum | do.FindNorm | do.Step | do.Mirror | do.Repeat
+
+
+class ExchangeSteps:
+    """Of one exchange at one replica."""
+
+    def __init__(
+        self,
+        exchange: int,
+        stage_index: int,
+        states: OptimizerStates,
+        work: ShardWork,
+        books: Books,
+        outbox: Outbox,
+        tasks: Tasks,
+        feed: Feed,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """`fail(error)`: what the user of this machine has to see to."""
+        self._number, self._stage_index, self._states = exchange, stage_index, states
+        self._work, self._books, self._outbox, self._tasks = work, books, outbox, tasks
+        self._feed, self._fail = feed, fail
+        self._totals: dict[int, Total | None] = {}
+        self._scales: dict[int, float] = {}
+        self._before: dict[int, asyncio.Future[Before]] = {}
+        """By shard that is stepped here: the state before the step."""
+
+    def carry_out(
+        self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Mirror | do.Repeat
+    ) -> None:
+        match command:
+            case do.Sum():
+                self._start(j, command.attempt, self._sum(j, command))
+            case do.FindNorm(attempt):
+                self._start(j, attempt, self._find_norm(j, attempt))
+            case do.Step():
+                before = self._before[j] = asyncio.get_running_loop().create_future()
+                self._start(j, command.attempt, self._step(j, command, before))
+            case do.Mirror(_, backups, ballot, _):
+                for backup in backups:
+                    self._tasks.start(self._mirror(j, backup, ballot.term, self._before[j]))
+            case do.Repeat((mirror, gradient, maker), attempt):
+                self._start(j, attempt, self._repeat(j, attempt, mirror, gradient, maker))
+
+    def _start(self, j: int, attempt: int, work: Any) -> None:
+        self._tasks.start(self._guarded(j, attempt, work))
+
+    async def _guarded(self, j: int, attempt: int, work: Any) -> None:
+        """An error of the machine ends the attempt, not the exchange; one that its user has to see
+        to ends the peer."""
+        try:
+            await work
+        except UserError as e:
+            self._states.failure = e
+            self._fail(e)
+        except Exception as e:
+            log.warning("round %d shard %d: no step here: %s", self._number, j, e)
+            self._feed(j, on.StepFailed(attempt))
+
+    async def _sum(self, j: int, command: do.Sum) -> None:
+        self._books.summed(self._number, j, command.senders)
+        if command.absent:
+            names = ", ".join(p[-8:] for p in command.absent)
+            log.info("round %d shard %d: went on without %s", self._number, j, names)
+        total = await self._work.total(self._number, j, command.parts)
+        self._totals[j] = total
+        self._scales.pop(j, None)
+        self._feed(j, on.Summed(total, command.attempt))
+
+    async def _find_norm(self, j: int, attempt: int) -> None:
+        self._scales[j] = await self._work.scale(self._number, j, self._totals[j])
+        self._feed(j, on.ClipKnown(attempt))
+
+    async def _step(self, j: int, command: do.Step, before: asyncio.Future[Before]) -> None:
+        total: Total | None = command.total
+        if total is None:
+            result = await self._work.leave_as_it_is(self._number, j)
+        else:
+            scale = self._scales.get(j)
+            if scale is None:
+                scale = await self._work.scale(self._number, j, total)
+            state = await self._work.before(self._number, j, scale)
+            if not before.done():
+                before.set_result(state)
+            result = await self._work.step(self._number, j, total, state)
+        self._feed(j, on.Stepped(result, command.attempt))
+
+    async def _mirror(self, j: int, backup: str, term: int, before: asyncio.Future[Before]) -> None:
+        state, total = await before, self._totals[j]
+        assert total is not None
+        request = MirrorRequest(
+            self._number,
+            self._stage_index,
+            j,
+            state.scale,
+            state.steps,
+            total.num_tokens,
+            self._books.norm(self._number),
+            state.lineage,
+            term,
+        )
+        await self._outbox.mirror(backup, request, total.gradient)
+
+    async def _repeat(
+        self, j: int, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
+    ) -> None:
+        result = await self._work.repeat(mirror, gradient, maker)
+        self._feed(j, on.Stepped(result, attempt))
