@@ -17,11 +17,11 @@ from swarmnet.protocol.update.auto_mode import AHEAD_ROUNDS, Adviser, Chooser, m
 from swarmnet.protocol.update.sync_modes import AUTO, Switch
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.update.averaging import Averaging, Behind
+from swarmnet.swarm.update.exchange.pace import EXCHANGE_SMOOTHING
 from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.auto_sync")
 
-SMOOTHING = 0.3
 KEPT_EXCHANGES = 4
 """The shortest of so many counts: a replica that is early in an exchange waits for the others,
 too."""
@@ -71,7 +71,7 @@ class AutoSync:
         self._exchanges.append(self.averaging.pace.last_s)
         exchange_s = min(self._exchanges)
         if own.round_s:
-            open_s = own.round_s + SMOOTHING * (open_s - own.round_s)
+            open_s = own.round_s + EXCHANGE_SMOOTHING * (open_s - own.round_s)
         self.gossip.update(round_s=open_s, exchange_s=exchange_s)
         now = asyncio.get_running_loop().time()
         view = self.gossip.view

@@ -28,7 +28,7 @@ from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import LocalSteps
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging, Behind
 from swarmnet.swarm.update.exchange.members import BEHIND_ROUNDS
 from swarmnet.swarm.update.local_updates import Moments, common_of, own_step
@@ -40,8 +40,6 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.gossip_averaging")
 
-MAX_TRIES = 8
-"""Times that a newcomer asks its donor for a shard that changes meanwhile."""
 MAX_COPIES = 3
 """Downloads of a newcomer before it begins with what has become old on the way."""
 

@@ -44,10 +44,9 @@ log = logging.getLogger("swarmnet.ownership")
 CUT_WEIGHT = 1e-6
 """By this the weight of an owner shrinks for each replica of its stage that it cannot call."""
 REPAIR_EVERY_S = 5.0
-"""Between two looks whether a shard has lost an owner in the middle of a round."""
-DROP_WAIT_S = 5.0
-"""How long owners of shards that this replica holds and does not own may take to say that they hold
-them; else it is looked at again in the next round."""
+"""Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
+owners of shards that this replica holds and does not own take to say that they hold them; else it
+is looked at again in the next round."""
 
 
 @dataclass
@@ -190,7 +189,7 @@ class Ownership:
         if not spare:
             return
         others = {p: None for owners in spare.values() for p in owners}
-        await self.gossip.changed.until(lambda: self._have_begun(others), DROP_WAIT_S)
+        await self.gossip.changed.until(lambda: self._have_begun(others), REPAIR_EVERY_S)
         dropped = [j for j, owners in spare.items() if self._is_spare(j, owners)]
         if dropped:  # said at once: who would be pushed to because of it could only send them away
             left = [j for j in range(self.replica.num_shards) if self.gossip.own.holds_shard(j)]

@@ -27,17 +27,13 @@ from swarmnet.swarm.ports import BACKWARD
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.averaging import Averaging, Diverged, Pushed
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.rounds")
-
-ASK_AGAIN_S, KEEP_ASKING_S = 0.25, 1.0
-"""Before a feeder that lives is asked again what it counted, and for how long after it has answered
-a ping: the exchange does not wait for a replica that asks a dead one."""
 
 
 class Updates(Protocol):
@@ -352,15 +348,15 @@ class Rounds:
             if liveness.awake_s() >= end and not was_looked_at:
                 was_looked_at = True
                 await liveness.look_into([feeder])
-                end = liveness.awake_s() + KEEP_ASKING_S  # where it hears, it need not be late
+                end = liveness.awake_s() + LOOK_LESS_S  # where it hears, it need not be late
             state = liveness.state_of(feeder)
             if state is SUSPECT and question.is_over:
-                may_answer, end = True, max(end, min(latest, liveness.awake_s() + KEEP_ASKING_S))
+                may_answer, end = True, max(end, min(latest, liveness.awake_s() + LOOK_LESS_S))
             elif state is not ALIVE:
                 break
-            if not may_answer or liveness.awake_s() + ASK_AGAIN_S > end:
+            if not may_answer or liveness.awake_s() + LOOK_AGAIN_S > end:
                 break
-            await asyncio.sleep(ASK_AGAIN_S)
+            await asyncio.sleep(LOOK_AGAIN_S)
         is_live = state is ALIVE
         if question.is_over:
             if is_live:

@@ -14,8 +14,8 @@ from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import LOOK_LESS_S as LOOK_S
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
-from swarmnet.swarm.update.exchange.turns import LOOK_S
 from swarmnet.swarm.update.measurements import Measurements
 from swarmnet.wire import Array
 

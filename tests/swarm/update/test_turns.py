@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.simulation.clock import run as run_virtual
-from swarmnet.swarm.update.exchange.turns import LOOK_S, MAX_TURN_S, Turns
+from swarmnet.swarm.timing import LOOK_LESS_S as LOOK_S
+from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S as MAX_TURN_S
+from swarmnet.swarm.update.exchange.turns import Turns
 
 
 def at(rate: float) -> Callable[[], float]:

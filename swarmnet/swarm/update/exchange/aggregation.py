@@ -25,17 +25,15 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import ContributionsReply, ContributionsRequest
 from swarmnet.swarm.ports import Optimizer, Worker
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LEAST_WAIT_S, RETRY_S
+from swarmnet.swarm.update.exchange.norms import ATTEMPT_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.aggregation")
 
-TOGETHER_S = 0.002
-"""Shards that are ready within this time travel to the root in one message."""
 WAIT_S = 6.0
 """Longest wait for the norms over all shards; then those of the own shards are judged by."""
-ATTEMPT_S = 2.0
-RETRY_S = 0.1
 KEPT_ROUNDS = 3
 
 
@@ -240,7 +238,7 @@ class ContributionNorms:
     async def _send(
         self, round_index: int, shards: dict[int, Mapping[str, float]]
     ) -> dict[str, float]:
-        await asyncio.sleep(TOGETHER_S)
+        await asyncio.sleep(LEAST_WAIT_S)
         if self._batch is not None and self._batch.shards is shards:
             self._batch = None
         peers = sorted({p for by_peer in shards.values() for p in by_peer})

@@ -22,15 +22,13 @@ from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import NormReply, NormRequest, StageNormRequest
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LEAST_WAIT_S, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.norms")
 
 ATTEMPT_S = 5.0
-RETRY_S = 0.1
-TOGETHER_S = 0.002
-"""Sums that are ready within this time travel in one message."""
 MAX_ASKED = 8
 """Peers at a time that are asked whether they know the total."""
 ROOTS_ASKED = 2
@@ -101,7 +99,7 @@ class Norms:
         return await asyncio.shield(batch.total)
 
     async def _send(self, round_index: int, sums: dict[int, float]) -> float:
-        await asyncio.sleep(TOGETHER_S)
+        await asyncio.sleep(LEAST_WAIT_S)  # sums that are ready meanwhile travel along
         self._batch = None
         return await self.total(round_index, sums)
 

@@ -22,22 +22,18 @@ from swarmnet.protocol.update.pacing import (
 )
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.update.exchange.turns import Turns
+from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, Turns
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
 
-STALLS_S = 2 * SUSPECT_S + 4.0
-"""An update that waits for peers that have stalled may take so much longer, with the last look
-whether they answer."""
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
 EXCHANGE_SMOOTHING = 0.3
 UPLOAD_SLACK = 3.0
 """Times what a stage's gradient takes the slowest uplink: results and samples go up it too."""
-LONGEST_UPLOAD_S = 600.0
-"""A slower uplink is not waited for: by its owner's word alone, it might hold up a whole stage."""
 CLOSING_MICROBATCHES = 3
 """Of the slowest replica: so much work lies between the end of a round and its contributions."""
 BESIDE_PART = 0.8
@@ -108,12 +104,12 @@ class ExchangePace:
     def norm_s(self) -> float:
         """Longest wait for the norm over all stages: until the last shard has been summed."""
         _, longest_s = self.contributions_s()  # where nothing is known yet, they are waited for
-        longest_s += STALLS_S
+        longest_s += SUSPECT_S + PROBE_TIMEOUT_S  # for the leases of those that may be back
         return max(self._limits.norm_wait_s, longest_s, self._upload_s(), self._beside_s())
 
     def call_s(self) -> float:
         """Longest call for a shard, to a peer that lives."""
-        return 2 * (self._longest_wait_s() + self._upload_s())
+        return self.norm_s() + self._longest_wait_s() + self._upload_s()
 
     def _upload_s(self) -> float:
         """What sending a gradient may take the slowest replica whose bandwidth is known, as it

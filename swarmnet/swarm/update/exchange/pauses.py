@@ -1,27 +1,28 @@
 """Pauses between two tries, of all shards of an exchange together.
 
-Shards pause together so that what they ask for next shares calls."""
+Shards pause together so that what they ask for next shares calls. Each further pause of a kind is
+longer: what has not come soon may take long."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-RETRY_S, MAX_RETRY_S = 0.05, 1.0
-"""Before a shard's result is asked for again: at first, and later on."""
-RETRY_GROWTH = 1.5
-REMIND_S, REMIND_PART = 1.0, 0.3
-"""Before those who have not contributed are reminded: so long at least, and so much of what an
-exchange usually takes."""
+from swarmnet.protocol.backoff import next_pause_s
+from swarmnet.swarm.timing import LOOK_LESS_S, RETRY_S
+
+FIRST_S = {True: LOOK_LESS_S, False: RETRY_S}
+"""By whether it is long."""
 
 
 class Pauses:
     """Short ones before another try, long ones before a reminder."""
 
     def __init__(self, usual_s: Callable[[], float], again: Callable[[list[int]], None]) -> None:
-        """`again(shards)` when the pause of these is over."""
+        """`usual_s()`: how long an exchange takes: no long pause is longer, nor a short one than
+        the first long one. `again(shards)` when the pause of these is over."""
         self._usual_s, self._again = usual_s, again
-        self._retry_s = RETRY_S
+        self._last_s: dict[bool, float | None] = {True: None, False: None}
         self._waiting: dict[bool, list[int]] = {True: [], False: []}
         self._timers: dict[bool, asyncio.TimerHandle] = {}
 
@@ -36,9 +37,9 @@ class Pauses:
         self._waiting[is_long].append(shard)
         if is_long in self._timers:
             return
-        pause_s = max(REMIND_S, REMIND_PART * self._usual_s()) if is_long else self._retry_s
-        if not is_long:
-            self._retry_s = min(RETRY_GROWTH * self._retry_s, MAX_RETRY_S)
+        longest_s = max(LOOK_LESS_S, self._usual_s()) if is_long else LOOK_LESS_S
+        pause_s = next_pause_s(self._last_s[is_long], FIRST_S[is_long], longest_s)
+        self._last_s[is_long] = pause_s
         loop = asyncio.get_running_loop()
         self._timers[is_long] = loop.call_later(pause_s, self._over, is_long)
 

@@ -25,8 +25,6 @@ log = logging.getLogger("swarmnet.averaging")
 
 CLIP_EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
-SNAPSHOT_WAIT_S = 10.0
-"""How long a step waits for the optimizer state before it to be copied for a checkpoint."""
 
 Put = Callable[[int, Array], None]
 """Where the results of shards go, on the worker. Raises `ProtocolViolation` where one does not
@@ -96,7 +94,8 @@ class ShardWork:
 
     async def until_exported(self) -> None:
         """Before a step, so that a copy of the state that is under way is of one round."""
-        await self._exported.until(lambda: not self._num_exporting, SNAPSHOT_WAIT_S)
+        while self._num_exporting:
+            await self._exported.wait()
 
     # ---- a primary's work -------------------------------------------------------------------
 

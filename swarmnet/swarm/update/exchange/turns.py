@@ -7,10 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-LOOK_S = 2.0
-"""How often the rate is asked for while a message has its time."""
-MAX_TURN_S = 900.0
-"""Longest wait for a turn: a rate that was measured far too low delays, but does not stop."""
+from swarmnet.swarm.timing import LOOK_LESS_S
+
+LONGEST_UPLOAD_S = 600.0
+"""A slower uplink is not waited for: by its owner's word alone, it might hold up a whole stage. And
+a rate that was measured far too low delays a turn, but does not stop it."""
 
 
 class Turns:
@@ -27,7 +28,7 @@ class Turns:
         if rate() <= 0:
             return
         try:
-            async with asyncio.timeout(MAX_TURN_S):
+            async with asyncio.timeout(LONGEST_UPLOAD_S):
                 await self._lock.acquire()
         except TimeoutError:
             return
@@ -40,10 +41,12 @@ class Turns:
             return self._end()
         loop = asyncio.get_running_loop()
         takes_s = left / now_rate
-        if takes_s <= LOOK_S:  # to the end: what rounding leaves of the bytes is no turn
+        if takes_s <= LOOK_LESS_S:  # to the end: what rounding leaves of the bytes is no turn
             self._timer = loop.call_later(takes_s, self._end)
         else:
-            self._timer = loop.call_later(LOOK_S, self._hold, left - LOOK_S * now_rate, rate)
+            self._timer = loop.call_later(
+                LOOK_LESS_S, self._hold, left - LOOK_LESS_S * now_rate, rate
+            )
         return None
 
     def _end(self) -> None:
