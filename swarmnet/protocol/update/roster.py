@@ -70,7 +70,7 @@ class Roster:
     is_holder: bool = False
     """This replica holds the state of the shard."""
     may_lead: bool = True
-    """This replica may take over. A newcomer without standing in the exchange may not."""
+    """This replica may take over. One that is still joining may not."""
     clips: bool = True
     """The norm of all stages is needed before the step."""
     pulls: bool = False

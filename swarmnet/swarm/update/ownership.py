@@ -137,7 +137,7 @@ class Ownership:
             holders,
             tuple(self.followers(round_index, shard_index)),
             is_holder=has_input,
-            may_lead=own in order,
+            may_lead=self.gossip.own.state in (ACTIVE, LEAVING),
             clips=self.settings.grad_clip_norm > 0 and not self.plan.is_local,
         )
 
