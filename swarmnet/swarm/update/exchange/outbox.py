@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import (
+    DeadlineExceeded,
     ProtocolViolation,
     Redirect,
     Stale,
@@ -286,6 +287,8 @@ class Outbox:
             message = Message(request, (gradient,))
             await self._call(backup, "mirror", message, timeout_s=wait_s)
             event = on.Confirmed(backup)
+        except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
+            log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
         except TransportError as e:
             log.debug("shard %d has not reached %s: %s", request.shard, backup[-8:], e)
             self._gossip.probe(backup)
