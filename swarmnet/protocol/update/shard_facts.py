@@ -22,14 +22,15 @@ class State(Enum):
     STEPPING = "stepping"
     MIRRORING = "mirroring"
     COPYING = "copying"
+    COPIED = "copied"
     DECIDED = "decided"
     ADOPTED = "adopted"
     ABANDONED = "abandoned"
 
 
-FOLLOWING, CANVASSING, GATHERING, CLIPPING, STEPPING, MIRRORING, COPYING = list(State)[:7]
-DECIDED, ADOPTED, ABANDONED = list(State)[7:]
-HAS_RESULT = frozenset({DECIDED, ADOPTED})
+FOLLOWING, CANVASSING, GATHERING, CLIPPING, STEPPING, MIRRORING = list(State)[:6]
+COPYING, COPIED, DECIDED, ADOPTED, ABANDONED = list(State)[6:]
+HAS_RESULT = frozenset({COPIED, DECIDED, ADOPTED})
 HAS_STEPPED = frozenset({STEPPING, MIRRORING})
 IS_OVER = HAS_RESULT | {ABANDONED}
 

@@ -13,6 +13,7 @@ from swarmnet.protocol.update.shard_facts import (
     ADOPTED,
     CANVASSING,
     CLIPPING,
+    COPIED,
     COPYING,
     DECIDED,
     FOLLOWING,
@@ -67,6 +68,22 @@ def is_mirrored(u: Facts) -> bool:
 
 def has_one_back(u: Facts) -> bool:
     return bool(u.back())
+
+
+def must_mirror(u: Facts) -> bool:
+    return not u.is_paused and not u.unmirrored.isdisjoint(u.living())
+
+
+def may_give_out(u: Facts) -> bool:
+    """No other backup can still be without the step, as far as its primary would know."""
+    others = frozenset(u.roster.backups) - {u.me, u.ballot.primary}
+    primary = u.members.get(u.ballot.primary)
+    is_decided = primary is not None and primary.is_past
+    return is_decided or u.is_dead(u.ballot.primary) or others.isdisjoint(u.living())
+
+
+def has_calls(u: Facts) -> bool:
+    return bool(u.calls)
 
 
 def must_ask_back(u: Facts) -> bool:
@@ -204,6 +221,14 @@ def vote(u: Facts, event: on.Asked) -> None:
     u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
 
+def vote_with_copy(u: Facts, event: on.Asked) -> None:
+    """Who has the promises of all others would make another step."""
+    if event.is_final and event.ballot > u.ballot:
+        give(u, event)
+    else:
+        vote(u, event)
+
+
 def would_promise(u: Facts, ballot: Ballot) -> bool:
     if ballot <= u.ballot or u.ballot.primary == u.me:
         return False
@@ -226,8 +251,6 @@ def denied(u: Facts, event: on.Denied) -> None:
         pause(u)
     elif u.state is FOLLOWING and event.sender == u.pushing:
         push_failed(u, on.PushFailed(event.sender))
-    elif u.state in HAS_STEPPED:
-        u.pending -= {event.sender}
     return None
 
 
@@ -244,6 +267,14 @@ def copy(u: Facts, event: on.MirrorCame) -> None:
     u.state, u.copied_for = COPYING, event.call
     u.attempt += 1
     u.commands.append(do.Repeat(event.step, u.attempt))
+
+
+def copy_for(u: Facts, event: on.MirrorCame) -> None:
+    """Of the step that is being made, after the first call broke; or of another's."""
+    if event.ballot == u.ballot and event.ballot.primary == event.sender:
+        u.copied_for = event.call
+    else:
+        refuse(u, event)
 
 
 def refuse(u: Facts, event: on.MirrorCame) -> None:
@@ -285,9 +316,8 @@ def again(u: Facts, event: on.Again) -> None:
         ask_again(u)
     elif u.state is GATHERING:
         remind(u)
-    elif u.state in HAS_STEPPED:
-        mirror(u, u.unmirrored & u.pending)
-        u.unmirrored, u.asked = frozenset(), frozenset()
+    else:
+        u.asked = frozenset()
 
 
 def remind(u: Facts) -> None:
@@ -320,12 +350,16 @@ def clip_known(u: Facts, event: on.ClipKnown) -> None:
 def step(u: Facts) -> None:
     u.state = STEPPING
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
-    backups = [p for p in u.roster.backups if p != u.me and p not in u.served and not u.is_dead(p)]
-    u.pending = frozenset(backups if u.total is not None or u.roster.pulls else ())
-    mirror(u, u.pending)
+    backups = frozenset(u.roster.backups) - u.served - {u.me}
+    u.pending = backups if u.total is not None or u.roster.pulls else frozenset()
+    u.unmirrored = u.pending
+    mirror(u)
 
 
-def mirror(u: Facts, backups: frozenset[str]) -> None:
+def mirror(u: Facts) -> None:
+    """To the backups that live and have not been sent it; to the others when they are back."""
+    backups = u.unmirrored & frozenset(u.living())
+    u.unmirrored -= backups
     if backups:
         u.commands.append(do.Mirror(u.total, tuple(sorted(backups)), u.ballot, u.attempt))
 
@@ -345,7 +379,7 @@ def stepped(u: Facts, event: on.Stepped) -> None:
 def copied(u: Facts, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
-    u.state, u.result = ADOPTED, event.result
+    u.state, u.result = COPIED, event.result
     if u.copied_for is not None:
         u.commands.append(do.Confirm(u.copied_for))
     u.copied_for = None
@@ -361,8 +395,14 @@ def not_copied(u: Facts, event: on.StepFailed) -> None:
     deny_all(u)
 
 
+def give_out(u: Facts) -> None:
+    u.state = ADOPTED
+    give_all(u)
+
+
 def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
     u.pending -= {event.sender}
+    u.unmirrored -= {event.sender}
     u.served |= {event.sender}
 
 
@@ -438,5 +478,10 @@ def end_with(u: Facts, *, is_own: bool) -> None:
     u.parts, u.total = (), None
     give_up_push(u)
     u.commands.append(do.Adopt(u.result, is_own))
+    if u.state is not COPIED:
+        give_all(u)
+
+
+def give_all(u: Facts) -> None:
     u.commands += [do.Give(call, u.result) for call in u.calls]
     u.calls = ()

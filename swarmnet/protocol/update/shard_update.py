@@ -55,10 +55,12 @@ from swarmnet.protocol.update.roster import Roster
 from swarmnet.protocol.update.shard_facts import (
     CANVASSING,
     CLIPPING,
+    COPIED,
     FOLLOWING,
     GATHERING,
     IS_OVER,
     MIRRORING,
+    STEPPING,
     Facts,
     State,
 )
@@ -75,11 +77,12 @@ def _row(default: Rule, **others: Rule) -> dict[State, Rule]:
 no = rules.ignore
 
 EVENTS: dict[type[Event], dict[State, Rule]] = {
-    on.Begun: _row(rules.begin, decided=no, adopted=no, abandoned=no),
+    on.Begun: _row(rules.begin, copied=no, decided=no, adopted=no, abandoned=no),
     on.Seen: _row(rules.note),
     on.Pushed: _row(
         rules.take_push,
         copying=rules.hold,
+        copied=rules.deny,
         decided=rules.give,
         adopted=rules.give,
         abandoned=rules.deny,
@@ -87,6 +90,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.Asked: _row(
         rules.vote,
         copying=rules.hold,
+        copied=rules.vote_with_copy,
         decided=rules.give,
         adopted=rules.give,
         abandoned=rules.deny,
@@ -97,10 +101,11 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         stepping=rules.count_promise,
         mirroring=rules.count_promise,
     ),
-    on.Denied: _row(rules.denied, copying=no, decided=no, adopted=no, abandoned=no),
+    on.Denied: _row(rules.denied, copying=no, copied=no, decided=no, adopted=no, abandoned=no),
     on.MirrorCame: _row(
         rules.copy,
-        copying=rules.refuse,
+        copying=rules.copy_for,
+        copied=rules.refuse,
         decided=rules.refuse,
         adopted=rules.refuse,
         abandoned=rules.refuse,
@@ -128,7 +133,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.Refused: _row(no, stepping=rules.confirmed, mirroring=rules.confirmed),
     on.MirrorFailed: _row(no, stepping=rules.mirror_failed, mirroring=rules.mirror_failed),
     on.DeadlinePassed: _row(no, gathering=rules.expire),
-    on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
+    on.Again: _row(rules.again, copied=no, decided=no, adopted=no, abandoned=no),
     on.MovedOn: _row(
         no,
         following=rules.abandon,
@@ -157,9 +162,15 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
         (rules.is_elsewhere, rules.stand_back),
         (rules.has_one_back, rules.stand_back),
     ),
+    STEPPING: ((rules.must_mirror, rules.mirror),),
     MIRRORING: (
+        (rules.must_mirror, rules.mirror),
         (rules.must_ask_back, rules.ask_back),
         (rules.is_mirrored, rules.decide),
+    ),
+    COPIED: (
+        (rules.may_give_out, rules.give_out),
+        (rules.has_calls, rules.deny_all),
     ),
 }
 """What is checked after every event: the first guard that holds fires its rule."""

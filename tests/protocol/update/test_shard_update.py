@@ -6,27 +6,27 @@ import random
 
 import pytest
 
-from tests.protocol.update.exploring import Scenario, explore, wander
+from tests.protocol.update.exploring import Wanderer, explore
+from tests.protocol.update.small_world import Scenario
 
 SMALL = {
     "calm": Scenario(),
     "a crash": Scenario(crashes=1),
     "a lost message": Scenario(drops=1),
     "a false suspicion": Scenario(suspicions=1),
-    "primary and backup cut": Scenario(cut=frozenset("ab")),
-    "primary and contributor cut": Scenario(cut=frozenset("ac")),
-    "backup and contributor cut": Scenario(cut=frozenset("bc")),
-    "records that differ": Scenario(primaries=("a", "b", "a")),
-    "one that knows no holder": Scenario(primaries=("a", "a", "c")),
+    "primary and backup cut": Scenario(cut="ab"),
+    "primary and contributor cut": Scenario(cut="ac"),
+    "backup and contributor cut": Scenario(cut="bc"),
+    "records that differ": Scenario(primaries="aba"),
+    "one that knows no holder": Scenario(primaries="aac"),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_order_of_events_ends_with_one_result(name: str) -> None:
     found = explore(SMALL[name], limit=200_000)
-    print(f"{name}: {found.num_states} states, {found.num_ends} ends")
+    print(f"{name}: {found.num_states} states")
     assert found.is_complete
-    assert found.num_ends
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -34,7 +34,7 @@ def test_random_schedules_of_larger_swarms_end_with_one_result(seed: int) -> Non
     rng = random.Random(seed)
     n = rng.randint(3, 6)
     scenario = Scenario(
-        peers=tuple("abcdef"[:n]),
+        peers="abcdef"[:n],
         replication=rng.randint(2, 3),
         tokens=tuple(rng.choice((0, 1, 1)) for _ in range(n)),
         crashes=rng.randint(0, 1),
@@ -42,4 +42,4 @@ def test_random_schedules_of_larger_swarms_end_with_one_result(seed: int) -> Non
         suspicions=rng.randint(0, 2),
         lazy=False,
     )
-    wander(scenario, rng)
+    Wanderer(scenario).wander(rng)
