@@ -54,11 +54,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A member would promise the ballot of the question, or has promised that of the
-    announcement."""
+    """A member would promise the ballot of the question, or (`is_final`) has promised that of the
+    announcement: an answer to a question binds nobody."""
 
     sender: str
     ballot: Ballot
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ class Facts:
     members: Mapping[str, Standing] = field(default_factory=dict)
     parts: tuple[tuple[str, Part], ...] = ()
     """Contributions under the present ballot, ascending by peer."""
-    calls: tuple[Call, ...] = ()
-    """Calls that wait for the result."""
+    calls: tuple[tuple[str, Call], ...] = ()
+    """Calls that wait for the result; each with who pushes, or with "" for a question."""
     agreed: frozenset[str] = frozenset()
     host: str | None = None
     """To whom the primary lives that is dead here: the result is waited for there."""
@@ -79,6 +79,8 @@ class Facts:
     """Those of them that the step did not reach: it is sent again."""
     promised: frozenset[str] = frozenset()
     """Of a primary that has closed its sum: who promised its ballot, or was not waited for."""
+    lost: frozenset[str] = frozenset()
+    """Dead members, when the promises were counted."""
     asked: frozenset[str] = frozenset()
     """Who has come back since, and was asked for a promise or a result."""
     attempt: int = 0
@@ -113,6 +115,8 @@ class Facts:
 
     def back(self) -> frozenset[str]:
         """Members that live and have promised nothing: they were dead when the sum was closed."""
+        if self.roster.pulls:
+            return frozenset()
         return frozenset(self.living()) - self.promised
 
     def is_dead(self, peer_id: str) -> bool:

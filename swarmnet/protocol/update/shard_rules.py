@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.events import Event, Handle
+from swarmnet.protocol.update.events import Call, Event, Handle
 from swarmnet.protocol.update.roster import MAX_TERM, Ballot
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
@@ -35,10 +35,18 @@ def leads(u: Facts) -> bool:
     return u.ballot.primary == u.me and u.past() is None
 
 
+def is_next(u: Facts) -> bool:
+    """It takes over: by its own roster, or by that of others, who wait here for a result."""
+    return u.is_dead(u.ballot.primary) and (u.successor() == u.me or is_waited_for(u))
+
+
+def is_waited_for(u: Facts) -> bool:
+    return any(sender and not u.is_dead(sender) for sender, _ in u.calls)
+
+
 def must_take_over(u: Facts) -> bool:
-    is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
     is_told = u.host is not None and not u.is_dead(u.host)
-    return is_next and not is_told and u.past() is None
+    return is_next(u) and not is_told and u.past() is None
 
 
 def must_push(u: Facts) -> bool:
@@ -50,8 +58,7 @@ def must_push(u: Facts) -> bool:
 
 
 def needs_no_takeover(u: Facts) -> bool:
-    is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
-    return not is_next or u.past() is not None
+    return not is_next(u) or u.past() is not None
 
 
 def all_agree(u: Facts) -> bool:
@@ -82,8 +89,8 @@ def may_give_out(u: Facts) -> bool:
     return is_decided or u.is_dead(u.ballot.primary) or others.isdisjoint(u.living())
 
 
-def has_calls(u: Facts) -> bool:
-    return bool(u.calls)
+def has_lost_one(u: Facts) -> bool:
+    return not u.lost >= set(u.members).difference(u.living())
 
 
 def must_ask_back(u: Facts) -> bool:
@@ -148,7 +155,14 @@ def close(u: Facts) -> None:
     u.attempt += 1
     u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
     u.promised, u.asked = u.senders | frozenset(u.living()), frozenset()
+    u.lost = frozenset()
     u.parts = ()
+
+
+def count_again(u: Facts) -> None:
+    """Who is dead may have led others by a higher ballot before: all that live are asked again."""
+    u.lost |= set(u.members).difference(u.living())
+    u.promised, u.asked = frozenset(), frozenset()
 
 
 def ask_back(u: Facts) -> None:
@@ -191,7 +205,7 @@ def take_push(u: Facts, event: on.Pushed) -> None:
     if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
-    u.calls += (event.call,)
+    wait(u, event.call, event.sender)
     if event.sender == u.host:  # the primary is dead to it too by now
         u.host = None
     if u.state is GATHERING:
@@ -207,10 +221,11 @@ def give(u: Facts, event: on.Pushed | on.Asked) -> None:
 
 
 def hold(u: Facts, event: on.Pushed | on.Asked) -> None:
-    u.calls += (event.call,)
+    wait(u, event.call, event.sender if isinstance(event, on.Pushed) else "")
 
 
 def vote(u: Facts, event: on.Asked) -> None:
+    forget_push(u, event.sender)
     if event.is_final:
         if event.ballot > u.ballot and event.ballot.primary == event.sender:
             go_by(u, event.ballot)
@@ -222,11 +237,19 @@ def vote(u: Facts, event: on.Asked) -> None:
 
 
 def vote_with_copy(u: Facts, event: on.Asked) -> None:
-    """Who has the promises of all others would make another step."""
-    if event.is_final and event.ballot > u.ballot:
+    """The primary of the copied step has the promise. Who has that of all others instead would
+    make another step."""
+    if event.ballot != u.ballot and (event.is_final or may_give_out(u)):
         give(u, event)
     else:
         vote(u, event)
+
+
+def give_copy(u: Facts, event: on.Pushed) -> None:
+    if may_give_out(u):
+        give(u, event)
+    else:
+        deny(u, event)
 
 
 def would_promise(u: Facts, ballot: Ballot) -> bool:
@@ -239,7 +262,7 @@ def would_promise(u: Facts, ballot: Ballot) -> bool:
 
 
 def count_agreed(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.next_ballot():
+    if event.ballot == u.next_ballot() and not event.is_final:
         u.agreed |= {event.sender}
 
 
@@ -265,6 +288,7 @@ def copy(u: Facts, event: on.MirrorCame) -> None:
         u.commands.append(do.Refuse(event.call))
         return
     u.state, u.copied_for = COPYING, event.call
+    give_up_push(u)  # its step is the result
     u.attempt += 1
     u.commands.append(do.Repeat(event.step, u.attempt))
 
@@ -287,7 +311,7 @@ def adopt(u: Facts, event: on.ResultCame) -> None:
 
 
 def count_promise(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.ballot:
+    if event.ballot == u.ballot and event.is_final:
         u.promised |= {event.sender}
 
 
@@ -395,11 +419,6 @@ def not_copied(u: Facts, event: on.StepFailed) -> None:
     deny_all(u)
 
 
-def give_out(u: Facts) -> None:
-    u.state = ADOPTED
-    give_all(u)
-
-
 def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
     u.pending -= {event.sender}
     u.unmirrored -= {event.sender}
@@ -448,9 +467,21 @@ def spoil(u: Facts) -> None:
     u.pending, u.unmirrored = frozenset(), frozenset()
 
 
+def wait(u: Facts, call: Call, sender: str) -> None:
+    """The call is answered later. Who pushes again has given its earlier push up."""
+    forget_push(u, sender, call)
+    u.calls = tuple(c for c in u.calls if c[1] != call) + ((sender, call),)
+
+
+def forget_push(u: Facts, sender: str, new: Call | None = None) -> None:
+    given_up = [c for c in u.calls if c[0] and c[0] == sender and c[1] != new]
+    u.commands += [do.Deny(call, u.ballot) for _, call in given_up]
+    u.calls = tuple(c for c in u.calls if c not in given_up)
+
+
 def deny_all(u: Facts) -> None:
     """Who waits here has to go elsewhere, or to come again under the present ballot."""
-    u.commands += [do.Deny(call, u.ballot) for call in u.calls]
+    u.commands += [do.Deny(call, u.ballot) for _, call in u.calls]
     u.calls = ()
 
 
@@ -478,10 +509,7 @@ def end_with(u: Facts, *, is_own: bool) -> None:
     u.parts, u.total = (), None
     give_up_push(u)
     u.commands.append(do.Adopt(u.result, is_own))
-    if u.state is not COPIED:
-        give_all(u)
-
-
-def give_all(u: Facts) -> None:
-    u.commands += [do.Give(call, u.result) for call in u.calls]
+    if u.state is COPIED and not may_give_out(u):
+        deny_all(u)
+    u.commands += [do.Give(call, u.result) for _, call in u.calls]
     u.calls = ()

@@ -55,7 +55,6 @@ from swarmnet.protocol.update.roster import Roster
 from swarmnet.protocol.update.shard_facts import (
     CANVASSING,
     CLIPPING,
-    COPIED,
     FOLLOWING,
     GATHERING,
     IS_OVER,
@@ -82,7 +81,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.Pushed: _row(
         rules.take_push,
         copying=rules.hold,
-        copied=rules.deny,
+        copied=rules.give_copy,
         decided=rules.give,
         adopted=rules.give,
         abandoned=rules.deny,
@@ -165,12 +164,9 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
     STEPPING: ((rules.must_mirror, rules.mirror),),
     MIRRORING: (
         (rules.must_mirror, rules.mirror),
+        (rules.has_lost_one, rules.count_again),
         (rules.must_ask_back, rules.ask_back),
         (rules.is_mirrored, rules.decide),
-    ),
-    COPIED: (
-        (rules.may_give_out, rules.give_out),
-        (rules.has_calls, rules.deny_all),
     ),
 }
 """What is checked after every event: the first guard that holds fires its rule."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import DEAD, Standing
-from swarmnet.protocol.update.shard_facts import COPIED, DECIDED, IS_OVER
+from swarmnet.protocol.update.shard_facts import DECIDED, IS_OVER, Facts
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from tests.protocol.update.small_world import (
     FACTS,
@@ -23,6 +23,7 @@ from tests.protocol.update.small_world import (
     Message,
     Outcome,
     Scenario,
+    is_settled,
     settle,
     start,
 )
@@ -33,7 +34,6 @@ MASK = (1 << BITS) - 1
 GONE = 0
 """The number of every peer that has crashed."""
 NOBODY = -1
-SETTLED = IS_OVER - {COPIED}
 
 
 class Numbers(Generic[K]):
@@ -62,6 +62,8 @@ class Rest(NamedTuple):
     deadlines: int
     failures: int
     strays: int
+    is_decided: bool = False
+    """A primary has given a result out: all its backups that lived had it."""
     is_parted: bool = False
     """There are two results, of peers that were parted from each other."""
 
@@ -149,18 +151,18 @@ class Interned:
             self.own.append(self.standing(actor.own))
             self.seen.append(tuple([self.standing(s) for s in local.seen]))
             self.is_over.append(u.state in IS_OVER)
-            self.is_settled.append(self.scenario.reduced and u.state in SETTLED)
-            self.class_of.append(self.classes.number(self.class_for(local, u.ballot)))
+            self.is_settled.append(self.scenario.reduced and is_settled(u))
+            self.class_of.append(self.classes.number(self.class_for(local, u)))
             self.under_way.append(None)
         return number
 
-    def class_for(self, local: Local, ballot: Any) -> Any:
+    def class_for(self, local: Local, u: Facts) -> Any:
         """All that matters for `is_void`."""
         if not self.scenario.reduced:
             return ("live", None, local.open_call)
-        if local.facts[FACTS.index("state")] in SETTLED:
+        if is_settled(u):
             return "over"
-        return ("live", ballot, local.open_call)
+        return ("live", u.ballot, local.open_call)
 
     def actor(self, number: int) -> Actor:
         machine = self.machines[number]
@@ -258,10 +260,9 @@ class Interned:
             rest = world >> self.at_rest
         numbers[i] = local
         if has_result:
-            local, is_parted = self.take_result(numbers, i)
-            numbers[i] = local
-            if is_parted:
-                rest = self.rests.number(self.rests.all[rest]._replace(is_parted=True))
+            told = self.rests.all[rest]
+            local, told = self.take_result(numbers, i, told)
+            numbers[i], rest = local, self.rests.number(told)
         if sent != self.nothing or self.class_of[before] != self.class_of[local]:
             key = (bag, sent, *[self.class_of[number] for number in numbers])
             mixed = self.mixed.get(key)
@@ -381,27 +382,23 @@ class Interned:
         return found
 
     def happenings(self, local: int, event: Any) -> list[tuple[str, Outcome]]:
-        def happen(what: Any) -> Outcome:
+        def happen(take: Callable[[Actor, Any], None] = Actor.happen) -> Outcome:
             actor = self.actor(local)
             try:
-                if what is event:
-                    actor.happen(event)
-                else:
-                    actor.under_way.remove(event)
-                    actor.handle(what)
+                take(actor, event)
             except Broken as e:
-                raise Broken(f"{e}\nhappen at {actor.me}: {what}") from None
+                raise Broken(f"{e}\nhappens at {actor.me}: {event}") from None
             return self.outcome(actor)
 
         if isinstance(event, on.DeadlinePassed):
-            return [("late" if self.scenario.mute else "deadlines", happen(event))]
+            return [("late" if self.scenario.mute else "deadlines", happen())]
         if isinstance(event, on.Again | on.Refused):
-            return [("late", happen(event))]
-        found = [("happen", happen(event))]
+            return [("late", happen())]
+        found = [("happen", happen())]
         machine = self.machines[local]
         assert machine is not None
         if isinstance(event, on.Stepped) and machine.facts.copied_for is not None:
-            found.append(("failures", happen(on.StepFailed(event.attempt))))
+            found.append(("failures", happen(Actor.fail_step)))
         return found
 
     # ---- faults ---------------------------------------------------------------------------------
@@ -472,8 +469,8 @@ class Interned:
     def add_strays(
         self, world: int, numbers: list[int], bag: int, rest: Rest, found: list[int]
     ) -> None:
-        """Others that have a result go on to the exchange after the next one."""
-        if not any(local != GONE and self.has_result(local) for local in numbers):
+        """All others go on to the exchange after the next one."""
+        if sum(local != GONE and not self.is_over[local] for local in numbers) != 1:
             return
         less = self.less(rest, "strays")
         for i, local in enumerate(numbers):
@@ -487,7 +484,8 @@ class Interned:
         machine = self.machines[local]
         if machine is None:
             return []
-        return [c for c in (*machine.facts.calls, machine.facts.copied_for) if c is not None]
+        calls: list[Any] = [call for _, call in machine.facts.calls]
+        return [*calls, machine.facts.copied_for] if machine.facts.copied_for else calls
 
     def crash(self, numbers: list[int], bag: int, i: int, rest: Rest) -> int:
         less = self.less(rest, "crashes")
@@ -526,25 +524,22 @@ class Interned:
         has_group = self.is_settled[numbers[a]] and bool(self.locals.all[numbers[a]].group)
         return has_group or not self.is_dead(self.seen[numbers[a]][b])
 
-    def take_result(self, numbers: list[int], i: int) -> tuple[int, bool]:
-        """Peer `i` has come to a result. Returns the peer with its group, and whether there are two
-        results now."""
+    def take_result(self, numbers: list[int], i: int, rest: Rest) -> tuple[int, Rest]:
+        """Peer `i` has come to a result. Returns what the peer and the rest become."""
         actor = self.actor(numbers[i])
         actor.group = self.reaches(numbers, i)
-        is_parted = False
         for k, local in enumerate(numbers):
             if k == i or not self.has_result(local):
                 continue
             other = self.locals.all[local]
-            if other.result != actor.result:
-                is_parted = True
+            if other.result != actor.result and not self.scenario.pulls:
+                rest = rest._replace(is_parted=True)
                 if other.me in actor.group and actor.me in other.group:
-                    raise Broken(
-                        f"{actor.me} has {actor.result}, {other.me} has {other.result}"
-                    )
+                    raise Broken(f"{actor.me} has {actor.result}, {other.me} has {other.result}")
         if actor.machine.facts.state is DECIDED:
             self.check_backups(numbers, i)
-        return self.freeze(actor), is_parted
+            rest = rest._replace(is_decided=True)
+        return self.freeze(actor), rest
 
     def check_backups(self, numbers: list[int], i: int) -> None:
         """The result is given out when every backup that lives to the primary has it."""
@@ -595,9 +590,11 @@ class Interned:
             if is_other and not local.is_told_spoiled:
                 raise Broken(f"{local.me} goes on with a state after {local.applied}")
         s, rest = self.scenario, self.rests.all[world >> self.at_rest]
-        gone = sum(a - b for a, b in zip((s.crashes, s.suspicions, s.failures), (
-            rest.crashes, rest.suspicions, rest.failures)))
-        if gone + bool(s.cut) >= s.replication or result[1] is None:
+        gone = s.crashes + s.suspicions + s.failures + bool(s.cut)
+        gone -= rest.crashes + rest.suspicions + rest.failures
+        # A backup gives out what it copied when its primary dies, and does not mirror it on.
+        most = s.replication if rest.is_decided else max(2, s.replication - 1)
+        if gone >= most or result[1] is None:
             return  # whoever is taken for dead is not waited for
         if not any(local.applied == result for local in found):
             raise Broken(f"no state has seen {result}: {[local.applied for local in found]}")
@@ -647,6 +644,3 @@ def has_new_result(actor: Actor) -> bool:
 
 def replace_primary(actor: Actor, primary: str) -> Any:
     return actor.machine.facts.roster.ballot._replace(primary=primary)
-
-
-MoveOf = Callable[[int], list[int]]

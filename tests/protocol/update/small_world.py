@@ -175,6 +175,12 @@ class Actor:
             self.applied = event.result
         self.handle(event)
 
+    def fail_step(self, event: on.Stepped) -> None:
+        """The step of this backup cannot be made: the state is to be fetched."""
+        self.under_way.remove(event)
+        self.applied = None
+        self.handle(on.StepFailed(event.attempt))
+
     def receive(self, message: Message) -> None:
         event = message.event
         if message.is_reply and message.call[1] == "push":
@@ -240,7 +246,7 @@ class Actor:
             case do.Give(call, result):
                 self.answer(call, on.ResultCame(me, result))
             case do.Agree(call, ballot):
-                self.answer(call, on.Agreed(me, ballot))
+                self.answer(call, on.Agreed(me, ballot, call[4]))
             case do.Deny(call, ballot):
                 self.answer(call, on.Denied(me, ballot))
             case do.Confirm(call):
@@ -336,6 +342,12 @@ def start(scenario: Scenario) -> list[Actor]:
     return actors
 
 
+def is_settled(u: Facts) -> bool:
+    """Nothing depends on what it takes others for."""
+    others = set(u.roster.backups) - {u.me, u.ballot.primary}
+    return u.is_over and not (u.state is COPIED and others)
+
+
 def settle(actor: Actor) -> None:
     """Forgets what cannot matter any more.
 
@@ -344,9 +356,9 @@ def settle(actor: Actor) -> None:
     so it has all of them at once, and invariants are the stricter. In the other states, each field
     that is reset here is set again before the next rule reads it."""
     u = actor.machine.facts
-    if u.is_over and u.state is not COPIED:
+    if is_settled(u):
         kept = Facts(u.me, u.roster, u.ballot, u.state, u.result)
-        if u.state is not ABANDONED:
+        if u.state not in (ABANDONED, COPIED):
             kept.ballot = u.roster.ballot
         for held in ("calls", "copied_for", "pushing"):
             setattr(kept, held, getattr(u, held))
@@ -363,3 +375,4 @@ def settle(actor: Actor) -> None:
         u.is_expired = False
     if u.state is not CLIPPING and u.state not in HAS_STEPPED:
         u.promised, u.asked, u.senders, u.total = frozenset(), frozenset(), frozenset(), None
+        u.lost = frozenset()
