@@ -225,7 +225,6 @@ def hold(u: Facts, event: on.Pushed | on.Asked) -> None:
 
 
 def vote(u: Facts, event: on.Asked) -> None:
-    forget_push(u, event.sender)
     if event.is_final:
         if event.ballot > u.ballot and event.ballot.primary == event.sender:
             go_by(u, event.ballot)
@@ -469,14 +468,10 @@ def spoil(u: Facts) -> None:
 
 def wait(u: Facts, call: Call, sender: str) -> None:
     """The call is answered later. Who pushes again has given its earlier push up."""
-    forget_push(u, sender, call)
-    u.calls = tuple(c for c in u.calls if c[1] != call) + ((sender, call),)
-
-
-def forget_push(u: Facts, sender: str, new: Call | None = None) -> None:
-    given_up = [c for c in u.calls if c[0] and c[0] == sender and c[1] != new]
-    u.commands += [do.Deny(call, u.ballot) for _, call in given_up]
-    u.calls = tuple(c for c in u.calls if c not in given_up)
+    given_up = [c for s, c in u.calls if sender == s != "" and c != call]
+    u.commands += [do.Deny(c, u.ballot) for c in given_up]
+    u.calls = tuple(c for c in u.calls if c[1] != call and c[1] not in given_up)
+    u.calls += ((sender, call),)
 
 
 def deny_all(u: Facts) -> None:
