@@ -34,7 +34,8 @@ class Seen:
 class Pushed:
     """Another replica's contribution, which waits for the result."""
 
-    call: Call
+    call: Call | None
+    """None for the answer to a `Pull`: nobody waits. Its ballot is this replica's own."""
     sender: str
     ballot: Ballot
     num_tokens: int

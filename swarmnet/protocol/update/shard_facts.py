@@ -128,7 +128,10 @@ class Facts:
         return sorted(p for p, s in self.members.items() if s.life != DEAD)
 
     def past(self) -> str | None:
-        """A member that has finished the exchange and lives."""
+        """A member that has finished the exchange and lives: the result is there. In gossip
+        averaging each has its own."""
+        if self.roster.pulls:
+            return None
         past = [p for p in self.living() if self.members[p].is_past]
         alive = [p for p in past if self.members[p].life == ALIVE]
         found = alive or past

@@ -205,7 +205,8 @@ def take_push(u: Facts, event: on.Pushed) -> None:
     if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
-    wait(u, event.call, event.sender)
+    if event.call is not None:
+        wait(u, event.call, event.sender)
     if event.sender == u.host:  # the primary is dead to it too by now
         u.host = None
     if u.state is GATHERING:
