@@ -135,7 +135,7 @@ def take_over(u: Facts) -> None:
 
 
 def stand_back(u: Facts) -> None:
-    """It leads nothing any more. Who waits here comes again, to where the result turns out to be."""
+    """It leads nothing any more. Who waits here comes again, to where the result is."""
     u.state, u.parts = FOLLOWING, ()
     deny_all(u)
 

@@ -7,9 +7,9 @@ live have one result."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.protocol.update.interned import Interned
@@ -139,8 +139,4 @@ class Wanderer:
         raise Broken(f"no end after {max_moves} moves\n{self._path(way[-60:])}")
 
     def _path(self, way: list[int]) -> str:
-        return "\n".join(self.net.label(a, b) for a, b in pairs(way))
-
-
-def pairs(way: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(way, way[1:], strict=False)
+        return "\n".join(self.net.label(a, b) for a, b in itertools.pairwise(way))

@@ -353,7 +353,9 @@ class Interned:
         else:
             n = actor.tokens()
             ballot = replace_primary(actor, message.source)
-            actor.answer(message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None))
+            actor.answer(
+                message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None)
+            )
             actor.under_way = [e for e in actor.under_way if e != on.Refused(message.source)]
             actor.handle(on.Confirmed(message.source))
         return self.outcome(actor)
@@ -615,9 +617,15 @@ class Interned:
         a, b = self.unpack(before), self.unpack(after)
         bag_a = self.bags.all[before >> self.at_messages & MASK]
         bag_b = self.bags.all[after >> self.at_messages & MASK]
-        rest_a, rest_b = self.rests.all[before >> self.at_rest], self.rests.all[after >> self.at_rest]
-        lines += [f"{x} {getattr(rest_a, x)}->{getattr(rest_b, x)}" for x in Rest._fields
-                  if getattr(rest_a, x) != getattr(rest_b, x)]
+        rest_a, rest_b = (
+            self.rests.all[before >> self.at_rest],
+            self.rests.all[after >> self.at_rest],
+        )
+        lines += [
+            f"{x} {getattr(rest_a, x)}->{getattr(rest_b, x)}"
+            for x in Rest._fields
+            if getattr(rest_a, x) != getattr(rest_b, x)
+        ]
         for m in sorted({*bag_a, *bag_b}):
             delta = bag_b.count(m) - bag_a.count(m)
             if delta:
@@ -633,7 +641,9 @@ class Interned:
         if b is None:
             return "crashes"
         parts = [f"{n}={v!r}" for n, u, v in zip(FACTS, a.facts, b.facts) if u != v]
-        parts += [f"{n}={getattr(b, n)!r}" for n in Local._fields[2:] if getattr(a, n) != getattr(b, n)]
+        parts += [
+            f"{n}={getattr(b, n)!r}" for n in Local._fields[2:] if getattr(a, n) != getattr(b, n)
+        ]
         return ", ".join(parts)
 
 

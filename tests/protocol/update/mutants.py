@@ -4,9 +4,9 @@ from the tables and the conditions of the rules."""
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +15,16 @@ from swarmnet.protocol.update.shard_facts import Facts
 from tests.protocol.update.small_world import Broken
 
 MOST_ROUNDS = 300
-FACTS_RULES = ("waits_for", "back", "past", "successor", "next_ballot", "target", "is_dead")
+FACTS_RULES = (
+    "waits_for",
+    "back",
+    "living",
+    "past",
+    "successor",
+    "next_ballot",
+    "target",
+    "is_dead",
+)
 """Methods of the facts that decide something."""
 
 
@@ -28,12 +37,12 @@ def build(name: str) -> Any:
     """The class `ShardUpdate` with what `name` says broken."""
     kind, *words = name.split()
     if kind == "condition":
-        return _module(*_broken_rules(int(words[0].lstrip("#")), words[-1]))["ShardUpdate"]
+        return _module(*_broken_rules(name))["ShardUpdate"]
     module = _module(shard_rules, None)
     if kind == "event":
         _break_event(module, *words)
     else:
-        _break_state(module, words[0], int(words[1].lstrip("#")), words[-1])
+        _break_state(module, *words)
     return module["ShardUpdate"]
 
 
@@ -76,19 +85,20 @@ def _break_event(module: dict[str, Any], event: str, state: str, how: str) -> No
 
 def _state_mutants() -> Iterator[str]:
     for state, checks in shard_update.STATES.items():
-        for i, (guard, _) in enumerate(checks):
-            yield f"state {state.value} #{i} {guard.__name__} never"
-            yield f"state {state.value} #{i} {guard.__name__} always"
+        for guard, _ in checks:
+            yield f"state {state.value} {guard.__name__} never"
+            yield f"state {state.value} {guard.__name__} always"
 
 
-def _break_state(module: dict[str, Any], name: str, i: int, how: str) -> None:
+def _break_state(module: dict[str, Any], name: str, guard: str, how: str) -> None:
     states = module["STATES"]
     state = next(s for s in states if s.value == name)
-    checks = list(states[state])
-    if how == "never":
-        del checks[i]
-    else:
-        checks[i] = (_Always(), checks[i][1])
+    checks = []
+    for check, rule in states[state]:
+        if check.__name__ != guard:
+            checks.append((check, rule))
+        elif how == "always":
+            checks.append((_Always(), rule))
     states[state] = tuple(checks)
 
 
@@ -133,13 +143,19 @@ def _conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
 
 
 def _condition_mutants() -> Iterator[str]:
-    number = 0
     for _, tree in _sources():
-        for function, node, field in _conditions(tree):
-            text = ast.unparse(_part(node, field)).replace(" ", "_")
-            for how in _ways(node, field):
-                yield f"condition #{number} {function} {text} {how}"
-            number += 1
+        for name, _, _, _ in _named_conditions(tree):
+            yield name
+
+
+def _named_conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, str]]:
+    counts: Counter[str] = Counter()
+    for function, node, field in _conditions(tree):
+        text = ast.unparse(_part(node, field)).replace(" ", "_")
+        for how in _ways(node, field):
+            name = f"condition {function} {text} {how}"
+            counts[name] += 1
+            yield name + (f" {counts[name]}" if counts[name] > 1 else ""), node, field, how
 
 
 def _ways(node: ast.AST, field: str) -> tuple[str, ...]:
@@ -166,24 +182,23 @@ def _put(node: Any, field: str, value: ast.expr) -> None:
     setattr(node, field, value)
 
 
-def _broken_rules(number: int, how: str) -> tuple[Any, Any]:
+def _broken_rules(name: str) -> tuple[Any, Any]:
+    """The rules and the facts, one of the two with the condition broken."""
     for module, tree in _sources():
-        found = list(_conditions(tree))
-        if number >= len(found):
-            number -= len(found)
-            continue
-        _, node, field = found[number]
-        value = ast.copy_location(ast.Constant(how == "true"), _part(node, field))
-        _put(node, field, value)
-        names: dict[str, Any] = {"__name__": module.__name__}
-        exec(compile(ast.fix_missing_locations(tree), module.__file__, "exec"), names)
-        if module is shard_rules:
-            return types.SimpleNamespace(**names), None
-        return shard_rules, _with_methods(names["Facts"])
-    raise IndexError(number)
+        for other, node, field, how in _named_conditions(tree):
+            if other != name:
+                continue
+            value = ast.copy_location(ast.Constant(how == "true"), _part(node, field))
+            _put(node, field, value)
+            names: dict[str, Any] = {"__name__": module.__name__}
+            exec(compile(ast.fix_missing_locations(tree), module.__file__, "exec"), names)
+            if module is shard_rules:
+                return types.SimpleNamespace(**names), None
+            return shard_rules, _with_methods(names["Facts"])
+    raise KeyError(name)
 
 
 def _with_methods(broken: Any) -> Any:
     """The facts as they are, with the broken one's methods."""
     methods = {n: getattr(broken, n) for n in FACTS_RULES}
-    return type("Facts", (copy.copy(Facts),), {"__slots__": (), **methods})
+    return type("Facts", (Facts,), {"__slots__": (), **methods})
