@@ -12,8 +12,10 @@ import random
 from array import array
 from dataclasses import dataclass
 
-from tests.protocol.update.interned import Interned
+from tests.protocol.update.invariants import check_end, is_good_end, is_parted
+from tests.protocol.update.moves import Faults
 from tests.protocol.update.small_world import Broken, Scenario
+from tests.protocol.update.wording import end_in_words, label
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Explored:
 
 def explore(scenario: Scenario, limit: int, *, ends_in_words: bool = False) -> Explored:
     """All states, breadth first; raises `Broken` with the way to the first bad one."""
-    net = Interned(scenario)
+    net = Faults(scenario)
     worlds = [net.first]
     numbers = {net.first: 0}
     came_from = array("I", [0])
@@ -44,12 +46,12 @@ def explore(scenario: Scenario, limit: int, *, ends_in_words: bool = False) -> E
         calm: list[int] = []
         faults: list[int] = []
         try:
-            if net.is_good_end(world):
-                net.check_end(world)
+            if is_good_end(net, world):
+                check_end(net, world)
                 is_good[number] = 1
-                parted += net.is_parted(world)
+                parted += is_parted(net, world)
                 if ends_in_words:
-                    ends.add(net.end_in_words(world))
+                    ends.add(end_in_words(net, world))
             else:
                 calm = net.calm_moves(world)
                 faults = net.faults(world)
@@ -97,13 +99,13 @@ def first_stuck(after: array[int], offsets: array[int], can: bytearray) -> int |
         left = stuck
 
 
-def path(net: Interned, worlds: list[int], came_from: array[int], number: int) -> str:
+def path(net: Faults, worlds: list[int], came_from: array[int], number: int) -> str:
     """How the first state becomes this one."""
     steps = []
     while number:
         steps.append((worlds[came_from[number]], worlds[number]))
         number = came_from[number]
-    return "\n".join(net.label(before, after) for before, after in reversed(steps))
+    return "\n".join(label(net, before, after) for before, after in reversed(steps))
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Wanderer:
     """Random schedules of one scenario: what is known of its events is kept between them."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.net = Interned(scenario)
+        self.net = Faults(scenario)
 
     def wander(self, rng: random.Random, max_moves: int = 3000) -> Wandered:
         """One random schedule to a good end."""
@@ -127,9 +129,9 @@ class Wanderer:
         try:
             for n in range(max_moves):
                 way.append(world)
-                if net.is_good_end(world):
-                    net.check_end(world)
-                    return Wandered(n, net.is_parted(world))
+                if is_good_end(net, world):
+                    check_end(net, world)
+                    return Wandered(n, is_parted(net, world))
                 calm, faults = net.calm_moves(world), net.faults(world)
                 if not calm:
                     raise Broken("nothing can happen any more")
@@ -139,4 +141,4 @@ class Wanderer:
         raise Broken(f"no end after {max_moves} moves\n{self._path(way[-60:])}")
 
     def _path(self, way: list[int]) -> str:
-        return "\n".join(self.net.label(a, b) for a, b in itertools.pairwise(way))
+        return "\n".join(label(self.net, a, b) for a, b in itertools.pairwise(way))

@@ -129,8 +129,6 @@ def _conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        if function.name.startswith("is_stepping"):
-            continue
         for node in ast.walk(function):
             if isinstance(node, ast.If | ast.IfExp):
                 yield function.name, node, "test"

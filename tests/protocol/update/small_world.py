@@ -216,7 +216,8 @@ class Actor:
             self.under_way.append(event)
 
     def carry_out(self, command: Any) -> None:
-        me = self.me
+        me: str = self.me
+        call: Any
         match command:
             case do.Push(target, ballot, has_gradient):
                 n = self.tokens() if has_gradient else 0
