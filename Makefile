@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint install browser screenshot clean
+.PHONY: demo test test-all explore lint install browser screenshot clean
 
 demo: .venv/installed
 	$(BIN)/swarmnet local
@@ -14,6 +14,10 @@ test: .venv/installed
 # Those that are marked `long` too; leaves tests/every/last.json, to be committed.
 test-all: test
 	$(BIN)/python -m tests.every run
+
+# The update of a shard through every order of events of deep worlds, and random schedules.
+explore: .venv/installed
+	$(BIN)/python -m tests.protocol.update 50000
 
 lint: .venv/installed
 	$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports

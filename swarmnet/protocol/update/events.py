@@ -37,7 +37,7 @@ class Pushed:
     """Another replica's contribution, which waits for the result."""
 
     call: Call | None
-    """None for one that was pulled, and waits for no answer."""
+    """None for the answer to a `Pull`: nobody waits. Its ballot is this replica's own."""
     sender: str
     ballot: Ballot
     num_tokens: int
@@ -57,11 +57,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A member would promise the ballot of the question, or has promised that of the
-    announcement."""
+    """A member would promise the ballot of the question, or (`is_final`) has promised that of the
+    announcement: an answer to a question binds nobody."""
 
     sender: str
     ballot: Ballot
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The sum or the step could not be made here: as primary or as backup."""
+    """A backup could not make the step."""
 
     attempt: int
 

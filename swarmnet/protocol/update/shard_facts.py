@@ -22,14 +22,15 @@ class State(Enum):
     STEPPING = "stepping"
     MIRRORING = "mirroring"
     COPYING = "copying"
+    COPIED = "copied"
     DECIDED = "decided"
     ADOPTED = "adopted"
     ABANDONED = "abandoned"
 
 
-FOLLOWING, CANVASSING, GATHERING, CLIPPING, STEPPING, MIRRORING, COPYING = list(State)[:7]
-DECIDED, ADOPTED, ABANDONED = list(State)[7:]
-HAS_RESULT = frozenset({DECIDED, ADOPTED})
+FOLLOWING, CANVASSING, GATHERING, CLIPPING, STEPPING, MIRRORING = list(State)[:6]
+COPYING, COPIED, DECIDED, ADOPTED, ABANDONED = list(State)[6:]
+HAS_RESULT = frozenset({COPIED, DECIDED, ADOPTED})
 HAS_STEPPED = frozenset({STEPPING, MIRRORING})
 IS_OVER = HAS_RESULT | {ABANDONED}
 
@@ -54,8 +55,8 @@ class Facts:
     members: Mapping[str, Standing] = field(default_factory=dict)
     parts: tuple[tuple[str, Part], ...] = ()
     """Contributions under the present ballot, ascending by peer."""
-    calls: tuple[Call, ...] = ()
-    """Calls that wait for the result."""
+    calls: tuple[tuple[str, Call], ...] = ()
+    """Calls that wait for the result; each with who pushes, or with "" for a question."""
     agreed: frozenset[str] = frozenset()
     host: str | None = None
     """To whom the primary lives that is dead here: the result is waited for there."""
@@ -78,6 +79,8 @@ class Facts:
     """Those of them that the step did not reach: it is sent again."""
     promised: frozenset[str] = frozenset()
     """Of a primary that has closed its sum: who promised its ballot, or was not waited for."""
+    lost: frozenset[str] = frozenset()
+    """Dead members, when the promises were counted."""
     asked: frozenset[str] = frozenset()
     """Who has come back since, and was asked for a promise or a result."""
     attempt: int = 0
@@ -112,6 +115,8 @@ class Facts:
 
     def back(self) -> frozenset[str]:
         """Members that live and have promised nothing: they were dead when the sum was closed."""
+        if self.roster.pulls:
+            return frozenset()
         return frozenset(self.living()) - self.promised
 
     def is_dead(self, peer_id: str) -> bool:
@@ -123,7 +128,10 @@ class Facts:
         return sorted(p for p, s in self.members.items() if s.life != DEAD)
 
     def past(self) -> str | None:
-        """A member that has finished the exchange and lives."""
+        """A member that has finished the exchange and lives: the result is there. In gossip
+        averaging each has its own."""
+        if self.roster.pulls:
+            return None
         past = [p for p in self.living() if self.members[p].is_past]
         alive = [p for p in past if self.members[p].life == ALIVE]
         found = alive or past

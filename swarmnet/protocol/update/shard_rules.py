@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.events import Event, Handle
+from swarmnet.protocol.update.events import Call, Event, Handle
 from swarmnet.protocol.update.roster import MAX_LEAD, MAX_TERM, Ballot
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
     ADOPTED,
     CANVASSING,
     CLIPPING,
+    COPIED,
     COPYING,
     DECIDED,
     FOLLOWING,
@@ -40,10 +41,19 @@ def is_misnamed(u: Facts) -> bool:
     return u.ballot.primary == u.me and u.ballot.term % 2 == 1 and not is_holder
 
 
+def is_next(u: Facts) -> bool:
+    """It takes over: by its own roster, or by that of others, who wait here for a result."""
+    is_called = u.successor() == u.me or is_waited_for(u)
+    return u.roster.may_lead and u.is_dead(u.ballot.primary) and is_called
+
+
+def is_waited_for(u: Facts) -> bool:
+    return any(sender and not u.is_dead(sender) for sender, _ in u.calls)
+
+
 def must_take_over(u: Facts) -> bool:
-    is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
     is_told = u.host is not None and not u.is_dead(u.host)
-    return u.roster.may_lead and is_next and not is_told and u.past() is None
+    return is_next(u) and not is_told and u.past() is None
 
 
 def must_push(u: Facts) -> bool:
@@ -55,8 +65,7 @@ def must_push(u: Facts) -> bool:
 
 
 def needs_no_takeover(u: Facts) -> bool:
-    is_next = u.is_dead(u.ballot.primary) and u.successor() == u.me
-    return not is_next or u.past() is not None
+    return not is_next(u) or u.past() is not None
 
 
 def all_agree(u: Facts) -> bool:
@@ -73,6 +82,22 @@ def is_mirrored(u: Facts) -> bool:
 
 def has_one_back(u: Facts) -> bool:
     return bool(u.back())
+
+
+def must_mirror(u: Facts) -> bool:
+    return not u.is_paused and not u.unmirrored.isdisjoint(u.living())
+
+
+def may_give_out(u: Facts) -> bool:
+    """No other backup can still be without the step, as far as its primary would know."""
+    others = frozenset(u.roster.backups) - {u.me, u.ballot.primary}
+    primary = u.members.get(u.ballot.primary)
+    is_decided = primary is not None and primary.is_past
+    return is_decided or u.is_dead(u.ballot.primary) or others.isdisjoint(u.living())
+
+
+def has_lost_one(u: Facts) -> bool:
+    return not u.lost >= set(u.members).difference(u.living())
 
 
 def must_ask_back(u: Facts) -> bool:
@@ -124,7 +149,7 @@ def nominate(u: Facts) -> None:
 
 
 def stand_back(u: Facts) -> None:
-    """It leads nothing any more. Who waits here comes again, wherever the result is by then."""
+    """It leads nothing any more. Who waits here comes again, to where the result is."""
     u.state, u.parts = FOLLOWING, ()
     deny_all(u)
 
@@ -144,7 +169,14 @@ def close(u: Facts) -> None:
     u.attempt += 1
     u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
     u.promised, u.asked = u.senders | frozenset(u.living()), frozenset()
+    u.lost = frozenset()
     u.parts = ()
+
+
+def count_again(u: Facts) -> None:
+    """Who is dead may have led others by a higher ballot before: all that live are asked again."""
+    u.lost |= set(u.members).difference(u.living())
+    u.promised, u.asked = frozenset(), frozenset()
 
 
 def ask_back(u: Facts) -> None:
@@ -189,8 +221,8 @@ def take_push(u: Facts, event: on.Pushed) -> None:
     if event.ballot != u.ballot:
         u.commands.append(do.Deny(event.call, u.ballot))
         return
-    if event.call is not None:  # a pulled contribution has none
-        u.calls += (event.call,)
+    if event.call is not None:
+        wait(u, event.call, event.sender)
     if event.sender == u.host:  # the primary is dead to it too by now
         u.host = None
     if u.state is GATHERING:
@@ -206,7 +238,7 @@ def give(u: Facts, event: on.Pushed | on.Asked) -> None:
 
 
 def hold(u: Facts, event: on.Pushed | on.Asked) -> None:
-    u.calls += (event.call,)
+    wait(u, event.call, event.sender if isinstance(event, on.Pushed) else "")
 
 
 def vote(u: Facts, event: on.Asked) -> None:
@@ -220,6 +252,22 @@ def vote(u: Facts, event: on.Asked) -> None:
     u.commands.append(answer(event.call, event.ballot if is_promised else u.ballot))
 
 
+def vote_with_copy(u: Facts, event: on.Asked) -> None:
+    """The primary of the copied step has the promise. Who has that of all others instead would
+    make another step."""
+    if event.ballot != u.ballot and (event.is_final or may_give_out(u)):
+        give(u, event)
+    else:
+        vote(u, event)
+
+
+def give_copy(u: Facts, event: on.Pushed) -> None:
+    if may_give_out(u):
+        give(u, event)
+    else:
+        deny(u, event)
+
+
 def would_promise(u: Facts, ballot: Ballot) -> bool:
     if ballot <= u.ballot or u.ballot.primary == u.me:
         return False
@@ -230,7 +278,7 @@ def would_promise(u: Facts, ballot: Ballot) -> bool:
 
 
 def count_agreed(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.next_ballot():
+    if event.ballot == u.next_ballot() and not event.is_final:
         u.agreed |= {event.sender}
 
 
@@ -242,8 +290,6 @@ def denied(u: Facts, event: on.Denied) -> None:
         pause(u)
     elif u.state is FOLLOWING and event.sender == u.pushing:
         push_failed(u, on.PushFailed(event.sender))
-    elif u.state in HAS_STEPPED:
-        u.pending -= {event.sender}
     return None
 
 
@@ -258,8 +304,17 @@ def copy(u: Facts, event: on.MirrorCame) -> None:
         u.commands.append(do.Refuse(event.call))
         return
     u.state, u.copied_for = COPYING, event.call
+    give_up_push(u)  # its step is the result
     u.attempt += 1
     u.commands.append(do.Repeat(event.step, u.attempt))
+
+
+def copy_for(u: Facts, event: on.MirrorCame) -> None:
+    """Of the step that is being made, after the first call broke; or of another's."""
+    if event.ballot == u.ballot and event.ballot.primary == event.sender:
+        u.copied_for = event.call
+    else:
+        refuse(u, event)
 
 
 def refuse(u: Facts, event: on.MirrorCame) -> None:
@@ -272,7 +327,7 @@ def adopt(u: Facts, event: on.ResultCame) -> None:
 
 
 def count_promise(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.ballot:
+    if event.ballot == u.ballot and event.is_final:
         u.promised |= {event.sender}
 
 
@@ -301,9 +356,8 @@ def again(u: Facts, event: on.Again) -> None:
         ask_again(u)
     elif u.state is GATHERING:
         remind(u)
-    elif u.state in HAS_STEPPED:
-        mirror(u, u.unmirrored & u.pending)
-        u.unmirrored, u.asked = frozenset(), frozenset()
+    else:
+        u.asked = frozenset()
 
 
 def remind(u: Facts) -> None:
@@ -336,15 +390,18 @@ def clip_known(u: Facts, event: on.ClipKnown) -> None:
 def step(u: Facts) -> None:
     u.state = STEPPING
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
-    backups = [p for p in u.roster.backups if p != u.me and p not in u.served and not u.is_dead(p)]
-    u.pending = frozenset(backups if u.total is not None else ())
+    backups = frozenset(u.roster.backups) - u.served - {u.me}
+    u.pending = backups if u.total is not None else frozenset()
+    u.unmirrored = u.pending
+    mirror(u)
     if u.roster.pulls:
         u.commands.append(do.SetDeadline())  # for the partner to pull what is given here
-    else:
-        mirror(u, u.pending)
 
 
-def mirror(u: Facts, backups: frozenset[str]) -> None:
+def mirror(u: Facts) -> None:
+    """To the backups that live and have not been sent it; to the others when they are back."""
+    backups = u.unmirrored & frozenset(u.living())
+    u.unmirrored -= backups
     if backups:
         u.commands.append(do.Mirror(u.total, tuple(sorted(backups)), u.ballot, u.attempt))
 
@@ -364,7 +421,7 @@ def stepped(u: Facts, event: on.Stepped) -> None:
 def copied(u: Facts, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
-    u.state, u.result = ADOPTED, event.result
+    u.state, u.result = COPIED, event.result
     if u.copied_for is not None:
         u.commands.append(do.Confirm(u.copied_for))
     u.copied_for = None
@@ -390,6 +447,7 @@ def fell_through(u: Facts, event: on.StepFailed) -> None:
 
 def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
     u.pending -= {event.sender}
+    u.unmirrored -= {event.sender}
     u.served |= {event.sender}
 
 
@@ -430,6 +488,11 @@ def go_by(u: Facts, ballot: Ballot) -> None:
     deny_all(u)
 
 
+def set_deadline(u: Facts) -> None:
+    if not u.roster.pulls:  # the calls that pull end of themselves
+        u.commands.append(do.SetDeadline())
+
+
 def spoil(u: Facts) -> None:
     if u.total is not None:
         u.commands.append(do.Spoiled())
@@ -437,15 +500,18 @@ def spoil(u: Facts) -> None:
     u.pending, u.unmirrored = frozenset(), frozenset()
 
 
+def wait(u: Facts, call: Call, sender: str) -> None:
+    """The call is answered later. Who pushes again has given its earlier push up."""
+    given_up = [c for s, c in u.calls if sender == s != "" and c != call]
+    u.commands += [do.Deny(c, u.ballot) for c in given_up]
+    u.calls = tuple(c for c in u.calls if c[1] != call and c[1] not in given_up)
+    u.calls += ((sender, call),)
+
+
 def deny_all(u: Facts) -> None:
     """Who waits here has to go elsewhere, or to come again under the present ballot."""
-    u.commands += [do.Deny(call, u.ballot) for call in u.calls]
+    u.commands += [do.Deny(call, u.ballot) for _, call in u.calls]
     u.calls = ()
-
-
-def set_deadline(u: Facts) -> None:
-    if not u.roster.pulls:  # the calls that pull end of themselves
-        u.commands.append(do.SetDeadline())
 
 
 def give_up_push(u: Facts) -> None:
@@ -472,5 +538,7 @@ def end_with(u: Facts, *, is_own: bool) -> None:
     u.parts, u.total = (), None
     give_up_push(u)
     u.commands.append(do.Adopt(u.result, is_own))
-    u.commands += [do.Give(call, u.result) for call in u.calls]
+    if u.state is COPIED and not may_give_out(u):
+        deny_all(u)
+    u.commands += [do.Give(call, u.result) for _, call in u.calls]
     u.calls = ()

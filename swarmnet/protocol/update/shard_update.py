@@ -8,32 +8,55 @@ promises, and who may be in which together:
 
 ==========  =======================================================================================
 FOLLOWING   Promised its ballot, and contributes to no lower one. It has no result and makes none.
-CANVASSING  As FOLLOWING. Its primary is dead to it, and it is next: it asks whether that is so for
-            all others. A replica to which the primary lives says no, so that a single lost link or
-            false suspicion overthrows nobody.
+CANVASSING  As FOLLOWING. Its primary is dead to it, and it is next, or others wait here for a
+            result: it asks whether the primary is dead to all others too. One to which it lives
+            says no, so that a single lost link or false suspicion overthrows nobody.
 GATHERING   Primary. It has no sum: any number may be here under different ballots, and the sum
             needs every member that lives, each of which has promised one ballot only.
 CLIPPING    Its sum is made: what comes now is too late. It may still be overthrown without harm.
 STEPPING    It makes the step, and so do its backups. Overthrown now, its state has seen another
             gradient than that of the others (`Spoiled`), and is fetched again.
-MIRRORING   Its step is made; a backup that lives has not answered. No result has been given out.
+MIRRORING   Its step is made; a backup that lives has not answered, or a member that lives has not
+            promised. No result has been given out.
 COPYING     Backup that makes the primary's step. It answers no question before that has ended.
+COPIED      The step made as a backup. Where there are more backups, it is given out when the
+            primary has finished or is dead: until then one of them may not have it.
 DECIDED     The step survives the death of all but one of the backups that lived. It is given out.
-ADOPTED     The result of another replica, or the step made as its backup. It is given out too.
+ADOPTED     The result of another replica. It is given out too.
 ABANDONED   The stage has moved on by more than one exchange. The parameters must be fetched.
 ==========  =======================================================================================
 
-A primary gives its result out when every backup that lives has it. So whoever overthrows it reaches
-a replica with the result (a backup, or one to which the result was given), and that answers with
-it; or none of those that live has it, all of them promise the new ballot, and none takes the old
-primary's step or result any more: its backups deny it. Two results can only come from two replicas
-to which every other one between them is dead. That is a partition; `divergence` ends it.
+A primary gives its result out when every backup that lives has it; one that was dead when the step
+began, and is back, gets it first. So whoever overthrows the primary reaches a replica with the
+result (a backup, or one to which the result was given), and that answers with it; or none of those
+that live has it, all of them promise the new ballot, and none takes the old primary's step or
+result any more: its backups deny it.
+
+A promise is the answer to an announcement. The answer to a question binds nobody, and does not
+count as one. Who was dead to a primary may have led others by a higher ballot before it died: so a
+primary that has lost a member has all that live promise once more before it gives its result out.
+Two results can only come from two replicas that were dead to each other, with all those that could
+have told. That is a partition; `divergence` ends it.
+
+The moments survive the deaths of all owners but one. Of three and more there is an exception: where
+the primary dies before it gives its result out, a backup that has copied the step gives it out, and
+does not mirror it on; with that backup its moments die, and older ones are left.
 
 A contribution counts once. It goes to the primary of the present ballot only; who promises a higher
 ballot gives up its push under the lower one, and the sum that it was in does not hold.
 
+Everybody waits for somebody who is not waiting for it: rosters differ, so two replicas may each
+take the other for the primary's successor. So one that is waited for takes over.
+
 No wait is for ever. Every one ends with an answer, by the death of the peer that is waited for, or,
 for contributions of peers that live, by the deadline. What is lost on the way is asked for again.
+The exception is a primary that lives and never closes the round.
+
+A ballot may take a replica for a holder of the optimizer state that it does not have, by an old
+record. That replica names one that has it instead, by the next ballot.
+
+In gossip averaging (`pulls`) each of a pair is the primary of its own update, which nobody else
+takes a result from: it promises nothing, and follows nobody.
 
 The tables
 ----------
@@ -61,6 +84,7 @@ from swarmnet.protocol.update.shard_facts import (
     GATHERING,
     IS_OVER,
     MIRRORING,
+    STEPPING,
     Facts,
     State,
 )
@@ -77,11 +101,18 @@ def _row(default: Rule, **others: Rule) -> dict[State, Rule]:
 no = rules.ignore
 
 EVENTS: dict[type[Event], dict[State, Rule]] = {
-    on.Begun: _row(rules.begin, decided=no, adopted=no, abandoned=no),
-    on.Seen: _row(rules.note),
+    on.Begun: _row(
+        no,
+        following=rules.begin,
+        canvassing=rules.begin,
+        gathering=rules.begin,
+        copying=rules.begin,
+    ),
+    on.Seen: _row(rules.note, decided=no, adopted=no, abandoned=no),
     on.Pushed: _row(
         rules.take_push,
         copying=rules.hold,
+        copied=rules.give_copy,
         decided=rules.give,
         adopted=rules.give,
         abandoned=rules.deny,
@@ -89,6 +120,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.Asked: _row(
         rules.vote,
         copying=rules.hold,
+        copied=rules.vote_with_copy,
         decided=rules.give,
         adopted=rules.give,
         abandoned=rules.deny,
@@ -99,10 +131,11 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         stepping=rules.count_promise,
         mirroring=rules.count_promise,
     ),
-    on.Denied: _row(rules.denied, copying=no, decided=no, adopted=no, abandoned=no),
+    on.Denied: _row(rules.denied, copying=no, copied=no, decided=no, adopted=no, abandoned=no),
     on.MirrorCame: _row(
         rules.copy,
-        copying=rules.refuse,
+        copying=rules.copy_for,
+        copied=rules.refuse,
         decided=rules.refuse,
         adopted=rules.refuse,
         abandoned=rules.refuse,
@@ -134,7 +167,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.DeadlinePassed: _row(
         no, gathering=rules.expire, stepping=rules.expire_pair, mirroring=rules.expire_pair
     ),
-    on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
+    on.Again: _row(rules.again, copied=no, decided=no, adopted=no, abandoned=no),
     on.MovedOn: _row(
         no,
         following=rules.abandon,
@@ -164,7 +197,10 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
         (rules.is_elsewhere, rules.stand_back),
         (rules.has_one_back, rules.stand_back),
     ),
+    STEPPING: ((rules.must_mirror, rules.mirror),),
     MIRRORING: (
+        (rules.must_mirror, rules.mirror),
+        (rules.has_lost_one, rules.count_again),
         (rules.must_ask_back, rules.ask_back),
         (rules.is_mirrored, rules.decide),
     ),

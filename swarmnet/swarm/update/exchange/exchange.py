@@ -244,7 +244,7 @@ class Exchange:
             return
         facts = self._machines[j].facts
         made_here = result.values is not None
-        counted = facts.me in facts.senders or (made_here and facts.state is State.ADOPTED)
+        counted = facts.me in facts.senders or (made_here and facts.state is State.COPIED)
         self.done.setdefault(j, counted or not self._outbox.own[j][0])
         self.changed.notify_all()
 

@@ -263,7 +263,7 @@ class Outbox:
             if j in found:
                 await self._result_of(j, member, *found[j])
             elif Ballot(term, primary) == ballots[j]:
-                self._feed(j, on.Agreed(member, ballots[j]))
+                self._feed(j, on.Agreed(member, ballots[j], is_final))
             else:
                 self._feed(j, on.Denied(member, Ballot(term, primary)))
 

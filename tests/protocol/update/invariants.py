@@ -1,0 +1,115 @@
+"""What must hold in every world, and at the end of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swarmnet.protocol.update.shard_facts import DECIDED
+from tests.protocol.update.interned import GONE, MASK, Interned, Rest
+from tests.protocol.update.small_world import UNTOUCHED, Broken, Local
+
+
+def has_result(net: Interned, local: int) -> bool:
+    return local != GONE and net.locals.all[local].result is not None
+
+
+def reaches(net: Interned, numbers: list[int], i: int) -> frozenset[str]:
+    """Live replicas that are not parted from this one: each takes the next one for living."""
+    found, queue = {i}, [i]
+    while queue:
+        a = queue.pop()
+        for b in range(net.size):
+            if b in found or numbers[b] == GONE:
+                continue
+            if takes_for_living(net, numbers, a, b) and takes_for_living(net, numbers, b, a):
+                found.add(b)
+                queue.append(b)
+    return frozenset(net.peers[k] for k in found)
+
+
+def takes_for_living(net: Interned, numbers: list[int], a: int, b: int) -> bool:
+    if {net.peers[a], net.peers[b]} == set(net.scenario.cut):
+        return False
+    has_group = net.is_settled[numbers[a]] and bool(net.locals.all[numbers[a]].group)
+    return has_group or not net.is_dead(net.seen[numbers[a]][b])
+
+
+def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[int, Rest]:
+    """Peer `i` has come to a result. Returns what the peer and the rest become."""
+    actor = net.actor(numbers[i])
+    actor.group = reaches(net, numbers, i)
+    for k, local in enumerate(numbers):
+        if k == i or not has_result(net, local):
+            continue
+        other = net.locals.all[local]
+        if other.result != actor.result and not net.scenario.pulls:
+            rest = rest._replace(is_parted=True)
+            if other.me in actor.group and actor.me in other.group:
+                raise Broken(f"{actor.me} has {actor.result}, {other.me} has {other.result}")
+    if actor.machine.facts.state is DECIDED:
+        check_backups(net, numbers, i)
+        rest = rest._replace(is_decided=True)
+    return net.freeze(actor), rest
+
+
+def check_backups(net: Interned, numbers: list[int], i: int) -> None:
+    """The result is given out when every backup that lives to the primary has it."""
+    own = net.locals.all[numbers[i]]
+    if net.scenario.pulls or own.result[1] is None:
+        return
+    for k, local in enumerate(numbers):
+        if k == i or local == GONE or net.is_dead(net.seen[numbers[i]][k]):
+            continue
+        other = net.locals.all[local]
+        if other.applied == UNTOUCHED and not other.is_told_spoiled:
+            raise Broken(f"{own.me} gives out what its backup {other.me} has not")
+
+
+def is_good_end(net: Interned, world: int) -> bool:
+    """All that live and take part have a result, or know that they have missed it."""
+    for i, shift in enumerate(net.shifts):
+        local = world >> shift & MASK
+        if local != GONE and not net.is_over[local] and net.peers[i] != net.scenario.mute:
+            return False
+    return True
+
+
+def is_parted(net: Interned, world: int) -> bool:
+    return net.rests.all[world >> net.at_rest].is_parted
+
+
+def check_end(net: Interned, world: int) -> None:
+    """There is one result, nobody is left waiting, and the moments survive."""
+    numbers = [n for n in net.unpack(world) if n != GONE]
+    found = [net.locals.all[n] for n in numbers]
+    for number in numbers:
+        machine = net.machines[number]
+        assert machine is not None
+        u = machine.facts
+        if u.is_over and (u.calls or u.copied_for is not None):
+            raise Broken(f"{u.me} never answers {u.calls or u.copied_for}")
+    results = {local.result for local in found if local.result is not None}
+    if net.scenario.pulls:
+        return
+    if len(results) > 1 and not is_parted(net, world):
+        raise Broken(f"two results: {results}")
+    if results and not is_parted(net, world):
+        check_moments(net, world, found, results.pop())
+
+
+def check_moments(net: Interned, world: int, found: list[Local], result: Any) -> None:
+    """With fewer faults than owners there is a state that has seen the result's gradient, and
+    each state that has seen another one is known to be spoiled."""
+    for local in found:
+        is_other = local.applied not in (None, UNTOUCHED, result)
+        if is_other and not local.is_told_spoiled:
+            raise Broken(f"{local.me} goes on with a state after {local.applied}")
+    s, rest = net.scenario, net.rests.all[world >> net.at_rest]
+    gone = s.crashes + s.suspicions + s.failures + bool(s.cut)
+    gone -= rest.crashes + rest.suspicions + rest.failures
+    # A backup gives out what it copied when its primary dies, and does not mirror it on.
+    most = s.replication if rest.is_decided else max(2, s.replication - 1)
+    if gone >= most or result[1] is None:
+        return  # whoever is taken for dead is not waited for
+    if not any(local.applied == result for local in found):
+        raise Broken(f"no state has seen {result}: {[local.applied for local in found]}")

@@ -1,0 +1,272 @@
+"""What may happen in a world, as the worlds that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.roster import DEAD
+from tests.protocol.update.interned import BITS, GONE, MASK, NOBODY, Interned, Rest
+from tests.protocol.update.invariants import take_result
+from tests.protocol.update.small_world import Actor, Broken, Message, Outcome
+
+
+class Moves(Interned):
+    """The moves of one scenario."""
+
+    def after(
+        self, world: int, numbers: list[int], bag: int, i: int, outcome: Outcome, rest: int = -1
+    ) -> int:
+        """The world in which peer `i` has changed so; `bag` is what is left of the messages."""
+        local, sent, has_result = outcome
+        before = numbers[i]
+        if rest < 0:
+            rest = world >> self.at_rest
+        numbers[i] = local
+        if has_result:
+            told = self.rests.all[rest]
+            local, told = take_result(self, numbers, i, told)
+            numbers[i], rest = local, self.rests.number(told)
+        if sent != self.nothing or self.class_of[before] != self.class_of[local]:
+            key = (bag, sent, *[self.class_of[number] for number in numbers])
+            mixed = self.mixed.get(key)
+            bag = self.mix(bag, sent, numbers) if mixed is None else mixed
+        found = rest
+        found = found << BITS | bag
+        for number in reversed(numbers):
+            found = found << BITS | number
+        numbers[i] = before
+        return found
+
+    def calm_moves(self, world: int) -> list[int]:
+        """What happens without a fault."""
+        numbers = self.unpack(world)
+        bag = world >> self.at_messages & MASK
+        found = []
+        outcomes, own, target, source = self.outcomes, self.own, self.target, self.source
+        for m, left in self.deliveries[bag]:
+            i = target[m]
+            local, heard = numbers[i], own[numbers[source[m]]]
+            outcome = outcomes.get((local << BITS | m) << 8 | heard)
+            if outcome is None:
+                outcome = self.deliver(local, m, heard)
+            if outcome.local != NOBODY:
+                found.append(self.after(world, numbers, left, i, outcome))
+        late: list[int] = []
+        lazy = self.scenario.lazy
+        for i, local in enumerate(numbers):
+            for name, outcome in self.events_of(local):
+                if name == "happen":
+                    found.append(self.after(world, numbers, bag, i, outcome))
+                elif name == "late" and not (lazy and found):
+                    late.append(self.after(world, numbers, bag, i, outcome))
+        self.add_news(world, numbers, bag, found, late)
+        return found if found and lazy else found + late
+
+    def add_news(
+        self, world: int, numbers: list[int], bag: int, found: list[int], late: list[int]
+    ) -> None:
+        own = self.own
+        for i, local in enumerate(numbers):
+            if local == GONE or self.is_settled[local]:
+                continue
+            seen = self.seen[local]
+            for k in range(self.size):
+                told = own[numbers[k]]
+                if k == i or seen[k] == told:
+                    continue
+                key = (local, k, told)
+                outcome = self.news.get(key) or self.hear(key)
+                if outcome.local == NOBODY:
+                    continue
+                is_urgent = self.is_dead(seen[k]) != self.is_dead(told)
+                (found if is_urgent else late).append(self.after(world, numbers, bag, i, outcome))
+
+    def is_dead(self, standing: int) -> bool:
+        found = self.standings.all[standing]
+        return found is None or found.life == DEAD
+
+    def deliver(self, local: int, m: int, heard: int) -> Outcome:
+        """`heard`: what the sender is; who is heard lives."""
+        actor, message = self.actor(local), self.messages.all[m]
+        index = self.source[m]
+        is_back = self.is_dead(self.seen[local][index]) and not self.is_dead(heard)
+        try:
+            if is_back and self.is_heard[m]:
+                actor.see(message.source, self.standings.all[heard])
+            if message.call[1] == "pull":
+                outcome = self.pull(actor, message)
+            else:
+                actor.receive(message)
+                outcome = self.outcome(actor)
+        except Broken as e:
+            raise Broken(f"{e}\ndeliver {message}") from None
+        self.outcomes[(local << BITS | m) << 8 | heard] = outcome
+        return outcome
+
+    def pull(self, actor: Actor, message: Message) -> Outcome:
+        """Gossip averaging: the offer waits until this peer has closed the round, and is not to be
+        had any more when it has left the meeting."""
+        event = message.event
+        if message.is_reply:
+            actor.handle(event)
+        elif actor.result is not None:
+            actor.answer(message.call, on.PushFailed(actor.me))
+        elif actor.own.declared is None:
+            return Outcome(NOBODY, self.nothing, False)
+        else:
+            n = actor.tokens()
+            ballot = actor.machine.facts.roster.ballot._replace(primary=message.source)
+            actor.answer(
+                message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None)
+            )
+            actor.under_way = [e for e in actor.under_way if e != on.Refused(message.source)]
+            actor.handle(on.Confirmed(message.source))
+        return self.outcome(actor)
+
+    def hear(self, key: tuple[int, int, int]) -> Outcome:
+        local, k, told = key
+        standing = self.standings.all[told]
+        is_cut = {self.peers[k], self.locals.all[local].me} == set(self.scenario.cut)
+        if is_cut and standing is not None:
+            standing = replace(standing, life=DEAD)
+        outcome = Outcome(NOBODY, self.nothing, False)
+        if self.locals.all[local].seen[k] != standing:
+            actor = self.actor(local)
+            actor.see(self.peers[k], standing)
+            outcome = self.outcome(actor)
+        self.news[key] = outcome
+        return outcome
+
+    def events_of(self, local: int) -> tuple[tuple[str, Outcome], ...]:
+        """What is under way at a peer, and when it may come."""
+        found = self.under_way[local]
+        if found is None:
+            events = list(dict.fromkeys(self.locals.all[local].under_way))
+            found = tuple(pair for event in events for pair in self.happenings(local, event))
+            self.under_way[local] = found
+        return found
+
+    def happenings(self, local: int, event: Any) -> list[tuple[str, Outcome]]:
+        def happen(take: Callable[[Actor, Any], None] = Actor.happen) -> Outcome:
+            actor = self.actor(local)
+            try:
+                take(actor, event)
+            except Broken as e:
+                raise Broken(f"{e}\nhappens at {actor.me}: {event}") from None
+            return self.outcome(actor)
+
+        if isinstance(event, on.DeadlinePassed):
+            return [("late" if self.scenario.mute else "deadlines", happen())]
+        if isinstance(event, on.Again | on.Refused):
+            return [("late", happen())]
+        found = [("happen", happen())]
+        machine = self.machines[local]
+        assert machine is not None
+        if isinstance(event, on.Stepped) and machine.facts.copied_for is not None:
+            found.append(("failures", happen(Actor.fail_step)))
+        return found
+
+
+class Faults(Moves):
+    """And what may go wrong."""
+
+    def faults(self, world: int) -> list[int]:
+        rest = self.rests.all[world >> self.at_rest]
+        if not any(rest[:6]):
+            return []
+        numbers = self.unpack(world)
+        bag = world >> self.at_messages & MASK
+        found: list[int] = []
+        if rest.drops:
+            self.add_drops(world, numbers, bag, rest, found)
+        if rest.crashes:
+            for i, local in enumerate(numbers):
+                if local != GONE:
+                    found.append(self.crash(numbers, bag, i, rest))
+        if rest.suspicions:
+            self.add_suspicions(world, numbers, bag, rest, found)
+        if rest.deadlines or rest.failures:
+            for i, local in enumerate(numbers):
+                for name, outcome in self.events_of(local):
+                    if name in ("deadlines", "failures") and getattr(rest, name):
+                        less = self.less(rest, name)
+                        found.append(self.after(world, numbers, bag, i, outcome, less))
+        if rest.strays:
+            self.add_strays(world, numbers, bag, rest, found)
+        return found
+
+    def less(self, rest: Rest, name: str) -> int:
+        return self.rests.number(rest._replace(**{name: getattr(rest, name) - 1}))
+
+    def add_drops(
+        self, world: int, numbers: list[int], bag: int, rest: Rest, found: list[int]
+    ) -> None:
+        less = self.less(rest, "drops")
+        for m, left in self.deliveries[bag]:
+            message = self.messages.all[m]
+            if not isinstance(message.event, on.PushFailed | on.MirrorFailed):
+                unchanged = Outcome(numbers[0], self.loss[m], False)
+                found.append(self.after(world, numbers, left, 0, unchanged, less))
+        for i, local in enumerate(numbers):
+            for call in self.held_by(local):
+                sent = self.failure_of(Message(True, call, self.peers[i], call[0], None))
+                unchanged = Outcome(local, sent, False)
+                found.append(self.after(world, numbers, bag, i, unchanged, less))
+
+    def add_suspicions(
+        self, world: int, numbers: list[int], bag: int, rest: Rest, found: list[int]
+    ) -> None:
+        less = self.less(rest, "suspicions")
+        for i, local in enumerate(numbers):
+            if local == GONE or self.is_settled[local]:
+                continue
+            for k, seen in enumerate(self.seen[local]):
+                if k == i or numbers[k] == GONE or self.is_dead(seen):
+                    continue
+                key = (local, k, -1)
+                outcome = self.news.get(key)
+                if outcome is None:
+                    actor = self.actor(local)
+                    standing = actor.seen[k]
+                    assert standing is not None
+                    actor.see(self.peers[k], replace(standing, life=DEAD))
+                    outcome = self.news[key] = self.outcome(actor)
+                found.append(self.after(world, numbers, bag, i, outcome, less))
+
+    def add_strays(
+        self, world: int, numbers: list[int], bag: int, rest: Rest, found: list[int]
+    ) -> None:
+        """All others go on to the exchange after the next one."""
+        if sum(local != GONE and not self.is_over[local] for local in numbers) != 1:
+            return
+        less = self.less(rest, "strays")
+        for i, local in enumerate(numbers):
+            if local != GONE and not self.is_over[local]:
+                actor = self.actor(local)
+                actor.handle(on.MovedOn())
+                found.append(self.after(world, numbers, bag, i, self.outcome(actor), less))
+
+    def held_by(self, local: int) -> list[tuple[Any, ...]]:
+        """Calls that wait for an answer here. Their connections may break too."""
+        machine = self.machines[local]
+        if machine is None:
+            return []
+        calls: list[Any] = [call for _, call in machine.facts.calls]
+        copied_for: Any = machine.facts.copied_for
+        return [*calls, copied_for] if copied_for else calls
+
+    def crash(self, numbers: list[int], bag: int, i: int, rest: Rest) -> int:
+        less = self.less(rest, "crashes")
+        local = numbers[i]
+        sent: list[int] = []
+        for call in self.held_by(local):
+            lost = Message(True, call, self.peers[i], call[0], None)
+            sent += self.sent.all[self.failure_of(lost)]
+        numbers[i] = GONE
+        bag = self.mix(bag, self.sent.number(tuple(sent)), numbers)
+        found = self.pack(numbers, bag, less)
+        numbers[i] = local
+        return found

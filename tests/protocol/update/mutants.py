@@ -1,0 +1,202 @@
+"""The machine of a shard's update with one rule broken on purpose, in every way that can be told
+from the tables and the conditions of the rules."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from swarmnet.protocol.update import shard_facts, shard_rules, shard_update
+from swarmnet.protocol.update.shard_facts import Facts
+from tests.protocol.update.small_world import Broken
+
+MOST_ROUNDS = 300
+FACTS_RULES = (
+    "waits_for",
+    "back",
+    "living",
+    "past",
+    "successor",
+    "next_ballot",
+    "target",
+    "is_dead",
+)
+"""Methods of the facts that decide something."""
+
+
+def all_mutants() -> list[str]:
+    """Their names."""
+    return [*_event_mutants(), *_state_mutants(), *_condition_mutants()]
+
+
+def build(name: str) -> Any:
+    """The class `ShardUpdate` with what `name` says broken."""
+    kind, *words = name.split()
+    if kind == "condition":
+        return _module(*_broken_rules(name))["ShardUpdate"]
+    module = _module(shard_rules, None)
+    if kind == "event":
+        _break_event(module, *words)
+    else:
+        _break_state(module, *words)
+    return module["ShardUpdate"]
+
+
+def _module(rules: Any, facts: Any) -> dict[str, Any]:
+    """The tables, made anew with other rules."""
+    names: dict[str, Any] = {"__name__": shard_update.__name__}
+    source = inspect.getsource(shard_update)
+    exec(compile(source, shard_update.__file__, "exec"), names)
+    if rules is not shard_rules:
+        for row in names["EVENTS"].values():
+            for state, rule in row.items():
+                row[state] = getattr(rules, rule.__name__)
+        for state, checks in names["STATES"].items():
+            names["STATES"][state] = tuple(
+                (getattr(rules, guard.__name__), getattr(rules, rule.__name__))
+                for guard, rule in checks
+            )
+    if facts is not None:
+        names["Facts"] = facts
+    return names
+
+
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+def _event_mutants() -> Iterator[str]:
+    """Each rule ignored, and each ignored event answered as in most other states."""
+    for event, row in shard_update.EVENTS.items():
+        for state, rule in row.items():
+            is_ignored = rule is shard_rules.ignore
+            yield f"event {event.__name__} {state.value} {'answered' if is_ignored else 'ignored'}"
+
+
+def _break_event(module: dict[str, Any], event: str, state: str, how: str) -> None:
+    row = next(row for kind, row in module["EVENTS"].items() if kind.__name__ == event)
+    rules = [rule for rule in row.values() if rule is not shard_rules.ignore]
+    key = next(s for s in row if s.value == state)
+    row[key] = max(rules, key=rules.count) if how == "answered" else shard_rules.ignore
+
+
+def _state_mutants() -> Iterator[str]:
+    for state, checks in shard_update.STATES.items():
+        for guard, _ in checks:
+            yield f"state {state.value} {guard.__name__} never"
+            yield f"state {state.value} {guard.__name__} always"
+
+
+def _break_state(module: dict[str, Any], name: str, guard: str, how: str) -> None:
+    states = module["STATES"]
+    state = next(s for s in states if s.value == name)
+    checks = []
+    for check, rule in states[state]:
+        if check.__name__ != guard:
+            checks.append((check, rule))
+        elif how == "always":
+            checks.append((_Always(), rule))
+    states[state] = tuple(checks)
+
+
+class _Always:
+    """A guard that always holds. Where its rule never ends, that is what is found."""
+
+    def __init__(self) -> None:
+        self.facts: Facts | None = None
+        self.count = 0
+
+    def __call__(self, facts: Facts) -> bool:
+        self.count = self.count + 1 if facts is self.facts else 0
+        self.facts = facts
+        if self.count > MOST_ROUNDS:
+            raise Broken("it goes round in circles")
+        return True
+
+
+# ---- conditions in rules ------------------------------------------------------------------------
+
+
+def _sources() -> list[tuple[Any, ast.Module]]:
+    return [(m, ast.parse(inspect.getsource(m))) for m in (shard_rules, shard_facts)]
+
+
+def _conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
+    """(function, node, field) of all conditions: tests, and the operands of `and` and `or`."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.If | ast.IfExp):
+                yield function.name, node, "test"
+            if isinstance(node, ast.BoolOp):
+                for i in range(len(node.values)):
+                    yield function.name, node, f"values{i}"
+            if isinstance(node, ast.comprehension):
+                for i in range(len(node.ifs)):
+                    yield function.name, node, f"ifs{i}"
+
+
+def _condition_mutants() -> Iterator[str]:
+    for _, tree in _sources():
+        for name, _, _, _ in _named_conditions(tree):
+            yield name
+
+
+def _named_conditions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str, str]]:
+    counts: Counter[str] = Counter()
+    for function, node, field in _conditions(tree):
+        text = ast.unparse(_part(node, field)).replace(" ", "_")
+        for how in _ways(node, field):
+            name = f"condition {function} {text} {how}"
+            counts[name] += 1
+            yield name + (f" {counts[name]}" if counts[name] > 1 else ""), node, field, how
+
+
+def _ways(node: ast.AST, field: str) -> tuple[str, ...]:
+    """A test always or never holds; an operand has no say any more."""
+    if field == "test":
+        return ("true", "false")
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return ("false",)
+    return ("true",)
+
+
+def _part(node: Any, field: str) -> Any:
+    for name in ("values", "ifs"):
+        if field.startswith(name):
+            return getattr(node, name)[int(field.removeprefix(name))]
+    return getattr(node, field)
+
+
+def _put(node: Any, field: str, value: ast.expr) -> None:
+    for name in ("values", "ifs"):
+        if field.startswith(name):
+            getattr(node, name)[int(field.removeprefix(name))] = value
+            return
+    setattr(node, field, value)
+
+
+def _broken_rules(name: str) -> tuple[Any, Any]:
+    """The rules and the facts, one of the two with the condition broken."""
+    for module, tree in _sources():
+        for other, node, field, how in _named_conditions(tree):
+            if other != name:
+                continue
+            value = ast.copy_location(ast.Constant(how == "true"), _part(node, field))
+            _put(node, field, value)
+            names: dict[str, Any] = {"__name__": module.__name__}
+            exec(compile(ast.fix_missing_locations(tree), module.__file__, "exec"), names)
+            if module is shard_rules:
+                return types.SimpleNamespace(**names), None
+            return shard_rules, _with_methods(names["Facts"])
+    raise KeyError(name)
+
+
+def _with_methods(broken: Any) -> Any:
+    """The facts as they are, with the broken one's methods."""
+    methods = {n: getattr(broken, n) for n in FACTS_RULES}
+    return type("Facts", (Facts,), {"__slots__": (), **methods})

@@ -1,0 +1,86 @@
+"""The worlds that are explored: the small ones by the tests, the deep ones by `make explore`."""
+
+from __future__ import annotations
+
+import random
+
+from tests.protocol.update.small_world import Scenario
+
+SMALL = {
+    "calm": Scenario(),
+    "a crash": Scenario(crashes=1),
+    "a lost message": Scenario(drops=1),
+    "a false suspicion": Scenario(suspicions=1),
+    "a crash and a lost message": Scenario(crashes=1, drops=1),
+    "a lost message and a false suspicion": Scenario(drops=1, suspicions=1),
+    "an early deadline": Scenario(deadlines=1),
+    "a crash and an early deadline": Scenario(crashes=1, deadlines=1),
+    "a mute contributor": Scenario(mute="c"),
+    "a mute contributor and a crash": Scenario(mute="c", crashes=1),
+    "a mute backup": Scenario(mute="b"),
+    "a backup that cannot step": Scenario(failures=1, drops=1),
+    "a backup that cannot step, and a crash": Scenario(failures=1, crashes=1),
+    "one that is left behind": Scenario(strays=1, suspicions=1),
+    "one that crashes and comes back as a newcomer": Scenario(crashes=1, drops=1, returns=True),
+    "primary and backup cut": Scenario(cut="ab", crashes=1),
+    "primary and contributor cut": Scenario(cut="ac", crashes=1),
+    "backup and contributor cut": Scenario(cut="bc", crashes=1),
+    "records that differ": Scenario(primaries="aba"),
+    "each its own primary": Scenario(primaries="abc"),
+    "one that knows no holder": Scenario(primaries="aac"),
+    "rosters of which each names another": Scenario(primaries="bca", crashes=1),
+    "one contributor with tokens": Scenario(tokens=(0, 0, 1), crashes=1),
+    "no tokens": Scenario(tokens=(0, 0, 0), crashes=1, drops=1),
+    "no norm to wait for": Scenario(clips=False, crashes=1),
+    "sums that take long": Scenario(slow_sums=True, suspicions=1),
+    "three owners": Scenario(replication=3, crashes=1),
+    "three owners and a lost message": Scenario(replication=3, drops=1),
+    "three owners and two crashes": Scenario(replication=3, crashes=2),
+    "a pair": Scenario(
+        peers="ab", tokens=(1, 1), pulls=True, clips=False, crashes=1, drops=1, suspicions=1
+    ),
+    "a pair, one without tokens": Scenario(
+        peers="ab", tokens=(1, 0), pulls=True, clips=False, drops=2, deadlines=1
+    ),
+}
+ONE_OF_EACH = Scenario(crashes=1, drops=1, suspicions=1)
+"""The deepest of the tests: over a million states."""
+DEEP = {
+    "one of each": ONE_OF_EACH,
+    "one of each, three owners": Scenario(replication=3, crashes=1, drops=1, suspicions=1),
+    "a crash, a loss, a deadline": Scenario(crashes=1, drops=1, deadlines=1),
+    "a suspicion and a deadline": Scenario(suspicions=1, deadlines=1),
+    "a cut, a crash and a loss": Scenario(cut="ab", crashes=1, drops=1),
+    "another cut, a crash and a loss": Scenario(cut="ac", crashes=1, drops=1),
+    "no tokens with two, one of each": Scenario(tokens=(0, 0, 1), crashes=1, drops=1, suspicions=1),
+    "records that differ, a crash and a loss": Scenario(primaries="aba", crashes=1, drops=1),
+    "no holder known, a crash and a suspicion": Scenario(primaries="aac", crashes=1, suspicions=1),
+    "each its own, a crash": Scenario(primaries="abc", crashes=1),
+    "pauses of any length": Scenario(lazy=False),
+    "four peers and a crash": Scenario(peers="abcd", tokens=(1, 1, 1, 1), crashes=1),
+    "four peers and a loss": Scenario(peers="abcd", tokens=(1, 1, 1, 1), drops=1),
+}
+
+
+def any_scenario(seed: int) -> Scenario:
+    """A larger world, for random schedules."""
+    rng = random.Random(seed)
+    n = rng.randint(3, 6)
+    peers = "abcdef"[:n]
+    replication = rng.randint(2, 3)
+    second = rng.choice(peers[:replication])
+    return Scenario(
+        peers=peers,
+        replication=replication,
+        tokens=tuple(rng.choice((0, 1, 1)) for _ in peers),
+        primaries=rng.choice(("", "", "".join(rng.choice("a" + second) for _ in peers))),
+        crashes=rng.randint(0, 1),
+        drops=rng.randint(0, 3),
+        suspicions=rng.randint(0, 2),
+        deadlines=rng.randint(0, 1),
+        failures=rng.choice((0, 0, 1)),
+        returns=rng.random() < 0.3,
+        clips=rng.random() < 0.7,
+        slow_sums=rng.random() < 0.3,
+        lazy=False,
+    )

@@ -1,0 +1,385 @@
+"""A small world of replicas with one shard, their messages, and what can go wrong with them.
+
+What one peer is (its machine, its optimizer state, what it has under way) does not depend on the
+other peers but through messages and news. So it is kept as one number, and what an event does to it
+is computed once (`Interned`). A world is one integer, packed of the numbers of its peers, of the
+messages under way and of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.roster import DEAD, Ballot, Roster, Standing, first_ballot
+from swarmnet.protocol.update.shard_facts import (
+    ABANDONED,
+    CANVASSING,
+    CLIPPING,
+    COPIED,
+    DECIDED,
+    GATHERING,
+    HAS_STEPPED,
+    Facts,
+)
+from swarmnet.protocol.update.shard_update import ShardUpdate
+
+FACTS = [f.name for f in fields(Facts) if f.name not in ("me", "roster", "members", "commands")]
+MAX_COMMANDS = 200
+UNTOUCHED = ""
+"""The optimizer state before the step."""
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A small world before anything has happened."""
+
+    peers: str = "abc"
+    """One letter each. The first ones hold the optimizer state."""
+    replication: int = 2
+    tokens: tuple[int, ...] = (1, 1, 1)
+    primaries: str = ""
+    """By peer, who is the primary by its records; the first peer where left out."""
+    crashes: int = 0
+    drops: int = 0
+    suspicions: int = 0
+    deadlines: int = 0
+    """Deadlines that pass before all has come that will come."""
+    failures: int = 0
+    """Backups that cannot make the step."""
+    strays: int = 0
+    """Peers that learn too late that others have a result, and that the stage has moved on."""
+    mute: str = ""
+    """A peer that lives and never closes its round. Deadlines pass then."""
+    cut: str = ""
+    """Two peers that cannot reach each other, ever."""
+    returns: bool = False
+    """Who crashes comes back at once, and takes no part: it is no member any more."""
+    clips: bool = True
+    pulls: bool = False
+    """Gossip averaging of a pair."""
+    slow_sums: bool = False
+    """Other events come while contributions are summed."""
+    lazy: bool = True
+    """Pauses end, and news of what a peer has done spread, only when nothing else can happen: a
+    pause is longer than a call. Without it there are more orders."""
+    reduced: bool = True
+    """What cannot matter any more is forgotten (`Interned.settle`, `Interned.is_void`)."""
+
+    @property
+    def holders(self) -> str:
+        return self.peers[: self.replication]
+
+
+class Message(NamedTuple):
+    """A call or its answer. `call`: (caller, kind, target, ...)."""
+
+    is_reply: bool
+    call: tuple[Any, ...]
+    source: str
+    target: str
+    event: Any
+
+
+class Local(NamedTuple):
+    """All that one peer is."""
+
+    me: str
+    facts: tuple[Any, ...]
+    seen: tuple[Standing | None, ...]
+    """By peer: what this one takes it for. Of itself: what others can know."""
+    applied: Any
+    """The step that the optimizer state is after; None where there is none."""
+    under_way: tuple[Any, ...]
+    """Events that will come of themselves."""
+    open_call: Any
+    """The push whose answer counts."""
+    is_told_spoiled: bool
+    result: Any
+    group: frozenset[str]
+    """With a result: whom it was not parted from when it came to it."""
+
+
+class Outcome(NamedTuple):
+    """What an event does to a peer."""
+
+    local: int
+    sent: int
+    """The number of a tuple of messages."""
+    has_result: bool
+    """It has come to a result now."""
+
+
+class Actor:
+    """A peer while it takes an event in."""
+
+    def __init__(self, scenario: Scenario, local: Local, machine: ShardUpdate) -> None:
+        self.scenario = scenario
+        self.me = local.me
+        self.machine = machine.copy()
+        self.seen = list(local.seen)
+        self.applied = local.applied
+        self.under_way = list(local.under_way)
+        self.open_call = local.open_call
+        self.is_told_spoiled = local.is_told_spoiled
+        self.result = local.result
+        self.group = local.group
+        self.sent: list[Message] = []
+
+    @property
+    def own(self) -> Standing:
+        standing = self.seen[self.scenario.peers.index(self.me)]
+        assert standing is not None
+        return standing
+
+    @own.setter
+    def own(self, standing: Standing) -> None:
+        self.seen[self.scenario.peers.index(self.me)] = standing
+
+    def local(self) -> Local:
+        u = self.machine.facts
+        facts = tuple([getattr(u, name) for name in FACTS])
+        return Local(
+            self.me,
+            facts,
+            tuple(self.seen),
+            self.applied,
+            tuple(sorted(self.under_way, key=repr)),
+            self.open_call,
+            self.is_told_spoiled,
+            self.result,
+            self.group,
+        )
+
+    def see(self, member: str, standing: Standing | None) -> None:
+        self.seen[self.scenario.peers.index(member)] = standing
+        self.show()
+
+    def show(self) -> None:
+        peers = zip(self.scenario.peers, self.seen)
+        self.handle(on.Seen({p: s for p, s in peers if p != self.me and s is not None}))
+
+    def happen(self, event: Any) -> None:
+        """What was under way comes."""
+        self.under_way.remove(event)
+        if isinstance(event, on.Begun):
+            self.own = replace(self.own, declared=event.num_tokens)
+        if isinstance(event, on.Stepped) and event.result[1]:
+            if self.applied not in (UNTOUCHED, None) and not self.is_told_spoiled:
+                raise Broken(f"{self.me} makes two steps in one exchange on one state")
+            self.applied = event.result
+        self.handle(event)
+
+    def fail_step(self, event: on.Stepped) -> None:
+        """The step of this backup cannot be made: the state is to be fetched."""
+        self.under_way.remove(event)
+        self.applied = None
+        self.handle(on.StepFailed(event.attempt))
+
+    def receive(self, message: Message) -> None:
+        event = message.event
+        if message.is_reply and message.call[1] == "push":
+            if message.call != self.open_call:
+                return  # nothing that a push that was given up still brings counts
+            self.open_call = None
+        if isinstance(event, on.MirrorCame):
+            is_busy = any(isinstance(e, on.Stepped) for e in self.under_way)
+            fits = self.applied == UNTOUCHED and not is_busy
+            event = replace(event, fits=fits and not self.is_told_spoiled)
+        self.handle(event)
+
+    def handle(self, event: Any) -> None:
+        found = self.machine.handle(event)
+        if len(found) > MAX_COMMANDS:
+            raise Broken(f"{len(found)} commands")
+        for command in found:
+            self.carry_out(command)
+
+    def call(self, target: str, kind: str, event: Any, *rest: Any) -> tuple[Any, ...]:
+        """`event`: made of the name of the call."""
+        name = (self.me, kind, target, *rest)
+        self.sent.append(Message(False, name, self.me, target, event(name)))
+        return name
+
+    def answer(self, call: Any, event: Any) -> None:
+        if call is None:
+            raise Broken(f"{self.me} answers where nobody has called: {event}")
+        self.sent.append(Message(True, call, self.me, call[0], event))
+
+    def later(self, event: Any) -> None:
+        if not isinstance(event, on.DeadlinePassed) or event not in self.under_way:
+            self.under_way.append(event)
+
+    def carry_out(self, command: Any) -> None:
+        me: str = self.me
+        call: Any
+        match command:
+            case do.Push(target, ballot, has_gradient):
+                n = self.tokens() if has_gradient else 0
+                self.open_call = self.call(
+                    target,
+                    "push",
+                    lambda name: on.Pushed(name, me, ballot, n, me if n else None),
+                    ballot,
+                    has_gradient,
+                )
+            case do.GiveUpPush():
+                self.open_call = None
+            case do.Ask(members, ballot, is_final):
+                for p in members:
+                    self.call(
+                        p,
+                        "ask",
+                        lambda name: on.Asked(name, me, ballot, is_final),
+                        ballot,
+                        is_final,
+                    )
+            case do.Pull(target):
+                self.call(target, "pull", lambda name: None)
+            case do.Mirror(total, backups, ballot, attempt):
+                for p in backups:
+                    self.mirror(p, total, ballot, attempt)
+            case do.Give(call, result):
+                self.answer(call, on.ResultCame(me, result))
+            case do.Agree(call, ballot):
+                self.answer(call, on.Agreed(me, ballot, call[4]))
+            case do.Deny(call, ballot):
+                self.answer(call, on.Denied(me, ballot))
+            case do.Confirm(call):
+                self.answer(call, on.Confirmed(me))
+            case do.Refuse(call):
+                self.answer(call, on.Refused(me))
+            case _:
+                self.carry_out_here(command)
+
+    def carry_out_here(self, command: Any) -> None:
+        """What concerns nobody else."""
+        match command:
+            case do.Sum(parts, senders, absent, attempt):
+                self.check_sum(parts, senders, absent)
+                summed = on.Summed(tuple(p for p, _, _ in parts) or None, attempt)
+                if self.scenario.slow_sums:
+                    self.later(summed)
+                else:
+                    self.handle(summed)
+            case do.FindNorm(attempt):
+                self.later(on.ClipKnown(attempt))
+            case do.Step(total, ballot, attempt):
+                self.later(on.Stepped((ballot, total), attempt))
+            case do.Repeat(step, attempt):
+                self.later(on.Stepped(step, attempt))
+            case do.Adopt(result, is_own):
+                if self.result is not None:
+                    raise Broken(f"{self.me} has a second result")
+                if is_own != (self.machine.facts.state is DECIDED):
+                    raise Broken(f"{self.me} takes another's result for its own, or the reverse")
+                self.result = result
+                self.own = replace(self.own, is_past=True)
+            case do.Spoiled():
+                self.is_told_spoiled = True
+            case do.SetDeadline():
+                if self.scenario.deadlines or self.scenario.mute:
+                    self.later(on.DeadlinePassed())
+            case do.Pause():
+                self.later(on.Again())
+
+    def tokens(self) -> int:
+        return self.scenario.tokens[self.scenario.peers.index(self.me)]
+
+    def mirror(self, target: str, total: Any, ballot: Ballot, attempt: int) -> None:
+        if self.scenario.pulls:  # the time that a partner has for its pull
+            self.later(on.Refused(target))
+            return
+        step = (ballot, total)
+        self.call(
+            target,
+            "mirror",
+            lambda name: on.MirrorCame(name, self.me, ballot, step, False),
+            ballot,
+            attempt,
+        )
+
+    def check_sum(self, parts: Any, senders: frozenset[str], absent: tuple[str, ...]) -> None:
+        """All are told that they count that do, and no others; who lives is in it or absent."""
+        scenario, peers = self.scenario, self.scenario.peers
+        summed = [p for p, _, _ in parts]
+        due = [p for p in peers if p in senders and scenario.tokens[peers.index(p)]]
+        if summed != due:
+            raise Broken(f"the sum has {summed}, and {sorted(senders)} are told so")
+        if set(absent) & senders:
+            raise Broken(f"{absent} are absent, and {sorted(senders)} in the sum")
+        if self.me not in senders:
+            raise Broken(f"{self.me} forgets its own contribution")
+
+
+def start(scenario: Scenario) -> list[Actor]:
+    """The peers, before anything has happened."""
+    peers, holders = scenario.peers, scenario.holders
+    actors = []
+    for i, me in enumerate(peers):
+        primary = scenario.primaries[i] if scenario.primaries else peers[0]
+        ballot = first_ballot(primary, is_holder=primary in holders)
+        backups = tuple(holders)
+        if scenario.pulls:
+            ballot, backups = first_ballot(me, is_holder=True), tuple(peers)
+        order = tuple(sorted(peers, key=lambda p: (p != ballot.primary, peers.index(p))))
+        roster = Roster(
+            ballot,
+            order,
+            tuple(p for p in order if p in holders),
+            backups,
+            me in holders or scenario.pulls,
+            clips=scenario.clips,
+            pulls=scenario.pulls,
+        )
+        seen = [Standing(life=DEAD if {me, p} == set(scenario.cut) else "alive") for p in peers]
+        applied = UNTOUCHED if me in holders or scenario.pulls else None
+        local = Local(me, (), tuple(seen), applied, (), None, False, None, frozenset())
+        actor = Actor(scenario, local, ShardUpdate(me, roster))
+        actor.show()
+        n = scenario.tokens[i]
+        if me != scenario.mute:
+            actor.later(on.Begun(n, me if n else None))
+        actors.append(actor)
+    return actors
+
+
+def is_settled(u: Facts) -> bool:
+    """Nothing depends on what it takes others for."""
+    others = set(u.roster.backups) - {u.me, u.ballot.primary}
+    return u.is_over and not (u.state is COPIED and others)
+
+
+def settle(actor: Actor) -> None:
+    """Forgets what cannot matter any more.
+
+    When there is a result, or will be none, every event is ignored but calls, and they are answered
+    by the result and the ballot only. News to such a peer change what invariants excuse, no more:
+    so it has all of them at once, and invariants are the stricter. In the other states, each field
+    that is reset here is set again before the next rule reads it."""
+    u = actor.machine.facts
+    if is_settled(u):
+        kept = Facts(u.me, u.roster, u.ballot, u.state, u.result)
+        if u.state not in (ABANDONED, COPIED):
+            kept.ballot = u.roster.ballot
+        for held in ("calls", "copied_for", "pushing"):
+            setattr(kept, held, getattr(u, held))
+        actor.machine.facts = kept
+        own = actor.own
+        actor.seen = [None] * len(actor.seen)
+        actor.own = own
+        actor.open_call = None
+        actor.under_way = [e for e in actor.under_way if isinstance(e, on.Stepped)]
+        return
+    if u.state is not CANVASSING:
+        u.agreed = frozenset()
+    if u.state is not GATHERING:
+        u.is_expired = False
+    if u.state is not CLIPPING and u.state not in HAS_STEPPED:
+        u.promised, u.asked, u.senders, u.total = frozenset(), frozenset(), frozenset(), None
+        u.lost = frozenset()
