@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from zlib import crc32
 
 from swarmnet.protocol.update.commands import Command
 from swarmnet.protocol.update.events import Call, Handle
@@ -135,13 +136,19 @@ class Facts:
         past = [p for p in self.living() if self.members[p].is_past]
         alive = [p for p in past if self.members[p].life == ALIVE]
         found = alive or past
-        return found[sum(self.me.encode()) % len(found)] if found else None
+        return min(found, key=self._distance, default=None)
+
+    def _distance(self, peer_id: str) -> int:
+        """So that replicas ask different ones, and none changes to another one for each that is
+        past the exchange too."""
+        return crc32(f"{self.me}|{peer_id}".encode())
 
     def successor(self) -> str:
         """Who takes over from the primary: the first in the order that lives."""
         others = sorted({*self.members, self.me})
         for peer_id in (*self.roster.order, *others):
-            if peer_id != self.ballot.primary and not self.is_dead(peer_id):
+            may_lead = peer_id != self.me or self.roster.may_lead
+            if may_lead and peer_id != self.ballot.primary and not self.is_dead(peer_id):
                 return peer_id
         return self.me
 

@@ -441,7 +441,7 @@ def fell_through(u: Facts, event: on.StepFailed) -> None:
     """The sum or the step could not be made here: it is tried again, wherever the primary is by
     then."""
     if event.attempt == u.attempt:
-        u.pending, u.unmirrored = frozenset(), frozenset()
+        u.pending, u.unmirrored, u.served = frozenset(), frozenset(), frozenset()
         stand_back(u)
 
 
@@ -483,7 +483,7 @@ def go_by(u: Facts, ballot: Ballot) -> None:
     u.parts, u.agreed, u.host, u.failed = (), frozenset(), None, None
     u.total, u.result, u.pending, u.unmirrored = None, None, frozenset(), frozenset()
     u.promised, u.asked = frozenset(), frozenset()
-    u.senders = frozenset()
+    u.senders, u.served = frozenset(), frozenset()
     give_up_push(u)
     deny_all(u)
 

@@ -146,6 +146,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         canvassing=rules.adopt,
         gathering=rules.adopt,
         clipping=rules.adopt,
+        stepping=rules.adopt_instead,
         mirroring=rules.adopt_instead,
     ),
     on.PushFailed: _row(no, following=rules.push_failed, gathering=rules.go_without),

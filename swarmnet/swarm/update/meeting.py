@@ -48,6 +48,7 @@ class Meeting:
         self._machine = ShardUpdate(gossip.own.peer_id, pair(gossip.own.peer_id, partner))
         self._wanted = set(range(num_shards))
         """Shards whose offer the partner has not asked for."""
+        self._error: Exception | None = None
         self._over = Condition()
         self._tasks = Tasks("meeting")
 
@@ -57,6 +58,8 @@ class Meeting:
             self._refresh()
             self._feed(on.Begun(num_tokens, None))
             while not self._machine.is_over:
+                if self._error is not None:
+                    raise self._error
                 await self._over.wait(LOOK_AGAIN_S)
                 self._refresh()
         finally:
@@ -104,7 +107,12 @@ class Meeting:
             self._feed(on.PushFailed(target))
 
     async def _make_step(self, offers: Offers | None, attempt: int) -> None:
-        await self._step(offers or {})
+        try:
+            await self._step(offers or {})
+        except Exception as e:  # of the device: it ends the round, as without a partner
+            self._error = e
+            self._over.notify_all()
+            return
         self._feed(on.Stepped(True, attempt))
 
     async def _expire(self) -> None:

@@ -49,6 +49,8 @@ class OptimizerStates:
         """Why this machine cannot keep optimizer state; ends the peer."""
         self._applied: dict[int, int] = {}
         """By shard, the exchange whose step its state here is after; -1 before the first."""
+        self._spoiled: dict[int, int] = {}
+        """By shard, the exchange whose step was made here and does not hold."""
         self._lineages: dict[int, bytes] = {}
         """By shard, what its state here has come from, see `lineage`."""
         self._fetching = asyncio.Lock()
@@ -104,6 +106,8 @@ class OptimizerStates:
     def stepped(self, shard_index: int, round_index: int, lineage: bytes | None = None) -> None:
         """The step of the round has been made on the shard's state, which is of this lineage now;
         or there was none to make."""
+        if self._spoiled.get(shard_index) == round_index:
+            return  # the step was under way when it turned out not to hold
         self._applied[shard_index] = round_index
         if lineage is not None:
             self._lineages[shard_index] = lineage
@@ -146,8 +150,13 @@ class OptimizerStates:
     def spoil(self, shard_index: int, round_index: int) -> None:
         """The step of the round that was made here does not hold: the state is to be fetched again,
         and until then stands in for none."""
+        self._spoiled[shard_index] = round_index
         self._applied[shard_index] = round_index - 2
         self._lineages.pop(shard_index, None)
+
+    def fail(self, error: UserError) -> None:
+        """This machine cannot keep optimizer state."""
+        self.failure = error
 
     async def drop(self, shards: Sequence[int]) -> None:
         """Forgets the state of these shards, which others own now."""

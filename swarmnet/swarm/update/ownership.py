@@ -122,12 +122,12 @@ class Ownership:
 
     def roster(self, round_index: int, shard_index: int) -> Roster:
         """The roles in the update of a shard, as the records of this moment say."""
-        name = ("holders", shard_index, self.gossip.own.holds)
+        has_input = self.states.has_input(shard_index, round_index)
+        name = ("holders", shard_index, self.gossip.own.holds, has_input)
         order, holders = self.members.remembered(
             name, round_index, lambda: self._ranked(round_index, shard_index)
         )
         own = self.gossip.own.peer_id
-        has_input = self.states.has_input(shard_index, round_index)
         if not holders and has_input and own in order:  # nobody has said so yet
             holders = (own,)
         first = holders[0] if holders else (order[0] if order else "")

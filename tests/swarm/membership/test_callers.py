@@ -152,7 +152,7 @@ def test_what_a_body_names_has_to_be_here() -> None:
         view.merge(record(CALLER, 1, stage=STAGE), now())
         replica = Replica()
         gate = gate_of(view, replica=replica)
-        gate.enter(envelope("reduce"), ReduceRequest(0, STAGE, (0, 2), (0, 0)))
+        gate.enter(envelope("reduce"), ReduceRequest(0, STAGE, (0, 2), (0, 0), (1, 1)))
         gate.enter(envelope("fetch_optimizer"), FetchRequest(0, STAGE, 2))
         for stage, shard in ((STAGE, 3), (STAGE + 1, 1)):
             with pytest.raises(NotReady):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import SUSPECT, Standing
+from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing
 from swarmnet.protocol.update.shard_facts import FOLLOWING, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
@@ -159,6 +159,15 @@ class Exchange:
                 self._carry_out(shard, command)
         return machine
 
+    def ballot(self, shard: int) -> Ballot:
+        """By which this replica goes."""
+        return self._machine(shard).facts.ballot
+
+    @property
+    def is_at_work(self) -> bool:
+        """A call for a result is under way, or a step."""
+        return self._outbox.is_pushing or self.leads_any()
+
     async def answer(self, shard: int, make: Callable[[on.Call], on.Event]) -> do.Command:
         """What a call of another replica is answered with. `make(call)`: the event that it is.
         Raises `NotReady` where the exchange ends here first."""
@@ -240,34 +249,31 @@ class Exchange:
         try:
             await self._work.put(j, result, put)
         except SwarmnetError as e:
-            self.fail(e)
+            self.fail(Behind(str(e)))
             return
-        facts = self._machines[j].facts
-        made_here = result.values is not None
-        counted = facts.me in facts.senders or (made_here and facts.state is State.COPIED)
+        facts, counted = self._machines[j].facts, result.counted
+        if counted is None:
+            counted = facts.me in facts.senders or facts.state is State.COPIED
         self.done.setdefault(j, counted or not self._outbox.own[j][0])
         self.changed.notify_all()
 
     async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array) -> Result:
-        """Parameters from another replica. Raises `ProtocolViolation` where they are of no use:
-        their sender is dead for this exchange."""
-        result = Result(values)
-        put = self._put
-        if put is None:
-            await self._work.check(values)
-        else:
-            try:
+        """Parameters from another replica, put where they go; a result that holds instead is put
+        over them. Raises `ProtocolViolation` where they are of no use: their sender is dead for
+        this exchange."""
+        result, put = Result(values, told.counted), self._put
+        try:
+            if put is None:
+                await self._work.check(values)
+            else:
                 await self._work.put(j, result, put)
-            except ProtocolViolation as e:
-                log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
-                self._distrusted.add(sender)
-                self.refresh()
-                raise
-            result = Result(None)  # it lies in the stage
-            self.done.setdefault(j, told.counted or not self._outbox.own[j][0])
+                result = Result(None, told.counted)  # it lies in the stage
+        except ProtocolViolation as e:
+            log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
+            self._distrusted.add(sender)
+            self.refresh()
+            raise
         self._books.heard(self.number, j, told)
-        self.results[j] = result
-        self.changed.notify_all()
         return result
 
     def _was_taken(self, j: int) -> None:
@@ -297,15 +303,15 @@ class Exchange:
     async def _expire(self, j: int) -> None:
         """Waits for the deadline in time awake: after a stall of its own, this process has not read
         yet what came. Then for the leases of those that may be back."""
-        left = self._deadlines[j] - self._gossip.awake_s()
-        while left > 0:
+        while (left := self._deadlines[j] - self._gossip.awake_s()) > 0:
             await asyncio.sleep(left)
-            left = self._deadlines[j] - self._gossip.awake_s()
-        await self._gossip.look_into(self._awaited(j))
-        self.refresh()
-        while any(self._members[p].life == SUSPECT for p in self._awaited(j)):
-            await self._gossip.changed.wait(LOOK_AGAIN_S)
+            if self._gossip.awake_s() < self._deadlines[j]:
+                continue  # it was set anew meanwhile, or this process stood still
+            await self._gossip.look_into(self._awaited(j))
             self.refresh()
+            while any(self._members[p].life == SUSPECT for p in self._awaited(j)):
+                await self._gossip.changed.wait(LOOK_AGAIN_S)
+                self.refresh()
         del self._deadlines[j]
         self.feed(j, on.DeadlinePassed())
 

@@ -112,6 +112,11 @@ class Outbox:
             if not call.wanted and call.task is not None:
                 call.task.cancel()
 
+    @property
+    def is_pushing(self) -> bool:
+        """Some answer is waited for."""
+        return bool(self._pushes)
+
     def _soon(self) -> None:
         if not self._is_due:
             self._is_due = True
@@ -133,8 +138,10 @@ class Outbox:
                 several[j] = command.ballot
         for (member, is_final), ballots in asked.items():
             shards = sorted(ballots)
-            for k in range(0, len(shards), MAX_ARRAYS):
-                several = {j: ballots[j] for j in shards[k : k + MAX_ARRAYS]}
+            at_once = MAX_SHARED_CALL_BYTES // (4 * max(self._replica.stage.shard_sizes))
+            at_once = max(1, min(MAX_ARRAYS, at_once))  # they may all be answered with results
+            for k in range(0, len(shards), at_once):
+                several = {j: ballots[j] for j in shards[k : k + at_once]}
                 self._tasks.start(self._ask(member, several, is_final))
 
     def _calls_for(self, pushes: Sequence[tuple[int, do.Push]]) -> list[PushCall]:
@@ -169,8 +176,9 @@ class Outbox:
         except SwarmnetError as e:
             log.debug("round %d at %s: %s", self._exchange, call.target[-8:], e)
             told = e.details.get("shard") if isinstance(e, Redirect) else None
+            is_of_one = isinstance(told, int) and told in call.ballots
             for j in shards:
-                if told in call.ballots and j != told and self._ends(call, j):
+                if is_of_one and j != told and self._ends(call, j):
                     self.push(j, do.Push(call.target, call.ballots[j], call.with_gradient))
                 else:
                     self._push_failed(call, j, e)

@@ -125,6 +125,8 @@ class ExchangeService:
         if await self._turn(asked, j) is Turn.LAST:
             return await self._straggler(asked, j, remote)
         exchange = self._present()
+        if not may_contribute(self._gossip.view.get(remote), self._replica.index):
+            ballot = exchange.ballot(j)  # a newcomer waits for the result, and raises no ballot
         answer = await exchange.answer(
             j, lambda call: on.Pushed(call, remote, ballot, num_tokens, gradient)
         )
@@ -132,7 +134,7 @@ class ExchangeService:
             raise _redirect(j, answer)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
-        values = await self._work.copy_of(j, exchange.results[j])
+        values = await self._work.copy_of(j, answer.result)
         await self._pace.turn(values, asked, is_result=True)
         return self._books.told(asked, j, remote), values
 
@@ -176,7 +178,7 @@ class ExchangeService:
         exchange = self._present()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
         if isinstance(answer, do.Give):
-            values = await self._work.copy_of(j, exchange.results[j])
+            values = await self._work.copy_of(j, answer.result)
             return ballot, (self._books.told(asked, j, remote), values)
         assert isinstance(answer, do.Agree | do.Deny)
         return answer.ballot, None

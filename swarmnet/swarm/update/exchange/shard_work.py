@@ -45,6 +45,9 @@ class Result:
     """A shard of the coming round. `values` is None where it lies in the stage already."""
 
     values: Array | None
+    counted: bool | None = None
+    """Whether the own contribution is in it, as was told with it; None where that follows from
+    who made it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

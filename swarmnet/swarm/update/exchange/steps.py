@@ -58,9 +58,11 @@ class ExchangeSteps:
             case do.Step():
                 before = self._before[j] = asyncio.get_running_loop().create_future()
                 self._start(j, command.attempt, self._step(j, command, before))
-            case do.Mirror(_, backups, ballot, _):
+            case do.Mirror(total, backups, ballot, _):
+                assert total is not None  # there is nothing to mirror otherwise
                 for backup in backups:
-                    self._tasks.start(self._mirror(j, backup, ballot.term, self._before[j]))
+                    work = self._mirror(j, backup, total, ballot.term, self._before[j])
+                    self._tasks.start(work)
             case do.Repeat((mirror, gradient, maker), attempt):
                 self._start(j, attempt, self._repeat(j, attempt, mirror, gradient, maker))
 
@@ -73,7 +75,7 @@ class ExchangeSteps:
         try:
             await work
         except UserError as e:
-            self._states.failure = e
+            self._states.fail(e)
             self._fail(e)
         except Exception as e:
             log.warning("round %d shard %d: no step here: %s", self._number, j, e)
@@ -107,9 +109,10 @@ class ExchangeSteps:
             result = await self._work.step(self._number, j, total, state)
         self._feed(j, on.Stepped(result, command.attempt))
 
-    async def _mirror(self, j: int, backup: str, term: int, before: asyncio.Future[Before]) -> None:
-        state, total = await before, self._totals[j]
-        assert total is not None
+    async def _mirror(
+        self, j: int, backup: str, total: Total, term: int, before: asyncio.Future[Before]
+    ) -> None:
+        state = await before
         request = MirrorRequest(
             self._number,
             self._stage_index,
