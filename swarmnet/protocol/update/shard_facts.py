@@ -14,7 +14,7 @@ from swarmnet.protocol.update.roster import ALIVE, DEAD, Ballot, Roster, Standin
 
 
 class State(Enum):
-    """See the module's head."""
+    """See the head of `shard_update`."""
 
     FOLLOWING = "following"
     CANVASSING = "canvassing"

@@ -8,7 +8,8 @@ made, so that a run of n rounds ends with n updates; so it is in mode `auto` whe
 between the rounds.
 
 The exchange of round r - 1 gives the parameters of round r + 1. Where it is done before round r is,
-round r + 1 opens ahead of the last microbatches of round r (`replica`).
+round r + 1 opens ahead of the last microbatches of round r (`protocol.update.replica_phase`). One
+exchange is under way at a time: the next one begins when the results of this one are in place.
 """
 
 from __future__ import annotations

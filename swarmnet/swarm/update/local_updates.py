@@ -3,8 +3,8 @@
 A round ends with an AdamW step of each replica on the gradient of the microbatches that it happened
 to get. In the rounds in which a shard is due (`protocol.update.sync_modes`), every replica pushes
 how far it has come since the last exchange, weighted by the tokens behind it, to the shard's
-primary, which makes the outer step on the mean; owners, backups, stragglers and dead peers
-are treated as in `averaging`. All replicas go on from the result.
+primary, which makes the outer step on the mean; takeovers, backups and stragglers are as in mode
+`zero` (`protocol.update.shard_update`). All replicas go on from the result.
 
 Between exchanges, replicas have the parameters of the last one in common: digests, checkpoints and
 newcomers are about those. A newcomer begins with them, and takes the moments of the

@@ -2,7 +2,8 @@
 
 There is no coordinator. A replica closes its round when its view says that the round is drained
 (`protocol.pipeline.progress`), settles the microbatches that it was never told to count, takes part
-in the update of its stage, and opens the next round. All do so at the same round number."""
+in the update of its stage, and opens the next round. All do so at the same round number. The phases
+that it passes through are the table in `protocol.update.replica_phase`."""
 
 from __future__ import annotations
 

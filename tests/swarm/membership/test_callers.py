@@ -156,7 +156,7 @@ def test_what_a_body_names_has_to_be_here() -> None:
         gate.enter(envelope("fetch_optimizer"), FetchRequest(0, STAGE, 2))
         for stage, shard in ((STAGE, 3), (STAGE + 1, 1)):
             with pytest.raises(NotReady):
-                gate.enter(envelope("reduce"), ReduceRequest(0, stage, (0, shard), (0, 0)))
+                gate.enter(envelope("reduce"), ReduceRequest(0, stage, (0, shard), (0, 0), (1, 1)))
             with pytest.raises(NotReady):
                 gate.enter(envelope("fetch_optimizer"), FetchRequest(0, stage, shard))
         replica.synced = False

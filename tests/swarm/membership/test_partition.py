@@ -87,8 +87,8 @@ def test_whoever_does_not_know_its_lineage_is_taken_for_a_copy(tmp_path: Path) -
         for i in range(3):
             swarm.start(f"peer-{i}", stage=0)
         await swarm.until_round(5)
-        ownership = swarm.members["peer-0"].peer.averaging.ownership
-        lineages = averaging.states._lineages  # noqa: SLF001  only a restart from a checkpoint lacks them
+        states = swarm.members["peer-0"].peer.averaging.states
+        lineages = states._lineages  # noqa: SLF001  only a restart from a checkpoint lacks them
         num_owned = len(lineages)
         lineages.clear()
         await swarm.until_round(10)

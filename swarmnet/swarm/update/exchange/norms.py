@@ -1,8 +1,8 @@
 """The gradient norm over all stages, for clipping as one machine would.
 
-Each primary sends the sums of squares of its shards to the root of its stage (the primary of shard
-0). The roots swap the sums of their stages, and each gets the same total, summed in the same order.
-That makes two hops, and O(owners + stages^2) small messages a round.
+Each primary sends the sums of squares of its shards to the root of its stage (the first owner of
+shard 0). The roots swap the sums of their stages, and each gets the same total, summed in the same
+order. That makes two hops, and O(owners + stages^2) small messages a round.
 
 A root that fails is replaced by the next owner of shard 0. That one may never hear the sums of
 primaries that have the total already: so each peer that has it tells all that ask, of whatever
