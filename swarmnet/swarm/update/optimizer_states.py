@@ -15,7 +15,6 @@ import xxhash
 from swarmnet.errors import NotReady, SwarmnetError, UserError
 from swarmnet.protocol.membership.records import bitmap
 from swarmnet.protocol.pipeline import progress
-from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits, RunSettings
@@ -58,11 +57,6 @@ class OptimizerStates:
         self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
 
     @property
-    def plan(self) -> SyncPlan:
-        """When the stage exchanges what."""
-        return self.replica.plan
-
-    @property
     def current(self) -> int:
         """The exchange whose input the present common parameters are."""
         return self.replica.current_exchange
@@ -84,7 +78,7 @@ class OptimizerStates:
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round (no exchange, but a round of
         the run). On the worker."""
-        return self.is_before(shard_index, self.plan.parameter_version(round_index))
+        return self.is_before(shard_index, self.replica.plan.parameter_version(round_index))
 
     def holds(self) -> bytes:
         """For the own record: shards whose state is that of the beginning of this round."""
@@ -195,7 +189,7 @@ class OptimizerStates:
                 await self._create(j)
                 return
             for holder in holders(r, j):
-                if self.plan.last_exchange(j, self.current) > self.plan.last_exchange(j, r):
+                if self.replica.plan.last_exchange(j, self.current) > self.replica.plan.last_exchange(j, r):
                     return
                 try:
                     reply = await self.transport.call(
@@ -234,8 +228,8 @@ class OptimizerStates:
         def work() -> None:
             if not self.has_input(j, body.round):
                 optimizer.load(j, body.values, arrays)
-                last = self.plan.last_exchange(j, self.current)
-                same = self.plan.last_exchange(j, body.round) == last
+                last = self.replica.plan.last_exchange(j, self.current)
+                same = self.replica.plan.last_exchange(j, body.round) == last
                 self._applied[j] = max(body.round, self.current if same else 0) - 1
                 self._lineages[j] = body.lineage
 
