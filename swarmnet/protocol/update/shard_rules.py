@@ -536,6 +536,7 @@ def add_part(u: Facts, peer_id: str, num_tokens: int, gradient: Handle | None) -
 def end_with(u: Facts, *, is_own: bool) -> None:
     assert u.result is not None
     u.parts, u.total = (), None
+    u.begun = None if u.begun is None else (u.begun[0], None)  # its gradient is not needed any more
     give_up_push(u)
     u.commands.append(do.Adopt(u.result, is_own))
     if u.state is COPIED and not may_give_out(u):

@@ -197,7 +197,8 @@ class Averaging:
         parts = {j: await part(j) for j in _rotated(shards, self.gossip.own.peer_id)}
         declared = max((num_tokens for num_tokens, _ in parts.values()), default=0)
         self.gossip.update(declared=(r, declared))
-        exchange.begin(parts, store or self.replica.stage.stage_parameters)
+        put = store or self.replica.stage.stage_parameters
+        exchange.begin(parts, put, stays_in_stage=store is None)
         while not exchange.is_over(parts):
             if self.states.failure is not None:
                 raise self.states.failure

@@ -80,6 +80,7 @@ class Exchange:
         """Who gave parameters that no stage takes."""
         self._put: Put | None = None
         """Where results go; None before this replica has closed its round."""
+        self._stays_in_stage = False
         self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Of other replicas, which wait for an answer."""
         self._num_calls = 0
@@ -110,10 +111,11 @@ class Exchange:
 
     # ---- the own part -----------------------------------------------------------------------
 
-    def begin(self, parts: Mapping[int, Part], put: Put) -> None:
-        """This replica has closed the round: its contributions to the shards that are due."""
-        self._put = put
-        self._outbox.own.update(parts)
+    def begin(self, parts: Mapping[int, Part], put: Put, *, stays_in_stage: bool) -> None:
+        """This replica has closed the round: its contributions to the shards that are due.
+        `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
+        self._put, self._stays_in_stage = put, stays_in_stage
+        self._outbox.contribute(parts)
         for j, (num_tokens, gradient) in parts.items():
             self.feed(j, on.Begun(num_tokens, gradient))
             if j in self.results:
@@ -237,6 +239,8 @@ class Exchange:
     def _adopt(self, j: int, result: Result | None) -> None:
         if result is not None:
             self.results[j] = result
+        self._steps.forget(j)
+        self._outbox.forget(j)
         if self._put is not None:
             self._tasks.start(self._finish(j))
         self._on_change()
@@ -251,10 +255,12 @@ class Exchange:
         except SwarmnetError as e:
             self.fail(Behind(str(e)))
             return
+        if self._stays_in_stage:
+            self.results[j] = Result(None, result.counted)  # it need not be here twice
         facts, counted = self._machines[j].facts, result.counted
         if counted is None:
             counted = facts.me in facts.senders or facts.state is State.COPIED
-        self.done.setdefault(j, counted or not self._outbox.own[j][0])
+        self.done.setdefault(j, counted or not self._outbox.tokens[j])
         self.changed.notify_all()
 
     async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array) -> Result:
@@ -267,7 +273,8 @@ class Exchange:
                 await self._work.check(values)
             else:
                 await self._work.put(j, result, put)
-                result = Result(None, told.counted)  # it lies in the stage
+                if self._stays_in_stage:
+                    result = Result(None, told.counted)
         except ProtocolViolation as e:
             log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
             self._distrusted.add(sender)
