@@ -54,6 +54,8 @@ class Facts:
     """Whose contributions are in the sum that was made here."""
     begun: Part | None = None
     members: Mapping[str, Standing] = field(default_factory=dict)
+    counted: int = 0
+    """Tokens that contributions have to come up to."""
     parts: tuple[tuple[str, Part], ...] = ()
     """Contributions under the present ballot, ascending by peer."""
     calls: tuple[tuple[str, Call], ...] = ()

@@ -73,7 +73,9 @@ def all_agree(u: Facts) -> bool:
 
 
 def is_complete(u: Facts) -> bool:
-    return u.begun is not None and (u.is_expired or not u.waits_for())
+    given = sum(num_tokens for _, (num_tokens, _) in u.parts)
+    is_whole = not u.waits_for() and given >= u.counted
+    return u.begun is not None and (u.is_expired or is_whole)
 
 
 def is_mirrored(u: Facts) -> bool:
@@ -207,7 +209,7 @@ def begin(u: Facts, event: on.Begun) -> None:
 
 
 def note(u: Facts, event: on.Seen) -> None:
-    u.members = event.members
+    u.members, u.counted = event.members, event.counted
     u.host = None if u.host is None or u.is_dead(u.host) else u.host
 
 

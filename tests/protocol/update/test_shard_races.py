@@ -408,3 +408,21 @@ def test_without_its_partner_a_replica_steps_alone() -> None:
     assert [p for p, _, _ in made.parts] == ["a"]
     u.handle(on.Summed("sum", 1))
     assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
+
+
+def test_a_primary_waits_for_tokens_that_were_counted_and_nobody_known_has() -> None:
+    """In a run's first round, when all join at once: two replicas that do not know each other yet
+    would each make a step of its own."""
+    a = ShardUpdate("a", Roster(A, ("a",), ("a",), ("a",), is_holder=True))
+    a.handle(on.Seen({}, counted=3))
+    assert not [c for c in a.handle(on.Begun(1, "ga")) if isinstance(c, do.Sum)]
+    a.handle(on.Seen({"b": Standing()}, counted=3))
+    (total,) = (c for c in a.handle(on.Pushed(1, "b", A, 2, "gb")) if isinstance(c, do.Sum))
+    assert total.senders == {"a", "b"}
+
+
+def test_tokens_that_nobody_brings_are_waited_for_no_longer_than_their_holder_could_live() -> None:
+    a = ShardUpdate("a", Roster(A, ("a",), ("a",), ("a",), is_holder=True))
+    a.handle(on.Seen({}, counted=3))
+    a.handle(on.Begun(1, "ga"))
+    assert [c for c in a.handle(on.Seen({}, counted=0)) if isinstance(c, do.Sum)]

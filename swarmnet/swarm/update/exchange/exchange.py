@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing
@@ -76,6 +77,8 @@ class Exchange:
         self._events: list[tuple[int, on.Event]] = []
         self._is_feeding = False
         self._members: dict[str, Standing] = {}
+        self._short_of = 0
+        self._begun_at: float | None = None
         self._distrusted: set[str] = set()
         """Who gave parameters that no stage takes."""
         self._put: Put | None = None
@@ -115,7 +118,9 @@ class Exchange:
         """This replica has closed the round: its contributions to the shards that are due.
         `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
         self._put, self._stays_in_stage = put, stays_in_stage
+        self._begun_at = self._gossip.awake_s()
         self._outbox.contribute(parts)
+        self.refresh()
         for j, (num_tokens, gradient) in parts.items():
             self.feed(j, on.Begun(num_tokens, gradient))
             if j in self.results:
@@ -157,7 +162,7 @@ class Exchange:
             roster = self._ownership.roster(self.number, shard)
             machine = ShardUpdate(self._gossip.own.peer_id, roster)
             self._machines[shard] = machine
-            for command in machine.handle(on.Seen(self._members)):
+            for command in machine.handle(on.Seen(self._members, self._short_of)):
                 self._carry_out(shard, command)
         return machine
 
@@ -188,13 +193,27 @@ class Exchange:
         members = self._ownership.members.standings(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
-        if members == self._members:
+        counted = self._counted(members)
+        if (members, counted) == (self._members, self._short_of):
             return
-        self._members = members
+        self._members, self._short_of = members, counted
         if any(s.life == SUSPECT for s in members.values()):
             self.is_usual = False
         for j in list(self._machines):
-            self.feed(j, on.Seen(members))
+            self.feed(j, on.Seen(members, counted))
+
+    def _counted(self, members: Mapping[str, Standing]) -> int:
+        """Tokens that members have to contribute together, because somebody who holds some may not
+        be known here yet: in the first round, when all join at once, or where nobody known has any.
+        Not where a replica has died: they may have died with it. A peer that lives is heard of
+        within the time that one which has fallen silent is waited for."""
+        if self._begun_at is None or self._gossip.awake_s() > self._begun_at + SUSPECT_S:
+            return 0
+        has_some = any(self._outbox.tokens.values()) or any(s.declared for s in members.values())
+        is_usual = self.number > 0 and has_some
+        if is_usual or self._ownership.members.has_lost_one(self.number):
+            return 0
+        return self._books.counted_tokens(self.number)
 
     async def _watch(self) -> None:
         while True:
