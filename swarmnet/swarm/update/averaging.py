@@ -248,9 +248,9 @@ class Averaging:
         return exchange is not None and exchange.number == self.current and exchange.may_step(j)
 
     def results_of(self, r: int) -> set[int]:
-        """Shards of which the result of an exchange is here."""
+        """Shards whose step in an exchange is known here."""
         exchange = self._exchange
-        return set(exchange.results) if exchange is not None and exchange.number == r else set()
+        return exchange.has_step() if exchange is not None and exchange.number == r else set()
 
     def repair_beside(self) -> None:
         """As `Ownership.repair`, while an exchange is under way: its results may travel for long

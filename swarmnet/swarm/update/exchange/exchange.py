@@ -15,7 +15,7 @@ from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing
-from swarmnet.protocol.update.shard_facts import FOLLOWING, State
+from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
@@ -133,6 +133,11 @@ class Exchange:
     def leads_any(self) -> bool:
         """A step is being made here, or may be."""
         return any(map(self.may_step, self._machines))
+
+    def has_step(self) -> set[int]:
+        """Shards whose step is made, here or elsewhere, and is known here."""
+        kept = {State.COPIED, *HAS_RESULT}
+        return {j for j, machine in self._machines.items() if machine.facts.state in kept}
 
     def may_step(self, shard: int) -> bool:
         """The optimizer state of a shard is in use."""
@@ -278,7 +283,7 @@ class Exchange:
             self.results[j] = Result(None, result.counted)  # it need not be here twice
         facts, counted = self._machines[j].facts, result.counted
         if counted is None:
-            counted = facts.me in facts.senders or facts.state is State.COPIED
+            counted = facts.me in facts.senders
         self.done.setdefault(j, counted or not self._outbox.tokens[j])
         self.changed.notify_all()
 
