@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SAMPLE_S = 0.25
-"""A sample covers at least this much saturated time..."""
+from swarmnet.protocol.timing import UPKEEP_S
+
 SAMPLE_BYTES = 4 << 20
-"""...or this number of bytes."""
+"""A sample covers at least this number of bytes."""
 SMOOTHING_BYTES = 64 << 20
 """Bytes after which an older measurement has lost two thirds of its weight."""
 ENOUGH_BYTES = 16 << 20
@@ -24,8 +24,6 @@ STEPS = 4
 """Steps to a doubling of the published rate."""
 MOVE_LOG2 = 0.5
 """By how many powers of two the rate must differ from the published one to be published anew."""
-REPUBLISH_S = 60.0
-"""Shortest time between two changes of what is published."""
 
 
 @dataclass(slots=True)
@@ -43,7 +41,7 @@ class Rate:
         self._seconds += seconds
         if self._seconds <= 0 or not self._num_bytes:
             return  # time without bytes counts with the next bytes
-        if self._seconds < SAMPLE_S and self._num_bytes < SAMPLE_BYTES:
+        if self._num_bytes < SAMPLE_BYTES:
             return
         sample = self._num_bytes / self._seconds
         self.seen_bytes += self._num_bytes
@@ -107,7 +105,7 @@ class UploadMeter:
             return self._published
         exact = math.log2(rate)
         moved = not self._published or abs(exact - math.log2(self._published)) > MOVE_LOG2
-        if moved and now - self._published_at_s >= REPUBLISH_S:
+        if moved and now - self._published_at_s >= UPKEEP_S:
             self._published = 2.0 ** (round(exact * STEPS) / STEPS)
             self._published_at_s = now
         return self._published

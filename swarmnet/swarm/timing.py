@@ -15,6 +15,3 @@ which a replica makes one part of an update."""
 MAX_TRIES = 20
 """Tries for one thing that several peers could give, before what it is for is begun anew: two
 seconds of `RETRY_S`, in which a round may have changed it."""
-LEAST_WAIT_S = 0.005
-"""The shortest wait for a point in time that is almost here: by rounding, less may end before it,
-and begin again for ever."""
