@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 from swarmnet.protocol.timing import UPKEEP_S
 
+SAMPLE_S = 0.25
+"""A sample covers at least this much saturated time. It protects the rate from single writes, and
+tells that a slow link is slow (tests/protocol/test_bandwidth.py)..."""
 SAMPLE_BYTES = 4 << 20
-"""A sample covers at least this number of bytes."""
+"""...or this number of bytes."""
 SMOOTHING_BYTES = 64 << 20
 """Bytes after which an older measurement has lost two thirds of its weight."""
 ENOUGH_BYTES = 16 << 20
@@ -41,7 +44,7 @@ class Rate:
         self._seconds += seconds
         if self._seconds <= 0 or not self._num_bytes:
             return  # time without bytes counts with the next bytes
-        if self._num_bytes < SAMPLE_BYTES:
+        if self._seconds < SAMPLE_S and self._num_bytes < SAMPLE_BYTES:
             return
         sample = self._num_bytes / self._seconds
         self.seen_bytes += self._num_bytes

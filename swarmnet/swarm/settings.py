@@ -87,7 +87,7 @@ class Limits:
     """The same for microbatches whose callers have asked before: they know how long it takes..."""
     max_waiting_s: float = 240.0
     """...as long as the device has no more than so much to do: behind a slow one, they would wait
-    while others run out of work."""
+    while others run out of work (tests/swarm/pipeline/test_room.py)."""
     max_open_steps: int = 256
     """Microbatches inside one replica at a time."""
     route_wait_s: float = PATIENCE_S

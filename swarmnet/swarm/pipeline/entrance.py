@@ -24,7 +24,8 @@ PIECES = 2
 """Of work for a microbatch, which wait for the device one by one: its forward and its backward."""
 IN_HAND_PART = 0.03
 """How much the work for the microbatches that are inside a replica weighs against that which waits
-before its device."""
+before its device. It protects slow replicas from work that fast ones would have done sooner
+(tests/simulation/test_scheduling.py)."""
 LEAST_IN_HAND = 0.1
 """Counted for a replica that has none, so that of two idle ones the faster one is chosen."""
 

@@ -34,7 +34,8 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.step")
 
 ANNOUNCE_CHANGE = 0.2
-"""By what part a service time must change to be announced again in the middle of a round."""
+"""By what part a service time must change to be announced again in the middle of a round. It
+protects from news with each microbatch (tests/swarm/lifecycle/test_speed.py)."""
 MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
