@@ -26,7 +26,7 @@ BULK_S = 60.0
 that is alive and never has it (tests/swarm/update/test_exchange_pace.py)."""
 DAY_S = 86_400.0
 """Longer than anything takes: it ends what no other rule has ended
-(tests/swarm/membership/test_live_calls.py)."""
+(tests/swarm/update/test_live_calls.py)."""
 LAPSES = 3.0
 """What is renewed in each period ends after so many without a renewal: it protects from one
 renewal that is lost (tests/transport/test_protocol_doc.py)."""

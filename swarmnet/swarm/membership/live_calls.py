@@ -22,7 +22,7 @@ from swarmnet.wire import Message
 
 PROBE_PART = 0.2
 """Of the time that calls take or have taken: until a callee is probed, and again. It protects
-peers that are slow from being probed all the time (tests/swarm/membership/test_live_calls.py)."""
+peers that are slow from being probed all the time (tests/swarm/update/test_live_calls.py)."""
 
 
 class Judge(Protocol):

@@ -253,12 +253,9 @@ class Exchange:
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
             case _:
-                self._reply(command)
-
-    def _reply(self, command: do.Give | do.Agree | do.Deny | do.Confirm | do.Refuse) -> None:
-        future = self._calls.pop(command.call, None)
-        if future is not None and not future.done():
-            future.set_result(command)
+                future = self._calls.pop(command.call, None)
+                if future is not None and not future.done():
+                    future.set_result(command)
 
     def _adopt(self, j: int, result: Result | None) -> None:
         if result is not None:
