@@ -423,3 +423,125 @@ def test_tokens_that_nobody_brings_are_waited_for_no_longer_than_their_holder_co
     a.handle(on.Seen({}, counted=3))
     a.handle(on.Begun(1, "ga"))
     assert [c for c in a.handle(on.Seen({}, counted=0)) if isinstance(c, do.Sum)]
+
+
+# ---- what comes at another time -----------------------------------------------------------------
+
+
+def test_overthrown_while_mirroring() -> None:
+    u = mirroring()
+    assert u.handle(on.Asked("ask", "b", B, is_final=True))[0] == do.Spoiled()
+    assert u.facts.ballot == B
+
+
+def test_a_primary_follows_whoever_denies_it_with_a_higher_ballot() -> None:
+    gathering = replica("a")
+    assert gathering.facts.state is GATHERING
+    for u in (gathering, clipping(), stepping(), mirroring()):
+        is_late = u.facts.state in (STEPPING, MIRRORING)
+        found = u.handle(on.Denied("b", B))
+        assert do.Push("b", B, has_gradient=True) in found
+        assert (do.Spoiled() in found) == is_late
+
+
+def test_a_mirrored_step_finds_a_replica_that_would_lead() -> None:
+    """It goes by the higher ballot, and makes the step where its state is the one before it."""
+    b = replica("b")
+    sees(b, a=GONE)
+    assert b.facts.state is CANVASSING
+    assert do.Repeat("step", 1) in b.handle(on.MirrorCame("mirror", "c", C, "step", fits=True))
+    gathering = replica("a")
+    for u in (gathering, clipping()):
+        found = u.handle(on.MirrorCame("mirror", "b", B, "step", fits=True))
+        assert [c.step for c in found if isinstance(c, do.Repeat)] == ["step"]
+    for u in (stepping(), mirroring()):
+        found = u.handle(on.MirrorCame("mirror", "b", B, "step", fits=True))
+        assert do.Refuse("mirror") in found
+        assert do.Spoiled() in found
+
+
+def test_a_mirrored_step_that_comes_too_late_is_refused() -> None:
+    decided, adopted, abandoned = mirroring(), replica("b"), replica("b")
+    decided.handle(on.Confirmed("b"))
+    adopted.handle(on.ResultCame("a", "result"))
+    abandoned.handle(on.MovedOn())
+    copied = copying()
+    copied.handle(on.Stepped("result", 1))
+    for u in (decided, adopted, abandoned, copied):
+        found = u.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+        assert found == [do.Refuse("mirror")]
+
+
+def test_a_question_or_an_announcement_finds_a_result() -> None:
+    decided, adopted = mirroring(), replica("b")
+    decided.handle(on.Confirmed("b"))
+    adopted.handle(on.ResultCame("a", "result"))
+    for u in (decided, adopted):
+        for is_final in (False, True):
+            found = u.handle(on.Asked("ask", "c", C, is_final=is_final))
+            assert found == [do.Give("ask", "result")]
+    abandoned = replica("b")
+    abandoned.handle(on.MovedOn())
+    assert abandoned.handle(on.Asked("ask", "c", C, is_final=True)) == [do.Deny("ask", A)]
+
+
+def test_who_asks_while_a_backup_makes_the_step_is_answered_after_it() -> None:
+    b = copying()
+    assert not b.handle(on.Asked("ask", "c", C, is_final=True))
+    assert do.Deny("ask", A) in b.handle(on.Stepped("result", 1))
+    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
+def test_the_primary_of_a_copied_step_has_the_promise() -> None:
+    b = copying()
+    b.handle(on.Stepped("result", 1))
+    assert b.handle(on.Asked("ask", "a", A, is_final=True)) == [do.Agree("ask", A)]
+
+
+def test_the_primary_dies_while_its_backup_steps_in_vain() -> None:
+    b = copying()
+    assert not sees(b, a=GONE)
+    assert do.Ask(("c",), B, is_final=False) in b.handle(on.StepFailed(1))
+
+
+def test_a_result_comes_to_one_that_would_lead() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    for u in (b, replica("a"), clipping()):
+        found = u.handle(on.ResultCame("c", "result"))
+        assert do.Adopt("result", is_own=False) in found
+
+
+def test_a_result_elsewhere_ends_the_gathering() -> None:
+    a = replica("a")
+    a.handle(pushed("c"))
+    found = sees(a, b=PAST)
+    assert do.Deny("push of c", A) in found
+    assert do.Push("b", A, has_gradient=False) in found
+
+
+def test_a_stage_that_has_moved_on_leaves_nobody_leading() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    for u in (b, replica("a"), clipping()):
+        assert u.handle(on.MovedOn())[-1] == do.Abandon()
+
+
+def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
+    u = clipping()
+    u.handle(on.Again())
+    u.handle(on.ClipKnown(1))
+    assert u.handle(on.MirrorFailed("b")) == [do.Pause()]
+    b = replica("b")
+    b.handle(on.PushFailed("a"))
+    b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    b.handle(on.Again())
+    b.handle(on.StepFailed(1))
+    assert b.handle(on.PushFailed("a")) == [do.Pause()]
+
+
+def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
+    u = pair()
+    u.handle(on.Confirmed("b"))
+    offer(u)
+    assert kinds(u.handle(on.Summed("sum", 1))) == ["Step", "SetDeadline"]
