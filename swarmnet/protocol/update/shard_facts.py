@@ -81,11 +81,12 @@ class Facts:
     unmirrored: frozenset[str] = frozenset()
     """Those of them that the step did not reach: it is sent again."""
     promised: frozenset[str] = frozenset()
-    """Of a primary that has closed its sum: who promised its ballot, or was not waited for."""
+    """Of a primary that has closed its sum: who promised its ballot, by a contribution or by an
+    answer. Who was not waited for may follow another primary."""
     lost: frozenset[str] = frozenset()
-    """Dead members, when the promises were counted."""
+    """Members that were dead when the sum was closed, or when promises were counted again."""
     asked: frozenset[str] = frozenset()
-    """Who has come back since, and was asked for a promise or a result."""
+    """Who of the others was asked for a promise or a result."""
     attempt: int = 0
     """Sums and steps that were begun here: what an earlier one brings does not count."""
     is_spoiled: bool = False
@@ -117,7 +118,7 @@ class Facts:
         ]
 
     def back(self) -> frozenset[str]:
-        """Members that live and have promised nothing: they were dead when the sum was closed."""
+        """Members that live and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
         return frozenset(self.living()) - self.promised
@@ -126,6 +127,10 @@ class Facts:
         """To this replica; a stranger to the exchange is as good as dead."""
         standing = self.members.get(peer_id)
         return peer_id != self.me and (standing is None or standing.life == DEAD)
+
+    def dead(self) -> frozenset[str]:
+        """Members that are dead to this replica."""
+        return frozenset(self.members).difference(self.living())
 
     def living(self) -> list[str]:
         return sorted(p for p, s in self.members.items() if s.life != DEAD)

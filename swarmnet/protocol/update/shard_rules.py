@@ -83,7 +83,7 @@ def is_mirrored(u: Facts) -> bool:
 
 
 def has_one_back(u: Facts) -> bool:
-    return bool(u.back())
+    return not u.roster.pulls and not u.lost.isdisjoint(u.living())
 
 
 def must_mirror(u: Facts) -> bool:
@@ -95,7 +95,7 @@ def must_use_copy(u: Facts) -> bool:
 
 
 def has_lost_one(u: Facts) -> bool:
-    return not u.lost >= set(u.members).difference(u.living())
+    return not u.dead() <= u.lost
 
 
 def must_ask_back(u: Facts) -> bool:
@@ -166,14 +166,13 @@ def close(u: Facts) -> None:
     parts = tuple((p, n, g) for p, (n, g) in u.parts if n and g is not None)
     u.attempt += 1
     u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
-    u.promised, u.asked = u.senders | frozenset(u.living()), frozenset()
-    u.lost = frozenset()
+    u.promised, u.asked, u.lost = u.senders, frozenset(), u.dead()
     u.parts = ()
 
 
 def count_again(u: Facts) -> None:
     """Who is dead may have led others by a higher ballot before: all that live are asked again."""
-    u.lost |= set(u.members).difference(u.living())
+    u.lost |= u.dead()
     u.promised, u.asked = frozenset(), frozenset()
 
 
@@ -397,6 +396,8 @@ def clip_known(u: Facts, event: on.ClipKnown) -> None:
 
 def step(u: Facts) -> None:
     u.state = STEPPING
+    if u.lost:
+        count_again(u)
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
     backups = frozenset(u.roster.backups) - u.served - {u.me}
     u.pending = backups if u.total is not None else frozenset()

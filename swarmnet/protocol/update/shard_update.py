@@ -34,11 +34,13 @@ result (a backup, or one to which the result was given), and that answers with i
 that live has it, all of them promise the new ballot, and none takes the old primary's step or
 result any more: its backups deny it.
 
-A promise is the answer to an announcement. The answer to a question binds nobody, and does not
-count as one. Who was dead to a primary may have led others by a higher ballot before it died: so a
-primary that has lost a member has all that live promise once more before it gives its result out.
-Two results can only come from two replicas that were dead to each other, with all those that could
-have told. That is a partition; `divergence` ends it.
+A contribution is a promise, and so is the answer to an announcement. The answer to a question binds
+nobody. Who has not contributed may follow another primary, though it lives and had no tokens or not
+enough time: it is asked before the result is given out. Who was dead to a primary may have led
+others by a higher ballot before it died: so a primary that has lost a member has all that live
+promise once more before it gives its result out. Two results can only come from two replicas that
+were dead to each other, with all those that could have told. That is a partition; `divergence` ends
+it.
 
 The moments survive the deaths of all owners but one. Of three and more there is an exception: where
 the primary dies before it gives its result out, a backup that has copied the step gives it out, and
@@ -215,7 +217,10 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
         (rules.must_use_copy, rules.use_copy),
         (rules.must_push, rules.push),
     ),
-    STEPPING: ((rules.must_mirror, rules.mirror),),
+    STEPPING: (
+        (rules.must_mirror, rules.mirror),
+        (rules.must_ask_back, rules.ask_back),
+    ),
     MIRRORING: (
         (rules.must_mirror, rules.mirror),
         (rules.has_lost_one, rules.count_again),

@@ -240,13 +240,13 @@ def test_a_backup_back_after_the_step_gets_it_before_anybody_else_the_result() -
 
 
 def test_promises_are_asked_for_again_after_a_death() -> None:
-    """The dead one may have led others by a higher ballot before, and given out another result."""
+    """The dead one may have led others by a higher ballot, and given out another result."""
     u = replica("a")
     u.handle(pushed("c"))
     sees(u, b=GONE)
     u.handle(on.Summed("sum", 1))
-    u.handle(on.ClipKnown(1))
-    assert do.Ask(("c",), A, is_final=True) in u.handle(on.Stepped("result", 1))
+    assert do.Ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
     found = u.handle(on.ResultCame("c", "another result"))
     assert found == [
         do.Spoiled(),
@@ -280,8 +280,21 @@ def test_a_late_push_waits_for_the_result_and_does_not_count() -> None:
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    assert do.Give("push of c", "result") in u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b"))
+    assert do.Give("push of c", "result") in u.handle(on.Agreed("c", A, is_final=True))
     assert "c" not in u.facts.senders
+
+
+def test_who_was_not_waited_for_may_follow_another_primary() -> None:
+    u = replica("a")
+    u.handle(pushed("b"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    assert do.Ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    u.handle(on.Confirmed("b"))
+    assert u.facts.state is MIRRORING
+    assert do.Spoiled() in u.handle(on.Denied("c", C))
 
 
 def test_zero_tokens_are_counted_and_not_summed() -> None:
