@@ -114,7 +114,7 @@ class Facts:
             if standing.life != DEAD
             and peer_id not in given
             and peer_id not in self.lacking
-            and not (self.ballot.is_first and standing.declared == 0)
+            and standing.declared != 0
         ]
 
     def back(self) -> frozenset[str]:
@@ -150,6 +150,10 @@ class Facts:
         past the exchange too."""
         return crc32(f"{self.me}|{peer_id}".encode())
 
+    def told(self) -> str | None:
+        """Who lives and has said that the primary does."""
+        return self.host if self.host in self.living() else None
+
     def successor(self) -> str:
         """Who takes over from the primary: the first in the order that lives."""
         others = sorted({*self.members, self.me})
@@ -170,6 +174,4 @@ class Facts:
             return past
         if not self.is_dead(self.ballot.primary):
             return self.ballot.primary
-        if self.host is not None and not self.is_dead(self.host):
-            return self.host
-        return self.successor()
+        return self.told() or self.successor()

@@ -43,17 +43,12 @@ def is_misnamed(u: Facts) -> bool:
 
 def is_next(u: Facts) -> bool:
     """It takes over: by its own roster, or by that of others, who wait here for a result."""
-    is_called = u.successor() == u.me or is_waited_for(u)
+    is_called = u.successor() == u.me or bool(u.calls)
     return u.roster.may_lead and u.is_dead(u.ballot.primary) and is_called
 
 
-def is_waited_for(u: Facts) -> bool:
-    return any(sender and not u.is_dead(sender) for sender, _ in u.calls)
-
-
 def must_take_over(u: Facts) -> bool:
-    is_told = u.host is not None and not u.is_dead(u.host)
-    return is_next(u) and not is_told and u.past() is None
+    return is_next(u) and u.told() is None and u.past() is None
 
 
 def must_push(u: Facts) -> bool:
@@ -163,7 +158,7 @@ def close(u: Facts) -> None:
     """Nothing comes into the sum any more."""
     u.state = CLIPPING
     u.senders = frozenset(p for p, _ in u.parts)
-    parts = tuple((p, n, g) for p, (n, g) in u.parts if n and g is not None)
+    parts = tuple((p, n, g) for p, (n, g) in u.parts if g is not None)
     u.attempt += 1
     u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
     u.promised, u.asked, u.lost = u.senders, frozenset(), u.dead()
@@ -205,7 +200,6 @@ def begin(u: Facts, event: on.Begun) -> None:
 
 def note(u: Facts, event: on.Seen) -> None:
     u.members, u.counted = event.members, event.counted
-    u.host = None if u.host is None or u.is_dead(u.host) else u.host
 
 
 def take_push(u: Facts, event: on.Pushed) -> None:
@@ -281,7 +275,7 @@ def would_promise(u: Facts, ballot: Ballot) -> bool:
 
 
 def count_agreed(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.next_ballot() and not event.is_final:
+    if event.ballot == u.next_ballot():
         u.agreed |= {event.sender}
 
 
@@ -291,7 +285,7 @@ def denied(u: Facts, event: on.Denied) -> None:
     if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
-    elif u.state in (FOLLOWING, COPYING, COPIED) and event.sender == u.pushing:
+    elif u.state in (FOLLOWING, COPYING, COPIED):
         push_failed(u, on.PushFailed(event.sender))
     return None
 
@@ -370,8 +364,7 @@ def again(u: Facts, event: on.Again) -> None:
 def remind(u: Facts) -> None:
     """Members that have closed the round and go by another ballot, or whose promise was
     lost."""
-    first = u.ballot.is_first
-    late = [p for p in u.waits_for() if not first or u.members[p].declared is not None]
+    late = [p for p in u.waits_for() if u.members[p].declared is not None]
     if late and not u.roster.pulls:
         u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True))
     if u.waits_for() or u.begun is None:
@@ -518,10 +511,9 @@ def spoil(u: Facts) -> None:
 
 def wait(u: Facts, call: Call, sender: str) -> None:
     """The call is answered later. Who pushes again has given its earlier push up."""
-    given_up = [c for s, c in u.calls if sender == s != "" and c != call]
-    u.commands += [do.Deny(c, u.ballot) for c in given_up]
-    u.calls = tuple(c for c in u.calls if c[1] != call and c[1] not in given_up)
-    u.calls += ((sender, call),)
+    earlier = [item for item in u.calls if sender and item[0] == sender]
+    u.commands += [do.Deny(given_up, u.ballot) for _, given_up in earlier if given_up != call]
+    u.calls = (*(item for item in u.calls if item not in earlier), (sender, call))
 
 
 def deny_all(u: Facts) -> None:

@@ -19,6 +19,8 @@ FACTS_RULES = (
     "waits_for",
     "back",
     "living",
+    "dead",
+    "told",
     "past",
     "successor",
     "next_ballot",

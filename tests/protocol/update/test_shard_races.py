@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, Ballot, Roster, Standing, first_ballot
+from swarmnet.protocol.update.roster import DEAD, SUSPECT, Ballot, Roster, Standing, first_ballot
 from swarmnet.protocol.update.roster import pair as pair_of
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
@@ -551,6 +551,70 @@ def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
     b.handle(on.Again())
     b.handle(on.StepFailed(1))
     assert b.handle(on.PushFailed("a")) == [do.Pause()]
+
+
+def test_a_push_tells_of_a_higher_ballot() -> None:
+    c = replica("c")
+    assert do.Push("b", B, has_gradient=True) in c.handle(pushed("d", B))
+    assert c.facts.ballot == B
+    assert do.Give("push of d", "result") in c.handle(on.ResultCame("b", "result"))
+
+
+def test_of_two_that_would_lead_the_higher_ballot_has_the_agreement_of_the_other() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    assert b.handle(on.Asked("ask", "c", C, is_final=False)) == [do.Deny("ask", A)]
+    higher = A.next_of("c", is_holder=True)
+    assert b.handle(on.Asked("ask", "c", higher, is_final=False)) == [do.Agree("ask", higher)]
+
+
+def test_only_the_primary_of_a_ballot_mirrors_a_step() -> None:
+    b = replica("b")
+    found = b.handle(on.MirrorCame("mirror", "c", A, "step", fits=True))
+    assert found == [do.Deny("mirror", A)]
+
+
+def test_one_pause_at_a_time() -> None:
+    c = replica("c")
+    assert c.handle(on.PushFailed("a")) == [do.Pause()]
+    sees(c, b=PAST)
+    assert do.Pause() not in c.handle(on.PushFailed("b"))
+
+
+def test_a_call_is_held_once() -> None:
+    u = replica("a")
+    assert not u.handle(pushed("b"))
+    assert not u.handle(pushed("b"))
+    again = on.Pushed("new push", "b", A, 1, "gradient of b")
+    assert u.handle(again) == [do.Deny("push of b", A)]
+
+
+def test_of_those_that_have_the_result_one_that_surely_lives_is_asked() -> None:
+    unsure = Standing(life=SUSPECT, is_past=True)
+    for b, d, target in ((unsure, PAST, "d"), (PAST, unsure, "b")):
+        assert do.Push(target, A, has_gradient=False) in sees(replica("c", "abcd"), b=b, d=d)
+    assert do.Push("b", A, has_gradient=False) in sees(replica("c"), b=unsure)
+
+
+def test_the_last_one_leads_alone() -> None:
+    c = replica("c")
+    (made,) = [x for x in sees(c, a=GONE, b=GONE) if isinstance(x, do.Sum)]
+    assert [p for p, _, _ in made.parts] == ["c"]
+
+
+def test_of_several_backups_one_answers_as_the_others_live() -> None:
+    b = copying(holders="abc")
+    assert not b.handle(pushed("c"))
+    assert do.Deny("push of c", A) in b.handle(on.Stepped("result", 1))
+    found = b.handle(on.Asked("ask", "c", C, is_final=False))
+    assert found == [do.LookInto("a"), do.Deny("ask", A)]
+    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
+def test_a_pair_makes_no_announcements() -> None:
+    u = pair()
+    u.handle(on.Seen({"b": Standing(declared=1)}))
+    assert u.handle(on.Again()) == [do.Pause()]
 
 
 def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
