@@ -617,6 +617,26 @@ def test_a_pair_makes_no_announcements() -> None:
     assert u.handle(on.Again()) == [do.Pause()]
 
 
+def test_a_promise_may_come_while_the_step_is_made() -> None:
+    u = replica("a")
+    u.handle(pushed("b"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Agreed("c", A, is_final=True))
+    u.handle(on.Confirmed("b"))
+    assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
+
+
+def test_after_a_death_all_promise_again_before_the_result_is_given_out() -> None:
+    u = mirroring()
+    u.handle(on.Again())
+    assert do.Ask(("b",), A, is_final=True) in sees(u, c=GONE)
+    u.handle(on.Confirmed("b"))
+    assert u.facts.state is MIRRORING
+    assert do.Adopt("result", is_own=True) in u.handle(on.Agreed("b", A, is_final=True))
+
+
 def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
     u = pair()
     u.handle(on.Confirmed("b"))
