@@ -78,7 +78,7 @@ def is_mirrored(u: Facts) -> bool:
 
 
 def has_one_back(u: Facts) -> bool:
-    return not u.roster.pulls and not u.lost.isdisjoint(u.living())
+    return not u.lost.isdisjoint(u.living())
 
 
 def must_mirror(u: Facts) -> bool:
@@ -122,10 +122,9 @@ def canvass(u: Facts) -> None:
 
 
 def ask_again(u: Facts) -> None:
-    """The question before a takeover, to those that have not agreed."""
-    asked = tuple(p for p in u.living() if p not in u.agreed)
-    if asked:
-        u.commands.append(do.Ask(asked, u.next_ballot(), is_final=False))
+    """The question before a takeover."""
+    if u.living():
+        u.commands.append(do.Ask(tuple(u.living()), u.next_ballot(), is_final=False))
         pause(u)
 
 
@@ -214,8 +213,6 @@ def take_push(u: Facts, event: on.Pushed) -> None:
         return
     if event.call is not None:
         wait(u, event.call, event.sender)
-    if event.sender == u.host:  # the primary is dead to it too by now
-        u.host = None
     if u.state is GATHERING:
         add_part(u, event.sender, event.num_tokens, event.gradient)
 

@@ -39,12 +39,13 @@ def build(name: str) -> Any:
     """The class `ShardUpdate` with what `name` says broken."""
     kind, *words = name.split()
     if kind == "condition":
-        return _module(*_broken_rules(name))["ShardUpdate"]
-    module = _module(shard_rules, None)
-    if kind == "event":
-        _break_event(module, *words)
+        module = _module(*_broken_rules(name))
     else:
-        _break_state(module, *words)
+        module = _module(shard_rules, None)
+        (_break_event if kind == "event" else _break_state)(module, *words)
+    states = module["STATES"]
+    for state, checks in states.items():
+        states[state] = tuple((_Counted(guard), rule) for guard, rule in checks)
     return module["ShardUpdate"]
 
 
@@ -100,14 +101,19 @@ def _break_state(module: dict[str, Any], name: str, guard: str, how: str) -> Non
         if check.__name__ != guard:
             checks.append((check, rule))
         elif how == "always":
-            checks.append((_Always(), rule))
+            checks.append((_always, rule))
     states[state] = tuple(checks)
 
 
-class _Always:
-    """A guard that always holds. Where its rule never ends, that is what is found."""
+def _always(facts: Facts) -> bool:
+    return True
 
-    def __init__(self) -> None:
+
+class _Counted:
+    """A guard that finds out when rules fire without end."""
+
+    def __init__(self, guard: Any) -> None:
+        self.guard = guard
         self.facts: Facts | None = None
         self.count = 0
 
@@ -116,7 +122,7 @@ class _Always:
         self.facts = facts
         if self.count > MOST_ROUNDS:
             raise Broken("it goes round in circles")
-        return True
+        return bool(self.guard(facts))
 
 
 # ---- conditions in rules ------------------------------------------------------------------------

@@ -220,6 +220,8 @@ class Actor:
         call: Any
         match command:
             case do.Push(target, ballot, has_gradient):
+                if self.own.declared is None:
+                    raise Broken(f"{me} contributes before it has closed the round")
                 n = self.tokens() if has_gradient else 0
                 self.open_call = self.call(
                     target,

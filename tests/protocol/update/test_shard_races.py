@@ -637,6 +637,38 @@ def test_after_a_death_all_promise_again_before_the_result_is_given_out() -> Non
     assert do.Adopt("result", is_own=True) in u.handle(on.Agreed("b", A, is_final=True))
 
 
+def test_a_result_elsewhere_ends_a_canvass() -> None:
+    b = replica("b", "abc")
+    sees(b, a=GONE)
+    assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE, c=PAST)
+    assert b.facts.state is FOLLOWING
+
+
+def test_who_has_not_closed_the_round_pushes_nothing() -> None:
+    c = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab")))
+    assert not sees(c)
+    assert not sees(c, a=PAST)
+
+
+def test_nobody_is_asked_where_nobody_lives() -> None:
+    c = replica("c")
+    assert "Ask" not in kinds(sees(c, a=GONE, b=GONE))
+
+
+def test_who_follows_sets_no_deadline() -> None:
+    c = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab")))
+    sees(c)
+    assert kinds(c.handle(on.Begun(1, "gradient of c"))) == ["Push"]
+
+
+def test_of_two_pushes_to_a_copying_backup_the_second_is_held() -> None:
+    b = copying()
+    b.handle(pushed("c"))
+    again = on.Pushed("new push", "c", A, 0, None)
+    assert b.handle(again) == [do.Deny("push of c", A)]
+    assert not b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
 def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
     u = pair()
     u.handle(on.Confirmed("b"))
