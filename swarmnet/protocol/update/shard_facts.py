@@ -155,11 +155,11 @@ class Facts:
         return self.host if self.host in self.living() else None
 
     def successor(self) -> str:
-        """Who takes over from the primary: the first in the order that lives."""
+        """Who takes over from a dead primary: the first in the order that lives."""
         others = sorted({*self.members, self.me})
         for peer_id in (*self.roster.order, *others):
             may_lead = peer_id != self.me or self.roster.may_lead
-            if may_lead and peer_id != self.ballot.primary and not self.is_dead(peer_id):
+            if may_lead and not self.is_dead(peer_id):
                 return peer_id
         return self.me
 

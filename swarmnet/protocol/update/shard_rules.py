@@ -202,7 +202,7 @@ def note(u: Facts, event: on.Seen) -> None:
 
 
 def take_push(u: Facts, event: on.Pushed) -> None:
-    if event.ballot > u.ballot and may_go_by(u, event.ballot):
+    if may_go_by(u, event.ballot):
         go_by(u, event.ballot)
         if is_misnamed(u):
             nominate(u)
@@ -282,7 +282,7 @@ def denied(u: Facts, event: on.Denied) -> None:
     if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
-    elif u.state in (FOLLOWING, COPYING, COPIED):
+    else:
         push_failed(u, on.PushFailed(event.sender))
     return None
 
@@ -364,8 +364,7 @@ def remind(u: Facts) -> None:
     late = [p for p in u.waits_for() if u.members[p].declared is not None]
     if late and not u.roster.pulls:
         u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True))
-    if u.waits_for() or u.begun is None:
-        pause(u)
+    pause(u)
 
 
 def summed(u: Facts, event: on.Summed) -> None:
@@ -421,8 +420,7 @@ def copied(u: Facts, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
     u.state, u.result = COPIED, event.result
-    if u.copied_for is not None:
-        u.commands.append(do.Confirm(u.copied_for))
+    u.commands.append(do.Confirm(u.copied_for))
     u.copied_for = None
     if not must_use_copy(u):
         deny_all(u)
@@ -437,8 +435,7 @@ def use_copy(u: Facts) -> None:
 def not_copied(u: Facts, event: on.StepFailed) -> None:
     if event.attempt != u.attempt:
         return
-    if u.copied_for is not None:
-        u.commands.append(do.Refuse(u.copied_for))
+    u.commands.append(do.Refuse(u.copied_for))
     u.state, u.copied_for = FOLLOWING, None
     deny_all(u)
 
@@ -533,7 +530,7 @@ def pause(u: Facts) -> None:
 
 def add_part(u: Facts, peer_id: str, num_tokens: int, gradient: Handle | None) -> None:
     parts = dict(u.parts)
-    if peer_id not in parts or num_tokens or not parts[peer_id][0]:
+    if num_tokens or peer_id not in parts:
         parts[peer_id] = (num_tokens, gradient)
     u.parts = tuple(sorted(parts.items(), key=lambda item: item[0]))
 

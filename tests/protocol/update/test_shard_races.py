@@ -176,7 +176,9 @@ def test_overthrown_while_stepping() -> None:
 def test_what_an_earlier_attempt_brings_does_not_count() -> None:
     assert not clipping().handle(on.Summed("other", 0))
     assert not clipping().handle(on.ClipKnown(0))
-    assert not stepping().handle(on.Stepped("other", 0))
+    u = stepping()
+    u.handle(on.Stepped("other", 0))
+    assert u.facts.state is STEPPING
     assert not copying().handle(on.Stepped("other", 0))
     assert not copying().handle(on.StepFailed(0))
 
@@ -277,6 +279,7 @@ def test_a_late_push_waits_for_the_result_and_does_not_count() -> None:
     u.handle(pushed("b"))
     u.handle(on.DeadlinePassed())
     assert not u.handle(pushed("c"))
+    assert not u.facts.parts
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
@@ -600,6 +603,7 @@ def test_the_last_one_leads_alone() -> None:
     c = replica("c")
     (made,) = [x for x in sees(c, a=GONE, b=GONE) if isinstance(x, do.Sum)]
     assert [p for p, _, _ in made.parts] == ["c"]
+    assert c.facts.ballot == C
 
 
 def test_of_several_backups_one_answers_as_the_others_live() -> None:
@@ -667,6 +671,115 @@ def test_of_two_pushes_to_a_copying_backup_the_second_is_held() -> None:
     again = on.Pushed("new push", "c", A, 0, None)
     assert b.handle(again) == [do.Deny("push of c", A)]
     assert not b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
+def test_only_a_ballots_primary_announces_it() -> None:
+    c = replica("c", "abcd")
+    assert c.handle(on.Asked("ask", "d", B, is_final=True)) == [do.Deny("ask", A)]
+
+
+def test_who_leads_agrees_to_no_takeover() -> None:
+    a = replica("a")
+    assert a.handle(on.Asked("ask", "b", B, is_final=False)) == [do.Deny("ask", A)]
+
+
+def test_no_agreement_to_a_ballot_that_is_no_higher() -> None:
+    c = replica("c")
+    sees(c, a=GONE)
+    assert c.handle(on.Asked("ask", "b", A, is_final=False)) == [do.Deny("ask", A)]
+
+
+def test_who_is_not_next_agrees_to_the_ballot_of_whoever_is() -> None:
+    b = ShardUpdate("b", Roster(A, ("a", "c", "b"), ("a", "b"), ("a", "b"), is_holder=True))
+    sees(b, a=GONE)
+    assert b.handle(on.Asked("ask", "c", C, is_final=False)) == [do.Agree("ask", C)]
+
+
+def test_a_backup_with_another_state_refuses_the_step() -> None:
+    b = replica("b")
+    found = b.handle(on.MirrorCame("mirror", "a", A, "step", fits=False))
+    assert found == [do.Refuse("mirror")]
+
+
+def test_a_promise_of_a_lower_ballot_does_not_count() -> None:
+    u = replica("a")
+    u.handle(pushed("b"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    u.handle(on.Confirmed("b"))
+    assert not u.handle(on.Agreed("c", Ballot(0, "a"), is_final=True))
+    assert u.facts.state is MIRRORING
+
+
+def test_an_agreement_to_another_ballot_does_not_count() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    assert not b.handle(on.Agreed("c", Ballot(2, "b"), is_final=False))
+
+
+def test_a_failed_push_of_before_excuses_nobody() -> None:
+    u = replica("a")
+    u.handle(on.PushFailed("c"))
+    assert "Sum" not in kinds(u.handle(pushed("b")))
+    c = replica("c")
+    sees(c, b=PAST)
+    assert not c.handle(on.PushFailed("a"))
+
+
+def test_a_contribution_is_not_replaced_by_none() -> None:
+    for first, second in ((1, 0), (0, 1)):
+        u = replica("a")
+        u.handle(pushed("c", num_tokens=first))
+        u.handle(pushed("c", num_tokens=second))
+        (made,) = [x for x in u.handle(pushed("b")) if isinstance(x, do.Sum)]
+        assert [p for p, _, _ in made.parts] == ["a", "b", "c"]
+
+
+def test_who_is_no_member_any_more_is_dead() -> None:
+    """It has come back as a newcomer."""
+    b = replica("b")
+    assert do.Ask(("c",), B, is_final=False) in b.handle(on.Seen({"c": LIVES}))
+
+
+def test_while_it_steps_a_backup_takes_no_other_step() -> None:
+    b = copying()
+    found = b.handle(on.MirrorCame("mirror 2", "c", A, "step", fits=True))
+    assert found == [do.Refuse("mirror 2")]
+
+
+def test_a_backup_keeps_who_waits_while_it_steps() -> None:
+    b = replica("b")
+    b.handle(pushed("c", num_tokens=0))
+    found = b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    assert found == [do.Repeat("step", 1)]
+    b.handle(on.Asked("ask of c", "c", C, is_final=True))
+    b.handle(on.Asked("ask of d", "d", C, is_final=True))
+    sees(b, a=GONE)
+    given = [c.call for c in b.handle(on.Stepped("result", 1)) if isinstance(c, do.Give)]
+    assert given == ["push of c", "ask of c", "ask of d"]
+
+
+def test_no_state_is_spoiled_where_there_was_no_step() -> None:
+    a = ShardUpdate("a", Roster(A, ("a", "b"), ("a", "b"), ("a", "b"), is_holder=True))
+    a.handle(on.Seen({"b": LIVES}))
+    a.handle(on.Begun(0, None))
+    a.handle(pushed("b", num_tokens=0))
+    a.handle(on.Summed(None, 1))
+    a.handle(on.ClipKnown(1))
+    assert do.Spoiled() not in a.handle(on.Asked("ask", "b", B, is_final=True))
+
+
+def test_the_host_of_the_result_dies_too() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    b.handle(on.Denied("c", A))
+    assert "Sum" in kinds(sees(b, a=GONE, c=GONE))
+
+
+def test_members_that_have_not_closed_the_round_are_not_reminded() -> None:
+    assert replica("a").handle(on.Again()) == [do.Pause()]
 
 
 def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
