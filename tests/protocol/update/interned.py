@@ -136,6 +136,10 @@ class Interned:
     def standing(self, standing: Standing | None) -> int:
         return self.standings.number(standing)
 
+    def is_dead(self, standing: int) -> bool:
+        found = self.standings.all[standing]
+        return found is None or found.life == DEAD
+
     def freeze(self, actor: Actor) -> int:
         if self.scenario.reduced and not has_new_result(actor):
             settle(actor)

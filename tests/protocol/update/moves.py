@@ -84,10 +84,6 @@ class Moves(Interned):
                 is_urgent = self.is_dead(seen[k]) != self.is_dead(told)
                 (found if is_urgent else late).append(self.after(world, numbers, bag, i, outcome))
 
-    def is_dead(self, standing: int) -> bool:
-        found = self.standings.all[standing]
-        return found is None or found.life == DEAD
-
     def deliver(self, local: int, m: int, heard: int) -> Outcome:
         """`heard`: what the sender is; who is heard lives."""
         actor, message = self.actor(local), self.messages.all[m]

@@ -115,6 +115,16 @@ class Outcome(NamedTuple):
     """It has come to a result now."""
 
 
+def step_of(event: on.Stepped) -> Any:
+    """(ballot, sum)."""
+    return event.result
+
+
+def is_final_question(call: Any) -> bool:
+    """Whether the call, an `Asked`, is an announcement."""
+    return bool(call[4])
+
+
 class Actor:
     """A peer while it takes an event in."""
 
@@ -169,7 +179,7 @@ class Actor:
         self.under_way.remove(event)
         if isinstance(event, on.Begun):
             self.own = replace(self.own, declared=event.num_tokens)
-        if isinstance(event, on.Stepped) and event.result[1]:
+        if isinstance(event, on.Stepped) and step_of(event)[1]:
             if self.applied not in (UNTOUCHED, None) and not self.is_told_spoiled:
                 raise Broken(f"{self.me} makes two steps in one exchange on one state")
             self.applied = event.result
@@ -249,7 +259,7 @@ class Actor:
             case do.Give(call, result):
                 self.answer(call, on.ResultCame(me, result))
             case do.Agree(call, ballot):
-                self.answer(call, on.Agreed(me, ballot, call[4]))
+                self.answer(call, on.Agreed(me, ballot, is_final_question(call)))
             case do.Deny(call, ballot):
                 self.answer(call, on.Denied(me, ballot))
             case do.Confirm(call):
