@@ -66,6 +66,8 @@ class Agreed:
     sender: str
     ballot: Ballot
     is_final: bool
+    count: int
+    """That of the `Ask` which it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class ResultCame:
 
     sender: str
     result: Handle
+    ballot: Ballot
+    """That of the push or the `Ask` which it answers."""
 
 
 @dataclass(frozen=True, slots=True)

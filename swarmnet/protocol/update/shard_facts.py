@@ -83,6 +83,8 @@ class Facts:
     promised: frozenset[str] = frozenset()
     """Of a primary that has closed its sum: who promised its ballot, by a contribution or by an
     answer. Who was not waited for may follow another primary."""
+    count: int = 0
+    """How often promises were counted anew."""
     lost: frozenset[str] = frozenset()
     """Members that were dead when the sum was closed, or when promises were counted again."""
     asked: frozenset[str] = frozenset()

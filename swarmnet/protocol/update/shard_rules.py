@@ -110,7 +110,7 @@ def lead(u: Facts) -> None:
     if u.roster.pulls:
         u.commands += [do.Pull(p) for p in u.living()]
     if not u.ballot.is_first and u.living():
-        u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True))
+        u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True, count=u.count))
     set_deadline(u)
     pause(u)
 
@@ -124,7 +124,7 @@ def canvass(u: Facts) -> None:
 def ask_again(u: Facts) -> None:
     """The question before a takeover."""
     if u.living():
-        u.commands.append(do.Ask(tuple(u.living()), u.next_ballot(), is_final=False))
+        u.commands.append(do.Ask(tuple(u.living()), u.next_ballot(), is_final=False, count=u.count))
         pause(u)
 
 
@@ -167,6 +167,7 @@ def close(u: Facts) -> None:
 def count_again(u: Facts) -> None:
     """Who is dead may have led others by a higher ballot before: all that live are asked again."""
     u.lost |= u.dead()
+    u.count += 1
     u.promised, u.asked = frozenset(), frozenset()
 
 
@@ -174,7 +175,7 @@ def ask_back(u: Facts) -> None:
     """Before the result is given out: who was dead a moment ago may have another one."""
     asked = u.back() - u.asked
     u.asked |= asked
-    u.commands.append(do.Ask(tuple(sorted(asked)), u.ballot, is_final=True))
+    u.commands.append(do.Ask(tuple(sorted(asked)), u.ballot, is_final=True, count=u.count))
     pause(u)
 
 
@@ -315,6 +316,10 @@ def refuse(u: Facts, event: on.MirrorCame) -> None:
 
 
 def adopt(u: Facts, event: on.ResultCame) -> None:
+    """Who has promised a higher ballot since may be counted on for that one: nothing that an older
+    call still brings may part it from the others."""
+    if event.ballot < u.ballot:
+        return
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
 
@@ -325,14 +330,15 @@ def ask_later(u: Facts, event: on.ResultCame) -> None:
 
 
 def count_promise(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.ballot and event.is_final:
+    if event.ballot == u.ballot and event.is_final and event.count == u.count:
         u.promised |= {event.sender}
 
 
 def adopt_instead(u: Facts, event: on.ResultCame) -> None:
     """The step that was made here is not the one that holds."""
-    spoil(u)
-    adopt(u, event)
+    if event.ballot >= u.ballot:
+        spoil(u)
+        adopt(u, event)
 
 
 def push_failed(u: Facts, event: on.PushFailed) -> None:
@@ -363,7 +369,7 @@ def remind(u: Facts) -> None:
     lost."""
     late = [p for p in u.waits_for() if u.members[p].declared is not None]
     if late and not u.roster.pulls:
-        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True))
+        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True, count=u.count))
     pause(u)
 
 

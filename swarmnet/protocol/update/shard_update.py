@@ -38,9 +38,10 @@ A contribution is a promise, and so is the answer to an announcement. The answer
 nobody. Who has not contributed may follow another primary, though it lives and had no tokens or not
 enough time: it is asked before the result is given out. Who was dead to a primary may have led
 others by a higher ballot before it died: so a primary that has lost a member has all that live
-promise once more before it gives its result out. Two results can only come from two replicas that
-were dead to each other, with all those that could have told. That is a partition; `divergence` ends
-it.
+promise once more before it gives its result out; what they promised before that count does not
+count. Who has promised takes no result any more that an older call still brings: only that of a
+call under the present ballot. Two results can only come from two replicas that were dead to each
+other, with all those that could have told. That is a partition; `divergence` ends it.
 
 The moments survive the deaths of all owners but one. Of three and more there is an exception: where
 the primary dies before it gives its result out, a backup that has copied the step gives it out, and

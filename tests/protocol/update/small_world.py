@@ -120,9 +120,9 @@ def step_of(event: on.Stepped) -> Any:
     return event.result
 
 
-def is_final_question(call: Any) -> bool:
-    """Whether the call, an `Asked`, is an announcement."""
-    return bool(call[4])
+def question_of(call: Any) -> tuple[bool, int]:
+    """Whether the call, an `Asked`, is an announcement; and its count."""
+    return call[4], call[5]
 
 
 class Actor:
@@ -242,7 +242,7 @@ class Actor:
                 )
             case do.GiveUpPush():
                 self.open_call = None
-            case do.Ask(members, ballot, is_final):
+            case do.Ask(members, ballot, is_final, count):
                 for p in members:
                     self.call(
                         p,
@@ -250,6 +250,7 @@ class Actor:
                         lambda name: on.Asked(name, me, ballot, is_final),
                         ballot,
                         is_final,
+                        count,
                     )
             case do.Pull(target):
                 self.call(target, "pull", lambda name: None)
@@ -257,9 +258,9 @@ class Actor:
                 for p in backups:
                     self.mirror(p, total, ballot, attempt)
             case do.Give(call, result):
-                self.answer(call, on.ResultCame(me, result))
+                self.answer(call, on.ResultCame(me, result, call[3]))
             case do.Agree(call, ballot):
-                self.answer(call, on.Agreed(me, ballot, is_final_question(call)))
+                self.answer(call, on.Agreed(me, ballot, *question_of(call)))
             case do.Deny(call, ballot):
                 self.answer(call, on.Denied(me, ballot))
             case do.Confirm(call):

@@ -82,6 +82,18 @@ def copying(me: str = "b", **options: Any) -> ShardUpdate:
     return u
 
 
+def ask(members: tuple[str, ...], ballot: Ballot, *, is_final: bool, count: int = 0) -> do.Ask:
+    return do.Ask(members, ballot, is_final, count)
+
+
+def agreed(sender: str, ballot: Ballot, *, is_final: bool, count: int = 0) -> on.Agreed:
+    return on.Agreed(sender, ballot, is_final, count)
+
+
+def result_of(sender: str, result: str = "result", ballot: Ballot = B) -> on.ResultCame:
+    return on.ResultCame(sender, result, ballot)
+
+
 def kinds(commands: list[do.Command]) -> list[str]:
     return [type(c).__name__ for c in commands]
 
@@ -102,11 +114,11 @@ def test_the_primary_dies_before_the_mirror() -> None:
     b = replica("b")
     assert sees(b, a=GONE) == [
         do.GiveUpPush(),
-        do.Ask(("c",), B, is_final=False),
+        ask(("c",), B, is_final=False),
         do.Pause(),
     ]
-    found = b.handle(on.Agreed("c", B, is_final=False))
-    assert do.Ask(("c",), B, is_final=True) in found
+    found = b.handle(agreed("c", B, is_final=False))
+    assert ask(("c",), B, is_final=True) in found
     found = b.handle(pushed("c", B))
     assert [c.senders for c in found if isinstance(c, do.Sum)] == [frozenset("bc")]
 
@@ -147,7 +159,7 @@ def test_the_suspected_primary_is_heard_again() -> None:
     sees(b, a=GONE)
     assert b.facts.state is CANVASSING
     assert do.Push("a", A, has_gradient=True) in sees(b)
-    assert not b.handle(on.Agreed("c", B, is_final=False))
+    assert not b.handle(agreed("c", B, is_final=False))
     assert b.facts.ballot == A
 
 
@@ -201,18 +213,18 @@ def test_a_member_back_after_the_step_is_asked_for_its_promise() -> None:
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Again())
-    assert do.Ask(("c",), A, is_final=True) in sees(u)
+    assert ask(("c",), A, is_final=True, count=1) in sees(u)
     u.handle(on.Confirmed("b"))
-    u.handle(on.Agreed("b", A, is_final=True))
+    u.handle(agreed("b", A, is_final=True, count=1))
     assert u.facts.state is MIRRORING
-    assert do.Adopt("result", is_own=True) in u.handle(on.Agreed("c", A, is_final=True))
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("c", A, is_final=True, count=1))
 
 
 def test_the_answer_to_a_question_is_no_promise() -> None:
     """A member that agreed before the takeover may have got the old primary's step since."""
     u = replica("b")
     sees(u, a=GONE)
-    u.handle(on.Agreed("c", B, is_final=False))
+    u.handle(agreed("c", B, is_final=False))
     sees(u, a=GONE, c=GONE)
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
@@ -220,13 +232,13 @@ def test_the_answer_to_a_question_is_no_promise() -> None:
     assert u.facts.state is DECIDED  # nobody else lives
     u = replica("b")
     sees(u, a=GONE)
-    u.handle(on.Agreed("c", B, is_final=False))
+    u.handle(agreed("c", B, is_final=False))
     sees(u, a=GONE, c=GONE)
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     sees(u, a=GONE)
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Agreed("c", B, is_final=False))
+    u.handle(agreed("c", B, is_final=False))
     assert u.facts.state is MIRRORING
 
 
@@ -237,7 +249,7 @@ def test_a_backup_back_after_the_step_gets_it_before_anybody_else_the_result() -
     u.handle(on.Again())
     assert do.Mirror("sum", ("b",), A, 1) in sees(u)
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Agreed("b", A, is_final=True))
+    u.handle(agreed("b", A, is_final=True))
     assert u.facts.state is MIRRORING
 
 
@@ -247,9 +259,9 @@ def test_promises_are_asked_for_again_after_a_death() -> None:
     u.handle(pushed("c"))
     sees(u, b=GONE)
     u.handle(on.Summed("sum", 1))
-    assert do.Ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
+    assert ask(("c",), A, is_final=True, count=1) in u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    found = u.handle(on.ResultCame("c", "another result"))
+    found = u.handle(result_of("c", "another result"))
     assert found == [
         do.Spoiled(),
         do.Adopt("another result", is_own=False),
@@ -260,7 +272,7 @@ def test_promises_are_asked_for_again_after_a_death() -> None:
 def test_the_result_is_elsewhere() -> None:
     c = replica("c")
     assert sees(c, b=PAST) == [do.GiveUpPush(), do.Push("b", A, has_gradient=False)]
-    assert do.Adopt("result", is_own=False) in c.handle(on.ResultCame("b", "result"))
+    assert do.Adopt("result", is_own=False) in c.handle(result_of("b", "result"))
     assert c.facts.state is ADOPTED
     a = clipping()
     assert do.Push("b", A, has_gradient=False) in sees(a, b=PAST)
@@ -284,7 +296,7 @@ def test_a_late_push_waits_for_the_result_and_does_not_count() -> None:
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b"))
-    assert do.Give("push of c", "result") in u.handle(on.Agreed("c", A, is_final=True))
+    assert do.Give("push of c", "result") in u.handle(agreed("c", A, is_final=True))
     assert "c" not in u.facts.senders
 
 
@@ -293,7 +305,7 @@ def test_who_was_not_waited_for_may_follow_another_primary() -> None:
     u.handle(pushed("b"))
     u.handle(on.DeadlinePassed())
     u.handle(on.Summed("sum", 1))
-    assert do.Ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
+    assert ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b"))
     assert u.facts.state is MIRRORING
@@ -330,7 +342,7 @@ def test_two_of_which_each_waits_for_the_other() -> None:
     sees(b)
     b.handle(on.Begun(1, "gradient of b"))
     assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE)
-    assert do.Ask(("c",), B, is_final=False) in b.handle(pushed("c", num_tokens=0))
+    assert ask(("c",), B, is_final=False) in b.handle(pushed("c", num_tokens=0))
 
 
 def test_of_several_backups_none_gives_out_before_the_primary_has() -> None:
@@ -338,7 +350,7 @@ def test_of_several_backups_none_gives_out_before_the_primary_has() -> None:
     assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
     assert b.facts.state is COPIED
     assert not b.handle(pushed("c"))
-    found = b.handle(on.ResultCame("a", "the primary's"))
+    found = b.handle(result_of("a", "the primary's"))
     assert do.Adopt("the primary's", is_own=False) in found
     assert do.Give("push of c", "the primary's") in found
 
@@ -479,7 +491,7 @@ def test_a_mirrored_step_finds_a_replica_that_would_lead() -> None:
 def test_a_mirrored_step_that_comes_too_late_is_refused() -> None:
     decided, adopted, abandoned = mirroring(), replica("b"), replica("b")
     decided.handle(on.Confirmed("b"))
-    adopted.handle(on.ResultCame("a", "result"))
+    adopted.handle(result_of("a", "result"))
     abandoned.handle(on.MovedOn())
     copied = copying()
     copied.handle(on.Stepped("result", 1))
@@ -491,7 +503,7 @@ def test_a_mirrored_step_that_comes_too_late_is_refused() -> None:
 def test_a_question_or_an_announcement_finds_a_result() -> None:
     decided, adopted = mirroring(), replica("b")
     decided.handle(on.Confirmed("b"))
-    adopted.handle(on.ResultCame("a", "result"))
+    adopted.handle(result_of("a", "result"))
     for u in (decided, adopted):
         for is_final in (False, True):
             found = u.handle(on.Asked("ask", "c", C, is_final=is_final))
@@ -517,14 +529,14 @@ def test_the_primary_of_a_copied_step_has_the_promise() -> None:
 def test_the_primary_dies_while_its_backup_steps_in_vain() -> None:
     b = copying()
     assert not sees(b, a=GONE)
-    assert do.Ask(("c",), B, is_final=False) in b.handle(on.StepFailed(1))
+    assert ask(("c",), B, is_final=False) in b.handle(on.StepFailed(1))
 
 
 def test_a_result_comes_to_one_that_would_lead() -> None:
     b = replica("b")
     sees(b, a=GONE)
     for u in (b, replica("a"), clipping()):
-        found = u.handle(on.ResultCame("c", "result"))
+        found = u.handle(result_of("c", "result"))
         assert do.Adopt("result", is_own=False) in found
 
 
@@ -560,7 +572,7 @@ def test_a_push_tells_of_a_higher_ballot() -> None:
     c = replica("c")
     assert do.Push("b", B, has_gradient=True) in c.handle(pushed("d", B))
     assert c.facts.ballot == B
-    assert do.Give("push of d", "result") in c.handle(on.ResultCame("b", "result"))
+    assert do.Give("push of d", "result") in c.handle(result_of("b", "result"))
 
 
 def test_of_two_that_would_lead_the_higher_ballot_has_the_agreement_of_the_other() -> None:
@@ -627,7 +639,7 @@ def test_a_promise_may_come_while_the_step_is_made() -> None:
     u.handle(on.DeadlinePassed())
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
-    u.handle(on.Agreed("c", A, is_final=True))
+    u.handle(agreed("c", A, is_final=True))
     u.handle(on.Confirmed("b"))
     assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
 
@@ -635,10 +647,10 @@ def test_a_promise_may_come_while_the_step_is_made() -> None:
 def test_after_a_death_all_promise_again_before_the_result_is_given_out() -> None:
     u = mirroring()
     u.handle(on.Again())
-    assert do.Ask(("b",), A, is_final=True) in sees(u, c=GONE)
+    assert ask(("b",), A, is_final=True, count=1) in sees(u, c=GONE)
     u.handle(on.Confirmed("b"))
     assert u.facts.state is MIRRORING
-    assert do.Adopt("result", is_own=True) in u.handle(on.Agreed("b", A, is_final=True))
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
 
 
 def test_a_result_elsewhere_ends_a_canvass() -> None:
@@ -663,6 +675,23 @@ def test_who_follows_sets_no_deadline() -> None:
     c = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab")))
     sees(c)
     assert kinds(c.handle(on.Begun(1, "gradient of c"))) == ["Push"]
+
+
+def test_a_promise_of_before_the_last_count_is_none() -> None:
+    u = mirroring()
+    sees(u, c=GONE)
+    u.handle(on.Confirmed("b"))
+    assert not u.handle(agreed("b", A, is_final=True))
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
+
+
+def test_what_a_call_of_a_lower_ballot_brings_does_not_count() -> None:
+    c = replica("c")
+    c.handle(on.Asked("ask", "b", B, is_final=True))
+    assert not c.handle(result_of("a", "old result", A))
+    u = mirroring()
+    assert not u.handle(result_of("c", "old result", Ballot(0, "c")))
+    assert u.facts.state is MIRRORING
 
 
 def test_of_two_pushes_to_a_copying_backup_the_second_is_held() -> None:
@@ -709,14 +738,14 @@ def test_a_promise_of_a_lower_ballot_does_not_count() -> None:
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Confirmed("b"))
-    assert not u.handle(on.Agreed("c", Ballot(0, "a"), is_final=True))
+    assert not u.handle(agreed("c", Ballot(0, "a"), is_final=True))
     assert u.facts.state is MIRRORING
 
 
 def test_an_agreement_to_another_ballot_does_not_count() -> None:
     b = replica("b")
     sees(b, a=GONE)
-    assert not b.handle(on.Agreed("c", Ballot(2, "b"), is_final=False))
+    assert not b.handle(agreed("c", Ballot(2, "b"), is_final=False))
 
 
 def test_a_failed_push_of_before_excuses_nobody() -> None:
@@ -740,7 +769,7 @@ def test_a_contribution_is_not_replaced_by_none() -> None:
 def test_who_is_no_member_any_more_is_dead() -> None:
     """It has come back as a newcomer."""
     b = replica("b")
-    assert do.Ask(("c",), B, is_final=False) in b.handle(on.Seen({"c": LIVES}))
+    assert ask(("c",), B, is_final=False) in b.handle(on.Seen({"c": LIVES}))
 
 
 def test_while_it_steps_a_backup_takes_no_other_step() -> None:
