@@ -45,7 +45,9 @@ other, with all those that could have told. That is a partition; `divergence` en
 
 The moments survive the deaths of all owners but one. Of three and more there is an exception: where
 the primary dies before it gives its result out, a backup that has copied the step gives it out, and
-does not mirror it on; with that backup its moments die, and older ones are left.
+does not mirror it on; with that backup its moments die, and older ones are left. Where records
+differ, an exchange may begin with two primaries: the one that is overthrown while it steps has a
+spoiled state, and counts as a death.
 
 A contribution counts once. It goes to the primary of the present ballot only; who promises a higher
 ballot gives up its push under the lower one, and the sum that it was in does not hold.

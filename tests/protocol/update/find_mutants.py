@@ -107,8 +107,8 @@ def main() -> None:
         by = find(name, found.get(name))
         if by is not None:
             result[name] = by
-        elif not name.endswith(" answered"):
-            print("nothing finds", name)
+        else:
+            print("nothing finds", name, flush=True)
     PATH.write_text(json.dumps(result, indent=1) + "\n")
     print(len(result), "found of", len(names))
     sys.exit(0)

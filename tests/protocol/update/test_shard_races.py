@@ -242,6 +242,22 @@ def test_the_answer_to_a_question_is_no_promise() -> None:
     assert u.facts.state is MIRRORING
 
 
+def test_the_answer_to_a_question_is_no_promise_with_the_old_primary_back() -> None:
+    u = replica("b")
+    sees(u, a=GONE)
+    u.handle(agreed("c", B, is_final=False))
+    sees(u)
+    u.handle(pushed("a", B))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    u.handle(on.Confirmed("a"))
+    u.handle(agreed("c", B, is_final=False))
+    assert u.facts.state is MIRRORING
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("c", B, is_final=True))
+
+
 def test_a_backup_back_after_the_step_gets_it_before_anybody_else_the_result() -> None:
     u = clipping()
     sees(u, b=GONE)
