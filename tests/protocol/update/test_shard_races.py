@@ -7,7 +7,15 @@ from typing import Any
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, SUSPECT, Ballot, Roster, Standing, first_ballot
+from swarmnet.protocol.update.roster import (
+    DEAD,
+    MAX_LEAD,
+    SUSPECT,
+    Ballot,
+    Roster,
+    Standing,
+    first_ballot,
+)
 from swarmnet.protocol.update.roster import pair as pair_of
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
@@ -402,6 +410,181 @@ def test_a_stage_that_has_moved_on_is_followed_by_a_download() -> None:
 def test_a_ballot_beyond_all_terms_is_not_followed() -> None:
     c = replica("c")
     assert c.handle(pushed("b", Ballot((1 << 20) + 1, "b"))) == [do.Deny("push of b", A)]
+
+
+# ---- a backup that has copied the step ----------------------------------------------------------
+
+
+def copied(me: str = "b", **options: Any) -> ShardUpdate:
+    u = copying(me, **options)
+    assert u.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    assert u.facts.state is COPIED
+    return u
+
+
+def test_a_backup_whose_push_is_denied_pushes_again() -> None:
+    while_copying = copying()
+    while_copying.handle(on.Denied("a", B))
+    while_copying.handle(on.Stepped("result", 1))
+    while_copied = copied()
+    while_copied.handle(on.Denied("a", B))
+    for b in (while_copying, while_copied):
+        assert b.facts.ballot == A
+        assert b.handle(on.Again()) == [do.Push("a", A, has_gradient=True)]
+
+
+def test_a_result_that_comes_while_a_backup_steps_is_asked_for_again() -> None:
+    b = copying()
+    assert not b.handle(result_of("a"))
+    assert do.Push("a", A, has_gradient=True) in b.handle(on.Stepped("result", 1))
+
+
+def test_a_backup_that_copied_early_pushes_when_it_has_closed_the_round() -> None:
+    b = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
+    sees(b)
+    b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    found = b.handle(on.Begun(1, "gradient of b"))
+    assert found == [do.Push("a", A, has_gradient=True)]
+
+
+def test_a_failed_push_of_a_copied_step_is_made_again_after_a_pause() -> None:
+    b = copied()
+    assert b.handle(on.PushFailed("a")) == [do.Pause()]
+    assert b.handle(on.Again()) == [do.Push("a", A, has_gradient=True)]
+
+
+def test_the_copy_does_not_stand_in_for_a_result_that_is_elsewhere() -> None:
+    b = copied()
+    assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE, c=PAST)
+    assert b.facts.state is COPIED
+
+
+def test_a_stage_that_has_moved_on_leaves_a_copy_behind() -> None:
+    b = copied()
+    assert do.Abandon() in b.handle(on.MovedOn())
+
+
+def test_who_pushes_to_a_copied_step_under_another_ballot() -> None:
+    """By a lower one it goes on to the primary; by a higher one that has been overthrown."""
+    b = copied()
+    assert b.handle(pushed("c", Ballot(0, "c"))) == [do.Deny("push of c", A)]
+    assert do.Give("push of c", "result") in b.handle(pushed("c", C))
+    assert b.facts.state is ADOPTED
+
+
+def test_a_question_finds_a_copied_step() -> None:
+    b = copied()
+    found = b.handle(on.Asked("ask", "c", C, is_final=False))
+    assert found == [do.LookInto("a"), do.Deny("ask", A)]
+
+
+def test_the_primary_dies_while_its_backup_makes_the_step() -> None:
+    """Who waits at the backup has the result at once."""
+    b = copying()
+    b.handle(pushed("c", num_tokens=0))
+    sees(b, a=GONE)
+    found = b.handle(on.Stepped("result", 1))
+    assert do.Give("push of c", "result") in found
+    b = copying()
+    b.handle(pushed("c", num_tokens=0))
+    assert do.Deny("push of c", A) in b.handle(on.Stepped("result", 1))
+
+
+# ---- sums and steps that fail -------------------------------------------------------------------
+
+
+def test_a_sum_or_a_step_that_fails_is_tried_again() -> None:
+    for u in (clipping(), stepping()):
+        found = u.handle(on.StepFailed(1))
+        assert do.Deny("push of b", A) in found
+        assert do.Deny("push of c", A) in found
+        assert u.facts.state is GATHERING
+        assert not u.facts.pending
+    for u in (clipping(), stepping()):
+        u.handle(on.StepFailed(0))
+        assert u.facts.state in (CLIPPING, STEPPING)
+
+
+def test_a_result_that_holds_comes_while_the_step_is_made() -> None:
+    u = stepping()
+    found = u.handle(result_of("c", "another result"))
+    assert found[:2] == [do.Spoiled(), do.Adopt("another result", is_own=False)]
+
+
+# ---- ballots that name the wrong replica --------------------------------------------------------
+
+
+def test_a_replica_that_is_taken_for_a_holder_names_one() -> None:
+    a = ShardUpdate("a", Roster(A, tuple("abc"), ("a", "b"), ("b",)))
+    named = A.next_of("b", is_holder=True)
+    assert do.Push("b", named, has_gradient=True) in [*sees(a), *a.handle(on.Begun(1, "ga"))]
+    assert a.facts.ballot == named
+
+
+def test_a_replica_that_a_push_takes_for_a_holder_names_one() -> None:
+    c = replica("c", holders="ab")
+    wrong = A.next_of("c", is_holder=True)
+    found = c.handle(pushed("b", wrong))
+    named = wrong.next_of("a", is_holder=True)
+    assert do.Deny("push of b", named) in found
+    assert do.Push("a", named, has_gradient=True) in found
+
+
+def test_a_replica_whose_state_is_spoiled_names_another_holder() -> None:
+    a = stepping()
+    a.handle(on.Asked("ask", "b", B, is_final=True))
+    wrong = B.next_of("a", is_holder=True)
+    found = a.handle(pushed("c", wrong))
+    assert do.Deny("push of c", wrong.next_of("b", is_holder=True)) in found
+
+
+def test_where_no_holder_lives_the_one_that_was_named_leads_as_none() -> None:
+    c = replica("c", holders="ab")
+    sees(c, a=GONE, b=GONE)
+    assert c.facts.ballot == C
+    wrong = C.next_of("c", is_holder=True)
+    c.handle(pushed("d", wrong))
+    assert c.facts.ballot == wrong.next_of("c", is_holder=False)
+    assert c.facts.ballot.term % 2 == 0
+
+
+def test_a_dead_holder_is_not_named() -> None:
+    d = replica("d", "abcd", "abc")
+    sees(d, a=GONE)
+    wrong = A.next_of("d", is_holder=True)
+    d.handle(pushed("c", wrong))
+    assert d.facts.ballot == wrong.next_of("b", is_holder=True)
+
+
+def test_a_joining_replica_does_not_take_over() -> None:
+    b = replica("b", may_lead=False)
+    pushes = [c for c in sees(b, a=GONE) if isinstance(c, do.Push)]
+    assert pushes == [do.Push("c", A, has_gradient=False)]
+    assert not b.handle(pushed("c", num_tokens=0))
+    assert b.facts.state is FOLLOWING
+
+
+def test_no_ballot_is_raised_far_at_once() -> None:
+    """Neither by a push, nor by an announcement, nor by a denial."""
+    far = Ballot(A.term + MAX_LEAD + 1, "b")
+    c = replica("c")
+    assert c.handle(pushed("b", far)) == [do.Deny("push of b", A)]
+    assert c.handle(on.Asked("ask", "b", far, is_final=True)) == [do.Deny("ask", A)]
+    c.handle(on.Denied("a", far))
+    assert c.facts.ballot == A
+    near = Ballot(A.term + MAX_LEAD, "b")
+    assert do.Agree("ask", near) in c.handle(on.Asked("ask", "b", near, is_final=True))
+
+
+def test_a_gradient_is_kept_no_longer_than_it_is_needed() -> None:
+    u = mirroring()
+    assert u.facts.begun == (1, "gradient of a")
+    u.handle(on.Confirmed("b"))
+    assert u.facts.begun == (1, None)
+    early = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
+    early.handle(result_of("c"))
+    assert early.facts.begun is None
 
 
 # ---- gossip averaging ---------------------------------------------------------------------------
@@ -832,3 +1015,29 @@ def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
     u.handle(on.Confirmed("b"))
     offer(u)
     assert kinds(u.handle(on.Summed("sum", 1))) == ["Step", "SetDeadline"]
+
+
+def test_a_partner_that_does_not_come_is_waited_for_until_the_deadline() -> None:
+    for is_late in (False, True):
+        u = pair()
+        offer(u)
+        assert "SetDeadline" in kinds(u.handle(on.Summed("sum", 1)))
+        if is_late:
+            u.handle(on.Stepped("result", 1))
+            found = u.handle(on.DeadlinePassed())
+        else:
+            u.handle(on.DeadlinePassed())
+            found = u.handle(on.Stepped("result", 1))
+        assert do.Adopt("result", is_own=True) in found
+
+
+def test_the_calls_of_a_pair_end_of_themselves() -> None:
+    u = ShardUpdate("a", pair_of("a", "b"))
+    found = [*u.handle(on.Seen({"b": LIVES})), *u.handle(on.Begun(1, "offer of a"))]
+    assert kinds(found) == ["Pull", "Pause"]
+
+
+def test_a_backup_is_waited_for_beyond_the_deadline() -> None:
+    u = mirroring()
+    assert not u.handle(on.DeadlinePassed())
+    assert u.facts.state is MIRRORING
