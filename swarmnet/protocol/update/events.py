@@ -143,6 +143,8 @@ class Confirmed:
     """A backup has made the step. In gossip averaging: the partner has this replica's offer."""
 
     sender: str
+    attempt: int
+    """That of the `Mirror` which it answers; in gossip averaging the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class Refused:
     """A backup has not made the step, and will not."""
 
     sender: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,7 @@ class MirrorFailed:
     """The call to a backup ended without an answer."""
 
     sender: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)

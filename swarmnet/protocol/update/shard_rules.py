@@ -412,8 +412,9 @@ def mirror(u: Facts) -> None:
 
 def mirror_failed(u: Facts, event: on.MirrorFailed) -> None:
     """A backup that lives has to have the step before anybody gets the result."""
-    u.unmirrored |= {event.sender} & u.pending
-    pause(u)
+    if event.attempt == u.attempt:
+        u.unmirrored |= {event.sender} & u.pending
+        pause(u)
 
 
 def stepped(u: Facts, event: on.Stepped) -> None:
@@ -455,6 +456,8 @@ def fell_through(u: Facts, event: on.StepFailed) -> None:
 
 
 def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
+    if event.attempt != u.attempt:
+        return
     u.pending -= {event.sender}
     u.unmirrored -= {event.sender}
     u.served |= {event.sender}

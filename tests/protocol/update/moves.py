@@ -118,8 +118,8 @@ class Moves(Interned):
             actor.answer(
                 message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None)
             )
-            actor.under_way = [e for e in actor.under_way if e != on.Refused(message.source)]
-            actor.handle(on.Confirmed(message.source))
+            actor.under_way = [e for e in actor.under_way if not isinstance(e, on.Refused)]
+            actor.handle(on.Confirmed(message.source, actor.machine.facts.attempt))
         return self.outcome(actor)
 
     def hear(self, key: tuple[int, int, int]) -> Outcome:

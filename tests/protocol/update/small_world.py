@@ -125,6 +125,11 @@ def question_of(call: Any) -> tuple[bool, int]:
     return call[4], call[5]
 
 
+def attempt_of(call: Any) -> int:
+    """With which the call, a `MirrorCame`, was made."""
+    return int(call[4])
+
+
 class Actor:
     """A peer while it takes an event in."""
 
@@ -264,9 +269,9 @@ class Actor:
             case do.Deny(call, ballot):
                 self.answer(call, on.Denied(me, ballot))
             case do.Confirm(call):
-                self.answer(call, on.Confirmed(me))
+                self.answer(call, on.Confirmed(me, attempt_of(call)))
             case do.Refuse(call):
-                self.answer(call, on.Refused(me))
+                self.answer(call, on.Refused(me, attempt_of(call)))
             case _:
                 self.carry_out_here(command)
 
@@ -306,7 +311,7 @@ class Actor:
 
     def mirror(self, target: str, total: Any, ballot: Ballot, attempt: int) -> None:
         if self.scenario.pulls:  # the time that a partner has for its pull
-            self.later(on.Refused(target))
+            self.later(on.Refused(target, attempt))
             return
         step = (ballot, total)
         self.call(

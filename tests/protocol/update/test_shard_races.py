@@ -108,7 +108,7 @@ def kinds(commands: list[do.Command]) -> list[str]:
 
 def test_the_result_is_given_out_when_the_backup_has_it() -> None:
     u = mirroring()
-    assert u.handle(on.Confirmed("b")) == [
+    assert u.handle(on.Confirmed("b", 1)) == [
         do.Adopt("result", is_own=True),
         do.Give("push of b", "result"),
         do.Give("push of c", "result"),
@@ -201,6 +201,12 @@ def test_what_an_earlier_attempt_brings_does_not_count() -> None:
     assert u.facts.state is STEPPING
     assert not copying().handle(on.Stepped("other", 0))
     assert not copying().handle(on.StepFailed(0))
+    for event in (on.Confirmed("b", 0), on.Refused("b", 0), on.MirrorFailed("b", 0)):
+        u = mirroring()
+        u.handle(on.Again())
+        assert not u.handle(event)
+        assert u.facts.pending
+        assert not u.facts.unmirrored
 
 
 def test_a_member_back_after_the_sum_is_waited_for() -> None:
@@ -222,7 +228,7 @@ def test_a_member_back_after_the_step_is_asked_for_its_promise() -> None:
     u.handle(on.Stepped("result", 1))
     u.handle(on.Again())
     assert ask(("c",), A, is_final=True, count=1) in sees(u)
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     u.handle(agreed("b", A, is_final=True, count=1))
     assert u.facts.state is MIRRORING
     assert do.Adopt("result", is_own=True) in u.handle(agreed("c", A, is_final=True, count=1))
@@ -260,7 +266,7 @@ def test_the_answer_to_a_question_is_no_promise_with_the_old_primary_back() -> N
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Confirmed("a"))
+    u.handle(on.Confirmed("a", 1))
     u.handle(agreed("c", B, is_final=False))
     assert u.facts.state is MIRRORING
     assert do.Adopt("result", is_own=True) in u.handle(agreed("c", B, is_final=True))
@@ -319,7 +325,7 @@ def test_a_late_push_waits_for_the_result_and_does_not_count() -> None:
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert do.Give("push of c", "result") in u.handle(agreed("c", A, is_final=True))
     assert "c" not in u.facts.senders
 
@@ -331,7 +337,7 @@ def test_who_was_not_waited_for_may_follow_another_primary() -> None:
     u.handle(on.Summed("sum", 1))
     assert ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert u.facts.state is MIRRORING
     assert do.Spoiled() in u.handle(on.Denied("c", C))
 
@@ -396,7 +402,7 @@ def test_a_backup_that_cannot_make_the_step_waits_for_the_result() -> None:
 def test_a_lost_mirror_is_sent_again_after_a_pause() -> None:
     u = mirroring()
     u.handle(on.Again())
-    assert u.handle(on.MirrorFailed("b")) == [do.Pause()]
+    assert u.handle(on.MirrorFailed("b", 1)) == [do.Pause()]
     assert u.handle(on.Again()) == [do.Mirror("sum", ("b",), A, 1)]
 
 
@@ -580,7 +586,7 @@ def test_no_ballot_is_raised_far_at_once() -> None:
 def test_a_gradient_is_kept_no_longer_than_it_is_needed() -> None:
     u = mirroring()
     assert u.facts.begun == (1, "gradient of a")
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert u.facts.begun == (1, None)
     early = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
     early.handle(result_of("c"))
@@ -607,7 +613,7 @@ def test_each_of_a_pair_makes_its_own_step() -> None:
     u = pair()
     (made,) = [c for c in offer(u) if isinstance(c, do.Sum)]
     assert [p for p, _, _ in made.parts] == ["a", "b"]
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert do.Step("sum", A, 1) in u.handle(on.Summed("sum", 1))
     assert u.handle(on.Stepped("result", 1)) == [do.Adopt("result", is_own=True)]
 
@@ -617,7 +623,7 @@ def test_a_meeting_lasts_until_the_partner_has_the_offer_too() -> None:
     offer(u)
     assert do.Mirror("sum", ("b",), A, 1) in u.handle(on.Summed("sum", 1))
     assert not u.handle(on.Stepped("result", 1))
-    assert do.Adopt("result", is_own=True) in u.handle(on.Confirmed("b"))
+    assert do.Adopt("result", is_own=True) in u.handle(on.Confirmed("b", 1))
 
 
 def test_a_partner_that_has_left_the_meeting_leads_to_no_result_elsewhere() -> None:
@@ -689,7 +695,7 @@ def test_a_mirrored_step_finds_a_replica_that_would_lead() -> None:
 
 def test_a_mirrored_step_that_comes_too_late_is_refused() -> None:
     decided, adopted, abandoned = mirroring(), replica("b"), replica("b")
-    decided.handle(on.Confirmed("b"))
+    decided.handle(on.Confirmed("b", 1))
     adopted.handle(result_of("a", "result"))
     abandoned.handle(on.MovedOn())
     copied = copying()
@@ -701,7 +707,7 @@ def test_a_mirrored_step_that_comes_too_late_is_refused() -> None:
 
 def test_a_question_or_an_announcement_finds_a_result() -> None:
     decided, adopted = mirroring(), replica("b")
-    decided.handle(on.Confirmed("b"))
+    decided.handle(on.Confirmed("b", 1))
     adopted.handle(result_of("a", "result"))
     for u in (decided, adopted):
         for is_final in (False, True):
@@ -758,7 +764,7 @@ def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
     u = clipping()
     u.handle(on.Again())
     u.handle(on.ClipKnown(1))
-    assert u.handle(on.MirrorFailed("b")) == [do.Pause()]
+    assert u.handle(on.MirrorFailed("b", 1)) == [do.Pause()]
     b = replica("b")
     b.handle(on.PushFailed("a"))
     b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
@@ -839,7 +845,7 @@ def test_a_promise_may_come_while_the_step_is_made() -> None:
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(agreed("c", A, is_final=True))
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
 
 
@@ -847,7 +853,7 @@ def test_after_a_death_all_promise_again_before_the_result_is_given_out() -> Non
     u = mirroring()
     u.handle(on.Again())
     assert ask(("b",), A, is_final=True, count=1) in sees(u, c=GONE)
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert u.facts.state is MIRRORING
     assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
 
@@ -879,7 +885,7 @@ def test_who_follows_sets_no_deadline() -> None:
 def test_a_promise_of_before_the_last_count_is_none() -> None:
     u = mirroring()
     sees(u, c=GONE)
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert not u.handle(agreed("b", A, is_final=True))
     assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
 
@@ -936,7 +942,7 @@ def test_a_promise_of_a_lower_ballot_does_not_count() -> None:
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert not u.handle(agreed("c", Ballot(0, "a"), is_final=True))
     assert u.facts.state is MIRRORING
 
@@ -1012,7 +1018,7 @@ def test_members_that_have_not_closed_the_round_are_not_reminded() -> None:
 
 def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
     u = pair()
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 0))
     offer(u)
     assert kinds(u.handle(on.Summed("sum", 1))) == ["Step", "SetDeadline"]
 

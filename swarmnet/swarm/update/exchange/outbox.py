@@ -300,22 +300,24 @@ class Outbox:
 
     # ---- mirrored steps ---------------------------------------------------------------------
 
-    async def mirror(self, backup: str, request: MirrorRequest, gradient: Array) -> None:
+    async def mirror(
+        self, backup: str, request: MirrorRequest, gradient: Array, attempt: int
+    ) -> None:
         """Has a backup make the step too."""
-        event: on.Event = on.Refused(backup)
+        event: on.Event = on.Refused(backup, attempt)
         try:
             await self._pace.turn(gradient, self._exchange)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.
             wait_s, _ = self._pace.contributions_s()
             message = Message(request, (gradient,))
             await self._call(backup, "mirror", message, timeout_s=wait_s)
-            event = on.Confirmed(backup)
+            event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
             log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
         except TransportError as e:
             log.debug("shard %d has not reached %s: %s", request.shard, backup[-8:], e)
             self._gossip.probe(backup)
-            event = on.MirrorFailed(backup)
+            event = on.MirrorFailed(backup, attempt)
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, backup[-8:], e)
             denied = _ballot_in(e)
