@@ -474,6 +474,8 @@ def expire(u: Facts, event: on.DeadlinePassed) -> None:
 
 
 def abandon(u: Facts, event: on.MovedOn) -> None:
+    if u.state in HAS_STEPPED:
+        spoil(u)
     u.state = ABANDONED
     deny_all(u)
     u.commands.append(do.Abandon())

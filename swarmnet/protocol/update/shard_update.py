@@ -192,6 +192,8 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         canvassing=rules.abandon,
         gathering=rules.abandon,
         clipping=rules.abandon,
+        stepping=rules.abandon,
+        mirroring=rules.abandon,
         copied=rules.abandon,
     ),
 }

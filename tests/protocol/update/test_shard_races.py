@@ -756,8 +756,11 @@ def test_a_result_elsewhere_ends_the_gathering() -> None:
 def test_a_stage_that_has_moved_on_leaves_nobody_leading() -> None:
     b = replica("b")
     sees(b, a=GONE)
-    for u in (b, replica("a"), clipping()):
-        assert u.handle(on.MovedOn())[-1] == do.Abandon()
+    for u in (b, replica("a"), clipping(), stepping(), mirroring()):
+        is_late = u.facts.state in (STEPPING, MIRRORING)
+        found = u.handle(on.MovedOn())
+        assert found[-1] == do.Abandon()
+        assert (do.Spoiled() in found) == is_late
 
 
 def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
