@@ -38,6 +38,8 @@ class Ask:
     members: tuple[str, ...]
     ballot: Ballot
     is_final: bool
+    count: int
+    """To be given back with `Agreed`: a promise of before an earlier count may be broken by now."""
 
 
 @dataclass(frozen=True, slots=True)

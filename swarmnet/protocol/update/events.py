@@ -66,6 +66,8 @@ class Agreed:
     sender: str
     ballot: Ballot
     is_final: bool
+    count: int
+    """That of the `Ask` which it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class ResultCame:
 
     sender: str
     result: Handle
+    ballot: Ballot
+    """That of the push or the `Ask` which it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ class Confirmed:
     """A backup has made the step. In gossip averaging: the partner has this replica's offer."""
 
     sender: str
+    attempt: int
+    """That of the `Mirror` which it answers; in gossip averaging the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,7 @@ class Refused:
     """A backup has not made the step, and will not."""
 
     sender: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,7 @@ class MirrorFailed:
     """The call to a backup ended without an answer."""
 
     sender: str
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,11 +81,14 @@ class Facts:
     unmirrored: frozenset[str] = frozenset()
     """Those of them that the step did not reach: it is sent again."""
     promised: frozenset[str] = frozenset()
-    """Of a primary that has closed its sum: who promised its ballot, or was not waited for."""
+    """Of a primary that has closed its sum: who promised its ballot, by a contribution or by an
+    answer. Who was not waited for may follow another primary."""
+    count: int = 0
+    """How often promises were counted anew."""
     lost: frozenset[str] = frozenset()
-    """Dead members, when the promises were counted."""
+    """Members that were dead when the sum was closed, or when promises were counted again."""
     asked: frozenset[str] = frozenset()
-    """Who has come back since, and was asked for a promise or a result."""
+    """Who of the others was asked for a promise or a result."""
     attempt: int = 0
     """Sums and steps that were begun here: what an earlier one brings does not count."""
     is_spoiled: bool = False
@@ -113,11 +116,11 @@ class Facts:
             if standing.life != DEAD
             and peer_id not in given
             and peer_id not in self.lacking
-            and not (self.ballot.is_first and standing.declared == 0)
+            and standing.declared != 0
         ]
 
     def back(self) -> frozenset[str]:
-        """Members that live and have promised nothing: they were dead when the sum was closed."""
+        """Members that live and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
         return frozenset(self.living()) - self.promised
@@ -126,6 +129,10 @@ class Facts:
         """To this replica; a stranger to the exchange is as good as dead."""
         standing = self.members.get(peer_id)
         return peer_id != self.me and (standing is None or standing.life == DEAD)
+
+    def dead(self) -> frozenset[str]:
+        """Members that are dead to this replica."""
+        return frozenset(self.members).difference(self.living())
 
     def living(self) -> list[str]:
         return sorted(p for p, s in self.members.items() if s.life != DEAD)
@@ -145,12 +152,16 @@ class Facts:
         past the exchange too."""
         return crc32(f"{self.me}|{peer_id}".encode())
 
+    def told(self) -> str | None:
+        """Who lives and has said that the primary does."""
+        return self.host if self.host in self.living() else None
+
     def successor(self) -> str:
-        """Who takes over from the primary: the first in the order that lives."""
+        """Who takes over from a dead primary: the first in the order that lives."""
         others = sorted({*self.members, self.me})
         for peer_id in (*self.roster.order, *others):
             may_lead = peer_id != self.me or self.roster.may_lead
-            if may_lead and peer_id != self.ballot.primary and not self.is_dead(peer_id):
+            if may_lead and not self.is_dead(peer_id):
                 return peer_id
         return self.me
 
@@ -165,6 +176,4 @@ class Facts:
             return past
         if not self.is_dead(self.ballot.primary):
             return self.ballot.primary
-        if self.host is not None and not self.is_dead(self.host):
-            return self.host
-        return self.successor()
+        return self.told() or self.successor()

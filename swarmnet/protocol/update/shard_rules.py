@@ -43,17 +43,12 @@ def is_misnamed(u: Facts) -> bool:
 
 def is_next(u: Facts) -> bool:
     """It takes over: by its own roster, or by that of others, who wait here for a result."""
-    is_called = u.successor() == u.me or is_waited_for(u)
+    is_called = u.successor() == u.me or bool(u.calls)
     return u.roster.may_lead and u.is_dead(u.ballot.primary) and is_called
 
 
-def is_waited_for(u: Facts) -> bool:
-    return any(sender and not u.is_dead(sender) for sender, _ in u.calls)
-
-
 def must_take_over(u: Facts) -> bool:
-    is_told = u.host is not None and not u.is_dead(u.host)
-    return is_next(u) and not is_told and u.past() is None
+    return is_next(u) and u.told() is None and u.past() is None
 
 
 def must_push(u: Facts) -> bool:
@@ -83,7 +78,7 @@ def is_mirrored(u: Facts) -> bool:
 
 
 def has_one_back(u: Facts) -> bool:
-    return bool(u.back())
+    return not u.lost.isdisjoint(u.living())
 
 
 def must_mirror(u: Facts) -> bool:
@@ -95,7 +90,7 @@ def must_use_copy(u: Facts) -> bool:
 
 
 def has_lost_one(u: Facts) -> bool:
-    return not u.lost >= set(u.members).difference(u.living())
+    return not u.dead() <= u.lost
 
 
 def must_ask_back(u: Facts) -> bool:
@@ -115,7 +110,7 @@ def lead(u: Facts) -> None:
     if u.roster.pulls:
         u.commands += [do.Pull(p) for p in u.living()]
     if not u.ballot.is_first and u.living():
-        u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True))
+        u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True, count=u.count))
     set_deadline(u)
     pause(u)
 
@@ -127,10 +122,9 @@ def canvass(u: Facts) -> None:
 
 
 def ask_again(u: Facts) -> None:
-    """The question before a takeover, to those that have not agreed."""
-    asked = tuple(p for p in u.living() if p not in u.agreed)
-    if asked:
-        u.commands.append(do.Ask(asked, u.next_ballot(), is_final=False))
+    """The question before a takeover."""
+    if u.living():
+        u.commands.append(do.Ask(tuple(u.living()), u.next_ballot(), is_final=False, count=u.count))
         pause(u)
 
 
@@ -163,17 +157,17 @@ def close(u: Facts) -> None:
     """Nothing comes into the sum any more."""
     u.state = CLIPPING
     u.senders = frozenset(p for p, _ in u.parts)
-    parts = tuple((p, n, g) for p, (n, g) in u.parts if n and g is not None)
+    parts = tuple((p, n, g) for p, (n, g) in u.parts if g is not None)
     u.attempt += 1
     u.commands.append(do.Sum(parts, u.senders, tuple(u.waits_for()), u.attempt))
-    u.promised, u.asked = u.senders | frozenset(u.living()), frozenset()
-    u.lost = frozenset()
+    u.promised, u.asked, u.lost = u.senders, frozenset(), u.dead()
     u.parts = ()
 
 
 def count_again(u: Facts) -> None:
     """Who is dead may have led others by a higher ballot before: all that live are asked again."""
-    u.lost |= set(u.members).difference(u.living())
+    u.lost |= u.dead()
+    u.count += 1
     u.promised, u.asked = frozenset(), frozenset()
 
 
@@ -181,7 +175,7 @@ def ask_back(u: Facts) -> None:
     """Before the result is given out: who was dead a moment ago may have another one."""
     asked = u.back() - u.asked
     u.asked |= asked
-    u.commands.append(do.Ask(tuple(sorted(asked)), u.ballot, is_final=True))
+    u.commands.append(do.Ask(tuple(sorted(asked)), u.ballot, is_final=True, count=u.count))
     pause(u)
 
 
@@ -206,11 +200,10 @@ def begin(u: Facts, event: on.Begun) -> None:
 
 def note(u: Facts, event: on.Seen) -> None:
     u.members, u.counted = event.members, event.counted
-    u.host = None if u.host is None or u.is_dead(u.host) else u.host
 
 
 def take_push(u: Facts, event: on.Pushed) -> None:
-    if event.ballot > u.ballot and may_go_by(u, event.ballot):
+    if may_go_by(u, event.ballot):
         go_by(u, event.ballot)
         if is_misnamed(u):
             nominate(u)
@@ -221,8 +214,6 @@ def take_push(u: Facts, event: on.Pushed) -> None:
         return
     if event.call is not None:
         wait(u, event.call, event.sender)
-    if event.sender == u.host:  # the primary is dead to it too by now
-        u.host = None
     if u.state is GATHERING:
         add_part(u, event.sender, event.num_tokens, event.gradient)
 
@@ -282,7 +273,7 @@ def would_promise(u: Facts, ballot: Ballot) -> bool:
 
 
 def count_agreed(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.next_ballot() and not event.is_final:
+    if event.ballot == u.next_ballot():
         u.agreed |= {event.sender}
 
 
@@ -292,7 +283,7 @@ def denied(u: Facts, event: on.Denied) -> None:
     if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
-    elif u.state in (FOLLOWING, COPYING, COPIED) and event.sender == u.pushing:
+    else:
         push_failed(u, on.PushFailed(event.sender))
     return None
 
@@ -325,6 +316,10 @@ def refuse(u: Facts, event: on.MirrorCame) -> None:
 
 
 def adopt(u: Facts, event: on.ResultCame) -> None:
+    """Who has promised a higher ballot since may be counted on for that one: nothing that an older
+    call still brings may part it from the others."""
+    if event.ballot < u.ballot:
+        return
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
 
@@ -335,14 +330,15 @@ def ask_later(u: Facts, event: on.ResultCame) -> None:
 
 
 def count_promise(u: Facts, event: on.Agreed) -> None:
-    if event.ballot == u.ballot and event.is_final:
+    if event.ballot == u.ballot and event.is_final and event.count == u.count:
         u.promised |= {event.sender}
 
 
 def adopt_instead(u: Facts, event: on.ResultCame) -> None:
     """The step that was made here is not the one that holds."""
-    spoil(u)
-    adopt(u, event)
+    if event.ballot >= u.ballot:
+        spoil(u)
+        adopt(u, event)
 
 
 def push_failed(u: Facts, event: on.PushFailed) -> None:
@@ -371,12 +367,10 @@ def again(u: Facts, event: on.Again) -> None:
 def remind(u: Facts) -> None:
     """Members that have closed the round and go by another ballot, or whose promise was
     lost."""
-    first = u.ballot.is_first
-    late = [p for p in u.waits_for() if not first or u.members[p].declared is not None]
+    late = [p for p in u.waits_for() if u.members[p].declared is not None]
     if late and not u.roster.pulls:
-        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True))
-    if u.waits_for() or u.begun is None:
-        pause(u)
+        u.commands.append(do.Ask(tuple(late), u.ballot, is_final=True, count=u.count))
+    pause(u)
 
 
 def summed(u: Facts, event: on.Summed) -> None:
@@ -397,6 +391,8 @@ def clip_known(u: Facts, event: on.ClipKnown) -> None:
 
 def step(u: Facts) -> None:
     u.state = STEPPING
+    if u.lost:
+        count_again(u)
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
     backups = frozenset(u.roster.backups) - u.served - {u.me}
     u.pending = backups if u.total is not None else frozenset()
@@ -416,8 +412,9 @@ def mirror(u: Facts) -> None:
 
 def mirror_failed(u: Facts, event: on.MirrorFailed) -> None:
     """A backup that lives has to have the step before anybody gets the result."""
-    u.unmirrored |= {event.sender} & u.pending
-    pause(u)
+    if event.attempt == u.attempt:
+        u.unmirrored |= {event.sender} & u.pending
+        pause(u)
 
 
 def stepped(u: Facts, event: on.Stepped) -> None:
@@ -430,8 +427,7 @@ def copied(u: Facts, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
     u.state, u.result = COPIED, event.result
-    if u.copied_for is not None:
-        u.commands.append(do.Confirm(u.copied_for))
+    u.commands.append(do.Confirm(u.copied_for))
     u.copied_for = None
     if not must_use_copy(u):
         deny_all(u)
@@ -446,8 +442,7 @@ def use_copy(u: Facts) -> None:
 def not_copied(u: Facts, event: on.StepFailed) -> None:
     if event.attempt != u.attempt:
         return
-    if u.copied_for is not None:
-        u.commands.append(do.Refuse(u.copied_for))
+    u.commands.append(do.Refuse(u.copied_for))
     u.state, u.copied_for = FOLLOWING, None
     deny_all(u)
 
@@ -461,6 +456,8 @@ def fell_through(u: Facts, event: on.StepFailed) -> None:
 
 
 def confirmed(u: Facts, event: on.Confirmed | on.Refused) -> None:
+    if event.attempt != u.attempt:
+        return
     u.pending -= {event.sender}
     u.unmirrored -= {event.sender}
     u.served |= {event.sender}
@@ -477,6 +474,8 @@ def expire(u: Facts, event: on.DeadlinePassed) -> None:
 
 
 def abandon(u: Facts, event: on.MovedOn) -> None:
+    if u.state in HAS_STEPPED:
+        spoil(u)
     u.state = ABANDONED
     deny_all(u)
     u.commands.append(do.Abandon())
@@ -517,10 +516,9 @@ def spoil(u: Facts) -> None:
 
 def wait(u: Facts, call: Call, sender: str) -> None:
     """The call is answered later. Who pushes again has given its earlier push up."""
-    given_up = [c for s, c in u.calls if sender == s != "" and c != call]
-    u.commands += [do.Deny(c, u.ballot) for c in given_up]
-    u.calls = tuple(c for c in u.calls if c[1] != call and c[1] not in given_up)
-    u.calls += ((sender, call),)
+    earlier = [item for item in u.calls if sender and item[0] == sender]
+    u.commands += [do.Deny(given_up, u.ballot) for _, given_up in earlier if given_up != call]
+    u.calls = (*(item for item in u.calls if item not in earlier), (sender, call))
 
 
 def deny_all(u: Facts) -> None:
@@ -543,7 +541,7 @@ def pause(u: Facts) -> None:
 
 def add_part(u: Facts, peer_id: str, num_tokens: int, gradient: Handle | None) -> None:
     parts = dict(u.parts)
-    if peer_id not in parts or num_tokens or not parts[peer_id][0]:
+    if num_tokens or peer_id not in parts:
         parts[peer_id] = (num_tokens, gradient)
     u.parts = tuple(sorted(parts.items(), key=lambda item: item[0]))
 

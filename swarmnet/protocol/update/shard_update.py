@@ -34,15 +34,20 @@ result (a backup, or one to which the result was given), and that answers with i
 that live has it, all of them promise the new ballot, and none takes the old primary's step or
 result any more: its backups deny it.
 
-A promise is the answer to an announcement. The answer to a question binds nobody, and does not
-count as one. Who was dead to a primary may have led others by a higher ballot before it died: so a
-primary that has lost a member has all that live promise once more before it gives its result out.
-Two results can only come from two replicas that were dead to each other, with all those that could
-have told. That is a partition; `divergence` ends it.
+A contribution is a promise, and so is the answer to an announcement. The answer to a question binds
+nobody. Who has not contributed may follow another primary, though it lives and had no tokens or not
+enough time: it is asked before the result is given out. Who was dead to a primary may have led
+others by a higher ballot before it died: so a primary that has lost a member has all that live
+promise once more before it gives its result out; what they promised before that count does not
+count. Who has promised takes no result any more that an older call still brings: only that of a
+call under the present ballot. Two results can only come from two replicas that were dead to each
+other, with all those that could have told. That is a partition; `divergence` ends it.
 
 The moments survive the deaths of all owners but one. Of three and more there is an exception: where
 the primary dies before it gives its result out, a backup that has copied the step gives it out, and
-does not mirror it on; with that backup its moments die, and older ones are left.
+does not mirror it on; with that backup its moments die, and older ones are left. Where records
+differ, an exchange may begin with two primaries: the one that is overthrown while it steps has a
+spoiled state, and counts as a death.
 
 A contribution counts once. It goes to the primary of the present ballot only; who promises a higher
 ballot gives up its push under the lower one, and the sum that it was in does not hold.
@@ -187,6 +192,8 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         canvassing=rules.abandon,
         gathering=rules.abandon,
         clipping=rules.abandon,
+        stepping=rules.abandon,
+        mirroring=rules.abandon,
         copied=rules.abandon,
     ),
 }
@@ -215,7 +222,10 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
         (rules.must_use_copy, rules.use_copy),
         (rules.must_push, rules.push),
     ),
-    STEPPING: ((rules.must_mirror, rules.mirror),),
+    STEPPING: (
+        (rules.must_mirror, rules.mirror),
+        (rules.must_ask_back, rules.ask_back),
+    ),
     MIRRORING: (
         (rules.must_mirror, rules.mirror),
         (rules.has_lost_one, rules.count_again),

@@ -70,7 +70,7 @@ class Meeting:
         if peer_id == self._partner:
             self._wanted.discard(shard)
             if not self._wanted:
-                self._feed(on.Confirmed(peer_id))
+                self._feed(on.Confirmed(peer_id, self._machine.facts.attempt))
 
     def _refresh(self) -> None:
         partner, liveness = self._partner, self._gossip.liveness

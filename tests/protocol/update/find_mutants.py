@@ -76,9 +76,10 @@ def _is_explored(machine: Any, scenario: Scenario) -> bool:
 
 
 def _fails(machine: Any, test: str) -> bool:
+    run = getattr(test_shard_races, test)
     test_shard_races.ShardUpdate = machine  # type: ignore[misc]
     try:
-        getattr(test_shard_races, test)()
+        run()
     except Exception:
         return True
     finally:
@@ -92,10 +93,12 @@ def races() -> list[str]:
 
 
 def find(name: str, first: str | None) -> str | None:
-    """What finds a mutant; `first` is tried first."""
+    """What finds a mutant: `first`, or else what takes the least time."""
     machine = build(name)
-    order = [*EXPLORED, *races()]
-    return next((f for f in ([first] if first else []) + order if is_found_by(machine, f)), None)
+    scenarios = list(EXPLORED)
+    order = [*scenarios[:3], *races(), *scenarios[3:]]
+    known = [first] if first in order else []
+    return next((f for f in known + order if is_found_by(machine, f)), None)
 
 
 def main() -> None:
@@ -106,8 +109,8 @@ def main() -> None:
         by = find(name, found.get(name))
         if by is not None:
             result[name] = by
-        elif not name.endswith(" answered"):
-            print("nothing finds", name)
+        else:
+            print("nothing finds", name, flush=True)
     PATH.write_text(json.dumps(result, indent=1) + "\n")
     print(len(result), "found of", len(names))
     sys.exit(0)

@@ -19,6 +19,7 @@ from tests.protocol.update.small_world import (
     Message,
     Outcome,
     Scenario,
+    attempt_of,
     is_settled,
     settle,
     start,
@@ -136,6 +137,10 @@ class Interned:
     def standing(self, standing: Standing | None) -> int:
         return self.standings.number(standing)
 
+    def is_dead(self, standing: int) -> bool:
+        found = self.standings.all[standing]
+        return found is None or found.life == DEAD
+
     def freeze(self, actor: Actor) -> int:
         if self.scenario.reduced and not has_new_result(actor):
             settle(actor)
@@ -188,7 +193,9 @@ class Interned:
         caller, kind, target = message.call[:3]
         if kind == "ask":
             return self.nothing
-        event = on.MirrorFailed(target) if kind == "mirror" else on.PushFailed(target)
+        event: on.Event = on.PushFailed(target)
+        if kind == "mirror":
+            event = on.MirrorFailed(target, attempt_of(message.call))
         return self.sent.number((self.message(Message(True, message.call, target, caller, event)),))
 
     def bag(self, messages: tuple[int, ...]) -> int:

@@ -84,10 +84,6 @@ class Moves(Interned):
                 is_urgent = self.is_dead(seen[k]) != self.is_dead(told)
                 (found if is_urgent else late).append(self.after(world, numbers, bag, i, outcome))
 
-    def is_dead(self, standing: int) -> bool:
-        found = self.standings.all[standing]
-        return found is None or found.life == DEAD
-
     def deliver(self, local: int, m: int, heard: int) -> Outcome:
         """`heard`: what the sender is; who is heard lives."""
         actor, message = self.actor(local), self.messages.all[m]
@@ -122,8 +118,8 @@ class Moves(Interned):
             actor.answer(
                 message.call, on.Pushed(None, actor.me, ballot, n, actor.me if n else None)
             )
-            actor.under_way = [e for e in actor.under_way if e != on.Refused(message.source)]
-            actor.handle(on.Confirmed(message.source))
+            actor.under_way = [e for e in actor.under_way if not isinstance(e, on.Refused)]
+            actor.handle(on.Confirmed(message.source, actor.machine.facts.attempt))
         return self.outcome(actor)
 
     def hear(self, key: tuple[int, int, int]) -> Outcome:

@@ -19,6 +19,8 @@ FACTS_RULES = (
     "waits_for",
     "back",
     "living",
+    "dead",
+    "told",
     "past",
     "successor",
     "next_ballot",
@@ -37,12 +39,13 @@ def build(name: str) -> Any:
     """The class `ShardUpdate` with what `name` says broken."""
     kind, *words = name.split()
     if kind == "condition":
-        return _module(*_broken_rules(name))["ShardUpdate"]
-    module = _module(shard_rules, None)
-    if kind == "event":
-        _break_event(module, *words)
+        module = _module(*_broken_rules(name))
     else:
-        _break_state(module, *words)
+        module = _module(shard_rules, None)
+        (_break_event if kind == "event" else _break_state)(module, *words)
+    states = module["STATES"]
+    for state, checks in states.items():
+        states[state] = tuple((_Counted(guard), rule) for guard, rule in checks)
     return module["ShardUpdate"]
 
 
@@ -69,18 +72,17 @@ def _module(rules: Any, facts: Any) -> dict[str, Any]:
 
 
 def _event_mutants() -> Iterator[str]:
-    """Each rule ignored, and each ignored event answered as in most other states."""
+    """Each rule ignored."""
     for event, row in shard_update.EVENTS.items():
         for state, rule in row.items():
-            is_ignored = rule is shard_rules.ignore
-            yield f"event {event.__name__} {state.value} {'answered' if is_ignored else 'ignored'}"
+            if rule is not shard_rules.ignore:
+                yield f"event {event.__name__} {state.value} ignored"
 
 
-def _break_event(module: dict[str, Any], event: str, state: str, how: str) -> None:
+def _break_event(module: dict[str, Any], event: str, state: str, _: str) -> None:
     row = next(row for kind, row in module["EVENTS"].items() if kind.__name__ == event)
-    rules = [rule for rule in row.values() if rule is not shard_rules.ignore]
     key = next(s for s in row if s.value == state)
-    row[key] = max(rules, key=rules.count) if how == "answered" else shard_rules.ignore
+    row[key] = shard_rules.ignore
 
 
 def _state_mutants() -> Iterator[str]:
@@ -98,14 +100,19 @@ def _break_state(module: dict[str, Any], name: str, guard: str, how: str) -> Non
         if check.__name__ != guard:
             checks.append((check, rule))
         elif how == "always":
-            checks.append((_Always(), rule))
+            checks.append((_always, rule))
     states[state] = tuple(checks)
 
 
-class _Always:
-    """A guard that always holds. Where its rule never ends, that is what is found."""
+def _always(facts: Facts) -> bool:
+    return True
 
-    def __init__(self) -> None:
+
+class _Counted:
+    """A guard that finds out when rules fire without end."""
+
+    def __init__(self, guard: Any) -> None:
+        self.guard = guard
         self.facts: Facts | None = None
         self.count = 0
 
@@ -114,7 +121,7 @@ class _Always:
         self.facts = facts
         if self.count > MOST_ROUNDS:
             raise Broken("it goes round in circles")
-        return True
+        return bool(self.guard(facts))
 
 
 # ---- conditions in rules ------------------------------------------------------------------------

@@ -26,6 +26,10 @@ SMALL = {
     "primary and contributor cut": Scenario(cut="ac", crashes=1),
     "backup and contributor cut": Scenario(cut="bc", crashes=1),
     "records that differ": Scenario(primaries="aba"),
+    "two primaries, neither of which waits for the other": Scenario(
+        primaries="aba", tokens=(1, 0, 1), deadlines=1
+    ),
+    "two primaries, one without tokens": Scenario(primaries="abb", tokens=(0, 1, 1)),
     "each its own primary": Scenario(primaries="abc"),
     "one that knows no holder": Scenario(primaries="aac"),
     "rosters of which each names another": Scenario(primaries="bca", crashes=1),

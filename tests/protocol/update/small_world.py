@@ -115,6 +115,21 @@ class Outcome(NamedTuple):
     """It has come to a result now."""
 
 
+def step_of(event: on.Stepped) -> Any:
+    """(ballot, sum)."""
+    return event.result
+
+
+def question_of(call: Any) -> tuple[bool, int]:
+    """Whether the call, an `Asked`, is an announcement; and its count."""
+    return call[4], call[5]
+
+
+def attempt_of(call: Any) -> int:
+    """With which the call, a `MirrorCame`, was made."""
+    return int(call[4])
+
+
 class Actor:
     """A peer while it takes an event in."""
 
@@ -169,7 +184,7 @@ class Actor:
         self.under_way.remove(event)
         if isinstance(event, on.Begun):
             self.own = replace(self.own, declared=event.num_tokens)
-        if isinstance(event, on.Stepped) and event.result[1]:
+        if isinstance(event, on.Stepped) and step_of(event)[1]:
             if self.applied not in (UNTOUCHED, None) and not self.is_told_spoiled:
                 raise Broken(f"{self.me} makes two steps in one exchange on one state")
             self.applied = event.result
@@ -220,6 +235,8 @@ class Actor:
         call: Any
         match command:
             case do.Push(target, ballot, has_gradient):
+                if self.own.declared is None:
+                    raise Broken(f"{me} contributes before it has closed the round")
                 n = self.tokens() if has_gradient else 0
                 self.open_call = self.call(
                     target,
@@ -230,7 +247,7 @@ class Actor:
                 )
             case do.GiveUpPush():
                 self.open_call = None
-            case do.Ask(members, ballot, is_final):
+            case do.Ask(members, ballot, is_final, count):
                 for p in members:
                     self.call(
                         p,
@@ -238,6 +255,7 @@ class Actor:
                         lambda name: on.Asked(name, me, ballot, is_final),
                         ballot,
                         is_final,
+                        count,
                     )
             case do.Pull(target):
                 self.call(target, "pull", lambda name: None)
@@ -245,15 +263,15 @@ class Actor:
                 for p in backups:
                     self.mirror(p, total, ballot, attempt)
             case do.Give(call, result):
-                self.answer(call, on.ResultCame(me, result))
+                self.answer(call, on.ResultCame(me, result, call[3]))
             case do.Agree(call, ballot):
-                self.answer(call, on.Agreed(me, ballot, call[4]))
+                self.answer(call, on.Agreed(me, ballot, *question_of(call)))
             case do.Deny(call, ballot):
                 self.answer(call, on.Denied(me, ballot))
             case do.Confirm(call):
-                self.answer(call, on.Confirmed(me))
+                self.answer(call, on.Confirmed(me, attempt_of(call)))
             case do.Refuse(call):
-                self.answer(call, on.Refused(me))
+                self.answer(call, on.Refused(me, attempt_of(call)))
             case _:
                 self.carry_out_here(command)
 
@@ -293,7 +311,7 @@ class Actor:
 
     def mirror(self, target: str, total: Any, ballot: Ballot, attempt: int) -> None:
         if self.scenario.pulls:  # the time that a partner has for its pull
-            self.later(on.Refused(target))
+            self.later(on.Refused(target, attempt))
             return
         step = (ballot, total)
         self.call(

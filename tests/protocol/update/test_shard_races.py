@@ -7,7 +7,15 @@ from typing import Any
 
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD, Ballot, Roster, Standing, first_ballot
+from swarmnet.protocol.update.roster import (
+    DEAD,
+    MAX_LEAD,
+    SUSPECT,
+    Ballot,
+    Roster,
+    Standing,
+    first_ballot,
+)
 from swarmnet.protocol.update.roster import pair as pair_of
 from swarmnet.protocol.update.shard_facts import (
     ABANDONED,
@@ -82,13 +90,25 @@ def copying(me: str = "b", **options: Any) -> ShardUpdate:
     return u
 
 
+def ask(members: tuple[str, ...], ballot: Ballot, *, is_final: bool, count: int = 0) -> do.Ask:
+    return do.Ask(members, ballot, is_final, count)
+
+
+def agreed(sender: str, ballot: Ballot, *, is_final: bool, count: int = 0) -> on.Agreed:
+    return on.Agreed(sender, ballot, is_final, count)
+
+
+def result_of(sender: str, result: str = "result", ballot: Ballot = B) -> on.ResultCame:
+    return on.ResultCame(sender, result, ballot)
+
+
 def kinds(commands: list[do.Command]) -> list[str]:
     return [type(c).__name__ for c in commands]
 
 
 def test_the_result_is_given_out_when_the_backup_has_it() -> None:
     u = mirroring()
-    assert u.handle(on.Confirmed("b")) == [
+    assert u.handle(on.Confirmed("b", 1)) == [
         do.Adopt("result", is_own=True),
         do.Give("push of b", "result"),
         do.Give("push of c", "result"),
@@ -102,11 +122,11 @@ def test_the_primary_dies_before_the_mirror() -> None:
     b = replica("b")
     assert sees(b, a=GONE) == [
         do.GiveUpPush(),
-        do.Ask(("c",), B, is_final=False),
+        ask(("c",), B, is_final=False),
         do.Pause(),
     ]
-    found = b.handle(on.Agreed("c", B, is_final=False))
-    assert do.Ask(("c",), B, is_final=True) in found
+    found = b.handle(agreed("c", B, is_final=False))
+    assert ask(("c",), B, is_final=True) in found
     found = b.handle(pushed("c", B))
     assert [c.senders for c in found if isinstance(c, do.Sum)] == [frozenset("bc")]
 
@@ -147,7 +167,7 @@ def test_the_suspected_primary_is_heard_again() -> None:
     sees(b, a=GONE)
     assert b.facts.state is CANVASSING
     assert do.Push("a", A, has_gradient=True) in sees(b)
-    assert not b.handle(on.Agreed("c", B, is_final=False))
+    assert not b.handle(agreed("c", B, is_final=False))
     assert b.facts.ballot == A
 
 
@@ -176,9 +196,17 @@ def test_overthrown_while_stepping() -> None:
 def test_what_an_earlier_attempt_brings_does_not_count() -> None:
     assert not clipping().handle(on.Summed("other", 0))
     assert not clipping().handle(on.ClipKnown(0))
-    assert not stepping().handle(on.Stepped("other", 0))
+    u = stepping()
+    u.handle(on.Stepped("other", 0))
+    assert u.facts.state is STEPPING
     assert not copying().handle(on.Stepped("other", 0))
     assert not copying().handle(on.StepFailed(0))
+    for event in (on.Confirmed("b", 0), on.Refused("b", 0), on.MirrorFailed("b", 0)):
+        u = mirroring()
+        u.handle(on.Again())
+        assert not u.handle(event)
+        assert u.facts.pending
+        assert not u.facts.unmirrored
 
 
 def test_a_member_back_after_the_sum_is_waited_for() -> None:
@@ -199,18 +227,18 @@ def test_a_member_back_after_the_step_is_asked_for_its_promise() -> None:
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
     u.handle(on.Again())
-    assert do.Ask(("c",), A, is_final=True) in sees(u)
-    u.handle(on.Confirmed("b"))
-    u.handle(on.Agreed("b", A, is_final=True))
+    assert ask(("c",), A, is_final=True, count=1) in sees(u)
+    u.handle(on.Confirmed("b", 1))
+    u.handle(agreed("b", A, is_final=True, count=1))
     assert u.facts.state is MIRRORING
-    assert do.Adopt("result", is_own=True) in u.handle(on.Agreed("c", A, is_final=True))
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("c", A, is_final=True, count=1))
 
 
 def test_the_answer_to_a_question_is_no_promise() -> None:
     """A member that agreed before the takeover may have got the old primary's step since."""
     u = replica("b")
     sees(u, a=GONE)
-    u.handle(on.Agreed("c", B, is_final=False))
+    u.handle(agreed("c", B, is_final=False))
     sees(u, a=GONE, c=GONE)
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
@@ -218,14 +246,30 @@ def test_the_answer_to_a_question_is_no_promise() -> None:
     assert u.facts.state is DECIDED  # nobody else lives
     u = replica("b")
     sees(u, a=GONE)
-    u.handle(on.Agreed("c", B, is_final=False))
+    u.handle(agreed("c", B, is_final=False))
     sees(u, a=GONE, c=GONE)
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     sees(u, a=GONE)
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Agreed("c", B, is_final=False))
+    u.handle(agreed("c", B, is_final=False))
     assert u.facts.state is MIRRORING
+
+
+def test_the_answer_to_a_question_is_no_promise_with_the_old_primary_back() -> None:
+    u = replica("b")
+    sees(u, a=GONE)
+    u.handle(agreed("c", B, is_final=False))
+    sees(u)
+    u.handle(pushed("a", B))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    u.handle(on.Confirmed("a", 1))
+    u.handle(agreed("c", B, is_final=False))
+    assert u.facts.state is MIRRORING
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("c", B, is_final=True))
 
 
 def test_a_backup_back_after_the_step_gets_it_before_anybody_else_the_result() -> None:
@@ -235,19 +279,19 @@ def test_a_backup_back_after_the_step_gets_it_before_anybody_else_the_result() -
     u.handle(on.Again())
     assert do.Mirror("sum", ("b",), A, 1) in sees(u)
     u.handle(on.Stepped("result", 1))
-    u.handle(on.Agreed("b", A, is_final=True))
+    u.handle(agreed("b", A, is_final=True))
     assert u.facts.state is MIRRORING
 
 
 def test_promises_are_asked_for_again_after_a_death() -> None:
-    """The dead one may have led others by a higher ballot before, and given out another result."""
+    """The dead one may have led others by a higher ballot, and given out another result."""
     u = replica("a")
     u.handle(pushed("c"))
     sees(u, b=GONE)
     u.handle(on.Summed("sum", 1))
-    u.handle(on.ClipKnown(1))
-    assert do.Ask(("c",), A, is_final=True) in u.handle(on.Stepped("result", 1))
-    found = u.handle(on.ResultCame("c", "another result"))
+    assert ask(("c",), A, is_final=True, count=1) in u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    found = u.handle(result_of("c", "another result"))
     assert found == [
         do.Spoiled(),
         do.Adopt("another result", is_own=False),
@@ -258,7 +302,7 @@ def test_promises_are_asked_for_again_after_a_death() -> None:
 def test_the_result_is_elsewhere() -> None:
     c = replica("c")
     assert sees(c, b=PAST) == [do.GiveUpPush(), do.Push("b", A, has_gradient=False)]
-    assert do.Adopt("result", is_own=False) in c.handle(on.ResultCame("b", "result"))
+    assert do.Adopt("result", is_own=False) in c.handle(result_of("b", "result"))
     assert c.facts.state is ADOPTED
     a = clipping()
     assert do.Push("b", A, has_gradient=False) in sees(a, b=PAST)
@@ -277,11 +321,25 @@ def test_a_late_push_waits_for_the_result_and_does_not_count() -> None:
     u.handle(pushed("b"))
     u.handle(on.DeadlinePassed())
     assert not u.handle(pushed("c"))
+    assert not u.facts.parts
     u.handle(on.Summed("sum", 1))
     u.handle(on.ClipKnown(1))
     u.handle(on.Stepped("result", 1))
-    assert do.Give("push of c", "result") in u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
+    assert do.Give("push of c", "result") in u.handle(agreed("c", A, is_final=True))
     assert "c" not in u.facts.senders
+
+
+def test_who_was_not_waited_for_may_follow_another_primary() -> None:
+    u = replica("a")
+    u.handle(pushed("b"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    assert ask(("c",), A, is_final=True) in u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    u.handle(on.Confirmed("b", 1))
+    assert u.facts.state is MIRRORING
+    assert do.Spoiled() in u.handle(on.Denied("c", C))
 
 
 def test_zero_tokens_are_counted_and_not_summed() -> None:
@@ -314,7 +372,7 @@ def test_two_of_which_each_waits_for_the_other() -> None:
     sees(b)
     b.handle(on.Begun(1, "gradient of b"))
     assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE)
-    assert do.Ask(("c",), B, is_final=False) in b.handle(pushed("c", num_tokens=0))
+    assert ask(("c",), B, is_final=False) in b.handle(pushed("c", num_tokens=0))
 
 
 def test_of_several_backups_none_gives_out_before_the_primary_has() -> None:
@@ -322,7 +380,7 @@ def test_of_several_backups_none_gives_out_before_the_primary_has() -> None:
     assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
     assert b.facts.state is COPIED
     assert not b.handle(pushed("c"))
-    found = b.handle(on.ResultCame("a", "the primary's"))
+    found = b.handle(result_of("a", "the primary's"))
     assert do.Adopt("the primary's", is_own=False) in found
     assert do.Give("push of c", "the primary's") in found
 
@@ -344,7 +402,7 @@ def test_a_backup_that_cannot_make_the_step_waits_for_the_result() -> None:
 def test_a_lost_mirror_is_sent_again_after_a_pause() -> None:
     u = mirroring()
     u.handle(on.Again())
-    assert u.handle(on.MirrorFailed("b")) == [do.Pause()]
+    assert u.handle(on.MirrorFailed("b", 1)) == [do.Pause()]
     assert u.handle(on.Again()) == [do.Mirror("sum", ("b",), A, 1)]
 
 
@@ -358,6 +416,181 @@ def test_a_stage_that_has_moved_on_is_followed_by_a_download() -> None:
 def test_a_ballot_beyond_all_terms_is_not_followed() -> None:
     c = replica("c")
     assert c.handle(pushed("b", Ballot((1 << 20) + 1, "b"))) == [do.Deny("push of b", A)]
+
+
+# ---- a backup that has copied the step ----------------------------------------------------------
+
+
+def copied(me: str = "b", **options: Any) -> ShardUpdate:
+    u = copying(me, **options)
+    assert u.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    assert u.facts.state is COPIED
+    return u
+
+
+def test_a_backup_whose_push_is_denied_pushes_again() -> None:
+    while_copying = copying()
+    while_copying.handle(on.Denied("a", B))
+    while_copying.handle(on.Stepped("result", 1))
+    while_copied = copied()
+    while_copied.handle(on.Denied("a", B))
+    for b in (while_copying, while_copied):
+        assert b.facts.ballot == A
+        assert b.handle(on.Again()) == [do.Push("a", A, has_gradient=True)]
+
+
+def test_a_result_that_comes_while_a_backup_steps_is_asked_for_again() -> None:
+    b = copying()
+    assert not b.handle(result_of("a"))
+    assert do.Push("a", A, has_gradient=True) in b.handle(on.Stepped("result", 1))
+
+
+def test_a_backup_that_copied_early_pushes_when_it_has_closed_the_round() -> None:
+    b = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
+    sees(b)
+    b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    found = b.handle(on.Begun(1, "gradient of b"))
+    assert found == [do.Push("a", A, has_gradient=True)]
+
+
+def test_a_failed_push_of_a_copied_step_is_made_again_after_a_pause() -> None:
+    b = copied()
+    assert b.handle(on.PushFailed("a")) == [do.Pause()]
+    assert b.handle(on.Again()) == [do.Push("a", A, has_gradient=True)]
+
+
+def test_the_copy_does_not_stand_in_for_a_result_that_is_elsewhere() -> None:
+    b = copied()
+    assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE, c=PAST)
+    assert b.facts.state is COPIED
+
+
+def test_a_stage_that_has_moved_on_leaves_a_copy_behind() -> None:
+    b = copied()
+    assert do.Abandon() in b.handle(on.MovedOn())
+
+
+def test_who_pushes_to_a_copied_step_under_another_ballot() -> None:
+    """By a lower one it goes on to the primary; by a higher one that has been overthrown."""
+    b = copied()
+    assert b.handle(pushed("c", Ballot(0, "c"))) == [do.Deny("push of c", A)]
+    assert do.Give("push of c", "result") in b.handle(pushed("c", C))
+    assert b.facts.state is ADOPTED
+
+
+def test_a_question_finds_a_copied_step() -> None:
+    b = copied()
+    found = b.handle(on.Asked("ask", "c", C, is_final=False))
+    assert found == [do.LookInto("a"), do.Deny("ask", A)]
+
+
+def test_the_primary_dies_while_its_backup_makes_the_step() -> None:
+    """Who waits at the backup has the result at once."""
+    b = copying()
+    b.handle(pushed("c", num_tokens=0))
+    sees(b, a=GONE)
+    found = b.handle(on.Stepped("result", 1))
+    assert do.Give("push of c", "result") in found
+    b = copying()
+    b.handle(pushed("c", num_tokens=0))
+    assert do.Deny("push of c", A) in b.handle(on.Stepped("result", 1))
+
+
+# ---- sums and steps that fail -------------------------------------------------------------------
+
+
+def test_a_sum_or_a_step_that_fails_is_tried_again() -> None:
+    for u in (clipping(), stepping()):
+        found = u.handle(on.StepFailed(1))
+        assert do.Deny("push of b", A) in found
+        assert do.Deny("push of c", A) in found
+        assert u.facts.state is GATHERING
+        assert not u.facts.pending
+    for u in (clipping(), stepping()):
+        u.handle(on.StepFailed(0))
+        assert u.facts.state in (CLIPPING, STEPPING)
+
+
+def test_a_result_that_holds_comes_while_the_step_is_made() -> None:
+    u = stepping()
+    found = u.handle(result_of("c", "another result"))
+    assert found[:2] == [do.Spoiled(), do.Adopt("another result", is_own=False)]
+
+
+# ---- ballots that name the wrong replica --------------------------------------------------------
+
+
+def test_a_replica_that_is_taken_for_a_holder_names_one() -> None:
+    a = ShardUpdate("a", Roster(A, tuple("abc"), ("a", "b"), ("b",)))
+    named = A.next_of("b", is_holder=True)
+    assert do.Push("b", named, has_gradient=True) in [*sees(a), *a.handle(on.Begun(1, "ga"))]
+    assert a.facts.ballot == named
+
+
+def test_a_replica_that_a_push_takes_for_a_holder_names_one() -> None:
+    c = replica("c", holders="ab")
+    wrong = A.next_of("c", is_holder=True)
+    found = c.handle(pushed("b", wrong))
+    named = wrong.next_of("a", is_holder=True)
+    assert do.Deny("push of b", named) in found
+    assert do.Push("a", named, has_gradient=True) in found
+
+
+def test_a_replica_whose_state_is_spoiled_names_another_holder() -> None:
+    a = stepping()
+    a.handle(on.Asked("ask", "b", B, is_final=True))
+    wrong = B.next_of("a", is_holder=True)
+    found = a.handle(pushed("c", wrong))
+    assert do.Deny("push of c", wrong.next_of("b", is_holder=True)) in found
+
+
+def test_where_no_holder_lives_the_one_that_was_named_leads_as_none() -> None:
+    c = replica("c", holders="ab")
+    sees(c, a=GONE, b=GONE)
+    assert c.facts.ballot == C
+    wrong = C.next_of("c", is_holder=True)
+    c.handle(pushed("d", wrong))
+    assert c.facts.ballot == wrong.next_of("c", is_holder=False)
+    assert c.facts.ballot.term % 2 == 0
+
+
+def test_a_dead_holder_is_not_named() -> None:
+    d = replica("d", "abcd", "abc")
+    sees(d, a=GONE)
+    wrong = A.next_of("d", is_holder=True)
+    d.handle(pushed("c", wrong))
+    assert d.facts.ballot == wrong.next_of("b", is_holder=True)
+
+
+def test_a_joining_replica_does_not_take_over() -> None:
+    b = replica("b", may_lead=False)
+    pushes = [c for c in sees(b, a=GONE) if isinstance(c, do.Push)]
+    assert pushes == [do.Push("c", A, has_gradient=False)]
+    assert not b.handle(pushed("c", num_tokens=0))
+    assert b.facts.state is FOLLOWING
+
+
+def test_no_ballot_is_raised_far_at_once() -> None:
+    """Neither by a push, nor by an announcement, nor by a denial."""
+    far = Ballot(A.term + MAX_LEAD + 1, "b")
+    c = replica("c")
+    assert c.handle(pushed("b", far)) == [do.Deny("push of b", A)]
+    assert c.handle(on.Asked("ask", "b", far, is_final=True)) == [do.Deny("ask", A)]
+    c.handle(on.Denied("a", far))
+    assert c.facts.ballot == A
+    near = Ballot(A.term + MAX_LEAD, "b")
+    assert do.Agree("ask", near) in c.handle(on.Asked("ask", "b", near, is_final=True))
+
+
+def test_a_gradient_is_kept_no_longer_than_it_is_needed() -> None:
+    u = mirroring()
+    assert u.facts.begun == (1, "gradient of a")
+    u.handle(on.Confirmed("b", 1))
+    assert u.facts.begun == (1, None)
+    early = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
+    early.handle(result_of("c"))
+    assert early.facts.begun is None
 
 
 # ---- gossip averaging ---------------------------------------------------------------------------
@@ -380,7 +613,7 @@ def test_each_of_a_pair_makes_its_own_step() -> None:
     u = pair()
     (made,) = [c for c in offer(u) if isinstance(c, do.Sum)]
     assert [p for p, _, _ in made.parts] == ["a", "b"]
-    u.handle(on.Confirmed("b"))
+    u.handle(on.Confirmed("b", 1))
     assert do.Step("sum", A, 1) in u.handle(on.Summed("sum", 1))
     assert u.handle(on.Stepped("result", 1)) == [do.Adopt("result", is_own=True)]
 
@@ -390,7 +623,7 @@ def test_a_meeting_lasts_until_the_partner_has_the_offer_too() -> None:
     offer(u)
     assert do.Mirror("sum", ("b",), A, 1) in u.handle(on.Summed("sum", 1))
     assert not u.handle(on.Stepped("result", 1))
-    assert do.Adopt("result", is_own=True) in u.handle(on.Confirmed("b"))
+    assert do.Adopt("result", is_own=True) in u.handle(on.Confirmed("b", 1))
 
 
 def test_a_partner_that_has_left_the_meeting_leads_to_no_result_elsewhere() -> None:
@@ -423,3 +656,397 @@ def test_tokens_that_nobody_brings_are_waited_for_no_longer_than_their_holder_co
     a.handle(on.Seen({}, counted=3))
     a.handle(on.Begun(1, "ga"))
     assert [c for c in a.handle(on.Seen({}, counted=0)) if isinstance(c, do.Sum)]
+
+
+# ---- what comes at another time -----------------------------------------------------------------
+
+
+def test_overthrown_while_mirroring() -> None:
+    u = mirroring()
+    assert u.handle(on.Asked("ask", "b", B, is_final=True))[0] == do.Spoiled()
+    assert u.facts.ballot == B
+
+
+def test_a_primary_follows_whoever_denies_it_with_a_higher_ballot() -> None:
+    gathering = replica("a")
+    assert gathering.facts.state is GATHERING
+    for u in (gathering, clipping(), stepping(), mirroring()):
+        is_late = u.facts.state in (STEPPING, MIRRORING)
+        found = u.handle(on.Denied("b", B))
+        assert do.Push("b", B, has_gradient=True) in found
+        assert (do.Spoiled() in found) == is_late
+
+
+def test_a_mirrored_step_finds_a_replica_that_would_lead() -> None:
+    """It goes by the higher ballot, and makes the step where its state is the one before it."""
+    b = replica("b")
+    sees(b, a=GONE)
+    assert b.facts.state is CANVASSING
+    assert do.Repeat("step", 1) in b.handle(on.MirrorCame("mirror", "c", C, "step", fits=True))
+    gathering = replica("a")
+    for u in (gathering, clipping()):
+        found = u.handle(on.MirrorCame("mirror", "b", B, "step", fits=True))
+        assert [c.step for c in found if isinstance(c, do.Repeat)] == ["step"]
+    for u in (stepping(), mirroring()):
+        found = u.handle(on.MirrorCame("mirror", "b", B, "step", fits=True))
+        assert do.Refuse("mirror") in found
+        assert do.Spoiled() in found
+
+
+def test_a_mirrored_step_that_comes_too_late_is_refused() -> None:
+    decided, adopted, abandoned = mirroring(), replica("b"), replica("b")
+    decided.handle(on.Confirmed("b", 1))
+    adopted.handle(result_of("a", "result"))
+    abandoned.handle(on.MovedOn())
+    copied = copying()
+    copied.handle(on.Stepped("result", 1))
+    for u in (decided, adopted, abandoned, copied):
+        found = u.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+        assert found == [do.Refuse("mirror")]
+
+
+def test_a_question_or_an_announcement_finds_a_result() -> None:
+    decided, adopted = mirroring(), replica("b")
+    decided.handle(on.Confirmed("b", 1))
+    adopted.handle(result_of("a", "result"))
+    for u in (decided, adopted):
+        for is_final in (False, True):
+            found = u.handle(on.Asked("ask", "c", C, is_final=is_final))
+            assert found == [do.Give("ask", "result")]
+    abandoned = replica("b")
+    abandoned.handle(on.MovedOn())
+    assert abandoned.handle(on.Asked("ask", "c", C, is_final=True)) == [do.Deny("ask", A)]
+
+
+def test_who_asks_while_a_backup_makes_the_step_is_answered_after_it() -> None:
+    b = copying()
+    assert not b.handle(on.Asked("ask", "c", C, is_final=True))
+    assert do.Deny("ask", A) in b.handle(on.Stepped("result", 1))
+    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
+def test_the_primary_of_a_copied_step_has_the_promise() -> None:
+    b = copying()
+    b.handle(on.Stepped("result", 1))
+    assert b.handle(on.Asked("ask", "a", A, is_final=True)) == [do.Agree("ask", A)]
+
+
+def test_the_primary_dies_while_its_backup_steps_in_vain() -> None:
+    b = copying()
+    assert not sees(b, a=GONE)
+    assert ask(("c",), B, is_final=False) in b.handle(on.StepFailed(1))
+
+
+def test_a_result_comes_to_one_that_would_lead() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    for u in (b, replica("a"), clipping()):
+        found = u.handle(result_of("c", "result"))
+        assert do.Adopt("result", is_own=False) in found
+
+
+def test_a_result_elsewhere_ends_the_gathering() -> None:
+    a = replica("a")
+    a.handle(pushed("c"))
+    found = sees(a, b=PAST)
+    assert do.Deny("push of c", A) in found
+    assert do.Push("b", A, has_gradient=False) in found
+
+
+def test_a_stage_that_has_moved_on_leaves_nobody_leading() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    for u in (b, replica("a"), clipping(), stepping(), mirroring()):
+        is_late = u.facts.state in (STEPPING, MIRRORING)
+        found = u.handle(on.MovedOn())
+        assert found[-1] == do.Abandon()
+        assert (do.Spoiled() in found) == is_late
+
+
+def test_a_pause_that_ends_at_another_time_may_come_again() -> None:
+    u = clipping()
+    u.handle(on.Again())
+    u.handle(on.ClipKnown(1))
+    assert u.handle(on.MirrorFailed("b", 1)) == [do.Pause()]
+    b = replica("b")
+    b.handle(on.PushFailed("a"))
+    b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    b.handle(on.Again())
+    b.handle(on.StepFailed(1))
+    assert b.handle(on.PushFailed("a")) == [do.Pause()]
+
+
+def test_a_push_tells_of_a_higher_ballot() -> None:
+    c = replica("c")
+    assert do.Push("b", B, has_gradient=True) in c.handle(pushed("d", B))
+    assert c.facts.ballot == B
+    assert do.Give("push of d", "result") in c.handle(result_of("b", "result"))
+
+
+def test_of_two_that_would_lead_the_higher_ballot_has_the_agreement_of_the_other() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    assert b.handle(on.Asked("ask", "c", C, is_final=False)) == [do.Deny("ask", A)]
+    higher = A.next_of("c", is_holder=True)
+    assert b.handle(on.Asked("ask", "c", higher, is_final=False)) == [do.Agree("ask", higher)]
+
+
+def test_only_the_primary_of_a_ballot_mirrors_a_step() -> None:
+    b = replica("b")
+    found = b.handle(on.MirrorCame("mirror", "c", A, "step", fits=True))
+    assert found == [do.Deny("mirror", A)]
+
+
+def test_one_pause_at_a_time() -> None:
+    c = replica("c")
+    assert c.handle(on.PushFailed("a")) == [do.Pause()]
+    sees(c, b=PAST)
+    assert do.Pause() not in c.handle(on.PushFailed("b"))
+
+
+def test_a_call_is_held_once() -> None:
+    u = replica("a")
+    assert not u.handle(pushed("b"))
+    assert not u.handle(pushed("b"))
+    again = on.Pushed("new push", "b", A, 1, "gradient of b")
+    assert u.handle(again) == [do.Deny("push of b", A)]
+
+
+def test_of_those_that_have_the_result_one_that_surely_lives_is_asked() -> None:
+    unsure = Standing(life=SUSPECT, is_past=True)
+    for b, d, target in ((unsure, PAST, "d"), (PAST, unsure, "b")):
+        assert do.Push(target, A, has_gradient=False) in sees(replica("c", "abcd"), b=b, d=d)
+    assert do.Push("b", A, has_gradient=False) in sees(replica("c"), b=unsure)
+
+
+def test_the_last_one_leads_alone() -> None:
+    c = replica("c")
+    (made,) = [x for x in sees(c, a=GONE, b=GONE) if isinstance(x, do.Sum)]
+    assert [p for p, _, _ in made.parts] == ["c"]
+    assert c.facts.ballot == C
+
+
+def test_of_several_backups_one_answers_as_the_others_live() -> None:
+    b = copying(holders="abc")
+    assert not b.handle(pushed("c"))
+    assert do.Deny("push of c", A) in b.handle(on.Stepped("result", 1))
+    found = b.handle(on.Asked("ask", "c", C, is_final=False))
+    assert found == [do.LookInto("a"), do.Deny("ask", A)]
+    assert do.Give("ask", "result") in b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
+def test_a_pair_makes_no_announcements() -> None:
+    u = pair()
+    u.handle(on.Seen({"b": Standing(declared=1)}))
+    assert u.handle(on.Again()) == [do.Pause()]
+
+
+def test_a_promise_may_come_while_the_step_is_made() -> None:
+    u = replica("a")
+    u.handle(pushed("b"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    u.handle(agreed("c", A, is_final=True))
+    u.handle(on.Confirmed("b", 1))
+    assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
+
+
+def test_after_a_death_all_promise_again_before_the_result_is_given_out() -> None:
+    u = mirroring()
+    u.handle(on.Again())
+    assert ask(("b",), A, is_final=True, count=1) in sees(u, c=GONE)
+    u.handle(on.Confirmed("b", 1))
+    assert u.facts.state is MIRRORING
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
+
+
+def test_a_result_elsewhere_ends_a_canvass() -> None:
+    b = replica("b", "abc")
+    sees(b, a=GONE)
+    assert do.Push("c", A, has_gradient=False) in sees(b, a=GONE, c=PAST)
+    assert b.facts.state is FOLLOWING
+
+
+def test_who_has_not_closed_the_round_pushes_nothing() -> None:
+    c = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab")))
+    assert not sees(c)
+    assert not sees(c, a=PAST)
+
+
+def test_nobody_is_asked_where_nobody_lives() -> None:
+    c = replica("c")
+    assert "Ask" not in kinds(sees(c, a=GONE, b=GONE))
+
+
+def test_who_follows_sets_no_deadline() -> None:
+    c = ShardUpdate("c", Roster(A, tuple("abc"), tuple("ab")))
+    sees(c)
+    assert kinds(c.handle(on.Begun(1, "gradient of c"))) == ["Push"]
+
+
+def test_a_promise_of_before_the_last_count_is_none() -> None:
+    u = mirroring()
+    sees(u, c=GONE)
+    u.handle(on.Confirmed("b", 1))
+    assert not u.handle(agreed("b", A, is_final=True))
+    assert do.Adopt("result", is_own=True) in u.handle(agreed("b", A, is_final=True, count=1))
+
+
+def test_what_a_call_of_a_lower_ballot_brings_does_not_count() -> None:
+    c = replica("c")
+    c.handle(on.Asked("ask", "b", B, is_final=True))
+    assert not c.handle(result_of("a", "old result", A))
+    u = mirroring()
+    assert not u.handle(result_of("c", "old result", Ballot(0, "c")))
+    assert u.facts.state is MIRRORING
+
+
+def test_of_two_pushes_to_a_copying_backup_the_second_is_held() -> None:
+    b = copying()
+    b.handle(pushed("c"))
+    again = on.Pushed("new push", "c", A, 0, None)
+    assert b.handle(again) == [do.Deny("push of c", A)]
+    assert not b.handle(on.Asked("ask", "c", C, is_final=True))
+
+
+def test_only_a_ballots_primary_announces_it() -> None:
+    c = replica("c", "abcd")
+    assert c.handle(on.Asked("ask", "d", B, is_final=True)) == [do.Deny("ask", A)]
+
+
+def test_who_leads_agrees_to_no_takeover() -> None:
+    a = replica("a")
+    assert a.handle(on.Asked("ask", "b", B, is_final=False)) == [do.Deny("ask", A)]
+
+
+def test_no_agreement_to_a_ballot_that_is_no_higher() -> None:
+    c = replica("c")
+    sees(c, a=GONE)
+    assert c.handle(on.Asked("ask", "b", A, is_final=False)) == [do.Deny("ask", A)]
+
+
+def test_who_is_not_next_agrees_to_the_ballot_of_whoever_is() -> None:
+    b = ShardUpdate("b", Roster(A, ("a", "c", "b"), ("a", "b"), ("a", "b"), is_holder=True))
+    sees(b, a=GONE)
+    assert b.handle(on.Asked("ask", "c", C, is_final=False)) == [do.Agree("ask", C)]
+
+
+def test_a_backup_with_another_state_refuses_the_step() -> None:
+    b = replica("b")
+    found = b.handle(on.MirrorCame("mirror", "a", A, "step", fits=False))
+    assert found == [do.Refuse("mirror")]
+
+
+def test_a_promise_of_a_lower_ballot_does_not_count() -> None:
+    u = replica("a")
+    u.handle(pushed("b"))
+    u.handle(on.DeadlinePassed())
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    u.handle(on.Confirmed("b", 1))
+    assert not u.handle(agreed("c", Ballot(0, "a"), is_final=True))
+    assert u.facts.state is MIRRORING
+
+
+def test_an_agreement_to_another_ballot_does_not_count() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    assert not b.handle(agreed("c", Ballot(2, "b"), is_final=False))
+
+
+def test_a_failed_push_of_before_excuses_nobody() -> None:
+    u = replica("a")
+    u.handle(on.PushFailed("c"))
+    assert "Sum" not in kinds(u.handle(pushed("b")))
+    c = replica("c")
+    sees(c, b=PAST)
+    assert not c.handle(on.PushFailed("a"))
+
+
+def test_a_contribution_is_not_replaced_by_none() -> None:
+    for first, second in ((1, 0), (0, 1)):
+        u = replica("a")
+        u.handle(pushed("c", num_tokens=first))
+        u.handle(pushed("c", num_tokens=second))
+        (made,) = [x for x in u.handle(pushed("b")) if isinstance(x, do.Sum)]
+        assert [p for p, _, _ in made.parts] == ["a", "b", "c"]
+
+
+def test_who_is_no_member_any_more_is_dead() -> None:
+    """It has come back as a newcomer."""
+    b = replica("b")
+    assert ask(("c",), B, is_final=False) in b.handle(on.Seen({"c": LIVES}))
+
+
+def test_while_it_steps_a_backup_takes_no_other_step() -> None:
+    b = copying()
+    found = b.handle(on.MirrorCame("mirror 2", "c", A, "step", fits=True))
+    assert found == [do.Refuse("mirror 2")]
+
+
+def test_a_backup_keeps_who_waits_while_it_steps() -> None:
+    b = replica("b")
+    b.handle(pushed("c", num_tokens=0))
+    found = b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
+    assert found == [do.Repeat("step", 1)]
+    b.handle(on.Asked("ask of c", "c", C, is_final=True))
+    b.handle(on.Asked("ask of d", "d", C, is_final=True))
+    sees(b, a=GONE)
+    given = [c.call for c in b.handle(on.Stepped("result", 1)) if isinstance(c, do.Give)]
+    assert given == ["push of c", "ask of c", "ask of d"]
+
+
+def test_no_state_is_spoiled_where_there_was_no_step() -> None:
+    a = ShardUpdate("a", Roster(A, ("a", "b"), ("a", "b"), ("a", "b"), is_holder=True))
+    a.handle(on.Seen({"b": LIVES}))
+    a.handle(on.Begun(0, None))
+    a.handle(pushed("b", num_tokens=0))
+    a.handle(on.Summed(None, 1))
+    a.handle(on.ClipKnown(1))
+    assert do.Spoiled() not in a.handle(on.Asked("ask", "b", B, is_final=True))
+
+
+def test_the_host_of_the_result_dies_too() -> None:
+    b = replica("b")
+    sees(b, a=GONE)
+    b.handle(on.Denied("c", A))
+    assert "Sum" in kinds(sees(b, a=GONE, c=GONE))
+
+
+def test_members_that_have_not_closed_the_round_are_not_reminded() -> None:
+    assert replica("a").handle(on.Again()) == [do.Pause()]
+
+
+def test_a_partner_that_has_the_offer_early_is_not_waited_for() -> None:
+    u = pair()
+    u.handle(on.Confirmed("b", 0))
+    offer(u)
+    assert kinds(u.handle(on.Summed("sum", 1))) == ["Step", "SetDeadline"]
+
+
+def test_a_partner_that_does_not_come_is_waited_for_until_the_deadline() -> None:
+    for is_late in (False, True):
+        u = pair()
+        offer(u)
+        assert "SetDeadline" in kinds(u.handle(on.Summed("sum", 1)))
+        if is_late:
+            u.handle(on.Stepped("result", 1))
+            found = u.handle(on.DeadlinePassed())
+        else:
+            u.handle(on.DeadlinePassed())
+            found = u.handle(on.Stepped("result", 1))
+        assert do.Adopt("result", is_own=True) in found
+
+
+def test_the_calls_of_a_pair_end_of_themselves() -> None:
+    u = ShardUpdate("a", pair_of("a", "b"))
+    found = [*u.handle(on.Seen({"b": LIVES})), *u.handle(on.Begun(1, "offer of a"))]
+    assert kinds(found) == ["Pull", "Pause"]
+
+
+def test_a_backup_is_waited_for_beyond_the_deadline() -> None:
+    u = mirroring()
+    assert not u.handle(on.DeadlinePassed())
+    assert u.facts.state is MIRRORING

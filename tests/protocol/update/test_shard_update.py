@@ -15,7 +15,7 @@ WORLDS, SCHEDULES = 60, 30
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_order_of_events_ends_with_one_result(name: str) -> None:
-    found = explore(SMALL[name], limit=150_000)
+    found = explore(SMALL[name], limit=300_000)
     print(f"{name}: {found.num_states} states")
     assert found.is_complete
 
@@ -23,8 +23,8 @@ def test_every_order_of_events_ends_with_one_result(name: str) -> None:
 @pytest.mark.parametrize("name", ["a crash", "a lost message", "a false suspicion", "three owners"])
 def test_what_is_forgotten_changes_no_end(name: str) -> None:
     """Exploring without reductions comes to the same ends, by more states."""
-    reduced = explore(SMALL[name], limit=150_000, ends_in_words=True)
-    whole = explore(replace(SMALL[name], reduced=False), limit=150_000, ends_in_words=True)
+    reduced = explore(SMALL[name], limit=300_000, ends_in_words=True)
+    whole = explore(replace(SMALL[name], reduced=False), limit=300_000, ends_in_words=True)
     assert reduced.ends == whole.ends
     assert reduced.num_states < whole.num_states
 

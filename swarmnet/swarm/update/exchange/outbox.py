@@ -142,17 +142,17 @@ class Outbox:
                 self._pushes[j] = call
             call.wanted.update(call.ballots)
             call.task = self._tasks.start(self._push(call))
-        asked: dict[tuple[str, bool], dict[int, Ballot]] = {}
+        asked: dict[tuple[str, bool], dict[int, do.Ask]] = {}
         for j, command in asks:
             for member in command.members:
                 several = asked.setdefault((member, command.is_final), {})
-                several[j] = command.ballot
-        for (member, is_final), ballots in asked.items():
-            shards = sorted(ballots)
+                several[j] = command
+        for (member, is_final), commands in asked.items():
+            shards = sorted(commands)
             at_once = MAX_SHARED_CALL_BYTES // (4 * max(self._replica.stage.shard_sizes))
             at_once = max(1, min(MAX_ARRAYS, at_once))  # they may all be answered with results
             for k in range(0, len(shards), at_once):
-                several = {j: ballots[j] for j in shards[k : k + at_once]}
+                several = {j: commands[j] for j in shards[k : k + at_once]}
                 self._tasks.start(self._ask(member, several, is_final))
 
     def _calls_for(self, pushes: Sequence[tuple[int, do.Push]]) -> list[PushCall]:
@@ -203,7 +203,7 @@ class Outbox:
                 self._push_failed(call, j, e)
                 continue
             if self._ends(call, j):
-                self._feed(j, on.ResultCame(call.target, result))
+                self._feed(j, on.ResultCame(call.target, result, call.ballots[j]))
 
     async def _pushed(
         self, call: PushCall, shards: tuple[int, ...]
@@ -260,9 +260,9 @@ class Outbox:
         self._to_ask.append((shard, command))
         self._soon()
 
-    async def _ask(self, member: str, ballots: dict[int, Ballot], is_final: bool) -> None:
-        shards = tuple(ballots)
-        terms = tuple(b.term for b in ballots.values())
+    async def _ask(self, member: str, commands: dict[int, do.Ask], is_final: bool) -> None:
+        shards = tuple(commands)
+        terms = tuple(command.ballot.term for command in commands.values())
         request = BallotRequest(self._exchange, self._replica.index, shards, terms, is_final)
         try:
             reply = await self._call(member, "ballot", Message(request))
@@ -279,39 +279,45 @@ class Outbox:
                 self._feed(j, on.MovedOn())
             return
         for j, term, primary in zip(shards, told.terms, told.primaries, strict=True):
+            ballot, count = commands[j].ballot, commands[j].count
             if j in found:
-                await self._result_of(j, member, *found[j])
-            elif Ballot(term, primary) == ballots[j]:
-                self._feed(j, on.Agreed(member, ballots[j], is_final))
+                await self._result_of(j, member, ballot, *found[j])
+            elif Ballot(term, primary) == ballot:
+                self._feed(j, on.Agreed(member, ballot, is_final, count))
             else:
                 self._feed(j, on.Denied(member, Ballot(term, primary)))
 
-    async def _result_of(self, shard: int, member: str, told: ShardReply, values: Array) -> None:
+    async def _result_of(
+        self, shard: int, member: str, ballot: Ballot, told: ShardReply, values: Array
+    ) -> None:
+        """`ballot`: that of the call which it answers."""
         try:
             result = await self._arrived(shard, member, told, values)
         except SwarmnetError as e:
             log.warning("round %d: of no use from %s: %s", self._exchange, member[-8:], e)
         else:
-            self._feed(shard, on.ResultCame(member, result))
+            self._feed(shard, on.ResultCame(member, result, ballot))
 
     # ---- mirrored steps ---------------------------------------------------------------------
 
-    async def mirror(self, backup: str, request: MirrorRequest, gradient: Array) -> None:
+    async def mirror(
+        self, backup: str, request: MirrorRequest, gradient: Array, attempt: int
+    ) -> None:
         """Has a backup make the step too."""
-        event: on.Event = on.Refused(backup)
+        event: on.Event = on.Refused(backup, attempt)
         try:
             await self._pace.turn(gradient, self._exchange)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.
             wait_s, _ = self._pace.contributions_s()
             message = Message(request, (gradient,))
             await self._call(backup, "mirror", message, timeout_s=wait_s)
-            event = on.Confirmed(backup)
+            event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
             log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
         except TransportError as e:
             log.debug("shard %d has not reached %s: %s", request.shard, backup[-8:], e)
             self._gossip.probe(backup)
-            event = on.MirrorFailed(backup)
+            event = on.MirrorFailed(backup, attempt)
         except SwarmnetError as e:  # it fetches the state later
             log.debug("shard %d was not mirrored at %s: %s", request.shard, backup[-8:], e)
             denied = _ballot_in(e)

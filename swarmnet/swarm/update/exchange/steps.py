@@ -63,11 +63,9 @@ class ExchangeSteps:
             case do.Step():
                 before = self._before[j] = asyncio.get_running_loop().create_future()
                 self._start(j, command.attempt, self._step(j, command, before))
-            case do.Mirror(total, backups, ballot, _):
-                assert total is not None  # there is nothing to mirror otherwise
-                for backup in backups:
-                    work = self._mirror(j, backup, total, ballot.term, self._before[j])
-                    self._tasks.start(work)
+            case do.Mirror():
+                for backup in command.backups:
+                    self._tasks.start(self._mirror(j, backup, command, self._before[j]))
             case do.Repeat((mirror, gradient, maker), attempt):
                 self._start(j, attempt, self._repeat(j, attempt, mirror, gradient, maker))
 
@@ -115,8 +113,10 @@ class ExchangeSteps:
         self._feed(j, on.Stepped(result, command.attempt))
 
     async def _mirror(
-        self, j: int, backup: str, total: Total, term: int, before: asyncio.Future[Before]
+        self, j: int, backup: str, command: do.Mirror, before: asyncio.Future[Before]
     ) -> None:
+        total: Total | None = command.total
+        assert total is not None  # there is nothing to mirror otherwise
         state = await before
         request = MirrorRequest(
             self._number,
@@ -127,9 +127,9 @@ class ExchangeSteps:
             total.num_tokens,
             self._books.norm(self._number),
             state.lineage,
-            term,
+            command.ballot.term,
         )
-        await self._outbox.mirror(backup, request, total.gradient)
+        await self._outbox.mirror(backup, request, total.gradient, command.attempt)
 
     async def _repeat(
         self, j: int, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str

@@ -1,6 +1,6 @@
 """`make explore`: the deep worlds in every order, and very many random schedules.
 
-    python -m tests.protocol.update [number of random schedules]
+    python -m tests.protocol.update.deep [number of random schedules]
 
 Each world, and each hundred schedules, has a process of its own."""
 
@@ -15,7 +15,7 @@ from tests.protocol.update.scenarios import DEEP, SMALL, any_scenario
 from tests.protocol.update.small_world import Broken
 
 WORLDS = SMALL | DEEP
-LIMIT = 20_000_000
+LIMIT = 6_000_000
 SCHEDULES_OF_A_WORLD = 100
 
 
