@@ -123,7 +123,7 @@ class Observer:
 
     async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
         """Continues a prompt, token by token (bytes), through the swarm's own stages."""
-        seq = self.spec.model.max_position_embeddings
+        seq = self.spec.sequence_length
         tokens = list(prompt)
         rng = random.Random(0)
         for _ in range(num_tokens):

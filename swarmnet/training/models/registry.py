@@ -32,7 +32,11 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         SpecError: the custom builder cannot be loaded or returns something else than a plan.
     """
     if spec.model.kind == "llama":
-        plan = llama_plan(spec.model)
+        plan = llama_plan(spec.model, spec.sequence_length)
+    elif spec.model.kind == "transformers":
+        from swarmnet.training.models.adapter import adapter_plan  # slow to import
+
+        plan = adapter_plan(spec.model, spec.sequence_length)
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)

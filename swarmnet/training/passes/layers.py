@@ -28,7 +28,9 @@ from swarmnet.training.models.base import (
     ModelPlan,
     build_layer,
     derive_seed,
+    own_parameters,
     parameter_ranges,
+    tie,
 )
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
@@ -72,6 +74,7 @@ class StageLayers:
         self._seed = seed
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
         self.modules = [self._build(builder) for builder in builders]
+        tie(builders, self.modules)
         self.parameter_ranges = parameter_ranges(builders, self.modules)
         if not self.parameter_ranges or self.parameter_ranges[-1].stop == 0:
             raise SpecError(
@@ -86,7 +89,7 @@ class StageLayers:
 
     def parameters(self) -> list[nn.Parameter]:
         """The layers' parameters, in canonical order."""
-        return [p for module in self.modules for p in module.parameters()]
+        return [p for _, p in own_parameters(self.builders, self.modules)]
 
     def show(self, vectors: Vectors) -> None:
         """Lets the layers compute with other vectors and add gradients to them."""
