@@ -170,7 +170,12 @@ def main() -> None:
     computing = Computing(precision, options.activations or "keep", options.compile)
     stage = build_stage(spec, STAGE, device=device, computing=computing)
     layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[STAGE]
-    flops = len(layers) * decoder_flops(spec.model, spec.sequence_length) * options.samples * (1 + BACKWARD_COST)
+    flops = (
+        len(layers)
+        * decoder_flops(spec.model, spec.sequence_length)
+        * options.samples
+        * (1 + BACKWARD_COST)
+    )
     peak = (options.peak_tflops or 0) * 1e12 or reached_flops(
         device, computing.dtype, PEAK_SIZE_TINY if options.tiny else PEAK_SIZE
     )

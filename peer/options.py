@@ -164,6 +164,14 @@ class ModelGroup:
             help="Where this machine has the run's tokenizer.json, where the run has one.",
         ),
     ] = ""
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where this machine has the model that the run began from: its weights are given "
+            "to others.",
+        ),
+    ] = None
     builder: Annotated[
         str,
         typer.Option(

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ANY_VALUE = frozenset(
-    """architectures torch_dtype dtype transformers_version use_cache pretraining_tp bos_token_id
+ANY_VALUE_KEYS = """
+    architectures torch_dtype dtype transformers_version use_cache pretraining_tp bos_token_id
     eos_token_id pad_token_id unk_token_id _name_or_path auto_map attn_implementation
-    output_attentions output_hidden_states return_dict is_decoder""".split()
-)
+    output_attentions output_hidden_states return_dict is_decoder
+"""
 """They change no number of a training pass."""
+ANY_VALUE = frozenset(ANY_VALUE_KEYS.split())
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu", "swish"),

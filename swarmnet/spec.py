@@ -154,6 +154,9 @@ class ModelSpec(_Table):
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of its weights in the folder; exports have it too. Filled in from the folder."""
 
+    license: Text = ""
+    """Of that model, as its card says. Filled in from the folder."""
+
     weights: Digest = ""
     """SHA-256 of the list of its initial shards' hashes; empty for random weights. Filled in."""
 
@@ -220,7 +223,7 @@ class ModelSpec(_Table):
         return self
 
     def _check_transformers(self) -> None:
-        if bool(self.source) == bool(self.config):
+        if not self.source and not self.config:
             raise ValueError(
                 'kind "transformers" begins from a folder: write from = "FOLDER" and nothing else'
             )
@@ -528,6 +531,8 @@ class RunSpec(_Table):
         spec of a run that was started."""
         keys = {
             "[model] from": bool(self.model.source),
+            "[data] sequence_length": self.model.kind == "transformers"
+            and self.data.sequence_length == 0,
             "[pipeline] layers": not self.pipeline.layers,
             "[sync] shard_parameters": self.sync.shard_parameters == 0,
             "[sync] warmup_rounds": self.sync.warmup_rounds < 0,
@@ -540,6 +545,8 @@ class RunSpec(_Table):
         stays. Raises `SpecError`."""
         values = self.model_dump()
         pipeline, sync = values["pipeline"], values["sync"]
+        if self.model.kind == "transformers":
+            values["data"]["sequence_length"] = self.sequence_length
         pipeline["layers"] = pipeline["layers"] or tuple(layers)
         sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
         sync["warmup_rounds"] = self._chosen_warmup
@@ -633,6 +640,10 @@ class RunSpec(_Table):
         values = self.model_dump()
         values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
         return _validate(values, "--rounds")
+
+    def with_values(self, values: Mapping[str, Any]) -> RunSpec:
+        """A run of these values. Raises `SpecError`."""
+        return _validate(dict(values), "the resolved spec")
 
     def with_builder(self, builder: str) -> RunSpec:
         """This run with a custom model's code taken from elsewhere: for use on this machine only,

@@ -23,6 +23,7 @@ MAX_ADDRESS_CHARS = 512
 MAX_PROBE_BYTES = 4 << 20
 """Of an answer about bandwidth."""
 MAX_LINEAGE_BYTES = 16
+SHA256_CHARS = 64
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
 """Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
 them stay far below what other messages carry."""
@@ -453,6 +454,29 @@ class ContributionsReply:
             raise ValueError("peers and sums do not match")
         if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
             raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRequest:
+    """Asks for a file of the run, from a byte on. `sha256`: hex."""
+
+    sha256: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        _index(self.offset)
+        if len(self.sha256) != SHA256_CHARS:
+            raise ValueError("not a SHA-256")
+
+
+@dataclass(frozen=True, slots=True)
+class FileReply:
+    """`size`: of the whole file, in bytes. The part is the array."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _index(self.size)
 
 
 @dataclass(frozen=True, slots=True)

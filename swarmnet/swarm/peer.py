@@ -28,6 +28,8 @@ from swarmnet.protocol.membership.seats import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
+from swarmnet.swarm.initial.files import FileService
+from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.meeting import meet
 from swarmnet.swarm.lifecycle.moving import Mover
 from swarmnet.swarm.lifecycle.opening import Openings
@@ -126,6 +128,7 @@ class Peer:
         self._build_pipeline()
         self._build_lifecycle()
         self.transport.handle("spec", self._on_spec)
+        FileService(self.transport, self.gossip.check_stranger, self.machine.read_file)
         self.probes = Probes(self.transport, self.gossip)
 
     def _build_membership(self) -> None:
@@ -225,6 +228,13 @@ class Peer:
             steps=self.steps,
             rng=self.rng,
             wanted=lambda: self.wanted_stage,
+        )
+        self._weights = (
+            WeightService(
+                self.transport, gossip, self.limits, machine.worker, machine.weights, self.rng
+            )
+            if machine.weights is not None
+            else None
         )
         self._stand_by = StandBy(
             gossip,
@@ -338,6 +348,7 @@ class Peer:
             recovery=self.recovery,
             checkpointing=self.checkpointing,
             openings=self._openings,
+            weights=self._weights,
             rng=self.rng,
             on_loss=self.on_loss,
         )

@@ -262,6 +262,19 @@ class LocalSteps(Protocol):
         """The reverse of `export`; raises `ProtocolViolation` where it does not fit."""
 
 
+class InitialWeights(Protocol):
+    """The weights that a run began from, as shards of its stages. Blocks."""
+
+    is_here: bool
+    """This machine can give them."""
+
+    def shard(self, stage_index: int, shard_index: int) -> Array | None:
+        """A shard, flat fp32; None where it is unknown or not what the run began from."""
+
+    def is_right(self, stage_index: int, shard_index: int, values: Array) -> bool:
+        """Whether these are the values of the shard."""
+
+
 class Data(Protocol):
     """Samples. Pure: the same index is the same sample on every machine."""
 

@@ -76,8 +76,7 @@ class Head(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        _, causal = model_classes(config)
-        shell = causal(_small(config, ()))
+        shell: Any = causal_shell(config)
         head = shell.lm_head
         _resize(head, config.vocab_size)
         self._parameters = head._parameters  # noqa: SLF001  as in `Decoder`
@@ -255,6 +254,12 @@ def _small(config: Any, indices: tuple[int, ...]) -> Any:
     return small
 
 
+def causal_shell(config: Any) -> Any:
+    """The family's language model without layers, with a vocabulary of one token."""
+    _, causal = model_classes(config)
+    return causal(_small(config, ()))
+
+
 def _base_shell(config: Any, indices: tuple[int, ...]) -> Any:
     """A base model around nothing: no embedding, no norm, and layers yet to be set."""
     base, _ = model_classes(config)
@@ -267,12 +272,13 @@ def _base_shell(config: Any, indices: tuple[int, ...]) -> Any:
     shell.norm = nn.Identity()
     if hasattr(shell, "rotary_emb"):
         is_meta = any(buffer.is_meta for buffer in shell.rotary_emb.buffers())
-        shell.rotary_emb = _rotary(_key(config), type(shell.rotary_emb), is_meta)
+        make: Any = type(shell.rotary_emb)
+        shell.rotary_emb = _rotary(_key(config), make, is_meta)
     return shell
 
 
 @functools.lru_cache(maxsize=16)
-def _rotary(key: str, make: Callable[..., nn.Module], is_meta: bool) -> _Rotary:
+def _rotary(key: str, make: Any, is_meta: bool) -> _Rotary:
     """One for all layers of a model."""
     with torch.device("meta" if is_meta else "cpu"):
         return _Rotary(make(load_config(json.loads(key))))

@@ -115,7 +115,10 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         ),
         LayerBuilder("model.norm", lambda: _norm(spec), 4 * length * width, hidden),
         LayerBuilder(
-            "lm_head", lambda: Linear(width, vocabulary), head_flops(spec, length), (length, vocabulary)
+            "lm_head",
+            lambda: Linear(width, vocabulary),
+            head_flops(spec, length),
+            (length, vocabulary),
         ),
     ]
     tokens = TensorSpec("int32", (length,), num_values=vocabulary)

@@ -45,8 +45,8 @@ LEGACY_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_wi
 """Names that older files have for what `rope_parameters` and `layer_types` say now."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 DTYPES = ("float32", "bfloat16", "float16")
-SILENT = frozenset(
-    """_name_or_path _model_name_or_path name_or_path architectures auto_map model_type
+SILENT_KEYS = """
+    _name_or_path _model_name_or_path name_or_path architectures auto_map model_type
     transformers_version transformers_weights unsloth_version _attn_implementation
     attn_implementation _attn_implementation_autoset experts_implementation use_cache
     output_attentions output_hidden_states return_dict is_decoder torchscript use_return_dict
@@ -59,9 +59,10 @@ SILENT = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens diversity_penalty
-    bos_token_id eos_token_id pad_token_id unk_token_id""".split()
-)
-"""Keys that change no number of a training pass (or, as `pretraining_tp`, none of the result)."""
+    bos_token_id eos_token_id pad_token_id unk_token_id
+"""
+"""They change no number of a training pass."""
+SILENT = frozenset(SILENT_KEYS.split())
 REFUSED_WHERE_SET = {
     "quantization_config": "its weights must be fp32, bf16 or fp16",
     "compression_config": "its weights must be fp32, bf16 or fp16",
