@@ -457,6 +457,44 @@ class ContributionsReply:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedRequest:
+    """Asks for the checkpoints that a peer has. `keep`: a round that is to be kept for a while, as
+    the caller is fetching it; -1 for none."""
+
+    keep: int = -1
+
+    def __post_init__(self) -> None:
+        if self.keep != -1:
+            _index(self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRound:
+    """A checkpoint: the round that begins with it, and a digest for each shard."""
+
+    round: int
+    history: int
+    stage: int
+    digests: bytes
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.history, self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReply:
+    """Checkpoints of a peer, and the held-out losses that it knows, by round."""
+
+    rounds: tuple[SavedRound, ...]
+    held_out: dict[int, float]
+
+    def __post_init__(self) -> None:
+        _index(*self.held_out)
+        if not all(0 <= loss <= MAX_LOSS for loss in self.held_out.values()):
+            raise ValueError("a loss is out of range")
+
+
+@dataclass(frozen=True, slots=True)
 class FileRequest:
     """Asks for a file of the run, from a byte on. `sha256`: hex."""
 

@@ -52,6 +52,7 @@ from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Checkpointing, Recovery
+from swarmnet.swarm.recovery.saved_models import SavedModels
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
@@ -164,9 +165,11 @@ class Peer:
         )
         # Before any peer asks: one that sees this record must not begin the run anew.
         self.gossip.amend(restorable=self.recovery.offers())
-        self.checkpointing = (
-            Checkpointing(self.gossip, disk, self.settings.rounds) if disk is not None else None
-        )
+        self.checkpointing = None
+        if disk is not None:
+            saved = SavedModels(self.transport, self.gossip, disk.checkpoints, disk.worker)
+            rounds, every = self.settings.rounds, self.settings.evaluate_every
+            self.checkpointing = Checkpointing(self.gossip, disk, rounds, every, saved.kept_now)
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""

@@ -6,7 +6,7 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -351,3 +351,19 @@ class Checkpoints(Protocol):
 
     def load(self, round_index: int) -> Snapshot:
         """One of the available ones; every byte is checked."""
+
+    def keep(self, rounds: Collection[int]) -> None:
+        """`save` does not remove these, until this is called again."""
+
+    def digests(self, round_index: int) -> bytes:
+        """Of the parameters of an available one, 8 bytes for each shard."""
+
+    def shard(self, round_index: int, stage_index: int, shard_index: int) -> Array | None:
+        """A shard of the parameters of an available one, read from the disk alone; None where it is
+        not there."""
+
+    def note_held_out(self, losses: Mapping[int, float]) -> None:
+        """Keeps held-out losses, by round. The checkpoint with the lowest is not removed."""
+
+    def held_out(self) -> Mapping[int, float]:
+        """The losses that were noted, by round."""

@@ -49,6 +49,7 @@ def byte_tokenizer_files(longest: int) -> dict[str, bytes]:
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
     }
     return {

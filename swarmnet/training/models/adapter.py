@@ -47,8 +47,8 @@ class Decoder(nn.Module):
         # The family's layer and this module share their parts, so that whoever replaces one here
         # (a linear layer by a part of it, say) replaces it there.
         self._modules = layer._modules  # noqa: SLF001  torch has no public way to share parts
-        self._parameters = layer._parameters  # noqa: SLF001
-        self._buffers = layer._buffers  # noqa: SLF001
+        self._parameters = layer._parameters  # noqa: SLF001  likewise
+        self._buffers = layer._buffers  # noqa: SLF001  likewise
         run = functools.partial(type(layer).forward, layer)
         shell.layers = [run]
         object.__setattr__(self, "_shell", shell)
@@ -80,7 +80,7 @@ class Head(nn.Module):
         head = shell.lm_head
         _resize(head, config.vocab_size)
         self._parameters = head._parameters  # noqa: SLF001  as in `Decoder`
-        self._buffers = head._buffers  # noqa: SLF001
+        self._buffers = head._buffers  # noqa: SLF001  likewise
         shell.model = _Given()
         object.__setattr__(self, "_shell", shell)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,38 +20,15 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import SpecError
+from swarmnet.training.mapped_tensors import ITEM_TYPES, MappedFiles, Stored, stored_tensors
 from swarmnet.training.models.adapter import causal_shell
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.models.model_config import load_config
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100 << 20
-"""Of a safetensors file, as its own readers have it."""
 MAX_INDEX_BYTES = 64 << 20
-ITEM_TYPES: dict[str, tuple[str, Any]] = {
-    "F32": ("float32", np.dtype("<f4")),
-    "BF16": ("bfloat16", np.dtype("<u2")),
-    "F16": ("float16", np.dtype("<f2")),
-}
 BASE_PREFIX = "model."
 NEVER_USED = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a file."""
-
-    name: str
-    path: Path
-    kind: str
-    """A key of `ITEM_TYPES`."""
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes from the file's beginning."""
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
 
 
 class SourceWeights:
@@ -66,7 +41,7 @@ class SourceWeights:
             SpecError: a file cannot be read, or has not all of them.
         """
         self.folder = folder
-        stored = {one.name: one for path in _files(folder) for one in _header(path)}
+        stored = {one.name: one for path in _files(folder) for one in stored_tensors(path)}
         wanted = set(names)
         self._parts, unused = _assign(stored, config, wanted)
         missing = sorted(wanted - self._parts.keys())
@@ -77,7 +52,7 @@ class SourceWeights:
         kinds = [one.kind for parts in self._parts.values() for one in parts]
         self.dtype = ITEM_TYPES[max(sorted(set(kinds)), key=kinds.count)][0]
         """Of most tensors."""
-        self._maps: dict[Path, np.memmap] = {}
+        self._files = MappedFiles()
 
     def check(self, ranges: Sequence[ParameterRange]) -> None:
         """Raises `SpecError` where a tensor has another size than its parameter."""
@@ -103,26 +78,9 @@ class SourceWeights:
         for one in self._parts[name]:
             first, last = max(start, at), min(stop, at + one.num_elements)
             if first < last:
-                values = self._read(one, first - at, last - at)
+                values = self._files.read(one, first - at, last - at)
                 target[first - start : last - start] = values
             at += one.num_elements
-
-    def _read(self, one: Stored, first: int, last: int) -> np.ndarray:
-        """Elements of a tensor as fp32."""
-        item = ITEM_TYPES[one.kind][1]
-        begin = one.offset + first * item.itemsize
-        raw = self._map(one.path)[begin : begin + (last - first) * item.itemsize].view(item)
-        if one.kind == "BF16":  # the upper half of an fp32 number
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32)
-
-    def _map(self, path: Path) -> np.memmap:
-        if path not in self._maps:
-            try:
-                self._maps[path] = np.memmap(path, dtype=np.uint8, mode="r")
-            except (OSError, ValueError) as error:
-                raise SpecError(f"cannot read {path}: {error}") from None
-        return self._maps[path]
 
 
 def shard_hashes(
@@ -166,33 +124,6 @@ def _files(folder: Path) -> list[Path]:
     if wrong:
         raise SpecError(f"{index}: {str(wrong[0])[:80]} is no name of a file beside it")
     return [folder / name for name in sorted(names)]
-
-
-def _header(path: Path) -> Iterator[Stored]:
-    """The tensors of a safetensors file. Raises `SpecError`."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError("no safetensors header")
-            table = json.loads(file.read(length))
-            table.pop("__metadata__", None)
-            for name, about in table.items():
-                begin, end = about["data_offsets"]
-                kind, shape = about["dtype"], tuple(about["shape"])
-                if kind not in ITEM_TYPES:
-                    raise SpecError(f"{path}: {name} is {kind}; weights must be fp32, bf16 or fp16")
-                if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-                    raise ValueError(f"{name} has an impossible shape")
-                num_bytes = math.prod(shape) * ITEM_TYPES[kind][1].itemsize
-                if end - begin != num_bytes or 8 + length + end > size:
-                    raise ValueError(f"{name} does not fit into the file")
-                yield Stored(name, path, kind, shape, 8 + length + begin)
-    except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SpecError(f"{path}: {' '.join(str(error).split())[:120]}") from None
 
 
 def _assign(
