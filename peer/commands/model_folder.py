@@ -112,9 +112,11 @@ def _tensors(trained: Trained) -> Mapping[str, Tensor]:
     """Under the names that the family's files have."""
     if trained.spec.model.kind != "transformers":
         return trained.named
-    from swarmnet.training.models.source_weights import saved_tensors
+    from swarmnet.training.models.source_weights import TIED, saved_tensors
 
-    return saved_tensors(trained.spec.model.config, trained.named)
+    config = trained.spec.model.config
+    tied = TIED if config.get("tie_word_embeddings") else {}  # two stages may have had it
+    return saved_tensors(config, {n: t for n, t in trained.named.items() if n not in tied})
 
 
 def _files(trained: Trained, dtype: str) -> dict[str, bytes]:

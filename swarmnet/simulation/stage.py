@@ -118,6 +118,7 @@ class SyntheticStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
+        self.tied_shards = 0
         self.can_open_ahead = True
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes

@@ -67,6 +67,7 @@ log = logging.getLogger("swarmnet.peer")
 STAGE_METHODS = (
     "reduce",
     "reduced",
+    "reduce_tied",
     "adopt",
     "adopted",
     "mirror",

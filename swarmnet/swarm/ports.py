@@ -91,6 +91,9 @@ class Stage(Protocol):
     num_stages: int
     shard_sizes: tuple[int, ...]
     """Elements of each shard."""
+    tied_shards: int
+    """The first so many shards are those of another stage too, which holds a copy: those of the
+    first stage at the last one, and the other way round. Their gradient is the sum of both."""
     max_in_flight: int
     """Microbatches between their passes that memory has room for."""
     can_open_ahead: bool

@@ -15,13 +15,14 @@ round, and those of the round before (its gradient is being exchanged) or of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
 from torch import Tensor
 
-from swarmnet.errors import NotReady
+from swarmnet.errors import NotReady, SpecError
+from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.arrays import from_tensor
@@ -40,6 +41,8 @@ from swarmnet.training.models.registry import (
     model_plan,
     shard_parameters,
     split_stages,
+    stage_shards,
+    tied_elements,
 )
 from swarmnet.training.optimizer.loss_scale import LossScale
 from swarmnet.training.passes.backward import BackwardPasses
@@ -48,6 +51,9 @@ from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.wire import Array
+
+OWN_STEPS = (LOCAL, GOSSIP)
+"""Modes of `[sync]` in which replicas make steps of their own."""
 
 
 class TorchStage:
@@ -60,7 +66,8 @@ class TorchStage:
         layers: those of this stage.
         stage_index: of this stage, from 0.
         num_stages: of the whole model.
-        shard_size: elements of each shard; the last one may be shorter.
+        shard_size: elements of each shard, where the last one may be shorter; or of every one.
+        tied_shards: the first so many shards are the same as another stage's (`Stage`).
         microbatch: samples.
         seed: of the run.
         computing: precision, and what is kept between the passes.
@@ -82,12 +89,13 @@ class TorchStage:
         *,
         stage_index: int,
         num_stages: int,
-        shard_size: int,
+        shard_size: int | Sequence[int],
         microbatch: int,
         seed: int,
         computing: Computing = Computing(),  # noqa: B008  it is immutable
         device: torch.device | str = "cpu",
         inputs: TensorSpec | None = None,
+        tied_shards: int = 0,
         reuses_gradient: bool = False,
         copies: DeviceCopies | None = None,
         make_layers: Callable[..., StageLayers] = StageLayers,
@@ -97,6 +105,7 @@ class TorchStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.is_last = stage_index == num_stages - 1
+        self.tied_shards = tied_shards
         self.computing = computing
         self.max_in_flight = computing.max_in_flight
         self.layers = make_layers(
@@ -277,12 +286,21 @@ def build_stage(
     plan = model_plan(spec)
     stages = split_stages(plan, spec.pipeline.num_stages)
     before = stages[stage_index - 1][-1] if stage_index else None
+    size = shard_parameters(spec, plan)
+    sizes = stage_shards(plan, len(stages), stage_index, size)
+    tied = tied_elements(plan, len(stages), stage_index)
+    if tied and spec.sync.mode in OWN_STEPS:
+        raise SpecError(
+            f"[sync] mode {spec.sync.mode}: it does not keep this model's embedding and head tied "
+            "over stages; use zero, delayed or auto, or one stage"
+        )
     return (make or TorchStage)(
         plan,
         stages[stage_index],
         stage_index=stage_index,
         num_stages=len(stages),
-        shard_size=shard_parameters(spec, plan),
+        shard_size=sizes,
+        tied_shards=len(cut_shards(tied, size)),
         microbatch=spec.pipeline.microbatch,
         seed=spec.seed,
         computing=computing or computing_of(spec, device),
@@ -300,5 +318,6 @@ def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRa
 
 def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     """Elements of each shard of a stage, without building it."""
-    total = stage_parameter_ranges(spec, stage_index)[-1].stop
-    return cut_shards(total, shard_parameters(spec, model_plan(spec)))
+    plan = model_plan(spec)
+    size = shard_parameters(spec, plan)
+    return stage_shards(plan, spec.pipeline.num_stages, stage_index, size)

@@ -59,6 +59,8 @@ from swarmnet.swarm.update.live_calls import LiveCalls
 from swarmnet.swarm.update.norms import Norms
 from swarmnet.swarm.update.ownership import BEHIND_ROUNDS, Ownership, descended
 from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.tied_shards import METHOD as TIED_METHOD
+from swarmnet.swarm.update.tied_shards import OtherSum, TiedShards
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
 
@@ -140,6 +142,8 @@ class ShardUpdate:
     """Behind the aggregate; -1 where another peer made it and did not say."""
     changed: Condition = field(default_factory=Condition)
     """Wakes the aggregation: another contribution."""
+    other_sum: OtherSum | None = None
+    """Of a tied shard, where this stage decides: what the other stage gives."""
     done: Condition = field(default_factory=Condition)
     """Wakes the contributors that wait for the result: it is there, or there will be none."""
 
@@ -178,6 +182,13 @@ class Averaging:
             self.gossip, self.settings, self.limits, self.replica, self.ownership
         )
         self._calls = LiveCalls(self.transport, self.gossip, self.pace.usual_s)
+        self.tied = TiedShards(
+            self.replica,
+            self.gossip,
+            self.settings.num_stages,
+            self.ownership.roots,
+            self.call_while_live,
+        )
         self._updates: dict[tuple[int, int], ShardUpdate] = {}
         self._results: set[tuple[int, int]] = set()
         """By exchange and shard, which results are here: put aside, or in a round open ahead."""
@@ -224,6 +235,7 @@ class Averaging:
         )
         self.transport.handle("reduce", self._on_reduce)
         self.transport.handle("reduced", self._on_reduced)
+        self.transport.handle(TIED_METHOD, self._on_reduce_tied)
         self.transport.handle("mirror", self._on_mirror)
 
     async def close(self) -> None:
@@ -557,6 +569,15 @@ class Averaging:
         reply = ReduceReply(tuple(told for told, _ in results))
         return Message(reply, tuple(parameters for _, parameters in results))
 
+    async def _on_reduce_tied(self, request: Request) -> Message:
+        """The other stage's sum of a tied shard; what it gets is this stage's result."""
+        self.gossip.check_run(request)
+        push, other = self.tied.read(request)
+        j = push.shards[0]
+        self.replica.check_shard(self.replica.index, j)
+        told, parameters = await self._reduce(request, push.round, j, 0, None, other)
+        return Message(ReduceReply((told,)), (parameters,))
+
     async def _all_of(
         self, work: Sequence[Coroutine[Any, Any, tuple[ShardReply, Array]]]
     ) -> list[tuple[ShardReply, Array]]:
@@ -573,12 +594,21 @@ class Averaging:
                 task.cancel()
 
     async def _reduce(
-        self, request: Request, asked: int, j: int, num_tokens: int, gradient: Array | None
+        self,
+        request: Request,
+        asked: int,
+        j: int,
+        num_tokens: int,
+        gradient: Array | None,
+        other: OtherSum | None = None,
     ) -> tuple[ShardReply, Array]:
-        """One shard of exchange `asked` for one contributor."""
+        """One shard of exchange `asked` for one contributor. `other`: for another stage, whose sum
+        it is, see `tied_shards`."""
         r, remote = self.current, request.remote
         self._in_vain.discard(remote)
+        is_of_stage = other is None
         closed_there = asked == r == self.replica.round and not self.plan.is_delayed(r)
+        closed_there = closed_there and is_of_stage
         if closed_there and self.replica.heard_over(r):
             self.gossip.changed.notify_all()
         if asked < r and asked == self.plan.last_exchange(j, r):
@@ -603,7 +633,10 @@ class Averaging:
             return self._told(asked, j, remote), given
         update = self._update(*key)
         self._redirect_unless_mine(update)
-        if not update.closed and num_tokens:
+        if other is not None:
+            update.other_sum = update.other_sum or other
+            update.changed.notify_all()
+        elif not update.closed and num_tokens:
             update.contributions[remote] = Contribution(num_tokens, gradient)
         elif not update.closed:
             update.contributions.setdefault(remote, Contribution(0, None))
@@ -753,12 +786,22 @@ class Averaging:
                 self._summed[(r, j)] = frozenset(update.contributions)  # as far as is known
                 update.num_tokens = self._tokens[(r, j)]
                 return
-            if self.ownership.primary(r, j) != self.gossip.own.peer_id:
+            if self.tied.decides(j):
+                await self._await_other(update)
+            is_primary = self.ownership.primary(r, j) == self.gossip.own.peer_id
+            if update.parameters is not None or not is_primary:
                 return
             update.closed, self._summed[(r, j)] = True, frozenset(update.contributions)
             total, squares, num_tokens = await self._sum(update)
+            if self.tied.decides(j):
+                total, squares, num_tokens = await self.tied.add(
+                    total, num_tokens, update.other_sum
+                )
             update.num_tokens = num_tokens
             update.contributions.clear()
+            if self.tied.follows(j):
+                await self._follow(update, total)
+                return
             if total is None:
                 # Even an empty stage takes part in the norm, so that the others need not wait.
                 await self._clip(r, j, 0.0)
@@ -782,6 +825,40 @@ class Averaging:
                 self._updates.pop((r, j), None)
             update.done.notify_all()
             self.changed.notify_all()
+
+    async def _await_other(self, update: ShardUpdate) -> None:
+        """Of a tied shard: until the other stage has given its sum."""
+        awake_s = self.gossip.awake_s
+        end = awake_s() + self.pace.norm_s()
+        r, j = update.round, update.shard
+        while update.other_sum is None and update.parameters is None:
+            is_primary = self.ownership.primary(r, j) == self.gossip.own.peer_id
+            if not is_primary or self.ownership.past(r):
+                return
+            if awake_s() >= end:
+                self.gossip.add_total("tied_missed")
+                log.warning("round %d: the last stage's part of shard %d did not arrive", r, j)
+                return
+            await update.changed.wait(LOOK_AGAIN_S)
+
+    async def _follow(self, update: ShardUpdate, total: Array | None) -> None:
+        """Of a tied shard whose step is the other stage's: takes its result."""
+        r, j = update.round, update.shard
+        # This stage's norm is complete without it, and the other's step waits for that.
+        norm = self._tasks.start(self._clip(r, j, 0.0))
+        try:
+            if total is not None:
+                await self.pace.turn(total, r)
+            told, parameters = await self.tied.push(
+                r, j, total, update.num_tokens, lambda: bool(self.ownership.past(r))
+            )
+        finally:
+            norm.cancel()
+        if told.norm >= 0:
+            self.norms.heard(r, told.norm)
+        self.ownership.stepped(j, r)
+        self._tokens[(r, j)] = update.num_tokens
+        update.parameters = parameters
 
     async def _leave_as_it_is(self, update: ShardUpdate) -> None:
         """There is no step to be made on a shard in this exchange."""

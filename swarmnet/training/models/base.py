@@ -179,13 +179,17 @@ def own_parameters(
     layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
 ) -> list[tuple[str, nn.Parameter]]:
     """Names and parameters of some consecutive layers in canonical order; one that is tied to an
-    earlier layer among them comes once, under that layer's name."""
+    earlier layer among them comes once, under that layer's name. Those that are tied to a layer
+    elsewhere come first, so that both stages can have the same shards of them."""
     found: dict[str, nn.Parameter] = {}
+    elsewhere: dict[str, nn.Parameter] = {}
     for layer, module in zip(layers, modules, strict=True):
         for name, p in module.named_parameters():
-            if layer.tied.get(name) not in found:
-                found[f"{layer.name}.{name}"] = p
-    return list(found.items())
+            owner = layer.tied.get(name)
+            if owner in found:
+                continue
+            (found if owner is None else elsewhere)[f"{layer.name}.{name}"] = p
+    return [*elsewhere.items(), *found.items()]
 
 
 def tie(layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]) -> None:

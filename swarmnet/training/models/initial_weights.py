@@ -13,10 +13,10 @@ from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.models.base import describe_parameters
 from swarmnet.training.models.model_folder import open_weights
 from swarmnet.training.models.registry import (
-    cut_shards,
     model_plan,
     shard_parameters,
     split_stages,
+    stage_shards,
 )
 from swarmnet.training.models.source_weights import SourceWeights, shard_hash
 from swarmnet.wire import Array
@@ -41,7 +41,8 @@ class ModelWeights:
             describe_parameters(layers) for layers in split_stages(plan, spec.pipeline.num_stages)
         ]
         size = shard_parameters(spec, plan)
-        self._sizes = [cut_shards(ranges[-1].stop, size) for ranges in self._stages]
+        num_stages = spec.pipeline.num_stages
+        self._sizes = [stage_shards(plan, num_stages, k, size) for k in range(num_stages)]
         self._first = [0, *accumulate(len(sizes) for sizes in self._sizes)]
         self._hashes = hashes
         if len(hashes) != HASH_BYTES * self._first[-1]:

@@ -19,10 +19,10 @@ from swarmnet.training.models.model_folder import (
     read_folder,
 )
 from swarmnet.training.models.registry import (
-    cut_shards,
     model_plan,
     shard_parameters,
     split_stages,
+    stage_shards,
 )
 
 TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
@@ -59,9 +59,9 @@ def resolve_run(spec: RunSpec, builder: str = "") -> Resolved:
     size = shard_parameters(model, plan)
     if spec.model.source:
         folder = find_folder(spec.model.source)
-        dtype, hashes = _weights(
-            folder, spec.model.config, [describe_parameters(s) for s in stages], size
-        )
+        ranges = [describe_parameters(layers) for layers in stages]
+        sizes = [stage_shards(plan, len(stages), k, size) for k in range(len(stages))]
+        dtype, hashes = _weights(folder, spec.model.config, ranges, sizes)
         changes = {"source": "", "dtype": spec.model.dtype or dtype}
         spec = spec.model_copy(update={"model": spec.model.model_copy(update=changes)})
         if hashes:
@@ -116,7 +116,7 @@ def _with_file_specs(spec: RunSpec, contents: Mapping[str, bytes]) -> RunSpec:
 
 
 def _weights(
-    folder: Path, config: dict[str, Any], stages: list[Any], size: int
+    folder: Path, config: dict[str, Any], stages: list[Any], sizes: list[tuple[int, ...]]
 ) -> tuple[str, bytes]:
     """The dtype of a folder's weights and the list of the initial shards' hashes; empty where it
     has no weights."""
@@ -125,5 +125,4 @@ def _weights(
     if not has_weights(folder):
         return "", b""
     weights = open_weights(folder, config, stages)
-    sizes = [list(cut_shards(ranges[-1].stop, size)) for ranges in stages]
     return weights.dtype, shard_hashes(weights, stages, sizes)

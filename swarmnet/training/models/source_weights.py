@@ -27,6 +27,8 @@ from swarmnet.training.models.model_config import load_config
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Where a model's embedding and head are one matrix; its files have it once, or twice the same."""
 BASE_PREFIX = "model."
 NEVER_USED = ("rotary_emb.inv_freq",)
 
@@ -42,8 +44,12 @@ class SourceWeights:
         """
         self.folder = folder
         stored = {one.name: one for path in _files(folder) for one in stored_tensors(path)}
-        wanted = set(names)
+        tied = TIED if config.get("tie_word_embeddings") else {}
+        wanted = {tied.get(name, name) for name in names}
         self._parts, unused = _assign(stored, config, wanted)
+        for name, owner in tied.items():
+            if owner in self._parts:
+                self._parts[name] = self._parts[owner]
         missing = sorted(wanted - self._parts.keys())
         if missing:
             raise SpecError(f"{folder}: it has no tensor for {missing[0]}")
@@ -84,7 +90,9 @@ class SourceWeights:
 
 
 def shard_hashes(
-    weights: SourceWeights, stages: Sequence[Sequence[ParameterRange]], sizes: Sequence[list[int]]
+    weights: SourceWeights,
+    stages: Sequence[Sequence[ParameterRange]],
+    sizes: Sequence[Sequence[int]],
 ) -> bytes:
     """SHA-256 of every initial shard (fp32, little endian), one after the other: stage by stage,
     and in a stage in order. `sizes`: elements of each shard of each stage. Reads all weights."""

@@ -9,7 +9,7 @@ gradients add up in an fp32 vector there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -51,7 +51,7 @@ class StageLayers:
         *,
         stage_index: int,
         num_stages: int,
-        shard_size: int,
+        shard_size: int | Sequence[int],
         seed: int,
         computing: Computing,
         device: torch.device,
@@ -161,9 +161,17 @@ class StageLayers:
     # ---- inside -----------------------------------------------------------------------------
 
     def _build(self, builder: LayerBuilder) -> nn.Module:
-        return build_layer(self.plan, builder, self._seed)
+        module = build_layer(self.plan, builder, self._seed)
+        here = {layer.name for layer in self.builders}
+        for name, owner in builder.tied.items():
+            of, _, its_name = owner.rpartition(".")
+            if of not in here:  # it begins with the same values
+                other = next(layer for layer in self.plan.layers if layer.name == of)
+                values = build_layer(self.plan, other, self._seed).get_parameter(its_name)
+                module.get_parameter(name).data = values.detach()
+        return module
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         """Moves parameters (and their gradients) into flat tensors; the layers keep views, or
         copies."""
         for module in self.modules:

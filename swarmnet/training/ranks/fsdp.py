@@ -158,7 +158,7 @@ class FsdpLayers(RankLayers):
         shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
         super().__init__(plan, builders, shared=shared, rank=rank, computing=computing, **options)
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         total = self.num_parameters

@@ -145,7 +145,7 @@ class ParallelLayers(RankLayers):
     def adds_in_shared_memory(self) -> bool:
         return self.device.type == "cpu"
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         total = self._layout.num_parameters
         values, gradients = self.shared.values[:total], self.shared.values[total : 2 * total]
         cuts = self._layout.cuts[self._region.rank]
