@@ -15,7 +15,7 @@ import dataclasses
 import datetime
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
