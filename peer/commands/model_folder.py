@@ -104,7 +104,7 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
             shutil.rmtree(beside, ignore_errors=True)
     except OSError as e:
         raise UserError(f"cannot write {out}: {e.strerror or e}") from None
-    num_parameters = sum(t.numel() for t in trained.named.values())
+    num_parameters = sum(t.numel() for t in tensors.values())
     return f"{out}: round {trained.round}, {num_parameters:,} parameters"
 
 
