@@ -99,10 +99,12 @@ class Stage(Protocol):
     can_open_ahead: bool
     """Whether it can work on two rounds at a time (`open_ahead`)."""
 
-    def check(self, inputs: Array, targets: Array) -> None:
-        """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap."""
+    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
+        """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap.
+        `positions`: int32 (samples, length), of each token in its document, where these are not
+        0, 1, ...; where they do not go on by one, another document begins."""
 
-    def forward(self, key: StepKey, inputs: Array) -> Array:
+    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
         """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""
 
@@ -111,7 +113,9 @@ class Stage(Protocol):
         input (None at stage 0). Keeps what `retract` needs. Raises `ProtocolViolation` where
         `grad_outputs` has the wrong shape or is not finite; then nothing was added."""
 
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def forward_backward(
+        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+    ) -> LossResult:
         """*device* The last stage's whole work: forward, loss, backward."""
 
     def retract(self, key: StepKey) -> None:
@@ -292,8 +296,9 @@ class Data(Protocol):
         """Training samples, at least one. None where there is no end of them: indices then only
         grow, and none comes twice."""
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
-        """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order."""
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, ...]:
+        """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order; and where
+        several documents share a sample, positions (`Stage.check`)."""
 
     def held_out(self, index: int) -> tuple[Array, Array]:
         """Inputs and targets of a held-out microbatch."""

@@ -31,6 +31,7 @@ from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
 from swarmnet.training.memory.round_vectors import RoundVectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    LayerContext,
     ModelPlan,
     ParameterRange,
     TensorSpec,
@@ -145,18 +146,21 @@ class TorchStage:
 
     # ---- microbatches -----------------------------------------------------------------------
 
-    def check(self, inputs: Array, targets: Array) -> None:
+    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
         self._boundary.check_inputs(inputs)
         self._boundary.check_targets(targets)
+        if positions is not None:
+            self._boundary.check_positions(positions)
 
-    def forward(self, key: StepKey, inputs: Array) -> Array:
+    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
         self._boundary.check_inputs(inputs)
+        context = self._context(positions)
         self.vectors.use(key[0])
-        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs))
+        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), context=context)
         keeps_graph = self.computing.activations != "recompute"
         with self.kept.forget_on_error(key):
             with torch.set_grad_enabled(keeps_graph):
-                outputs = self.layers.run(key, kept.inputs)
+                outputs = self.layers.run(key, kept.inputs, kept.context)
             sent = self._boundary.send_outputs(outputs)
         if keeps_graph:
             kept.keep_graph(outputs)
@@ -176,11 +180,14 @@ class TorchStage:
         kept.mark_added(scale, grad)
         return self._input_gradient(kept)
 
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def forward_backward(
+        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+    ) -> LossResult:
         self.check(inputs, targets)
         wanted = self._boundary.receive_targets(targets)
+        context = self._context(positions)
         self.vectors.use(key[0])
-        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), wanted)
+        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), wanted, context=context)
         with self.kept.forget_on_error(key):
             loss = self._pass(key, kept)
             loss_sum = finite_loss(loss)
@@ -258,8 +265,15 @@ class TorchStage:
     def _pass(self, key: StepKey, kept: Kept) -> Tensor:
         """The forward pass of a kept microbatch: outputs, or the loss at the last stage."""
         if kept.targets is not None:
-            return self.layers.loss(key, kept.inputs, kept.targets)
-        return self.layers.run(key, kept.inputs)
+            return self.layers.loss(key, kept.inputs, kept.targets, kept.context)
+        return self.layers.run(key, kept.inputs, kept.context)
+
+    def _context(self, positions: Array | None) -> LayerContext | None:
+        """What layers get beside the activation. Raises `ProtocolViolation`."""
+        if positions is None:
+            return None
+        self._boundary.check_positions(positions)
+        return LayerContext(self._boundary.receive_positions(positions))
 
     def _input_gradient(self, kept: Kept) -> Array | None:
         """After a backward pass: what the stage before waits for."""

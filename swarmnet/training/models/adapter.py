@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec
-from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, TensorSpec
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    TensorSpec,
+)
 from swarmnet.training.models.llama import LOSS_FLOPS_PER_LOGIT, count_tokens, next_token_loss
 from swarmnet.training.models.model_config import load_config, model_classes
 
@@ -32,9 +38,13 @@ PLAN_PARTS = ("embed_tokens", "layers", "norm")
 """Of `base_model_pp_plan`."""
 POSITION_TABLES = 16
 PROBE_SHAPE = (1, 3)
+NO_MASK = "swarmnet_causal"
+MAX_LENGTH = 1 << 30
+MAX_OUTSIDE = 1 << 24
+"""Numbers that a family may keep outside embedding, layers, norm and head: tables of positions."""
 
 
-class Decoder(nn.Module):
+class Decoder(TakesContext):
     """One decoder layer, with all that its family does around it.
 
     Parameters have the names that they have in the family's layer.
@@ -53,13 +63,24 @@ class Decoder(nn.Module):
         shell.layers = [run]
         object.__setattr__(self, "_shell", shell)
         object.__setattr__(self, "_layer", layer)
+        self._masked = shell.config
+        self._causal = copy.deepcopy(shell.config)
+        # A name without masks: attention is causal then, and nothing looks at the positions.
+        self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
+        self._window = _window(config)
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         shell: Any = self._shell
         positions = None if context is None else context.positions
         cache = None if context is None else context.cache
-        if positions is None and cache is None:
+        is_plain = positions is None and cache is None
+        if is_plain:
             positions = _positions(x_BSD.shape[1], x_BSD.device)
+        # In a pass over shapes alone, a mask of numbers cannot be made; it takes little memory.
+        needs_no_mask = is_plain and (x_BSD.shape[1] <= self._window or x_BSD.is_meta)
+        config = self._causal if needs_no_mask else self._masked
+        if shell.config is not config:
+            shell.config = config
         rotary = getattr(shell, "rotary_emb", None)
         if rotary is not None:
             rotary.move_to(x_BSD.device)
@@ -69,6 +90,15 @@ class Decoder(nn.Module):
             past_key_values=cache,
             use_cache=cache is not None,
         ).last_hidden_state
+
+
+def _window(config: Any) -> int:
+    """How long a sequence may be so that attention without a mask is right in every layer."""
+    if config._attn_implementation != "sdpa":  # noqa: SLF001  others are not causal without one
+        return 0
+    names = ("sliding_window", "attention_chunk_size")
+    found = [getattr(config, name, None) for name in names]
+    return min((w for w in found if w), default=MAX_LENGTH)
 
 
 class Head(nn.Module):
@@ -84,9 +114,10 @@ class Head(nn.Module):
         shell.model = _Given()
         object.__setattr__(self, "_shell", shell)
 
-    def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor) -> Tensor:
         shell: Any = self._shell
-        return shell(inputs_embeds=x_BSD).logits
+        logits: Tensor = shell(inputs_embeds=x_BSD).logits
+        return logits
 
 
 class _Given(nn.Module):
@@ -221,6 +252,10 @@ def _is_cuttable(key: str) -> None:
             f"[model] model_type {kind} is not supported: transformers declares no pipeline of "
             "embedding, layers and norm for it"
         )
+    with torch.device("meta"):
+        outside = _base_shell(config, ())
+    if sum(t.numel() for t in (*outside.parameters(), *outside.buffers())) > MAX_OUTSIDE:
+        raise SpecError(f"[model] model_type {kind}: too much of it lies outside its layers")
     shell = _base_shell(config, ())
     shell.layers = []
     x = torch.randn((*PROBE_SHAPE, config.hidden_size), generator=torch.Generator().manual_seed(0))

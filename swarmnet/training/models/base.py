@@ -88,6 +88,10 @@ class LayerContext:
     None in training."""
 
 
+class TakesContext(nn.Module):
+    """A layer that is called as `layer(x, context)` where there is a `LayerContext`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
     """A model: layers in order, and a loss."""
@@ -112,7 +116,7 @@ class ModelPlan:
     is_sequence: bool = False
     """The first dimension of a sample is a sequence that may be shorter in evaluation."""
     takes_context: bool = False
-    """Layers are called with a `LayerContext` too."""
+    """Some layers are a `TakesContext`."""
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
     pass done again is the same."""

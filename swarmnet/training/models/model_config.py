@@ -36,6 +36,7 @@ LIMITS = {
     "vocab_size": 1 << 22,
     "num_local_experts": 1 << 12,
     "num_experts": 1 << 12,
+    "partial_rotary_factor": 1,
 }
 MAX_ENTRIES = 1 << 12
 MAX_TEXT = 256
@@ -231,8 +232,8 @@ def _check_sizes(values: Any, source: str, depth: int = 0) -> None:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and not -limit <= value <= limit:
                 raise SpecError(f"{source}: {key} = {value} is beyond {limit}")
-            if key in LIMITS and is_number and value < 1:
-                raise SpecError(f"{source}: {key} = {value} must be at least 1")
+            if key in LIMITS and is_number and value <= 0:
+                raise SpecError(f"{source}: {key} = {value} must be more than 0")
             _check_sizes(value, source, depth + 1)
     elif isinstance(values, list | tuple):
         if len(values) > MAX_ENTRIES:

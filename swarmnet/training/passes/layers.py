@@ -9,6 +9,7 @@ gradients add up in an fp32 vector there.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -25,7 +26,9 @@ from swarmnet.training.memory.parameter_copies import ParameterCopies, lower_buf
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    LayerContext,
     ModelPlan,
+    TakesContext,
     build_layer,
     derive_seed,
     own_parameters,
@@ -107,7 +110,7 @@ class StageLayers:
         """Brings changed parameters into the copies that the layers compute with."""
         self.parameter_copies.refresh()
 
-    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         """A forward pass. With gradients enabled, autograd keeps what the policy for activations
         says.
 
@@ -115,22 +118,31 @@ class StageLayers:
             key: of the microbatch; None in evaluation. With dropout, torch is seeded by the key: a
                 pass done again is the same.
             x: shape (samples, *shape of one sample), on the device.
+            context: for layers that take one.
         """
         if key is not None and self.plan.is_random:
             torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
+        beside = () if context is None else (context,)
+
+        def call(module: nn.Module, x: Tensor) -> Tensor:
+            takes = beside if isinstance(module, TakesContext) else ()
+            return cast(Tensor, module(x, *takes))
+
         if not torch.is_grad_enabled():
-            return self._through_modules(x, lambda module, x: module(x))
+            return self._through_modules(x, call)
         activations = self._computing.activations
         if activations == "offload":
             with OffloadedPass(self._place(), self._parameter_storages()).hooks():
-                return self._through_modules(x, lambda module, x: module(x))
+                return self._through_modules(x, call)
         if activations == "blocks":
-            return self._through_modules(x, self._checkpointed)
-        return self._through_modules(x, lambda module, x: module(x))
+            return self._through_modules(x, functools.partial(self._checkpointed, call))
+        return self._through_modules(x, call)
 
-    def loss(self, key: StepKey, x: Tensor, targets: Tensor) -> Tensor:
+    def loss(
+        self, key: StepKey, x: Tensor, targets: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """A forward pass of the last stage and its loss: a scalar, in nats, summed over tokens."""
-        return self.plan.loss(self.run(key, x).float(), targets)
+        return self.plan.loss(self.run(key, x, context).float(), targets)
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
@@ -201,12 +213,16 @@ class StageLayers:
             x = call(module, x)
         return x
 
-    def _checkpointed(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _checkpointed(
+        self, call: Callable[[nn.Module, Tensor], Tensor], module: nn.Module, x: Tensor
+    ) -> Tensor:
         """The layer's output. The layer keeps its input only and is computed again in the backward
         pass (Chen et al., 2016)."""
         if isinstance(module, KEEPS_ITS_INPUT):
-            return cast(Tensor, module(x))
-        again = checkpoint(module, x, use_reentrant=False, preserve_rng_state=self.plan.is_random)
+            return call(module, x)
+        again = checkpoint(
+            call, module, x, use_reentrant=False, preserve_rng_state=self.plan.is_random
+        )
         return cast(Tensor, again)
 
     def _place(self) -> Place:

@@ -30,6 +30,7 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    LayerContext,
     ModelPlan,
     ParameterRange,
     describe_parameters,
@@ -217,12 +218,12 @@ class ParallelLayers(RankLayers):
         mine = torch.tensor([1.0 if is_good else 0.0], device=self.device)
         return bool(self._region.all_reduce(mine, dist.ReduceOp.MIN).item() > 0)
 
-    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         region = self._region
         region.begin(x.shape[1])
         if self.stage_index > 0:
             x = split(region, x)
-        x = super().run(key, x)
+        x = super().run(key, x, context)
         return x if self._has_head else join(region, x)
 
     @contextlib.contextmanager
