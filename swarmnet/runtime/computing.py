@@ -80,11 +80,7 @@ def choose_computing(
     if device.type == "cpu":
         on_device += exchange + (optimizer if spec.sync.optimizer_store == "memory" else 0)
     free = free_bytes_of(device)
-    if on_device > free:
-        raise UserError(
-            f"stage {stage} needs {size(on_device)} of this machine's memory and {size(free)} are "
-            "free; choose another one with --stage, or cut the model into more stages"
-        )
+    _check_room(stage, on_device, free)
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])
@@ -101,6 +97,14 @@ def choose_computing(
         max_in_flight=choice.max_in_flight,
     )
     return computing, _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+
+
+def _check_room(stage: int, needed: float, free: float) -> None:
+    if needed > free:
+        raise UserError(
+            f"stage {stage} needs {size(needed)} of this machine's memory and {size(free)} are "
+            "free; choose another one with --stage, or cut the model into more stages"
+        )
 
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
