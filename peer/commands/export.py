@@ -19,6 +19,7 @@ from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.recovery.model_fetch import fetch_model
 from swarmnet.swarm.recovery.saved_models import Key, Parts, SavedModelFetch
 from swarmnet.swarm.settings import Limits
@@ -83,12 +84,17 @@ async def export_live(
     """Writes the model of the run behind an address; returns what was done, in a line. What has
     come stays beside `out` where this is stopped, and is not fetched again. Raises `UserError`."""
     from swarmnet.runtime.observer import Observer
+    from swarmnet.training.device import WorkerThread
 
     check_out(out)
     async with await Observer.join(addresses, transport=transport, invite=invite) as observer:
         spec, gossip = observer.spec, observer.gossip
         parts = DiskParts(out.with_name(f".{out.name}{PARTS}"), spec.run_id)
-        trained = await fetch_trained(spec, observer.transport, gossip, parts, wanted)
+        disk = WorkerThread("disk")
+        try:
+            trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
+        finally:
+            await disk.close()
         files = await observer.fetch_files()
         line = write_folder(out, replace(trained, files=files), wanted.dtype)
         parts.drop()
@@ -96,14 +102,19 @@ async def export_live(
 
 
 async def fetch_trained(
-    spec: RunSpec, transport: Transport, gossip: Gossip, parts: Parts, wanted: Wanted = Wanted()
+    spec: RunSpec,
+    transport: Transport,
+    gossip: Gossip,
+    parts: Parts,
+    worker: Worker,
+    wanted: Wanted = Wanted(),
 ) -> Trained:
     """The model of a round that replicas have saved; of the present one where none has been saved
-    by all. Raises `UserError`."""
+    by all. `worker`: a thread for the disk. Raises `UserError`."""
     if spec.model.kind == "custom":
         raise UserError("a custom model can be exported from --state-dir only")
     sizes = [stage_shard_sizes(spec, k) for k in range(spec.pipeline.num_stages)]
-    fetch = SavedModelFetch(transport, gossip, sizes, Limits(), parts, log.warning)
+    fetch = SavedModelFetch(transport, gossip, sizes, Limits(), parts, worker, log.warning)
     found = await fetch.fetch(wanted.choose)
     if found is not None:
         (_, round_index), shards, held_out = found

@@ -130,7 +130,9 @@ class Peer:
         self._build_pipeline()
         self._build_lifecycle()
         self.transport.handle("spec", self._on_spec)
-        FileService(self.transport, self.gossip.check_stranger, self.machine.read_file)
+        machine = self.machine
+        check = self.gossip.check_stranger
+        FileService(self.transport, check, machine.read_file, machine.worker)
         self.probes = Probes(self.transport, self.gossip)
 
     def _build_membership(self) -> None:

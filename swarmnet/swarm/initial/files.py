@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.swarm.messages import FileReply, FileRequest
+from swarmnet.swarm.ports import Worker
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -30,16 +31,17 @@ class FileService:
         transport: Transport,
         check: Callable[[Request], None],
         read: Callable[[str], bytes | None],
+        worker: Worker,
     ) -> None:
         """`check` raises for callers that are not to be answered; `read`: the contents of a file of
         the run, by SHA-256."""
-        self._check, self._read = check, read
+        self._check, self._read, self._worker = check, read, worker
         transport.handle("run_file", self._on_file)
 
     async def _on_file(self, request: Request) -> Message:
         self._check(request)
         wanted = convert(request.message.body, FileRequest)
-        data = await asyncio.to_thread(self._read, wanted.sha256)
+        data = await self._worker.run(lambda: self._read(wanted.sha256))
         if data is None:
             raise NotReady("this peer has no such file")
         part = data[wanted.offset : wanted.offset + PART_BYTES]

@@ -143,6 +143,8 @@ class SavedModelFetch:
     """Elements of each shard of each stage."""
     limits: Limits
     parts: Parts
+    worker: Worker
+    """A thread for the disk."""
     say: Callable[[str], None] = log.info
 
     async def fetch(
@@ -229,7 +231,7 @@ class SavedModelFetch:
     async def _shard(self, offer: Offer, k: int, j: int, at_once: asyncio.Semaphore) -> Array:
         digest = offer.digests[k][DIGEST_BYTES * j : DIGEST_BYTES * (j + 1)]
         async with at_once:
-            known = await asyncio.to_thread(self.parts.get, k, j)
+            known = await self.worker.run(lambda: self.parts.get(k, j))
             if known is not None and _is_right(known, self.shard_sizes[k][j], digest):
                 return known
             for attempt in range(MAX_TRIES):
@@ -256,7 +258,7 @@ class SavedModelFetch:
                     log.debug("shard %d of stage %d from %s is wrong", j, k, peer_id[-8:])
                     offer.holders[k].remove(peer_id)
                     continue
-                await asyncio.to_thread(self.parts.put, k, j, values)
+                await self.worker.run(lambda v=values: self.parts.put(k, j, v))  # type: ignore[misc]
                 return values
         raise Stale("nobody gives it")
 

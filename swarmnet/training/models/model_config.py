@@ -44,6 +44,8 @@ MAX_DEPTH = 4
 
 LEGACY_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
 """Names that older files have for what `rope_parameters` and `layer_types` say now."""
+UNDECLARED_KEYS = ("head_dim", "attention_bias")
+"""Layers of some families look for them though the family does not declare them."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
 DTYPES = ("float32", "bfloat16", "float16")
 SILENT_KEYS = """
@@ -185,7 +187,7 @@ def _known_keys(config_class: Any) -> frozenset[str]:
     own = {f.name for f in dataclasses.fields(config_class)}
     mapped = config_class.attribute_map  # two names of one key; files may have either
     names = (own - common) | mapped.keys() | set(mapped.values())
-    return frozenset(names - REFUSED_WHERE_SET.keys())
+    return frozenset((names | set(UNDECLARED_KEYS)) - REFUSED_WHERE_SET.keys())
 
 
 def _made(kind: str, values: Mapping[str, Any], source: str) -> Any:

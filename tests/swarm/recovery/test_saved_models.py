@@ -24,10 +24,9 @@ ROUNDS = 60
 
 def observer(swarm: Swarm) -> Gossip:
     transport = swarm.hub.transport("observer")
+    transport.set_run(swarm.spec.run_id)
     own = Record("observer", swarm.spec.run_id, 1, 0, state=OBSERVING)
-    return Gossip(
-        transport, View("observer"), OpenSigner(), own, random.Random(0), quiet=True, last_round=0
-    )
+    return Gossip(transport, View("observer"), OpenSigner(), own, random.Random(0), quiet=True)
 
 
 def parts_of(folder: Path) -> list[Path]:
@@ -65,12 +64,14 @@ def test_a_round_stays_while_it_is_fetched_and_is_resumed(
         await swarm.until_round(5)
         gossip = observer(swarm)
         await gossip.reconcile("peer-0")
-        fetching = asyncio.ensure_future(fetch_trained(spec, gossip.transport, gossip, parts))
+        fetching = asyncio.ensure_future(
+            fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
+        )
         await swarm.until_round(30)
         fetching.cancel()
         await asyncio.gather(fetching, return_exceptions=True)
         assert parts_of(tmp_path)
-        trained = await fetch_trained(spec, gossip.transport, gossip, parts)
+        trained = await fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
         assert trained.round < 10
         for i in range(4):
             path = CheckpointStore(tmp_path / f"peer-{i}", spec).path(trained.round)
@@ -95,9 +96,13 @@ def test_the_best_round_is_kept_and_chosen(tmp_path: Path) -> None:
         gossip = observer(swarm)
         await gossip.reconcile("peer-0")
         parts = DiskParts(tmp_path / ".best.part", spec.run_id)
-        trained = await fetch_trained(spec, gossip.transport, gossip, parts, Wanted(best=True))
+        trained = await fetch_trained(
+            spec, gossip.transport, gossip, parts, InlineWorker(), Wanted(best=True)
+        )
         assert trained.round == 4
         with pytest.raises(UserError, match="no peer has round 7 saved"):
-            await fetch_trained(spec, gossip.transport, gossip, parts, Wanted(round=7))
+            await fetch_trained(
+                spec, gossip.transport, gossip, parts, InlineWorker(), Wanted(round=7)
+            )
 
     in_virtual_time(scenario, spec)
