@@ -68,6 +68,7 @@ class Decoder(TakesContext):
         # A name without masks: attention is causal then, and nothing looks at the positions.
         self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
         self._window = _window(config)
+        self._index = index
 
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         shell: Any = self._shell
@@ -87,9 +88,29 @@ class Decoder(TakesContext):
         return shell(
             inputs_embeds=x_BSD,
             position_ids=positions,
-            past_key_values=cache,
+            past_key_values=None if cache is None else _LayerCache(cache, self._index),
             use_cache=cache is not None,
         ).last_hidden_state
+
+
+class _LayerCache:
+    """A cache as one layer sees it: earlier layers have added the present tokens already, so the
+    lengths are those of the layer itself."""
+
+    def __init__(self, cache: Any, index: int) -> None:
+        self._cache, self._index = cache, index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self._cache.get_seq_length(self._index)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self._cache.get_query_offset(self._index)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> Any:
+        return self._cache.get_mask_sizes(query_length, self._index)
 
 
 def _window(config: Any) -> int:
