@@ -29,6 +29,8 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
+from swarmnet.swarm.initial.files import FileService
+from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.meeting import meet
 from swarmnet.swarm.lifecycle.moving import Mover
 from swarmnet.swarm.lifecycle.opening import Openings
@@ -52,6 +54,7 @@ from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Recovery
+from swarmnet.swarm.recovery.saved_models import SavedModels
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
@@ -112,6 +115,7 @@ class Peer:
         self._build_pipeline()
         self._build_lifecycle()
         self.transport.handle("spec", self._on_spec)
+        FileService(self.transport, self.machine.read_file, self.machine.worker)
         self.probes = Probes(self.transport, self.gossip)
 
     def _build_membership(self) -> None:
@@ -147,9 +151,11 @@ class Peer:
         )
         # Before any peer asks: one that sees this record must not begin the run anew.
         self.gossip.amend(restorable=self.recovery.offers())
-        self.checkpointing = (
-            Checkpointing(self.gossip, disk, self.settings.rounds) if disk is not None else None
-        )
+        self.checkpointing = None
+        if disk is not None:
+            saved = SavedModels(self.transport, self.gossip, disk.checkpoints, disk.worker)
+            rounds, every = self.settings.rounds, self.settings.evaluate_every
+            self.checkpointing = Checkpointing(self.gossip, disk, rounds, every, saved.kept_now)
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""
@@ -213,6 +219,13 @@ class Peer:
             steps=self.steps,
             rng=self.rng,
             wanted=lambda: self.wanted_stage,
+        )
+        self._weights = (
+            WeightService(
+                self.transport, gossip, self.limits, machine.worker, machine.weights, self.rng
+            )
+            if machine.weights is not None
+            else None
         )
         self._stand_by = StandBy(
             gossip,
@@ -342,6 +355,7 @@ class Peer:
             recovery=self.recovery,
             checkpointing=self.checkpointing,
             openings=self._openings,
+            weights=self._weights,
             rng=self.rng,
             on_loss=self.on_loss,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -24,6 +24,8 @@ from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
 
+LAST_MEASUREMENT_S = 60.0
+"""Longest wait for the held-out loss after the last round."""
 LAST_SAVE_S = 60.0
 """Longest wait for the checkpoint of a peer that leaves."""
 MAX_SNAPSHOTS = 3
@@ -53,12 +55,17 @@ class Checkpointing:
     disk: Disk
     rounds: int
     """Length of the run."""
+    evaluate_every: int = 0
+    """Rounds between two measurements of the held-out loss."""
+    kept_now: Callable[[], Collection[int]] = tuple
+    """Rounds whose checkpoints somebody is fetching."""
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
         self._last: tuple[int, int] | None = None
         """(stage, round) of the newest state that is on the disk."""
         self._stride = 1
+        self._noted: dict[int, float] = {}
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has opened: saves its beginning when it is due. A checkpoint that is due
@@ -68,10 +75,40 @@ class Checkpointing:
         r = replica.round
         is_last = r >= self.rounds
         due = self.disk.every * self._stride
-        if not is_last and (r == 0 or r % due or self._turn.locked()):
+        await self._note_held_out()
+        if not is_last and (r == 0 or self._turn.locked() or not self._is_due(r, due)):
             return
         await self._save(replica, averaging)
         self._choose_stride(replica.round - r)
+        if is_last:
+            await self._await_measurement(r)
+
+    def _is_due(self, r: int, due: int) -> bool:
+        """Rounds that are measured are saved too, where these are not many more: the best of them
+        is kept."""
+        every = self.evaluate_every
+        return r % due == 0 or (due <= 2 * every and r % every == 0)
+
+    async def _note_held_out(self) -> None:
+        """Keeps the held-out losses that records tell."""
+        records = self.gossip.view.records()
+        told = {r.held_out.round: r.held_out.loss for r in records if r.held_out is not None}
+        news = {r: loss for r, loss in told.items() if self._noted.get(r) != loss}
+        if not news:
+            return
+        self._noted |= news
+        try:
+            await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
+        except (SwarmnetError, OSError) as e:
+            log.warning("a held-out loss was not noted: %s", e)
+
+    async def _await_measurement(self, r: int) -> None:
+        """The last one comes after the last checkpoint."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_MEASUREMENT_S
+        while r not in self._noted and loop.time() < until:
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
+            await self._note_held_out()
 
     def _choose_stride(self, took: int) -> None:
         """After writing took so many rounds. Comes down a step at a time, for round times vary."""
@@ -116,6 +153,7 @@ class Checkpointing:
                 log.warning("no checkpoint of round %d: %s", replica.round, e)
 
     async def _write(self, snapshot: Snapshot) -> None:
+        self.disk.checkpoints.keep(self.kept_now())
         await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
         self._last = (snapshot.stage, snapshot.round)
         self.gossip.add_total("checkpoints")

@@ -189,7 +189,9 @@ class OptimizerStates:
                 await self._create(j)
                 return
             for holder in holders(r, j):
-                if self.replica.plan.last_exchange(j, self.current) > self.replica.plan.last_exchange(j, r):
+                if self.replica.plan.last_exchange(
+                    j, self.current
+                ) > self.replica.plan.last_exchange(j, r):
                     return
                 try:
                     reply = await self.transport.call(

@@ -15,7 +15,7 @@ import dataclasses
 import datetime
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import StepKey
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.vectors import Vectors
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, describe_parameters
+from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, describe_parameters
 from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
 from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
@@ -158,7 +158,7 @@ class FsdpLayers(RankLayers):
         shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
         super().__init__(plan, builders, shared=shared, rank=rank, computing=computing, **options)
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         total = self.num_parameters
@@ -209,11 +209,13 @@ class FsdpLayers(RankLayers):
             else:
                 gradient.copy_(parameter.grad.to_local())
 
-    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         is_split = x.shape[0] % self._num_ranks == 0
         if is_split:
             x = _apply(_Part, x)
-        x = super().run(key, x)
+            if context is not None and context.positions is not None:
+                context = LayerContext(_apply(_Part, context.positions))
+        x = super().run(key, x, context)
         is_whole = not self.is_last or self._gathers
         return _apply(_Whole, x) if is_split and is_whole else x
 

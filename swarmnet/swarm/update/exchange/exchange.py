@@ -27,6 +27,7 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
 from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
+from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
@@ -50,6 +51,7 @@ class Exchange:
         work: ShardWork,
         books: Books,
         pace: ExchangePace,
+        tied: TiedShards,
         on_change: Callable[[], None],
     ) -> None:
         """`on_change()`: a result is here, or on its way to be made."""
@@ -62,10 +64,11 @@ class Exchange:
         )
         self._steps = ExchangeSteps(
             number,
-            replica.index,
+            replica,
             ownership.states,
             work,
             books,
+            tied,
             self._outbox,
             self._tasks,
             self.feed,
@@ -237,6 +240,7 @@ class Exchange:
     def _adopt(self, j: int, result: Result | None) -> None:
         if result is not None:
             self.results[j] = result
+        self._work.adopted(self.number, j)
         if self._put is not None:
             self._tasks.start(self._finish(j))
         self._on_change()
