@@ -154,8 +154,10 @@ class Peer:
         self.checkpointing = None
         if disk is not None:
             saved = SavedModels(self.transport, self.gossip, disk.checkpoints, disk.worker)
-            rounds, every = self.settings.rounds, self.settings.evaluate_every
-            self.checkpointing = Checkpointing(self.gossip, disk, rounds, every, saved.kept_now)
+            rounds, is_measured = self.settings.rounds, self.settings.evaluate_every > 0
+            self.checkpointing = Checkpointing(
+                self.gossip, disk, rounds, is_measured, saved.kept_now
+            )
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""

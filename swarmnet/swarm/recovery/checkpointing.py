@@ -55,8 +55,8 @@ class Checkpointing:
     disk: Disk
     rounds: int
     """Length of the run."""
-    evaluate_every: int = 0
-    """Rounds between two measurements of the held-out loss."""
+    is_measured: bool = False
+    """The run measures its held-out loss."""
     kept_now: Callable[[], Collection[int]] = tuple
     """Rounds whose checkpoints somebody is fetching."""
 
@@ -75,40 +75,31 @@ class Checkpointing:
         r = replica.round
         is_last = r >= self.rounds
         due = self.disk.every * self._stride
-        await self._note_held_out()
-        if not is_last and (r == 0 or self._turn.locked() or not self._is_due(r, due)):
+        if not is_last and (r == 0 or r % due or self._turn.locked()):
             return
         await self._save(replica, averaging)
         self._choose_stride(replica.round - r)
-        if is_last:
+        if is_last and self.is_measured:
             await self._await_measurement(r)
 
-    def _is_due(self, r: int, due: int) -> bool:
-        """Rounds that are measured are saved too, where these are not many more: the best of them
-        is kept."""
-        every = self.evaluate_every
-        return r % due == 0 or (due <= 2 * every and r % every == 0)
-
-    async def _note_held_out(self) -> None:
-        """Keeps the held-out losses that records tell."""
+    def _new_losses(self) -> dict[int, float]:
+        """Held-out losses that records tell, by round, and that are not on the disk yet."""
         records = self.gossip.view.records()
         told = {r.held_out.round: r.held_out.loss for r in records if r.held_out is not None}
-        news = {r: loss for r, loss in told.items() if self._noted.get(r) != loss}
-        if not news:
-            return
-        self._noted |= news
-        try:
-            await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
-        except (SwarmnetError, OSError) as e:
-            log.warning("a held-out loss was not noted: %s", e)
+        return {r: loss for r, loss in told.items() if self._noted.get(r) != loss}
 
     async def _await_measurement(self, r: int) -> None:
         """The last one comes after the last checkpoint."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LAST_MEASUREMENT_S
         while r not in self._noted and loop.time() < until:
+            if news := self._new_losses():
+                self._noted |= news
+                try:
+                    await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
+                except (SwarmnetError, OSError) as e:
+                    log.warning("a held-out loss was not noted: %s", e)
             await self.gossip.changed.wait(LOOK_AGAIN_S)
-            await self._note_held_out()
 
     def _choose_stride(self, took: int) -> None:
         """After writing took so many rounds. Comes down a step at a time, for round times vary."""
@@ -153,8 +144,16 @@ class Checkpointing:
                 log.warning("no checkpoint of round %d: %s", replica.round, e)
 
     async def _write(self, snapshot: Snapshot) -> None:
-        self.disk.checkpoints.keep(self.kept_now())
-        await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
+        checkpoints, news = self.disk.checkpoints, self._new_losses()
+        checkpoints.keep(self.kept_now())
+
+        def work() -> None:
+            if news:  # before older checkpoints are removed: the best of them stays
+                checkpoints.note_held_out(news)
+            checkpoints.save(snapshot)
+
+        await self.disk.worker.run(work)
+        self._noted |= news
         self._last = (snapshot.stage, snapshot.round)
         self.gossip.add_total("checkpoints")
 
