@@ -69,6 +69,10 @@ def test_the_update_is_that_of_one_machine(tmp_path: Path, num_stages: int) -> N
         await swarm.until_round(ROUNDS)
         check(swarm, ROUNDS)
         assert swarm.total("tied_missed") == 0
+        for peer in (m.peer for m in swarm.members.values()):
+            assert peer.replica is not None
+            held = [peer.gossip.own.holds_shard(j) for j in range(peer.replica.num_shards)]
+            assert all(held), "state is fetched anew after each update"
 
     in_virtual_time(scenario, tied_spec(tmp_path, num_stages))
 
