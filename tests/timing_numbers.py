@@ -288,6 +288,23 @@ def timing_numbers(sources: Mapping[str, str]) -> list[TimingNumber]:
     return sorted(places)
 
 
+def docstring_of(number: TimingNumber, text: str) -> str:
+    """Of the constant or the field that a number of this file is written in; empty for others."""
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for statement, after in zip(body, [*body[1:], None], strict=True):
+            if (
+                isinstance(statement, (ast.Assign, ast.AnnAssign))
+                and statement.lineno <= number.line <= (statement.end_lineno or 0)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                return str(after.value.value)
+    return ""
+
+
 def is_in_scope(path: str) -> bool:
     if not path.endswith(".py"):
         return False

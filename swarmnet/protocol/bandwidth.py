@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swarmnet.protocol.timing import UPKEEP_S
+
 SAMPLE_S = 0.25
-"""A sample covers at least this much saturated time..."""
+"""A sample covers at least this much saturated time. It protects the rate from single writes, and
+tells that a slow link is slow (tests/protocol/test_bandwidth.py)..."""
 SAMPLE_BYTES = 4 << 20
 """...or this number of bytes."""
 SMOOTHING_BYTES = 64 << 20
@@ -24,8 +27,6 @@ STEPS = 4
 """Steps to a doubling of the published rate."""
 MOVE_LOG2 = 0.5
 """By how many powers of two the rate must differ from the published one to be published anew."""
-REPUBLISH_S = 60.0
-"""Shortest time between two changes of what is published."""
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class UploadMeter:
             return self._published
         exact = math.log2(rate)
         moved = not self._published or abs(exact - math.log2(self._published)) > MOVE_LOG2
-        if moved and now - self._published_at_s >= REPUBLISH_S:
+        if moved and now - self._published_at_s >= UPKEEP_S:
             self._published = 2.0 ** (round(exact * STEPS) / STEPS)
             self._published_at_s = now
         return self._published

@@ -34,10 +34,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record, Restorable
+from swarmnet.protocol.timing import UPKEEP_S
 
 SETTLE_S = 3.0
-"""Seconds for which the offers must not have changed."""
-RESTORE_PATIENCE_S = 60.0
+"""Seconds for which the offers must not have changed. It protects from an older round where peers
+return one after the other (tests/protocol/test_recovery.py)."""
+RESTORE_PATIENCE_S = UPKEEP_S
 """Seconds to wait for peers that would make a round whole."""
 STRIDES = (1, 2, 4, 8)
 """Multiples of the interval between checkpoints. They are powers of two, so that the rounds that
@@ -151,14 +153,10 @@ class Settling:
     def __init__(
         self,
         *,
-        settle_s: float = SETTLE_S,
-        patience_s: float = RESTORE_PATIENCE_S,
         begin_anew: bool = False,
     ) -> None:
         """`begin_anew`: the run begins from its initial parameters, whatever peers have."""
         self.begin_anew = begin_anew
-        self._settle_s = settle_s
-        self._patience_s = patience_s
         self._began_at: float | None = None
         self._changed_at = 0.0
         self._seen: tuple[object, ...] = ()
@@ -175,13 +173,13 @@ class Settling:
             self._began_at = now
         if seen != self._seen:
             self._seen, self._changed_at = seen, now
-        is_settled = now - self._changed_at >= self._settle_s
-        if not is_settled and now - self._began_at < self._patience_s:
+        is_settled = now - self._changed_at >= SETTLE_S
+        if not is_settled and now - self._began_at < RESTORE_PATIENCE_S:
             return Wait()
         whole = next((c for c in found if c.is_whole), None)
         if whole is not None:
             return Restore(whole)
-        if now - self._began_at < self._patience_s:
+        if now - self._began_at < RESTORE_PATIENCE_S:
             return Wait(found[0].describe())
         partial = next((c for c in found if not c.missing_stages), None)
         return Restore(partial) if partial is not None else Wait(found[0].describe(), True)

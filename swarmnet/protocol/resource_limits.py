@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from swarmnet.protocol.timing import UPKEEP_S
+
 MINUTES_A_DAY = 24 * 60
 MAX_HOURS = 16
 """Spans of the day at most."""
@@ -19,7 +21,10 @@ BUSY_ABOVE, QUIET_BELOW = 0.25, 0.10
 """Parts of the machine (CPU, or the busiest GPU) that other programs use. The machine is busy after
 more than `BUSY_ABOVE` for `BUSY_AFTER_S`, and quiet again after less than `QUIET_BELOW` for
 `QUIET_AFTER_S`."""
-BUSY_AFTER_S, QUIET_AFTER_S = 6.0, 60.0
+BUSY_AFTER_S = 6.0
+"""It protects a peer from a pause for each short burst of other programs
+(tests/protocol/test_resource_limits.py)."""
+QUIET_AFTER_S = UPKEEP_S
 
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BINARY = {"k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
@@ -212,7 +217,8 @@ class UploadBucket:
     bytes_per_s: float | None = None
     """None = no limit."""
     burst_s: float = 0.25
-    """Seconds of upload that may be saved up."""
+    """Seconds of upload that may be saved up. It protects the rate from timers that are late
+    (tests/protocol/test_resource_limits.py)."""
     _level: float = 0.0
     _filled_at: float = 0.0
 

@@ -6,15 +6,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmnet.protocol.backoff import next_pause_s
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, next_pause_s
+from swarmnet.protocol.timing import ANSWER_S
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 10.0, 600.0
-STEADY_S = 60.0
-"""A direct connection that lasted this long is opened again at once after it breaks."""
 MAX_REMEMBERED = 4096
 """Peers whose failed attempts are remembered."""
-TICKET_S = 15.0
-"""A ticket that was not used for this long is void."""
 MAX_TICKETS = 1024
 MAX_TICKETS_EACH = 4
 """Open tickets of one peer; the oldest becomes void."""
@@ -43,15 +39,17 @@ class Attempts:
         """The attempt failed, or the connection broke soon; returns the seconds of the pause."""
         before = self._failures.pop(peer_id, None)
         last_s = None if before is None else before.pause_s
-        pause_s = next_pause_s(last_s, FIRST_RETRY_S, LONGEST_RETRY_S)
+        pause_s = next_pause_s(last_s)
         if len(self._failures) >= MAX_REMEMBERED:
             del self._failures[next(iter(self._failures))]
         self._failures[peer_id] = _Failure(now + pause_s, pause_s)
         return pause_s
 
     def broke(self, peer_id: str, stood_s: float, now: float) -> None:
-        """A connection ended that had lasted `stood_s` seconds."""
-        if stood_s >= STEADY_S:
+        """A connection ended that had lasted `stood_s` seconds. One that lasted longer than the
+        pause before it may be opened again at once."""
+        failure = self._failures.get(peer_id)
+        if stood_s >= (FIRST_PAUSE_S if failure is None else failure.pause_s):
             self._failures.pop(peer_id, None)
         else:
             self.failed(peer_id, now)
@@ -64,8 +62,8 @@ class _Issued:
 
 
 class Tickets:
-    """One-time tokens, each bound to the peer that asked for it. Only their hashes are kept, so
-    that a look-up takes the same time for every token."""
+    """One-time tokens, each bound to the peer that asked for it, and void `ANSWER_S` after. Only
+    their hashes are kept, so that a look-up takes the same time for every token."""
 
     def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
         self._random_bytes = random_bytes
@@ -83,7 +81,7 @@ class Tickets:
         elif len(self._issued) >= MAX_TICKETS:
             del self._issued[next(iter(self._issued))]
         token = self._random_bytes(TOKEN_BYTES)
-        self._issued[_hash(token)] = _Issued(peer_id, now + TICKET_S)
+        self._issued[_hash(token)] = _Issued(peer_id, now + ANSWER_S)
         return token
 
     def redeem(self, token: bytes, now: float) -> str | None:

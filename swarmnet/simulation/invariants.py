@@ -471,9 +471,10 @@ class Monitor:
         if any(x.averaged_tokens != averaged * size for x in losses):
             self.fail(f"{where}: its replicas say {[x.averaged_tokens for x in losses]} tokens")
         lost = max(0, counted - averaged) * per
-        # After a stall, and in two parts of a swarm that cannot reach each other, two peers may
-        # report for a stage. Each of them tells the whole loss.
-        twice = self.last_fault_at >= began_at or s in books[-1].retold
+        # An exchange of several rounds, or beside one, outlasts a stall. After that two peers may
+        # report for a stage: the one that was stalled, and the one that replaced it meanwhile.
+        outlasts = self.plan.is_local or self.plan.mode in (DELAYED, AUTO)
+        twice = (outlasts and self.last_fault_at >= began_at) or s in books[-1].retold
         if sum(told := [x.lost_samples for x in losses]) != lost and not (
             twice and all(samples == lost for samples in told)
         ):

@@ -27,6 +27,7 @@ from swarmnet.protocol.membership.records import (
 )
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
 from swarmnet.swarm.initial.files import FileService
@@ -61,7 +62,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds, Updates
-from swarmnet.transport.base import ANSWER_S, Request, Transport
+from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -419,7 +420,7 @@ class Peer:
             self.feeder.leave()
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
         self.gossip.pushes.now()
-        await asyncio.sleep(2 * self.gossip_settings.push_delay_s)
+        await asyncio.sleep(self.gossip_settings.push_delay_s)
 
     def _taken(self, round_index: int) -> None:
         """Two feeders have flights of one slot here."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership.records import MAX_SHARDS, record_bytes
 from swarmnet.protocol.pipeline.slots import num_slots_of, sample_indices
+from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S, UPKEEP_S
 from swarmnet.protocol.update.sync_modes import ZERO, SyncPlan
 
 
@@ -85,37 +87,37 @@ class Limits:
     """The same for microbatches whose callers have asked before: they know how long it takes..."""
     max_waiting_s: float = 240.0
     """...as long as the device has no more than so much to do: behind a slow one, they would wait
-    while others run out of work."""
+    while others run out of work (tests/swarm/pipeline/test_room.py)."""
     max_open_steps: int = 256
     """Microbatches inside one replica at a time."""
-    route_wait_s: float = 30.0
+    route_wait_s: float = PATIENCE_S
     """How long a microbatch may look for a replica of the next stage that lives."""
-    enter_wait_s: float = 20.0
+    enter_wait_s: float = PATIENCE_S
     """How long a call from a coming round may wait for it to begin."""
-    max_attempts: int = 64
-    """Calls made for one microbatch at one stage."""
     patience_s: float = 1.0
-    """A feeder launches beyond its quota when the others have been quiet for this long."""
-    reduce_wait_s: float = 60.0
+    """A feeder launches beyond its quota when the others have been quiet for this long. It protects
+    from flights of one slot from two feeders (tests/swarm/pipeline/test_launch_rules.py)."""
+    reduce_wait_s: float = BULK_S
     """Longest wait of a primary for contributions, where no known uplink needs longer and no round
     runs beside."""
     reduce_wait_min_s: float = 5.0
     """Shortest such wait beyond what an exchange usually takes: a replica that waits for a silent
-    feeder's word is late itself, and it takes 2.5 s to know that a feeder is silent."""
-    norm_wait_s: float = 30.0
+    feeder's word is late itself, and it takes 2.5 s to know that a feeder is silent. It protects
+    the gradients of such replicas (tests/swarm/update/test_exchange_pace.py)."""
+    norm_wait_s: float = PATIENCE_S
     """Longest wait for the gradient norm over all stages, likewise."""
-    fetch_timeout_s: float = 60.0
+    fetch_timeout_s: float = BULK_S
     max_serving: int = 4
     """Shards that a donor sends at a time."""
     max_fetching: int = 8
     """Shards that a joiner asks for at a time."""
-    commit_question_s: float = 3.0
+    commit_question_s: float = CONNECT_S
     """How long a feeder may take to say whether it committed an orphan."""
-    balance_every_s: float = 60.0
+    balance_every_s: float = UPKEEP_S
     """Mean time between a peer's looks at whether it should serve another stage."""
     move_margin: float = 0.15
     """By what fraction a move must speed up the poorer of its two stages."""
     move_proposals: int = 2
     """Looks in a row that must name the same move."""
-    move_cooldown_s: float = 300.0
+    move_cooldown_s: float = LONGEST_PAUSE_S
     """A peer that has joined a stage serves it for so long before it may move."""

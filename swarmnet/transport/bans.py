@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnet.protocol.backoff import next_pause_s
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S, next_pause_s
 
-FIRST_BAN_S, LONGEST_BAN_S = 1.0, 300.0
-FORGIVEN_AFTER_S = 1800.0
-"""After so long without another offence a ban starts at the beginning."""
 MAX_OFFENDERS = 4096
 """Peers that are remembered; beyond it the oldest offence is forgotten."""
 
@@ -26,7 +23,8 @@ class Ban:
 
 
 class Bans:
-    """Bans that double with each offence. Times are seconds of any one monotonic clock."""
+    """Bans that double with each offence, and begin anew after `LONGEST_PAUSE_S` without one. Times
+    are seconds of any one monotonic clock."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Ban] = {}
@@ -42,9 +40,9 @@ class Bans:
     def add(self, peer_id: str, now: float) -> float:
         """Bans a peer from now on; returns for how many seconds."""
         before = self._by_peer.pop(peer_id, None)
-        is_first = before is None or now > before.end_s + FORGIVEN_AFTER_S
+        is_first = before is None or now > before.end_s + LONGEST_PAUSE_S
         last_s = None if before is None or is_first else before.for_s
-        ban_s = next_pause_s(last_s, FIRST_BAN_S, LONGEST_BAN_S)
+        ban_s = next_pause_s(last_s)
         if len(self._by_peer) >= MAX_OFFENDERS:
             del self._by_peer[next(iter(self._by_peer))]
         self._by_peer[peer_id] = Ban(now, ban_s)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from swarmnet.protocol.bandwidth import UploadMeter
 from swarmnet.protocol.histogram import Histogram
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.wire import Message
 
 PROTOCOL_VERSIONS = (2, 2)
@@ -25,13 +26,6 @@ PROTOCOL_NAME = "/swarmnet/1"
 such streams, so that the hello can tell them which versions the other side speaks."""
 RELAY_PROTOCOL = "/swarmnet/relay/1"
 """Of the streams that `transport.relay` joins."""
-
-ANSWER_S = 10.0
-"""Longest wait for an answer that takes the other side no work: a hello, a dial, its records. It
-has to leave room for a connection over several hops on a slow link, and ends what waits for a peer
-that takes everything and answers nothing."""
-BUSY_BACKLOG_S = 1.0
-"""What a `Busy` says that is about the caller, or the memory here, and not about the work."""
 
 
 @dataclass(slots=True)

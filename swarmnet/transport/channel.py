@@ -16,8 +16,8 @@ from swarmnet.protocol.membership.addresses import to_dial
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.seats import split_seat
 from swarmnet.protocol.rate import RateLimiter
+from swarmnet.protocol.timing import ANSWER_S, CONNECT_S
 from swarmnet.transport.base import (
-    ANSWER_S,
     RELAY_PROTOCOL,
     ByteStream,
     Carrier,
@@ -35,7 +35,6 @@ from swarmnet.transport.relay import CIRCUIT, Relays, peer_behind
 from swarmnet.transport.seats import LocalCalls, Seat
 from swarmnet.wire import Message
 
-KNOCK_TIMEOUT_S = 3.0
 CALLS_PER_S, CALLS_BURST = 5_000.0, 20_000.0
 """Of one peer, notifications among them; more are answered `Busy`, or dropped."""
 
@@ -234,7 +233,7 @@ class ChannelTransport:
     async def knock(self, host: str, port: int) -> bool:
         """Can a TCP connection be made there? It is closed at once."""
         try:
-            async with asyncio.timeout(KNOCK_TIMEOUT_S):
+            async with asyncio.timeout(CONNECT_S):
                 _, writer = await asyncio.open_connection(host, port)
         except (OSError, TimeoutError):
             return False

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, SwarmnetError, Unreachable
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport.base import ByteStream, Carrier
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
@@ -17,13 +18,12 @@ from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
 
-OPEN_TIMEOUT_S = 15.0
 RELAY_AFTER_S = 1.0
-"""A peer that has a relay is tried through it when it has not answered for so long."""
-NEXT_RELAY_AFTER_S = 0.4
-"""Likewise the next of its relays."""
+"""A peer that has relays is tried through the next of them when it has not answered for so long. It
+protects relays from calls that reach a peer directly (tests/transport/test_protocol_doc.py)."""
 REDIAL_AFTER_S = 0.3
-"""A failed dial is answered from memory for so long, so that callers do not pile up."""
+"""A failed dial is answered from memory for so long. It protects from a dial for each of many calls
+to one that is gone (tests/transport/test_dialer.py)."""
 MAX_WAITING_NOTES = 256
 """Notifications that wait for a channel to one peer; the oldest are dropped."""
 
@@ -118,14 +118,14 @@ class Dialer:
             raise Unreachable(f"{name} broke the protocol; it is not called for a while")
         channel = None
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
+            async with asyncio.timeout(ANSWER_S):
                 channel = self._channels.attach(await self._open_stream(peer_id))
                 await asyncio.shield(channel.ready)
                 return channel
         except TimeoutError:
             if channel is not None:
                 channel.abort("no hello in time")
-            raise Unreachable(f"{name}: no answer within {OPEN_TIMEOUT_S:.0f} s") from None
+            raise Unreachable(f"{name}: no answer within {ANSWER_S:.0f} s") from None
         except OSError as e:
             raise Unreachable(f"{name}: {e}") from None
 
@@ -136,7 +136,7 @@ class Dialer:
             return await self._carrier.open(peer_id)
         ways = [lambda: self._carrier.open(peer_id), *relays.ways(peer_id)]
         first_s = 0.0 if relays.is_needed(peer_id) else RELAY_AFTER_S
-        starts = [first_s, *[NEXT_RELAY_AFTER_S] * len(ways)][: len(ways) - 1]
+        starts = [first_s, *[RELAY_AFTER_S] * len(ways)][: len(ways) - 1]
         index, stream = await race(ways, starts)
         relays.opened(peer_id, through_relay=index > 0)
         return stream

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
 from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.upgrade import TICKET_S, Attempts
+from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.protocol.upgrade import Attempts
 from swarmnet.transport.base import ByteStream, Request
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
@@ -192,7 +193,7 @@ class DirectLinks:
         remote = machine_of(request.remote)  # its seats share its channels, and its faults
         if remote not in self._timers and remote not in self.channels and not self._closed:
             loop = asyncio.get_running_loop()
-            self._timers[remote] = loop.call_later(TICKET_S, self._unused, remote)
+            self._timers[remote] = loop.call_later(ANSWER_S, self._unused, remote)
         return Message(self._listener.ticket(remote, self._addresses()))
 
     def _unused(self, peer_id: str) -> None:

@@ -24,7 +24,8 @@ from swarmnet.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet.transport.base import ANSWER_S, Gate, Handler, Traffic
+from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.transport.base import Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import FIRST_SEATS
 from swarmnet.transport.calls.pending import PendingCalls
 from swarmnet.transport.calls.remote_errors import as_remote, describe, parse_error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import WrongVersion
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport.bans import Bans
 from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
@@ -25,7 +26,7 @@ MAX_CHANNELS = 8
 MAX_STRANGERS_CHANNELS = 512
 """Of all machines without standing together. One more takes the place of the oldest: those that
 come in order to fill the places keep no newcomer out for long."""
-SUPERSEDED_AFTER_S = 15.0
+SUPERSEDED_AFTER_S = ANSWER_S
 """A peer opens a channel only when it has none. So one that has been here for so long already (not
 opened by both sides at the same moment) is dead, though its connection may not have noticed."""
 

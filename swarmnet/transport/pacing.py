@@ -10,8 +10,7 @@ import asyncio
 from typing import Protocol
 
 from swarmnet.protocol.resource_limits import UploadBucket
-
-SHORTEST_WAIT_S = 0.001
+from swarmnet.protocol.timing import LEAST_WAIT_S
 
 
 class Sender(Protocol):
@@ -72,7 +71,7 @@ class Pacer:
 
     def _set_timer(self) -> None:
         loop = asyncio.get_running_loop()
-        wait_s = max(SHORTEST_WAIT_S, self._bucket.wait_s(loop.time()))
+        wait_s = max(LEAST_WAIT_S, self._bucket.wait_s(loop.time()))
         self._timer = loop.call_later(wait_s, self._serve)
 
     def _serve(self) -> None:

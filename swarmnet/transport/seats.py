@@ -14,7 +14,8 @@ from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, SwarmnetError
 from swarmnet.protocol.membership.seats import seat_id
-from swarmnet.transport.base import ANSWER_S, Gate, Handler, Traffic
+from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.transport.base import Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import Route
 from swarmnet.transport.calls.remote_errors import as_remote
 from swarmnet.transport.handlers import Handlers

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from swarmnet.transport.bans import (
-    FIRST_BAN_S,
-    FORGIVEN_AFTER_S,
-    LONGEST_BAN_S,
     MAX_OFFENDERS,
     Bans,
 )
@@ -14,12 +12,16 @@ from swarmnet.transport.bans import (
 def test_bans_grow_up_to_a_bound_and_are_forgiven() -> None:
     bans, now = Bans(), 5.0
     assert not bans.is_banned("x", now)
-    assert [bans.add("x", now) for _ in range(3)] == [FIRST_BAN_S, 2 * FIRST_BAN_S, 4 * FIRST_BAN_S]
-    assert max(bans.add("x", now) for _ in range(12)) == LONGEST_BAN_S
-    assert bans.is_banned("x", now + LONGEST_BAN_S - 0.1)
-    now += LONGEST_BAN_S
+    assert [bans.add("x", now) for _ in range(3)] == [
+        FIRST_PAUSE_S,
+        2 * FIRST_PAUSE_S,
+        4 * FIRST_PAUSE_S,
+    ]
+    assert max(bans.add("x", now) for _ in range(12)) == LONGEST_PAUSE_S
+    assert bans.is_banned("x", now + LONGEST_PAUSE_S - 0.1)
+    now += LONGEST_PAUSE_S
     assert not bans.is_banned("x", now)
-    assert bans.add("x", now + FORGIVEN_AFTER_S + 0.1) == FIRST_BAN_S
+    assert bans.add("x", now + LONGEST_PAUSE_S + 0.1) == FIRST_PAUSE_S
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import ChannelClosed, Unreachable
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.simulation.clock import run
 from swarmnet.transport.base import ByteStream, Traffic
-from swarmnet.transport.dialer import OPEN_TIMEOUT_S, REDIAL_AFTER_S, Dialer
+from swarmnet.transport.dialer import REDIAL_AFTER_S, Dialer
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
 from swarmnet.transport.open_channels import OpenChannels
@@ -81,7 +82,7 @@ def test_an_attempt_that_hangs_ends() -> None:
         began = loop.time()
         with pytest.raises(Unreachable, match="no answer within"):
             await dialer.channel("x")
-        assert loop.time() - began == pytest.approx(OPEN_TIMEOUT_S)
+        assert loop.time() - began == pytest.approx(ANSWER_S)
 
     play(scenario, takes_s=1e9)
 

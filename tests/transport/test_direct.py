@@ -16,6 +16,8 @@ import uvloop
 
 from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
 from swarmnet.protocol import upgrade
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.transport import direct, links
 from swarmnet.transport.base import Request
 from swarmnet.transport.buffers import BufferPool
@@ -264,7 +266,7 @@ def test_a_break_in_the_middle_of_a_call_is_not_noticed() -> None:
 
 
 def test_who_cannot_be_reached_connects_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "TICKET_S", 0.05)
+    monkeypatch.setattr(links, "ANSWER_S", 0.05)
 
     async def scenario(w: World) -> None:
         w.b.carrier.where = "0.0.0.0"  # type: ignore[attr-defined]  # nothing that can be dialled
@@ -574,11 +576,11 @@ def test_pauses_double_and_a_steady_connection_is_opened_again_at_once() -> None
         pauses.append(attempts.failed("p", now))
         assert not attempts.may_try("p", now + pauses[-1] - 0.01)
         now += pauses[-1]
-    assert pauses[:3] == [10.0, 20.0, 40.0]
-    assert max(pauses) == upgrade.LONGEST_RETRY_S
-    attempts.broke("p", upgrade.STEADY_S, now)
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert max(pauses) == LONGEST_PAUSE_S
+    attempts.broke("p", LONGEST_PAUSE_S, now)
     assert attempts.may_try("p", now)
-    attempts.broke("p", 1.0, now)
+    attempts.broke("p", FIRST_PAUSE_S / 2, now)
     assert not attempts.may_try("p", now)
 
 
@@ -599,7 +601,7 @@ def test_tickets_expire_and_each_peer_has_few() -> None:
     counter = iter(range(1 << 20))
     tickets = upgrade.Tickets(lambda size: next(counter).to_bytes(size, "big"))
     old = tickets.issue("p", 0.0)
-    assert tickets.redeem(old, upgrade.TICKET_S + 0.1) is None
+    assert tickets.redeem(old, ANSWER_S + 0.1) is None
     tokens = [tickets.issue("p", 1.0) for _ in range(upgrade.MAX_TICKETS_EACH + 1)]
     other = tickets.issue("q", 1.0)
     assert [tickets.redeem(t, 2.0) for t in tokens] == [None, *["p"] * upgrade.MAX_TICKETS_EACH]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from swarmnet import errors, identity
-from swarmnet.protocol import upgrade
+from swarmnet.protocol import backoff, timing, upgrade
 from swarmnet.protocol.membership import records
 from swarmnet.protocol.pipeline import slots
 from swarmnet.protocol.update import placement
 from swarmnet.swarm import messages
 from swarmnet.swarm.membership import access, discovery, relaying
-from swarmnet.transport import bans, base, dialer, direct, frames, links, open_channels, relay
+from swarmnet.transport import base, dialer, direct, frames, links, open_channels, relay
 from swarmnet.transport.calls import (
     channel,
     heads,
@@ -143,8 +143,8 @@ def test_every_field_is_named(cls: type) -> None:
         f"at most {heads.MAX_TEXT} characters",
         f"being served for a peer | {served.MAX_OPEN_CALLS:,} |",
         f"streams of a peer | {open_channels.MAX_CHANNELS} |",
-        f"for {bans.FIRST_BAN_S:.0f} s; with each",
-        f"up to {bans.LONGEST_BAN_S:.0f} s; {bans.FORGIVEN_AFTER_S / 60:.0f} minutes",
+        f"for {backoff.FIRST_PAUSE_S:.0f} s; with each",
+        f"up to {backoff.LONGEST_PAUSE_S:.0f} s; {backoff.LONGEST_PAUSE_S / 60:.0f} minutes",
         f"{len(direct.PREAMBLE)} bytes `{direct.PREAMBLE.hex(' ')}`",
         f"`{base.RELAY_PROTOCOL}`",
         f"at most {relay.MAX_HEAD_BYTES:,}) and a msgpack map",
@@ -165,7 +165,7 @@ def test_every_field_is_named(cls: type) -> None:
         f"without standing | {open_channels.MAX_STRANGERS_CHANNELS} |",
         f"{channel.LEASE_S:.0f} s to {2 * channel.LEASE_S:.0f} s",
         f"the {upgrade.TOKEN_BYTES} bytes of `token`",
-        f"void {upgrade.TICKET_S:.0f} s after",
+        f"void {timing.ANSWER_S:.0f} s after",
         f"at most {upgrade.MAX_TICKETS_EACH} that are open",
         f"said it {direct.GREETING_TIMEOUT_S:.0f} s after",
         f"At most {direct.MAX_GREETING} visitors, and {direct.MAX_GREETING_EACH} of one IP address",
@@ -173,9 +173,9 @@ def test_every_field_is_named(cls: type) -> None:
         f"no port below {direct.FIRST_PORT}",
         f"Up to {links.MAX_DIRECT} direct channels",
         f"arrays have {links.BULK_BYTES:,} bytes or more",
-        f"less than {upgrade.STEADY_S:.0f} s",
-        f"waits {upgrade.FIRST_RETRY_S:.0f} s, then twice as long each time, up to "
-        f"{upgrade.LONGEST_RETRY_S:.0f} s",
+        f"less than {backoff.FIRST_PAUSE_S:.0f} s or",
+        f"waits {backoff.FIRST_PAUSE_S:.0f} s, then twice as long each time, up to "
+        f"{backoff.LONGEST_PAUSE_S:.0f} s",
         f"`{' '.join(ITEM_BYTES)}`",
         f"for {discovery.EXPIRY_S:.0f} s and does",
         f"again every {discovery.REFRESH_S:.0f} s",

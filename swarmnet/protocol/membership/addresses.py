@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from swarmnet.protocol.timing import ANSWER_S
+
 STAGGER_S = 0.25
-"""Between the starts of two attempts (RFC 8305, section 5)."""
-SHORTEST_STAGGER_S = 0.02
-MAX_STARTING_S = 5.0
-"""All attempts are started within this time, however many addresses there are."""
+"""Between the starts of two attempts (RFC 8305, section 5). It protects peers from dials that the
+one before makes needless (tests/protocol/membership/test_addresses.py)."""
 BRIDGE = re.compile(
     r"(docker|docker_gwbridge|podman|cni|cilium|flannel|lxcbr|lxdbr|virbr|vmnet|vboxnet|veth)\w*$"
     r"|br-[0-9a-f]{12}$"
@@ -165,5 +165,5 @@ def by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stagger_s(number: int) -> float:
-    """Seconds between the starts of this number of attempts."""
-    return max(SHORTEST_STAGGER_S, min(STAGGER_S, MAX_STARTING_S / max(1, number)))
+    """Seconds between the starts of this number of attempts, which all begin within `ANSWER_S`."""
+    return min(STAGGER_S, ANSWER_S / max(1, number))

@@ -13,14 +13,15 @@ from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.seats import stages_beside
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.timing import UPKEEP_S
 
 MANY = 8
 """With this many replicas in a stage, no single one makes much of a difference."""
 WORTH = 0.5
 """A moving replica must add at least this part of what it could add to its new stage."""
-LONG_PASSAGE_S = 120.0
+LONG_PASSAGE_S = UPKEEP_S
 """A moving replica accepts no new microbatches until its last one has returned. Where that takes
-longer than this, it costs as much as many moves gain."""
+longer than the time between two looks, it costs as much as many moves gain."""
 DEFAULT_DEVICE_SPEED = 1.0
 """Cost units a second of an unmeasured device, while no device has been measured."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 
 TICK_S = 0.5
-"""Between two ticks of a process that runs."""
+"""Between two ticks of a process that runs; what passes by time alone is looked at with them, and a
+callee that has not answered by then is probed. It protects from waiting for the deadline of a call
+whose callee is silent (tests/swarm/update/test_live_calls.py)."""
 LATE_S = 1.0
 """A tick that comes so much later shows that the process has stood still. It protects others from
-this process's own stalls (`tests/protocol/membership/test_awake.py`)."""
+this process's own stalls (tests/protocol/membership/test_awake.py)."""
 
 
 class AwakeTime:

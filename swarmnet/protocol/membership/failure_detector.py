@@ -29,20 +29,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.awake import AwakeTime
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 
-SILENCE_S = 10.0
+SILENCE_S = 8.0
 """The lease of a peer of which there is no news. It protects from a peer that dies without anybody
-having called it (`test_a_peer_is_alive_until_it_is_silent_or_lost`)."""
+having called it (tests/protocol/membership/test_failure_detector.py)."""
 SUSPECT_S = 6.0
 """For so long a lost peer with an open channel may be back at any moment: its work is waited for.
-It protects the gradient of a machine that swaps (`tests/swarm/pipeline/test_stalls.py`)."""
-PAUSE_S = 1.0
-"""Between two looks at a lost peer that goes on calling. It protects from a look for each of its
-messages, where these pass in one direction only
-(`test_a_lost_peer_that_calls_is_looked_at_now_and_then`)."""
+It protects the gradient of a machine that swaps (tests/swarm/pipeline/test_stalls.py)."""
 MAX_SUSPICIONS = 256
 """Suspicions told to others at once, the newest."""
 
@@ -180,9 +177,9 @@ class FailureDetector:
 
     def called(self, peer_id: str, now: float) -> list[Command]:
         """A message of a peer has come in. It may be that messages pass in one direction only: so
-        a lost one is looked at, no more often than every `PAUSE_S`."""
+        a lost one is looked at, no more often than every `FIRST_PAUSE_S`."""
         loss = self._lost.get(peer_id)
-        if loss is None or now < loss.looked_at + PAUSE_S:
+        if loss is None or now < loss.looked_at + FIRST_PAUSE_S:
             return []
         return [Look(peer_id)]
 

@@ -6,10 +6,10 @@ and does not see, whether it is alone or not (as serf reconnects to failed membe
 `serf/serf.go`). A member that answers is gossiped with, and both sides are one again.
 
 The table has one row a member; each dial tries all of its addresses. The rest of a row between two
-dials grows with the time for which the member has not been seen, from `FIRST_S` to `LONGEST_S`: the
-end of a cut of ten minutes is found within one minute. Where more rows are due than may be dialled,
-the ones most overdue in proportion to their rest come first, which are those that were seen lately.
-Where none is due, one row is dialled every `EVERY_S` seconds all the same.
+dials grows with the time for which the member has not been seen, as pauses do (`backoff`): the end
+of a cut of ten minutes is found within one minute. Where more rows are due than may be dialled, the
+ones most overdue in proportion to their rest come first, which are those that were seen lately.
+Where none is due, one row is dialled every `ANSWER_S` seconds all the same.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-FIRST_S, LONGEST_S = 1.0, 600.0
-"""Seconds between two dials of one member, at least and at most."""
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from swarmnet.protocol.timing import ANSWER_S
+
 AGE_PART = 0.1
-"""The rest of a row, as a part of the time for which its member has not been seen."""
-EVERY_S = 10.0
-"""At least one dial of any member within this time."""
-LEAST_PAUSE_S = 0.25
-"""Between the starts of two dials."""
+"""The rest of a row, as a part of the time for which its member has not been seen. It protects
+from many dials of members that are gone for good, and finds the end of a cut of ten minutes within
+one (tests/protocol/membership/test_reconnect.py)."""
 AT_ONCE = 8
 """Concurrent dials at most."""
 MAX_ROWS = 64
@@ -79,15 +78,13 @@ class Reconnect:
 
     def next(self, now: float) -> Row | None:
         """The member to dial now, or None. The dial counts as under way until `ended`."""
-        if now - self._dialled_at < LEAST_PAUSE_S:
-            return None
         if sum(row.is_trying for row in self._rows.values()) >= AT_ONCE:
             return None
         waiting = [row for row in self._rows.values() if not row.is_trying]
         first = max(waiting, key=lambda row: row.lateness(now), default=None)
         if first is None:
             return None
-        if first.lateness(now) < 1.0 and now - self._dialled_at < EVERY_S:
+        if first.lateness(now) < 1.0 and now - self._dialled_at < ANSWER_S:
             return None
         first.is_trying, first.tried_at, self._dialled_at = True, now, now
         return first
@@ -96,7 +93,7 @@ class Reconnect:
         """A dial did not reach its member, or the member did not come back into the view."""
         row.is_trying = False
         row.tries += 1
-        wanted_s = min(max(FIRST_S, AGE_PART * (now - row.since)), LONGEST_S)
+        wanted_s = min(max(FIRST_PAUSE_S, AGE_PART * (now - row.since)), LONGEST_PAUSE_S)
         row.rest_s = wanted_s * self._rng.uniform(0.8, 1.0)
 
     def is_looking(self) -> bool:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.assignment import feeders
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.membership.view import ALL, View
@@ -121,7 +122,6 @@ def doubled(view: View, round_index: int) -> dict[int, list[str]]:
 
 FEW_FEEDERS = 8
 """More than this number of feeders do not learn of each other's launches at once."""
-SHORTEST_TURN_S = 0.1
 
 
 def late_slots(
@@ -145,9 +145,9 @@ def late_slots(
 
 
 def turn_of(age_s: float, spread_s: float) -> int:
-    """Feeders that help others take turns, two in the time that news take to spread: the number of
+    """Feeders that help others take turns, each of the time that news take to spread: the number of
     the present one, in a round that has lasted `age_s` seconds."""
-    return int(2 * age_s / max(spread_s, SHORTEST_TURN_S))
+    return int(age_s / max(spread_s, FIRST_PAUSE_S))
 
 
 def helping_slot(late: Sequence[int], rank: int, num_feeders: int, turn: int) -> int | None:
@@ -169,7 +169,7 @@ def stuck_slot(
     if spread_s <= 0 or quiet_s <= spread_s:
         return None
     rest = slots_in(missing)
-    place = (rank + int(quiet_s / max(spread_s, SHORTEST_TURN_S))) % num_feeders
+    place = (rank + int(quiet_s / spread_s)) % num_feeders
     return rest[place] if place < len(rest) else None
 
 

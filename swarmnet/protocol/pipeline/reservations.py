@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-RESERVED_S = 60.0
-"""How long a place is kept."""
-DISTRUST_S = RESERVED_S
-"""How long a caller that let a place lapse gets no place."""
+from swarmnet.protocol.timing import UPKEEP_S
+
+RESERVED_S = DISTRUST_S = UPKEEP_S
+"""How long a place is kept, and how long a caller that let one lapse gets none."""
 MAX_DISTRUSTED = 1024
 """Callers remembered as distrusted at most, the newest."""
 

@@ -24,21 +24,22 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.backoff import next_pause_s
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, next_pause_s
 from swarmnet.protocol.pipeline.service_estimates import ServiceEstimates
+from swarmnet.protocol.timing import PATIENCE_S, SMOOTHING
 
-LATENCY_GAIN, DEVIATION_GAIN = 1 / 8, 1 / 4
-"""Weights of a new measurement in the moving averages of the latency and of its mean deviation
-(RFC 6298)."""
 DEADLINE_FACTOR = 3.0
+"""Of the deviation, in what nearly every call stays below, and of that, in the deadline of a call.
+It protects a replica that is slower than usual from losing its work, and the microbatch of a silent
+one from waiting long (tests/protocol/pipeline/test_routing.py)."""
 MIN_DEADLINE_S = 1.0
-FIRST_DEADLINE_S = 30.0
+"""It protects calls that are usually quick from one hiccup of the machine or the network
+(tests/protocol/pipeline/test_routing.py)."""
+FIRST_DEADLINE_S = PATIENCE_S
 """Deadline of calls to a replica that never answered: its first may include a slow warm-up."""
-MAX_DEADLINE_S = 300.0
-BAN_S = 1.0
-BAN_MAX_S = 30.0
 MIN_BUSY_S = 0.02
-MAX_BUSY_S = 2.0
+"""A full replica is not asked again sooner: it protects it from a caller that asks in a loop
+(tests/protocol/pipeline/test_routing.py)."""
 BUSY_JITTER = 0.25
 """Callers that one replica turned away do not all come back at the same instant."""
 
@@ -64,16 +65,18 @@ class _Replica:
 
     @property
     def usual_s(self) -> float:
-        """What nearly every call stays below (RFC 6298); 0 while no call was measured."""
-        return 0.0 if self.latency_s is None else self.latency_s + 4 * self.deviation_s
+        """What nearly every call stays below (as in RFC 6298); 0 while no call was measured."""
+        return (
+            0.0 if self.latency_s is None else self.latency_s + DEADLINE_FACTOR * self.deviation_s
+        )
 
     def measure_latency(self, elapsed_s: float) -> None:
         if self.latency_s is None:
-            self.latency_s, self.deviation_s = elapsed_s, elapsed_s / 2
+            self.latency_s, self.deviation_s = elapsed_s, elapsed_s
         else:
             error_s = elapsed_s - self.latency_s
-            self.deviation_s += DEVIATION_GAIN * (abs(error_s) - self.deviation_s)
-            self.latency_s += LATENCY_GAIN * error_s
+            self.deviation_s += SMOOTHING * (abs(error_s) - self.deviation_s)
+            self.latency_s += SMOOTHING * error_s
 
 
 class Router:
@@ -87,13 +90,10 @@ class Router:
         rng: random.Random,
         *,
         samples_per_call: float | None = None,
-        first_deadline_s: float = FIRST_DEADLINE_S,
     ) -> None:
         """`samples_per_call`: samples in a microbatch; with it, announced throughputs become
-        service times in seconds, without it only their proportions are used. `first_deadline_s`:
-        for calls to a replica that never answered."""
+        service times in seconds, without it only their proportions are used."""
         self._rng = rng
-        self._first_deadline_s = first_deadline_s
         self._replicas: dict[str, _Replica] = {}
         self._estimates = ServiceEstimates(samples_per_call)
         self._virtual_s = 0.0
@@ -173,7 +173,7 @@ class Router:
         """The replica said, before it was called, that it has no room: as `busy`."""
         replica = self._replicas.get(peer_id)
         if replica is not None:
-            wait_s = _clamp(backlog_s, MIN_BUSY_S, MAX_BUSY_S)
+            wait_s = min(max(backlog_s, MIN_BUSY_S), FIRST_PAUSE_S)
             wait_s *= self._rng.uniform(1 - BUSY_JITTER, 1 + BUSY_JITTER)
             replica.busy_until = max(replica.busy_until, now + wait_s)
 
@@ -199,7 +199,7 @@ class Router:
         if replica is not None:
             crowd = len(replica.calls) + 1
             replica.calls.append((now, crowd))
-            replica.crowd += LATENCY_GAIN * (crowd - replica.crowd)
+            replica.crowd += SMOOTHING * (crowd - replica.crowd)
 
     def succeeded(self, peer_id: str, now: float, elapsed_s: float) -> None:
         """The reply came, `elapsed_s` after the call was sent."""
@@ -227,7 +227,7 @@ class Router:
         if replica.latency_s is not None and waited_s > replica.latency_s:
             self._measure(peer_id, waited_s, crowd)
         if now >= replica.banned_until:
-            replica.ban_s = next_pause_s(replica.ban_s, BAN_S, BAN_MAX_S)
+            replica.ban_s = next_pause_s(replica.ban_s, longest_s=PATIENCE_S)
             replica.banned_until = now + replica.ban_s
 
     def abandoned(self, peer_id: str, now: float) -> None:
@@ -239,14 +239,14 @@ class Router:
         there beyond what was usual when the latency was measured."""
         replica = self._replicas.get(peer_id)
         if replica is None or replica.latency_s is None:
-            return max(self._first_deadline_s, self._longest_usual_s())
+            return max(FIRST_DEADLINE_S, self._longest_usual_s())
         crowding = max(1.0, (len(replica.calls) + 1) / max(1.0, replica.crowd))
-        return _clamp(DEADLINE_FACTOR * crowding * replica.usual_s, MIN_DEADLINE_S, MAX_DEADLINE_S)
+        return max(DEADLINE_FACTOR * crowding * replica.usual_s, MIN_DEADLINE_S)
 
     def _longest_usual_s(self) -> float:
         """A newcomer may be as slow as the slowest known replica."""
         usual_s = max((r.usual_s for r in self._replicas.values()), default=0.0)
-        return min(DEADLINE_FACTOR * usual_s, MAX_DEADLINE_S)
+        return DEADLINE_FACTOR * usual_s
 
     def _returned(self, peer_id: str, sent_at: float) -> int | None:
         """The call that was sent at about `sent_at` is over. Returns how many own calls were
@@ -277,7 +277,3 @@ class Router:
             replica = self._replicas[peer_id]
             excess_s = max(0.0, replica.cost_s - self._virtual_s)
             replica.cost_s = self._virtual_s + excess_s * estimate_s / before[peer_id]
-
-
-def _clamp(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)

@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-ESTIMATE_GAIN = 0.2
-"""Weight of a new measurement in the moving average of the service time."""
+from swarmnet.protocol.timing import LEAST_S, SMOOTHING
+
 FIRST_SERVICE_S = 1.0
-"""Estimate while nothing at all is known; only proportions matter then."""
-MIN_SERVICE_S = 1e-6
+"""Estimate while nothing at all is known; only proportions matter then
+(tests/protocol/pipeline/test_service_estimates.py)."""
 MIN_SHARE = 0.05
-"""Part of a call's time that counts as the replica's own, at least, where it announces nothing."""
+"""Part of a call's time that counts as the replica's own, at least, where it announces nothing. It
+protects others from getting no calls while one seems to take no time
+(tests/protocol/pipeline/test_routing.py)."""
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ class ServiceEstimates:
         the stage explain."""
         explained_s = crowd * (device_s or 0.0) + self._common_s()
         delay_s = max(elapsed_s - explained_s, 0.0 if device_s else MIN_SHARE * elapsed_s)
-        return max((device_s or 0.0) + delay_s / crowd, MIN_SERVICE_S)
+        return max((device_s or 0.0) + delay_s / crowd, LEAST_S)
 
     def _announced_s(self, replica: _Replica) -> float | None:
         """Seconds of device time a call, as announced; None while unknown."""
@@ -124,10 +126,10 @@ class ServiceEstimates:
 
         def guess(replica: _Replica) -> float:
             rate = replica.samples_per_s
-            return max(scale / rate, MIN_SERVICE_S) if rate else usual_s
+            return max(scale / rate, LEAST_S) if rate else usual_s
 
         return guess
 
 
 def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + ESTIMATE_GAIN * (new - old)
+    return new if old is None else old + SMOOTHING * (new - old)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnet.protocol.timing import SMOOTHING
+
 FORWARD_PART = 1 / 3
 BACKWARD_PART = 1 - FORWARD_PART
 """Parts of a microbatch's work. A backward pass is twice a forward pass (2 and 4 FLOP a parameter
 and token: Kaplan et al. 2020). Where a stage differs, only estimates from more forward than
 backward passes are wrong: in the long run there are as many of both."""
-SMOOTHING = 0.1
-"""Weight of a whole microbatch in the moving average, after the first 1 / `SMOOTHING` ones."""
 MIN_PIECES = 3
 """Pieces of work before there is an estimate. The first is left out: it warms caches and
 compiles."""
@@ -30,6 +30,7 @@ class ServiceTime:
     _done: float = 0.0
     """Work in the estimate, in microbatches."""
     _mean: float = 0.0
+    """A microbatch weighs `SMOOTHING` in it, after the first 1 / `SMOOTHING` ones."""
 
     def add(self, seconds: float, part: float) -> None:
         """The device worked `seconds` for this part of a microbatch."""

@@ -30,6 +30,9 @@ class Seen:
     """What is known of the other members now. Complete: it replaces what was known before."""
 
     members: Mapping[str, Standing]
+    counted: int = 0
+    """Tokens that contributions have to come up to, because not all who hold some may be known
+    yet; 0 where nobody is missed."""
 
 
 @dataclass(frozen=True, slots=True)

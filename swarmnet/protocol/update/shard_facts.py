@@ -31,7 +31,7 @@ class State(Enum):
 
 FOLLOWING, CANVASSING, GATHERING, CLIPPING, STEPPING, MIRRORING = list(State)[:6]
 COPYING, COPIED, DECIDED, ADOPTED, ABANDONED = list(State)[6:]
-HAS_RESULT = frozenset({COPIED, DECIDED, ADOPTED})
+HAS_RESULT = frozenset({DECIDED, ADOPTED})
 HAS_STEPPED = frozenset({STEPPING, MIRRORING})
 IS_OVER = HAS_RESULT | {ABANDONED}
 
@@ -54,6 +54,8 @@ class Facts:
     """Whose contributions are in the sum that was made here."""
     begun: Part | None = None
     members: Mapping[str, Standing] = field(default_factory=dict)
+    counted: int = 0
+    """Tokens that contributions have to come up to."""
     parts: tuple[tuple[str, Part], ...] = ()
     """Contributions under the present ballot, ascending by peer."""
     calls: tuple[tuple[str, Call], ...] = ()

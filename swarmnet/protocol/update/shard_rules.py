@@ -73,7 +73,9 @@ def all_agree(u: Facts) -> bool:
 
 
 def is_complete(u: Facts) -> bool:
-    return u.begun is not None and (u.is_expired or not u.waits_for())
+    given = sum(num_tokens for _, (num_tokens, _) in u.parts)
+    is_whole = not u.waits_for() and given >= u.counted
+    return u.begun is not None and (u.is_expired or is_whole)
 
 
 def is_mirrored(u: Facts) -> bool:
@@ -88,12 +90,8 @@ def must_mirror(u: Facts) -> bool:
     return not u.is_paused and not u.unmirrored.isdisjoint(u.living())
 
 
-def may_give_out(u: Facts) -> bool:
-    """No other backup can still be without the step, as far as its primary would know."""
-    others = frozenset(u.roster.backups) - {u.me, u.ballot.primary}
-    primary = u.members.get(u.ballot.primary)
-    is_decided = primary is not None and primary.is_past
-    return is_decided or u.is_dead(u.ballot.primary) or others.isdisjoint(u.living())
+def must_use_copy(u: Facts) -> bool:
+    return u.is_dead(u.ballot.primary) and u.past() is None
 
 
 def has_lost_one(u: Facts) -> bool:
@@ -207,7 +205,7 @@ def begin(u: Facts, event: on.Begun) -> None:
 
 
 def note(u: Facts, event: on.Seen) -> None:
-    u.members = event.members
+    u.members, u.counted = event.members, event.counted
     u.host = None if u.host is None or u.is_dead(u.host) else u.host
 
 
@@ -255,14 +253,20 @@ def vote(u: Facts, event: on.Asked) -> None:
 def vote_with_copy(u: Facts, event: on.Asked) -> None:
     """The primary of the copied step has the promise. Who has that of all others instead would
     make another step."""
-    if event.ballot != u.ballot and (event.is_final or may_give_out(u)):
+    if event.is_final and event.ballot != u.ballot:
+        use_copy(u)
         give(u, event)
     else:
         vote(u, event)
 
 
-def give_copy(u: Facts, event: on.Pushed) -> None:
-    if may_give_out(u):
+def hold_for_primary(u: Facts, event: on.Pushed) -> None:
+    """Whoever goes by the same ballot cannot reach the primary, and waits here for its result. By a
+    higher one the primary has been overthrown."""
+    if event.ballot == u.ballot:
+        hold(u, event)
+    elif event.ballot > u.ballot:
+        use_copy(u)
         give(u, event)
     else:
         deny(u, event)
@@ -283,12 +287,12 @@ def count_agreed(u: Facts, event: on.Agreed) -> None:
 
 
 def denied(u: Facts, event: on.Denied) -> None:
-    if may_go_by(u, event.ballot):
+    if u.state not in (COPYING, COPIED) and may_go_by(u, event.ballot):
         return go_by(u, event.ballot)
     if u.state is CANVASSING:
         u.state, u.host = FOLLOWING, event.sender
         pause(u)
-    elif u.state is FOLLOWING and event.sender == u.pushing:
+    elif u.state in (FOLLOWING, COPYING, COPIED) and event.sender == u.pushing:
         push_failed(u, on.PushFailed(event.sender))
     return None
 
@@ -304,7 +308,6 @@ def copy(u: Facts, event: on.MirrorCame) -> None:
         u.commands.append(do.Refuse(event.call))
         return
     u.state, u.copied_for = COPYING, event.call
-    give_up_push(u)  # its step is the result
     u.attempt += 1
     u.commands.append(do.Repeat(event.step, u.attempt))
 
@@ -324,6 +327,11 @@ def refuse(u: Facts, event: on.MirrorCame) -> None:
 def adopt(u: Facts, event: on.ResultCame) -> None:
     u.state, u.result = ADOPTED, event.result
     end_with(u, is_own=False)
+
+
+def ask_later(u: Facts, event: on.ResultCame) -> None:
+    """A step is being copied: the result is asked for once more when that has ended."""
+    u.pushing = None
 
 
 def count_promise(u: Facts, event: on.Agreed) -> None:
@@ -425,6 +433,13 @@ def copied(u: Facts, event: on.Stepped) -> None:
     if u.copied_for is not None:
         u.commands.append(do.Confirm(u.copied_for))
     u.copied_for = None
+    if not must_use_copy(u):
+        deny_all(u)
+
+
+def use_copy(u: Facts) -> None:
+    """There is no primary to have its result from: the copied step makes the same."""
+    u.state = ADOPTED
     end_with(u, is_own=False)
 
 
@@ -536,9 +551,8 @@ def add_part(u: Facts, peer_id: str, num_tokens: int, gradient: Handle | None) -
 def end_with(u: Facts, *, is_own: bool) -> None:
     assert u.result is not None
     u.parts, u.total = (), None
+    u.begun = None if u.begun is None else (u.begun[0], None)  # its gradient is not needed any more
     give_up_push(u)
     u.commands.append(do.Adopt(u.result, is_own))
-    if u.state is COPIED and not may_give_out(u):
-        deny_all(u)
     u.commands += [do.Give(call, u.result) for _, call in u.calls]
     u.calls = ()

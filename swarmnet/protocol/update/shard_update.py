@@ -19,8 +19,10 @@ STEPPING    It makes the step, and so do its backups. Overthrown now, its state 
 MIRRORING   Its step is made; a backup that lives has not answered, or a member that lives has not
             promised. No result has been given out.
 COPYING     Backup that makes the primary's step. It answers no question before that has ended.
-COPIED      The step made as a backup. Where there are more backups, it is given out when the
-            primary has finished or is dead: until then one of them may not have it.
+COPIED      The step made as a backup. The result is the primary's, as long as that lives: all
+            have the same bits then, whatever machine they run on. The copy stands in for it when
+            the primary is dead, and is given out no earlier: until then another backup may not
+            have it.
 DECIDED     The step survives the death of all but one of the backups that lived. It is given out.
 ADOPTED     The result of another replica. It is given out too.
 ABANDONED   The stage has moved on by more than one exchange. The parameters must be fetched.
@@ -80,6 +82,7 @@ from swarmnet.protocol.update.shard_facts import (
     ADOPTED,
     CANVASSING,
     CLIPPING,
+    COPIED,
     FOLLOWING,
     GATHERING,
     IS_OVER,
@@ -107,12 +110,13 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         canvassing=rules.begin,
         gathering=rules.begin,
         copying=rules.begin,
+        copied=rules.begin,
     ),
     on.Seen: _row(rules.note, decided=no, adopted=no, abandoned=no),
     on.Pushed: _row(
         rules.take_push,
         copying=rules.hold,
-        copied=rules.give_copy,
+        copied=rules.hold_for_primary,
         decided=rules.give,
         adopted=rules.give,
         abandoned=rules.deny,
@@ -131,7 +135,7 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         stepping=rules.count_promise,
         mirroring=rules.count_promise,
     ),
-    on.Denied: _row(rules.denied, copying=no, copied=no, decided=no, adopted=no, abandoned=no),
+    on.Denied: _row(rules.denied, decided=no, adopted=no, abandoned=no),
     on.MirrorCame: _row(
         rules.copy,
         copying=rules.copy_for,
@@ -146,10 +150,18 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         canvassing=rules.adopt,
         gathering=rules.adopt,
         clipping=rules.adopt,
+        copying=rules.ask_later,
+        copied=rules.adopt,
         stepping=rules.adopt_instead,
         mirroring=rules.adopt_instead,
     ),
-    on.PushFailed: _row(no, following=rules.push_failed, gathering=rules.go_without),
+    on.PushFailed: _row(
+        no,
+        following=rules.push_failed,
+        copying=rules.push_failed,
+        copied=rules.push_failed,
+        gathering=rules.go_without,
+    ),
     on.Summed: _row(no, clipping=rules.summed),
     on.ClipKnown: _row(no, clipping=rules.clip_known),
     on.Stepped: _row(no, stepping=rules.stepped, copying=rules.copied),
@@ -168,13 +180,14 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
     on.DeadlinePassed: _row(
         no, gathering=rules.expire, stepping=rules.expire_pair, mirroring=rules.expire_pair
     ),
-    on.Again: _row(rules.again, copied=no, decided=no, adopted=no, abandoned=no),
+    on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
     on.MovedOn: _row(
         no,
         following=rules.abandon,
         canvassing=rules.abandon,
         gathering=rules.abandon,
         clipping=rules.abandon,
+        copied=rules.abandon,
     ),
 }
 """The rule for each event in each state; the first one is for the states that are not named."""
@@ -197,6 +210,10 @@ STATES: dict[State, tuple[tuple[Guard, Callable[[Facts], None]], ...]] = {
     CLIPPING: (
         (rules.is_elsewhere, rules.stand_back),
         (rules.has_one_back, rules.stand_back),
+    ),
+    COPIED: (
+        (rules.must_use_copy, rules.use_copy),
+        (rules.must_push, rules.push),
     ),
     STEPPING: ((rules.must_mirror, rules.mirror),),
     MIRRORING: (

@@ -11,16 +11,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.messages import FileReply, FileRequest
 from swarmnet.swarm.ports import Worker
+from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 PART_BYTES = 1 << 20
-PART_TIMEOUT_S = 60.0
-RETRY_S = 0.5
-MAX_TRIES = 20
-"""Of one part."""
 
 
 class FileService:
@@ -72,13 +70,13 @@ async def _fetch_from(transport: Transport, peer_id: str, sha256: str, size: int
                 peer_id,
                 "run_file",
                 Message(FileRequest(sha256, len(data))),
-                timeout_s=PART_TIMEOUT_S,
+                timeout_s=BULK_S,
             )
         except Busy as e:
             tries += 1
             if tries > MAX_TRIES:
                 raise
-            await asyncio.sleep(max(RETRY_S, min(e.backlog_s, PART_TIMEOUT_S)))
+            await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
             continue
         if convert(reply.body, FileReply).size != size or len(reply.arrays) != 1:
             raise ProtocolViolation("a file of another size than the run says")

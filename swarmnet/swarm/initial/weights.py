@@ -13,16 +13,14 @@ from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import InitialWeights, Worker
+from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.state_sync")
-
-RETRY_S = 0.5
-SAY_EVERY_S = 10.0
-"""Between two lines that say what is waited for."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class WeightService:
         if not self.weights.is_here:
             raise NotReady("this peer has not the weights that the run began from")
         if self._waiting >= 2 * self.limits.max_serving:
-            raise Busy("serving others", backlog_s=RETRY_S)
+            raise Busy("serving others", backlog_s=LOOK_LESS_S)
         self._waiting += 1
         try:
             async with self._serving:
@@ -71,7 +69,7 @@ class WeightService:
         if all(found):
             return True
         self._say(f"stage {replica.index} waits for {found.count(False)} of its initial shards")
-        await self.gossip.changed.wait(RETRY_S)
+        await self.gossip.changed.wait(LOOK_LESS_S)
         return False
 
     async def _is_there(self, replica: Replica, j: int) -> bool:

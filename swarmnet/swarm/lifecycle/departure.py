@@ -8,25 +8,20 @@ from collections.abc import Callable
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVER_STAGE, Record
+from swarmnet.protocol.timing import BULK_S, CONNECT_S, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.recovery.handover import Handover
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.swarm.update.rounds import Rounds
 
 log = logging.getLogger("swarmnet.peer")
 
-DRAIN_S = 20.0
+DRAIN_S = PATIENCE_S
 """Longest wait for the own microbatches and shards when leaving."""
-LONGEST_DRAIN_S = 50.0
+LONGEST_DRAIN_S = BULK_S
 """The same while the gradient is on its way to another replica."""
-TELL_LEAVING_S = 3.0
-"""The user of a peer that takes longer than this to leave is told why."""
-ASK_ORPHANS_S = 4.0
-"""How often a leaving peer asks whether what was not committed will be."""
-GIVE_AGAIN_S = 2.0
-"""Rest after no replica has taken the gradient."""
 
 
 class Departure:
@@ -51,7 +46,7 @@ class Departure:
         loop = asyncio.get_running_loop()
         now = loop.time()
         telling = loop.call_later(
-            TELL_LEAVING_S,
+            CONNECT_S,
             log.warning,
             "others take over what only this peer has: that may take %.0f s",
             LONGEST_DRAIN_S,
@@ -73,7 +68,7 @@ class Departure:
         all. `alone`: may leave the stage without a replica. What the round has learned here goes to
         another replica, as soon as all of it counts: `on_giving` is called before."""
         loop = asyncio.get_running_loop()
-        give_at, ask_at = loop.time(), loop.time() + ASK_ORPHANS_S
+        give_at, ask_at = loop.time(), loop.time() + CONNECT_S
         self._gossip.update(state=LEAVING, urgent=True)
         while not self._is_handed_over(alone):
             if not self.others(ACTIVE):
@@ -82,12 +77,12 @@ class Departure:
                 on_giving()  # to a newcomer
             if loop.time() >= ask_at:
                 await self._settle_orphans()
-                ask_at = loop.time() + ASK_ORPHANS_S
+                ask_at = loop.time() + CONNECT_S
             is_still = not self._steps.num_in_flight and not self._rounds.is_settling
             if loop.time() >= give_at and is_still and self._handover.may_give():
                 on_giving()
                 if not await self._handover.give():
-                    give_at = loop.time() + GIVE_AGAIN_S
+                    give_at = loop.time() + LOOK_LESS_S
                 continue
             await self._gossip.changed.wait(LOOK_AGAIN_S)
             if self._gossip.own.state != LEAVING:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 
 from swarmnet.errors import Unreachable, WrongRun
+from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 
 log = logging.getLogger("swarmnet.peer")
 
-MEET_S = 30.0
+MEET_S = PATIENCE_S
 """How long a newcomer tries to reach any of the peers that it was told of."""
 
 

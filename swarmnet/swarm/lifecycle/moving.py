@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, OBSERVER_STAGE
+from swarmnet.protocol.timing import DAY_S, PATIENCE_S
 from swarmnet.swarm.lifecycle.served_stage import ServedStage
 from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
@@ -19,10 +20,10 @@ from swarmnet.swarm.timing import LOOK_LESS_S
 
 log = logging.getLogger("swarmnet.peer")
 
-MOVE_S = 7200.0
+MOVE_S = DAY_S
 """Longest wait for the own microbatches and shards when moving: no other peer waits for that, and a
 round may be long."""
-MOVE_PATIENCE_S = 30.0
+MOVE_PATIENCE_S = PATIENCE_S
 """A moving peer waits so long for the end of its round, rather than hand its gradient over."""
 
 

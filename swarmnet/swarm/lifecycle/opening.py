@@ -9,6 +9,7 @@ from collections.abc import Callable
 from swarmnet.protocol.membership.records import ACTIVE, JOINING
 from swarmnet.swarm.lifecycle.speed import Speed
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.tasks import Tasks
@@ -17,9 +18,9 @@ from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.peer")
 
-DECLARE_JOIN_S, MAX_FORETOLD = 1.0, 64
-"""A newcomer tells so many replicas of its stage before it begins, and waits so long, twice, for
-each of them."""
+MAX_FORETOLD = 64
+"""A newcomer tells so many replicas of its stage before it begins, and waits as for a ping, twice,
+for each of them."""
 
 
 class Openings:
@@ -57,7 +58,7 @@ class Openings:
         self._counted_history = history
         if joined:
             others = self._others(replica.index)
-            await self._gossip.declare_join(others, DECLARE_JOIN_S, state=ACTIVE, **changes)
+            await self._gossip.declare_join(others, PROBE_TIMEOUT_S, state=ACTIVE, **changes)
         state = self._gossip.own.state
         self._gossip.update(state=ACTIVE if state == JOINING else state, urgent=True, **changes)
         if replica.phase.is_declaring:

@@ -11,6 +11,7 @@ from swarmnet.errors import NotReady
 from swarmnet.protocol import recovery as recovering
 from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSERVING
 from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
@@ -53,8 +54,10 @@ STAGE_METHODS = (
 )
 """Served with a replica only."""
 EMPTY_STAGE_S = 2.0
-"""How long a stage must have had no replica before a joiner begins it from its initial state."""
-ALONE_S = 20.0
+"""How long a stage must have had no replica before a joiner begins it from its initial state. It
+protects the parameters of a stage of which news is on its way
+(tests/swarm/membership/test_membership.py)."""
+ALONE_S = PATIENCE_S
 """The same where no peer of a run that has begun can be heard of."""
 
 

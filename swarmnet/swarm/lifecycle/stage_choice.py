@@ -15,10 +15,11 @@ from swarmnet.swarm.machine import Machine
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.restart import Recovery
 from swarmnet.swarm.resource_limits import ResourceLimits
+from swarmnet.swarm.timing import MAX_TRIES
 
 CLAIM_S = 0.5
-"""How long a newcomer's choice of stage is left to be seen before it is made good."""
-MAX_CLAIMS = 5
+"""How long a newcomer's choice of stage is left to be seen before it is made good. It protects from
+newcomers of one moment that all take the same stage (tests/swarm/membership/test_membership.py)."""
 
 
 class StageChoice:
@@ -62,7 +63,7 @@ class StageChoice:
         chosen = self._assigner.choose(
             view, num_stages, loop.time(), self._rng, costs=costs, allowed=allowed
         )
-        for _ in range(MAX_CLAIMS):
+        for _ in range(MAX_TRIES):
             self._announce(chosen)
             await asyncio.sleep(CLAIM_S)
             await self._gossip.catch_up()

@@ -11,6 +11,7 @@ import random
 from swarmnet.errors import RemoteError, SwarmnetError, WrongRun
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.swarm.membership.callers import CallerChecks
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
@@ -18,7 +19,7 @@ from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord
 from swarmnet.swarm.membership.unreached import UnreachedNotices
 from swarmnet.swarm.messages import MAX_RECORDS, GossipRequest, Records
-from swarmnet.transport.base import ANSWER_S, Request, Transport
+from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.gossip")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from swarmnet.admission import Admission
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, WrongRun
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.view import View
 from swarmnet.protocol.rate import RateLimiter
@@ -23,7 +24,7 @@ from swarmnet.swarm.membership.access import (
     Quota,
     is_replica_of,
 )
-from swarmnet.transport.base import BUSY_BACKLOG_S, Envelope
+from swarmnet.transport.base import Envelope
 from swarmnet.wire import convert
 
 
@@ -123,7 +124,7 @@ class CallerChecks:
         if not quota.of_members and self._view.get(remote) is not None:
             return
         if not self._limiters[quota].allows(remote, asyncio.get_running_loop().time()):
-            raise Busy("you ask too often", backlog_s=BUSY_BACKLOG_S)
+            raise Busy("you ask too often", backlog_s=FIRST_PAUSE_S)
 
     # ---- what it says -----------------------------------------------------------------------
 

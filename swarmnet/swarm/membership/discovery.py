@@ -16,21 +16,17 @@ from typing import Any
 from swarmnet.errors import ProtocolViolation, SwarmnetError
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.protocol.membership.records import LEFT, OBSERVER_STAGE
+from swarmnet.protocol.timing import ANSWER_S, CONNECT_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import SignedRecord
 from swarmnet.wire import pack, unpack
 
 log = logging.getLogger("swarmnet.discovery")
 
-REFRESH_S = 60.0
-EXPIRY_S = 180.0
-LONELY_LOOK_S = 5.0
-"""How often a peer without live partners looks into the directory."""
-CALL_TIMEOUT_S = 20.0
+REFRESH_S = UPKEEP_S
+EXPIRY_S = LAPSES * REFRESH_S
 MAX_CONNECTED = 8
 """Addresses of known peers through which the DHT is joined."""
-CONNECT_TIMEOUT_S = 3.0
-"""Addresses of peers that are gone delay a search by no more than this."""
 MAX_FOUND = 64
 """Records taken from one key."""
 
@@ -78,7 +74,7 @@ class Directory:
     async def _connect(self, address: str) -> None:
         """hivemind's DHT talks only to peers that the daemon has a connection to."""
         try:
-            await self._gossip.transport.dial(address, CONNECT_TIMEOUT_S)
+            await self._gossip.transport.dial(address, CONNECT_S)
         except SwarmnetError as e:
             log.debug("%s: %s", address, e)
 
@@ -93,9 +89,9 @@ class Directory:
         publish_at, looked_at = loop.time(), loop.time()
         try:
             while True:
-                await asyncio.sleep(LONELY_LOOK_S * self._rng.uniform(0.5, 1.0))
+                await asyncio.sleep(ANSWER_S * self._rng.uniform(0.5, 1.0))
                 try:
-                    async with asyncio.timeout(CALL_TIMEOUT_S):
+                    async with asyncio.timeout(PATIENCE_S):
                         await self._renew_node()
                         if loop.time() >= publish_at and await self.publish():
                             publish_at = loop.time() + REFRESH_S

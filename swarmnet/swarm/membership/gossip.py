@@ -22,6 +22,7 @@ from swarmnet.swarm.membership.callers import CallerChecks, Served
 from swarmnet.swarm.membership.join_declaration import JoinDeclaration
 from swarmnet.swarm.membership.known_records import KnownRecords
 from swarmnet.swarm.membership.liveness import Liveness
+from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.membership.news import News
 from swarmnet.swarm.membership.own_record import OwnRecord, Signer
 from swarmnet.swarm.membership.pace import GossipPace, GossipSettings
@@ -34,7 +35,6 @@ from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.gossip")
 
-CATCH_UP_S = 2.0
 """Longest wait for what was urgent in the last moments."""
 
 
@@ -195,7 +195,7 @@ class Gossip:
         are told all of that. In a small one every peer is told."""
         told = self.pushes.first_targets()
         if told and not self.is_small:
-            await self._exchange.hear_from(self.rng.choice(told), CATCH_UP_S)
+            await self._exchange.hear_from(self.rng.choice(told), PROBE_TIMEOUT_S)
 
     def serves(self, replica: Served | None) -> None:
         """What other replicas of its stage may ask of this one from now on; None: nothing."""

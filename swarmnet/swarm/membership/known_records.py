@@ -29,6 +29,8 @@ DECODED_RECORDS, DECODED_BYTES = 8192, 4096
 """Kept in their decoded form, and how long the longest of them is: for many peers in one process,
 which all decode the same records."""
 FORGET_AFTER_S = 600.0
+"""It protects from records without end, and leaves those beyond a cut to be looked for
+(tests/swarm/membership/test_known_records.py)."""
 
 
 @dataclass(frozen=True, slots=True)

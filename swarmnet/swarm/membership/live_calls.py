@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmnet.errors import DeadlineExceeded, Unreachable
+from swarmnet.protocol.membership.awake import TICK_S
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
+from swarmnet.protocol.timing import DAY_S
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 
-PROBE_CALL_S = 0.5
-"""A callee that has not answered for so long is probed. It protects from waiting for the deadline
-of a call whose callee is silent (`tests/swarm/membership/test_live_calls.py`)."""
 PROBE_PART = 0.2
-"""Of the time that calls take or have taken: until it is probed, and probed again."""
-NO_DEADLINE_S = 86_400.0
-"""Of the transport: the deadline here counts only the time in which this process ran."""
+"""Of the time that calls take or have taken: until a callee is probed, and again. It protects
+peers that are slow from being probed all the time (tests/swarm/update/test_live_calls.py)."""
 
 
 class Judge(Protocol):
@@ -83,7 +81,7 @@ class LiveCalls:
                     peer_id,
                     method,
                     message,
-                    timeout_s=timeout_s + NO_DEADLINE_S,
+                    timeout_s=timeout_s + DAY_S,  # time in which this process stood still
                     on_progress=on_progress,
                 )
         except TimeoutError:
@@ -114,7 +112,7 @@ class LiveCalls:
             asked = [c for c in calls if c.usual_s != math.inf]
             if asked:
                 waited_s = now - asked[0].began
-                pause_s = max(PROBE_CALL_S, PROBE_PART * max(waited_s, asked[0].usual_s))
+                pause_s = max(TICK_S, PROBE_PART * max(waited_s, asked[0].usual_s))
                 probed_at = self._probed.get(peer_id, -math.inf)
                 if waited_s >= pause_s and now - probed_at >= pause_s:
                     self._probed[peer_id] = now

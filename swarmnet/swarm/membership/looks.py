@@ -15,7 +15,7 @@ from swarmnet.wire import Message
 
 PROBE_TIMEOUT_S = 2.0
 """For the answer to a ping. It protects from a peer that is silent with its channels open
-(`tests/swarm/membership/test_detection.py`)."""
+(tests/swarm/membership/test_detection.py)."""
 
 
 class Looks:
@@ -47,8 +47,8 @@ class Looks:
         await asyncio.gather(*map(self._look_into, peer_ids))
 
     async def _look_into(self, peer_id: str) -> None:
-        for _ in range(2):  # one that is under way may end with an answer from before
-            is_new = peer_id not in self._under_way
+        for is_last in (False, True):  # one that is under way may end with an answer from before
+            is_new = is_last or peer_id not in self._under_way
             self.begin(peer_id)
             if peer_id in self._under_way:
                 await asyncio.wait([self._under_way[peer_id]])
@@ -78,14 +78,16 @@ class Looks:
         """True where a ping is answered. False where this process stood still meanwhile, so that
         the silence means nothing. Raises a `SwarmnetError` where it is not answered."""
         loop, reach = asyncio.get_running_loop(), self._view.reach
-        began, awake_s = loop.time(), reach.awake_s(loop.time())
+        clock = self._view.detector.clock
+        reach.awake_s(loop.time())
+        stalled_s = clock.stalled_s
         try:
             await self._transport.call(peer_id, "ping", Message(), timeout_s=PROBE_TIMEOUT_S)
         except RemoteError:
             pass  # it answered
         except SwarmnetError:
-            now = loop.time()
-            if now - began > reach.awake_s(now) - awake_s + PROBE_TIMEOUT_S / 4:
+            reach.awake_s(loop.time())
+            if clock.stalled_s > stalled_s:
                 return False
             raise
         return True

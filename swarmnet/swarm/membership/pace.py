@@ -5,32 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.protocol.membership.view import View
+from swarmnet.swarm.timing import LOOK_LESS_S
 
 PUSH_FANOUT = 16
 """Peers to which urgent news is pushed at most."""
-SILENCE_STEP = 0.05
-"""The view's `silence_s` is changed only when it is off by more than this part."""
-TELL_TOGETHER_S = 0.2
-TELL_TOGETHER_PER_PEER_S = 0.0025
-MAX_TELL_TOGETHER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class GossipSettings:
+    """Of a swarm that a push reaches. In a larger one all but the last are longer in proportion to
+    the number of live peers, all of whose stamps travel with an exchange."""
+
     interval_s: float = 0.4
-    interval_per_peer_s: float = 0.02
-    """A peer exchanges records every `interval_s`, or every so many seconds times the number of
-    live peers, whichever is longer: the stamps of all peers travel with an exchange."""
+    """Between two exchanges of records with a random peer: what no push has brought comes with
+    them. It protects from news that is lost (tests/swarm/membership/test_urgent_news.py)."""
     heartbeat_s: float = 1.0
-    heartbeat_per_peer_s: float = 0.1
-    """The heartbeat is the longer of `heartbeat_s` and this times the number of live peers."""
-    silence_s: float = 8.0
-    """A peer whose record has not changed for so long is suspected..."""
-    silent_heartbeats: float = 4.0
-    """...or for so many heartbeats, whichever is longer."""
+    """A record is sealed anew so often. It protects peers that have nothing to say from seeming
+    dead (tests/swarm/membership/test_own_record.py)."""
+    silence_s: float = SILENCE_S
+    """A peer whose record has not changed for so long is silent."""
     push_delay_s: float = 0.01
-    """Changes within this time are pushed together."""
+    """Changes within this time are pushed together. It protects from a message for each of them
+    (tests/swarm/membership/test_pushes.py)."""
 
 
 class GossipPace:
@@ -48,7 +46,7 @@ class GossipPace:
     @property
     def publish_every_s(self) -> float:
         """Changes that are not urgent are collected for so long."""
-        return 0.0 if self.is_small else self.heartbeat_s / 4
+        return 0.0 if self.is_small else self.interval_s
 
     @property
     def spread_s(self) -> float:
@@ -63,16 +61,13 @@ class GossipPace:
         is always some news, and a round is longer."""
         if self.is_small:
             return 0.0
-        together_s = max(TELL_TOGETHER_S, TELL_TOGETHER_PER_PEER_S * len(self._view))
-        return min(together_s, MAX_TELL_TOGETHER_S)
+        return min(self.interval_s, LOOK_LESS_S)
 
     def adapt(self, num_live: int) -> None:
         """Sets the intervals for a swarm of `num_live` peers, and after what silence the view
         counts a peer as dead. What a peer sends and hears in a second then does not grow with the
         swarm."""
-        settings = self._settings
-        self.interval_s = max(settings.interval_s, settings.interval_per_peer_s * num_live)
-        self.heartbeat_s = max(settings.heartbeat_s, settings.heartbeat_per_peer_s * num_live)
-        silence_s = max(settings.silence_s, settings.silent_heartbeats * self.heartbeat_s)
-        if abs(silence_s - self._view.silence_s) > SILENCE_STEP * silence_s:
-            self._view.silence_s = silence_s
+        settings, part = self._settings, max(1.0, num_live / PUSH_FANOUT)
+        self.interval_s = part * settings.interval_s
+        self.heartbeat_s = part * settings.heartbeat_s
+        self._view.silence_s = part * settings.silence_s

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 
 from swarmnet.errors import Busy, SwarmnetError
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     MAX_PROBE_BYTES,
@@ -17,10 +19,9 @@ from swarmnet.swarm.messages import (
     DialBackReply,
     DialBackRequest,
 )
-from swarmnet.transport.base import BUSY_BACKLOG_S, Request, Transport
+from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
-DIAL_BACK_TIMEOUT_S = 8.0
 MAX_PROBES = 2
 """Served at a time."""
 MAX_REASON_CHARS = 200
@@ -38,7 +39,7 @@ class Probes:
 
     def _admit(self, request: Request) -> None:
         if self._running >= MAX_PROBES:
-            raise Busy("too many probes", backlog_s=BUSY_BACKLOG_S)
+            raise Busy("too many probes", backlog_s=FIRST_PAUSE_S)
 
     async def _on_dial_back(self, request: Request) -> Message:
         asked = convert(request.message.body, DialBackRequest)
@@ -48,7 +49,7 @@ class Probes:
             reasons = []
             for address in asked.addresses:
                 try:
-                    await self._transport.dial(address, timeout_s=DIAL_BACK_TIMEOUT_S)
+                    await self._transport.dial(address, timeout_s=CONNECT_S)
                     reasons.append("")
                 except SwarmnetError as e:
                     reasons.append(str(e)[:MAX_REASON_CHARS] or type(e).__name__)

@@ -13,21 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.membership.reconnect import LEAST_PAUSE_S, Reconnect, Row
+from swarmnet.protocol.membership.reconnect import Reconnect, Row
 from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.timing import ANSWER_S, CONNECT_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_AGAIN_S, LOOK_LESS_S
 
 log = logging.getLogger("swarmnet.peer")
 
-FIRST_DIAL_S, DIAL_S = 2.0, 5.0
-"""Longest wait for an answer: of the first dials, which follow each other closely, and later."""
-LOOK_EVERY_S, LOOK_PER_PEER_S, LONGEST_LOOK_S = 1.0, 0.02, 10.0
-"""Between two looks at which peers are missing; longer in large swarms, where a look takes
-longer."""
-DROP_AFTER_S = 15.0
-"""A peer that has been missing for longer than this while its connection is open has moved, or the
-way there has: a connection that leads nowhere takes a minute to notice."""
 NAMED = 4
 """Peers that a line for people names."""
 Remembered = Callable[[], Mapping[str, Sequence[str]]]
@@ -56,18 +50,16 @@ class Reconnecting:
         try:
             while True:
                 now = loop.time()
-                if now - self._looked_at >= self._look_every_s():
+                # A look takes longer in a large swarm, and so does news.
+                if now - self._looked_at >= max(LOOK_LESS_S, self._gossip.spread_s):
                     self._looked_at = now
                     self._table.look(self._missing(now), now)
                 row = self._table.next(now)
                 if row is not None:
                     self._tasks.start(self._try(row))
-                await asyncio.sleep(LEAST_PAUSE_S if self._table.rows() else LOOK_EVERY_S)
+                await asyncio.sleep(LOOK_AGAIN_S if self._table.rows() else LOOK_LESS_S)
         finally:
             await self._tasks.close()
-
-    def _look_every_s(self) -> float:
-        return min(max(LOOK_EVERY_S, LOOK_PER_PEER_S * len(self._gossip.view)), LONGEST_LOOK_S)
 
     def _missing(self, now: float) -> dict[str, tuple[str, ...]]:
         """Machines that are not live, those seen last first, with their addresses, the newest
@@ -97,11 +89,13 @@ class Reconnecting:
         transport = gossip.transport
         loop = asyncio.get_running_loop()
         try:
-            if loop.time() - row.since > DROP_AFTER_S and peer_id in transport.connected():
+            # Missing while its connection is open, it has moved, or the way there has: a
+            # connection that leads nowhere takes a minute to notice.
+            if loop.time() - row.since > ANSWER_S and peer_id in transport.connected():
                 await transport.drop(peer_id)
             if row.addresses:
                 transport.learn(peer_id, row.addresses)
-            if await gossip.reconcile(peer_id, min(max(FIRST_DIAL_S, row.rest_s), DIAL_S)):
+            if await gossip.reconcile(peer_id, CONNECT_S):
                 log.info("%s answers again", peer_id[-8:])
         except SwarmnetError as e:  # it is of another run by now, say
             log.debug("%s was looked for: %s", peer_id[-8:], e)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swarmnet.errors import Busy, Refused, SwarmnetError
+from swarmnet.protocol.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.reachability import (
     Sight,
@@ -22,10 +23,12 @@ from swarmnet.protocol.membership.reachability import (
     is_reachable,
 )
 from swarmnet.protocol.membership.records import LEFT, Record
+from swarmnet.protocol.timing import ANSWER_S, DAY_S, LAPSES, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import LookBackReply, LookBackRequest, RelayGrant
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.transport.base import ANSWER_S, BUSY_BACKLOG_S, Handler, Request
+from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.transport.base import Handler, Request
 from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
@@ -34,25 +37,20 @@ NUM_RELAYS = 2
 """At which a peer that cannot be dialled keeps a place: one may die."""
 NUM_JUDGES = 3
 """Peers that are asked what they see."""
-LOOK_EVERY_S = 300.0
-"""Between two looks at whether this peer can be dialled; networks change."""
-FIRST_LOOKS_S = 0.5
-"""The same until some peer has answered."""
-WANTING_S = 3.0
-"""Between two tries to find more relays."""
-RENEW_EVERY_S = 20.0
-GRANT_S = 90.0
+LOOK_EVERY_S = LONGEST_PAUSE_S
+"""Between two looks at whether this peer can be dialled, once some peer has answered: networks
+change."""
+RENEW_EVERY_S = UPKEEP_S
+GRANT_S = LAPSES * RENEW_EVERY_S
 """A place at a relay ends so long after it was asked for last."""
-DOUBTED_S, DOUBTS_IN_S = 10.0, 60.0
-"""Others have suspected this peer, though it lives, for so long within so long, rather than in one
-bad moment: then it keeps places although it can be dialled."""
-DOUBTS_LOOK_S = 5.0
-DOUBTED_FOR_S = 6 * 3600.0
+DOUBTED_S = 10.0
+"""Others have suspected this peer, though it lives, for so long within `UPKEEP_S`: then it keeps
+places although it can be dialled. It protects relays from peers that have one bad moment
+(tests/swarm/membership/test_relaying.py)."""
+DOUBTED_FOR_S = DAY_S
 """How long it keeps them then."""
 MAX_GRANTS = 64
 """Places that a peer offers."""
-REFUSED_FOR_S = 120.0
-"""A peer that gave no place is not asked again for so long."""
 MAX_LOOKS = 4
 """Served at a time."""
 FIRST_PORT = 1024
@@ -139,28 +137,25 @@ class Relaying:
     async def run(self) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
-        looked_at = float("-inf")
+        looked_at = renewed_at = float("-inf")
         while True:
             own = self._transport.own_addresses()
             if own != self._own:  # on another network, maybe
                 self._own, looked_at = own, float("-inf")
-            every_s = FIRST_LOOKS_S if self.reachable is None else LOOK_EVERY_S
-            if loop.time() - looked_at >= every_s:
+            if self.reachable is None or loop.time() - looked_at >= LOOK_EVERY_S:
                 looked_at = loop.time()
                 await self._look()
-            if self._needs_relays():
-                await self._keep_places()
-            elif self.relays:
+            if not self._needs_relays():
                 self.relays = {}
+            else:
+                if loop.time() - renewed_at >= RENEW_EVERY_S:
+                    renewed_at = loop.time()
+                    await self._renew_places()
+                await self._find_places()
             self._tell()
             self._wake.clear()
-            wait_s = RENEW_EVERY_S if self.relays else DOUBTS_LOOK_S
-            if self.reachable is None:
-                wait_s = FIRST_LOOKS_S
-            elif self._is_wanting():
-                wait_s = WANTING_S
             try:
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(LOOK_LESS_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -171,7 +166,7 @@ class Relaying:
     def _is_doubted(self) -> bool:
         """Whether some peer does not reach this one, though others do."""
         now = asyncio.get_running_loop().time()
-        recent = [at for at in self._gossip.unreached.doubts if at > now - DOUBTS_IN_S]
+        recent = [at for at in self._gossip.unreached.doubts if at > now - UPKEEP_S]
         if recent and recent[-1] - recent[0] >= DOUBTED_S:
             if self._doubted_at is None:
                 log.warning("somebody cannot reach this peer: it can be reached through relays too")
@@ -179,9 +174,6 @@ class Relaying:
         elif self._doubted_at is not None and now - self._doubted_at > DOUBTED_FOR_S:
             self._doubted_at = None
         return self._doubted_at is not None
-
-    def _is_wanting(self) -> bool:
-        return self._needs_relays() and len(self.relays) < NUM_RELAYS and bool(self._others())
 
     # ---- can this peer be dialled? ----------------------------------------------------------
 
@@ -213,10 +205,14 @@ class Relaying:
 
     # ---- places at relays -------------------------------------------------------------------
 
-    async def _keep_places(self) -> None:
-        """Renews them, and finds others for those that are lost."""
+    async def _renew_places(self) -> None:
         for relay_id in list(self.relays):
             await self._reserve(relay_id)
+
+    async def _find_places(self) -> None:
+        """Others for those that are lost."""
+        if len(self.relays) >= NUM_RELAYS:
+            return
         now = asyncio.get_running_loop().time()
         self._refused = {p: until for p, until in self._refused.items() if until > now}
         candidates = self._others()
@@ -236,11 +232,11 @@ class Relaying:
         except SwarmnetError as e:
             log.info("no place at relay %s: %s", relay_id[-8:], e)
             self.relays.pop(relay_id, None)
-            self._refused[relay_id] = asyncio.get_running_loop().time() + REFUSED_FOR_S
+            self._refused[relay_id] = asyncio.get_running_loop().time() + UPKEEP_S
             return
         usable = tuple(a for a in grant.addresses if host_and_port(a) is not None)
         if not usable:
-            self._refused[relay_id] = asyncio.get_running_loop().time() + REFUSED_FOR_S
+            self._refused[relay_id] = asyncio.get_running_loop().time() + UPKEEP_S
             return
         if relay_id not in self.relays:
             at = circuit_address(usable[0], relay_id, self._transport.peer_id)
@@ -275,7 +271,7 @@ class Relaying:
         """Says where a peer comes from, and knocks there."""
         asked = convert(request.message.body, LookBackRequest)
         if self._looking >= MAX_LOOKS:
-            raise Busy("too many looks", backlog_s=BUSY_BACKLOG_S)
+            raise Busy("too many looks", backlog_s=FIRST_PAUSE_S)
         self._looking += 1
         try:
             observed = host_and_port(await self._transport.observed(request.remote))

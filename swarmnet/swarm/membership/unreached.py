@@ -9,12 +9,11 @@ import random
 from collections import deque
 
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.messages import Unreached
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
-UNREACHED_EVERY_S = 3.0
-"""A peer is told no more often that it cannot be reached."""
 KEPT_DOUBTS = 64
 
 
@@ -61,8 +60,8 @@ class UnreachedNotices:
 
     def _may_tell(self, peer_id: str, now: float) -> bool:
         told = self._told
-        if now - told.get(peer_id, float("-inf")) < UNREACHED_EVERY_S:
+        if now - told.get(peer_id, float("-inf")) < CONNECT_S:
             return False
-        self._told = {p: at for p, at in told.items() if now - at < UNREACHED_EVERY_S}
+        self._told = {p: at for p, at in told.items() if now - at < CONNECT_S}
         self._told[peer_id] = now
         return True

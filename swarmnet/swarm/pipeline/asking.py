@@ -18,6 +18,7 @@ from swarmnet.errors import (
     TransportError,
 )
 from swarmnet.protocol.pipeline.routing import Router
+from swarmnet.protocol.timing import ANSWER_S, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdmitReply, AdmitRequest, StepRequest
 from swarmnet.swarm.timing import LOOK_AGAIN_S
@@ -26,17 +27,16 @@ from swarmnet.wire import Message, convert
 
 ASK_S = 0.2
 """Replicas are asked first when they could begin where sending the arrays takes longer than
-this..."""
+this (tests/swarm/pipeline/test_room.py)..."""
 ASK_WORK_S = 1.0
-"""...or the work for it does, at a usual one of them..."""
-CROWDED_S = 30.0
+"""...or the work for it does, at a usual one of them. Both protect callers from sending work to a
+replica that is full (tests/swarm/pipeline/test_room.py)..."""
+CROWDED_S = PATIENCE_S
 """...and for so long at a stage that has turned away a call which did not ask, where its wait would
 have been longer than `ASK_S` too. So long after a replica has said that it has no room, its stage
 is not suspected either."""
 ASKED = 8
-"""...so many of them..."""
-ADMIT_TIMEOUT_S = 5.0
-"""...and have so long to answer."""
+"""...so many of them."""
 ASKING_AT_A_TIME = 4
 """Microbatches for which one caller asks at a time. Many that ask at once all hear of the same free
 replica; the next ones hear of what the first ones took."""
@@ -124,7 +124,7 @@ class Asking:
                 reply = await self.ask_self(Message(asked))
             else:
                 reply = await self.gossip.liveness.call_while_live(
-                    peer_id, "admit", Message(asked), timeout_s=ADMIT_TIMEOUT_S
+                    peer_id, "admit", Message(asked), timeout_s=ANSWER_S
                 )
             return float(convert(reply.body, AdmitReply).wait_s)
         except Busy as e:
@@ -148,7 +148,7 @@ class Asking:
         """Does a callee that has been silent say that it has the microbatch? None where it says
         nothing."""
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
-        timeout_s = min(silent_s, ADMIT_TIMEOUT_S)
+        timeout_s = min(silent_s, ANSWER_S)
         try:
             reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
             return convert(reply.body, AdmitReply).known

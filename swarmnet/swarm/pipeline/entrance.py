@@ -15,6 +15,7 @@ from swarmnet.swarm.pipeline.flights import Flights
 from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
@@ -23,11 +24,10 @@ PIECES = 2
 """Of work for a microbatch, which wait for the device one by one: its forward and its backward."""
 IN_HAND_PART = 0.03
 """How much the work for the microbatches that are inside a replica weighs against that which waits
-before its device."""
+before its device. It protects slow replicas from work that fast ones would have done sooner
+(tests/simulation/test_scheduling.py)."""
 LEAST_IN_HAND = 0.1
 """Counted for a replica that has none, so that of two idle ones the faster one is chosen."""
-UNKNOWN_PIECE_S = 0.5
-"""What a replica that has not worked yet says of itself when it has no room."""
 
 
 class Entrance:
@@ -92,7 +92,7 @@ class Entrance:
             most = max(1, most // 2)
         num_in_flight = self._flights.num_in_flight
         if waiting >= room or num_in_flight >= most:
-            raise Busy("the queue is full", backlog_s=over * (piece_s or UNKNOWN_PIECE_S))
+            raise Busy("the queue is full", backlog_s=over * (piece_s or LOOK_AGAIN_S))
         if not self._resource_limits.has_room(replica.index, num_in_flight):
             raise Busy("no memory for more", backlog_s=replica.service_s)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
@@ -42,8 +43,7 @@ log = logging.getLogger("swarmnet.feeder")
 MAX_REFUSED = 8
 """Microbatches that stage 0 refuses one after the other before a feeder takes its data for unusable
 and rests."""
-REST_S = 300.0
-
+REST_S = LONGEST_PAUSE_S
 
 OnCommit = Callable[[int, int], None]
 

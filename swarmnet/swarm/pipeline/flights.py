@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarmnet.errors import NotReady
-from swarmnet.protocol.pipeline.service_time import SMOOTHING
+from swarmnet.protocol.timing import SMOOTHING
 from swarmnet.swarm.messages import StepProgress
 from swarmnet.swarm.ports import StepKey
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.wire import Message
 
-FURTHER_S = 5.0
+FURTHER_S = LOOK_LESS_S
 """How long callers are not told that a microbatch has come further on a way that they know."""
 
 

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Callable
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.messages import LOGITS, InferReply, InferRequest
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import OTHER, LossResult
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.transport.base import BUSY_BACKLOG_S, Request
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message, convert
 
-INFER_TIMEOUT_S = 60.0
 MAX_INFERRING = 64
 """Forward passes that wait for the device at a time, far fewer than all work that may."""
 
@@ -44,7 +45,7 @@ class InferService:
         last = infer.stage == replica.stage.num_stages - 1
         wanted = None if infer.mode == LOGITS or not last else targets
         if self._num_waiting >= MAX_INFERRING:
-            raise Busy("too many forward passes wait here", backlog_s=BUSY_BACKLOG_S)
+            raise Busy("too many forward passes wait here", backlog_s=FIRST_PAUSE_S)
         self._num_waiting += 1
         try:
             result = await replica.device.run(
@@ -66,7 +67,7 @@ async def infer_through(
     wiring: Wiring,
     infer: InferRequest,
     arrays: tuple[Array, ...],
-    timeout_s: float = INFER_TIMEOUT_S,
+    timeout_s: float = BULK_S,
 ) -> Message:
     """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
     error; `Stale` at once when the round that it asks for is over."""

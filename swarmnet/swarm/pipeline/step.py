@@ -26,6 +26,7 @@ from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.ports import BACKWARD, FORWARD, LossResult, StepKey
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import MAX_TRIES
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -33,7 +34,8 @@ from swarmnet.wire import Array, Message, convert
 log = logging.getLogger("swarmnet.step")
 
 ANNOUNCE_CHANGE = 0.2
-"""By what part a service time must change to be announced again in the middle of a round."""
+"""By what part a service time must change to be announced again in the middle of a round. It
+protects from news with each microbatch (tests/swarm/lifecycle/test_speed.py)."""
 MAX_TOKENS_PER_TARGET = 16
 """What a custom model counts as tokens need not be one for each number of its targets."""
 
@@ -233,7 +235,7 @@ class StepService:
             # The gradient for the stage before is as large as its inputs.
             replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
-        for attempt in range(self.limits.max_attempts):
+        for attempt in range(MAX_TRIES):
             passed = await self._pass_on(flight, step, outputs, targets, *beside)
             grads = passed.grad_inputs
             assert grads is not None
@@ -248,7 +250,7 @@ class StepService:
             except ProtocolViolation as e:  # not finite: the fault of what came back
                 log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)
                 self.wiring.blame(step.stage + 1, passed.peer_id)
-                if attempt + 1 == self.limits.max_attempts:
+                if attempt + 1 == MAX_TRIES:
                     raise
                 continue
             self._announce(replica)

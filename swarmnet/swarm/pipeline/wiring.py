@@ -23,13 +23,15 @@ from swarmnet.errors import (
     Taken,
     TransportError,
 )
-from swarmnet.protocol.pipeline.routing import FIRST_DEADLINE_S, MIN_DEADLINE_S, Router
+from swarmnet.protocol.pipeline.routing import MIN_DEADLINE_S, Router
+from swarmnet.protocol.timing import LEAST_WAIT_S
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.membership.live_calls import PROBE_PART
 from swarmnet.swarm.messages import StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.asking import Asking
 from swarmnet.swarm.pipeline.deadline import Deadline
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.timing import LEAST_WAIT_S, LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.transport.base import Handler, Request, Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -37,14 +39,10 @@ log = logging.getLogger("swarmnet.wiring")
 
 DEPTH_GRACE_S = 0.5
 """Added to a deadline for each stage behind the callee: the caller nearest to a silent peer notices
-first."""
-FIRST_DEADLINE_A_STAGE_S = 15.0
-"""For each stage that a call goes through whose duration has not been measured yet."""
-MAX_EXTENSIONS = 20
-"""Times that a callee which says that it is at work is waited for again."""
-LOOKS = 5
-"""Times that a callee is asked whether it is there at all, until the deadline."""
+first. It protects the work of the stages between (tests/swarm/pipeline/test_path_hints.py)."""
 LONGEST_CALL_S = 1200.0
+"""However often a callee says that it is at work. It protects a microbatch from one that never ends
+(tests/swarm/pipeline/test_room.py)."""
 MAX_AHEAD = 2
 """So many replicas of a stage must say that a round is over where no record does."""
 MAX_REFUSALS = 3
@@ -106,9 +104,6 @@ class Wiring:
             self._routers[stage_index] = Router(
                 random.Random(self.rng.random()),
                 samples_per_call=self.samples_per_call,
-                first_deadline_s=max(
-                    FIRST_DEADLINE_S, FIRST_DEADLINE_A_STAGE_S * (self.num_stages - stage_index)
-                ),
             )
         router = self._routers[stage_index]
         now = asyncio.get_running_loop().time()
@@ -138,7 +133,7 @@ class Wiring:
         loop = asyncio.get_running_loop()
         way = Way(request, request.hint, prefer_self and not self.shares(request.stage, arrays))
         longest = loop.time() + LONGEST_CALL_S
-        for _ in range(self.limits.max_attempts):
+        while loop.time() < longest:
             asks = self._asks(request.stage, arrays)
             peer_id = await self._choose(way, longest, asks)
             if peer_id is None:
@@ -159,8 +154,6 @@ class Wiring:
             if beyond:  # what lies beyond the dead callee need not be done again
                 way.hint = (peer_id, *beyond[-1])
             way.prefer_self = False
-            if loop.time() >= longest:
-                break
         raise NoRoute(f"no replica of stage {request.stage} took the microbatch: {way.last_error}")
 
     def _is_last_word(self, way: Way, peer_id: str, error: SwarmnetError) -> bool:
@@ -245,7 +238,7 @@ class Wiring:
             depth = self.num_stages - 1 - message.body.stage
             deadline_s = router.deadline_s(peer_id)
             silence_s = deadline_s + DEPTH_GRACE_S * depth
-            look_s = min(silence_s, max(MIN_DEADLINE_S, deadline_s / LOOKS))
+            look_s = min(silence_s, max(MIN_DEADLINE_S, PROBE_PART * deadline_s))
             reply = await self._call(peer_id, message, silence_s, look_s, on_progress)
             body = convert(reply.body, StepReply)
             grad_inputs = accept(body, reply.arrays)
@@ -315,18 +308,16 @@ class Wiring:
             )
         )
         try:
-            for _ in range(MAX_EXTENSIONS * LOOKS):
-                if await patience.wait(call):
-                    return call.result()
+            while not await patience.wait(call):
                 if not traffic.queued_bytes():  # all of it is sent
                     has_it = await self._asking.is_at_work(peer_id, message.body, look_s)
                     is_late = loop.time() >= silent_since + silence_s
                     if has_it is None or (is_late and not has_it):
-                        break
+                        raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
                     if is_late:
                         silent_since = loop.time()
                 patience.until(loop.time() + look_s)
-            raise DeadlineExceeded(f"no answer for {silence_s:.1f} s")
+            return call.result()
         finally:
             if not call.done():
                 call.cancel()

@@ -15,21 +15,20 @@ import xxhash
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import recovery
+from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
-from swarmnet.swarm.timing import LOOK_AGAIN_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
 
-LAST_MEASUREMENT_S = 60.0
+LAST_MEASUREMENT_S = BULK_S
 """Longest wait for the held-out loss after the last round."""
-LAST_SAVE_S = 60.0
+LAST_SAVE_S = BULK_S
 """Longest wait for the checkpoint of a peer that leaves."""
-MAX_SNAPSHOTS = 3
-"""Tries for one checkpoint: a round that ends meanwhile spoils the copy."""
 
 
 @dataclass
@@ -134,7 +133,7 @@ class Checkpointing:
             if self._last == (replica.index, replica.round):
                 return
             try:
-                for _ in range(MAX_SNAPSHOTS):
+                for _ in range(MAX_TRIES):  # a round that ends meanwhile spoils the copy
                     snapshot = await self._snapshot(replica, averaging)
                     if snapshot is not None:
                         await self._write(snapshot)

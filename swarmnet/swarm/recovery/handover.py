@@ -26,13 +26,14 @@ from random import Random
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Entry
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.transport.base import ANSWER_S, Request, Transport
+from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.handover")

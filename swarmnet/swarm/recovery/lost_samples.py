@@ -22,12 +22,11 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.settings import RunSettings
+from swarmnet.swarm.timing import RETRY_S
 from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.lost_samples")
 
-JUST_NOW_S = 0.1
-"""A replica that has said for no longer than this that it leaves still counts for the others."""
 SETTLED_ROUNDS = 2
 """A feeder's record has the counters of a round for at least so many rounds more."""
 KEPT_EXCHANGES = 8
@@ -111,7 +110,8 @@ class LostSamples:
         own = self.gossip.own
         plan = self.replica.plan
         replicas = list(self.gossip.view.replicas(self.replica.index, now))
-        if own.state == LEAVING and now - self.gossip.own_record.state_since < JUST_NOW_S:
+        # For the others, one that has just said that it leaves still counts.
+        if own.state == LEAVING and now - self.gossip.own_record.state_since < RETRY_S:
             replicas.append(own)
         # A replica that has not come so far has lost touch, and will fetch the stage again.
         replicas = [m for m in replicas if m.round >= window.stop - 1]

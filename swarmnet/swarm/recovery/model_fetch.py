@@ -15,17 +15,13 @@ import xxhash
 
 from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
 from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
+from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
-
-MAX_ROUNDS = 10
-"""Rounds that may pass under a download before it is given up."""
-COVER_WAIT_S = 20.0
-"""How long to wait until every stage has a replica in the same round."""
 
 
 async def fetch_model(
@@ -38,7 +34,7 @@ async def fetch_model(
     """The round, and for every stage its shards (flat fp32). `shard_sizes`: elements of each shard
     of each stage. Raises `UserError` where a stage is not served, or the run is faster than the
     link."""
-    for _ in range(MAX_ROUNDS):
+    for _ in range(MAX_TRIES):  # rounds that pass under a download
         round_index = await _common_round(gossip, shard_sizes)
         at_once = asyncio.Semaphore(limits.max_fetching)
         fetching = [
@@ -58,7 +54,7 @@ async def fetch_model(
                 task.cancel()
             await asyncio.gather(*fetching, return_exceptions=True)
     raise UserError(
-        f"the run made {MAX_ROUNDS} updates while the model was on its way; export from the peers' "
+        f"the run made {MAX_TRIES} updates while the model was on its way; export from the peers' "
         "--state-dir, or when the run is done"
     )
 
@@ -74,7 +70,7 @@ def _donors(gossip: Gossip, stage: int, num_shards: int) -> list[Record]:
 async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) -> int:
     """The newest round in which every stage has a replica."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + COVER_WAIT_S
+    end = loop.time() + PATIENCE_S
     while True:
         rounds = [
             {r.round for r in _donors(gossip, k, len(sizes))} for k, sizes in enumerate(shard_sizes)

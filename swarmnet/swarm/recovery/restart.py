@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import recovery
+from swarmnet.protocol.membership.failure_detector import SILENCE_S, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.update.sync_modes import GOSSIP
@@ -27,11 +28,12 @@ from swarmnet.swarm.update.replica import Replica
 
 log = logging.getLogger("swarmnet.recovery")
 
-OLDER_AFTER_S = 12.0
+OLDER_AFTER_S = SILENCE_S + SUSPECT_S
 """How long a running swarm must have had no replica of a stage before the stage goes on from an
-older round; longer than a dead peer counts as live."""
+older round: as long as a dead peer may count as live."""
 LOAD_PATIENCE_S = 600.0
-"""How long a peer may take to load what it offers, before the others go on without it."""
+"""How long a peer may take to load what it offers, before the others go on without it. It protects
+a run from a peer whose disk hangs (tests/swarm/recovery/test_recovery.py)."""
 MAX_CLOCK_ERROR_MS = 100 * 365 * 86_400_000
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import xxhash
 
 from swarmnet.errors import Busy, NotReady, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import DIGEST_BYTES
+from swarmnet.protocol.timing import BULK_S, LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     FetchReply,
@@ -28,25 +30,24 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.ports import Checkpoints, Worker
 from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.recovery")
 
-KEEP_S = 120.0
-"""How long a checkpoint is kept for those that fetch it, after one has last said so."""
-SAY_KEEP_S = 30.0
-ASK_TIMEOUT_S = 20.0
-SHARD_TIMEOUT_S = 900.0
-"""8 MB at 0.1 Mbit/s."""
+SAY_KEEP_S = UPKEEP_S
+"""Between two times that those who fetch a checkpoint say so."""
+KEEP_S = LAPSES * SAY_KEEP_S
+"""How long it is kept for them, after one has last said so."""
+SHARD_TIMEOUT_S = MAX_TRIES * BULK_S
+"""The slowest uplink that serves has time for a shard; a channel that is dead ends the call
+before."""
 AT_ONCE = 4
 """Shards that are fetched at a time."""
-RETRY_S = 0.5
-MAX_TRIES = 40
-"""For one shard."""
-MAX_CHOICES = 3
-"""Rounds that are begun with, where those before are to be had no more."""
 MAX_OFFERED = 64
+MAX_KEPT = 4
+"""Rounds that are kept for others at a time: each takes the disk space of a checkpoint."""
 
 Key = tuple[int, int]
 """(history, round)."""
@@ -62,20 +63,21 @@ class SavedModels:
         self._gossip, self._checkpoints, self._worker = gossip, checkpoints, worker
         self._serving = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
-        self._kept: tuple[int, float] = (-1, 0.0)
+        self._kept: dict[int, float] = {}
+        """Rounds, and until when each is kept."""
         transport.handle("saved", self._on_saved)
         transport.handle("saved_shard", self._on_shard)
 
     def kept_now(self) -> frozenset[int]:
         """Rounds that somebody is fetching."""
-        round_index, until = self._kept
         now = asyncio.get_running_loop().time()
-        return frozenset((round_index,)) if now < until else frozenset()
+        self._kept = {r: until for r, until in self._kept.items() if now < until}
+        return frozenset(self._kept)
 
     async def _on_saved(self, request: Request) -> Message:
         wanted = convert(request.message.body, SavedRequest)
-        if wanted.keep >= 0:
-            self._kept = wanted.keep, asyncio.get_running_loop().time() + KEEP_S
+        if wanted.keep >= 0 and (wanted.keep in self.kept_now() or len(self._kept) < MAX_KEPT):
+            self._kept[wanted.keep] = asyncio.get_running_loop().time() + KEEP_S
         return Message(await self._worker.run(self._offers))
 
     def _offers(self) -> SavedReply:
@@ -88,7 +90,7 @@ class SavedModels:
     async def _on_shard(self, request: Request) -> Message:
         fetch = convert(request.message.body, FetchRequest)
         if self._waiting >= 4 * AT_ONCE:
-            raise Busy("serving others", backlog_s=RETRY_S)
+            raise Busy("serving others", backlog_s=LOOK_LESS_S)
         self._waiting += 1
         try:
             async with self._serving:
@@ -126,6 +128,10 @@ class Offer:
     holders: list[list[str]] = field(default_factory=list)
     """Peers that have each stage so."""
 
+    def drop(self, stage: int, peer_id: str) -> None:
+        """A peer does not have a stage, as it turns out; other calls may have found so too."""
+        self.holders[stage] = [p for p in self.holders[stage] if p != peer_id]
+
 
 Choose = Callable[[Sequence[Key], Mapping[int, float]], Key | None]
 """Of the rounds to be had, the newest first, and the held-out losses by round."""
@@ -150,7 +156,7 @@ class SavedModelFetch:
     ) -> tuple[Key, list[list[Array]], Mapping[int, float]] | None:
         """The round, its shards by stage, and the held-out losses; None where no round is to be had
         whole. What has come stays in `parts` when this ends otherwise."""
-        for _ in range(MAX_CHOICES):
+        for _ in range(MAX_TRIES):
             offers, losses = await self._offers()
             whole = sorted(offers, reverse=True)
             begun = [key for key in whole if self.parts.has(key)]
@@ -195,7 +201,7 @@ class SavedModelFetch:
     async def _ask(self, peer_id: str, keep: int = -1) -> SavedReply | None:
         try:
             reply = await self.transport.call(
-                peer_id, "saved", Message(SavedRequest(keep)), timeout_s=ASK_TIMEOUT_S
+                peer_id, "saved", Message(SavedRequest(keep)), timeout_s=PATIENCE_S
             )
             return convert(reply.body, SavedReply)
         except SwarmnetError as e:
@@ -232,32 +238,41 @@ class SavedModelFetch:
             known = await self.worker.run(lambda: self.parts.get(k, j))
             if known is not None and _is_right(known, self.shard_sizes[k][j], digest):
                 return known
-            for attempt in range(MAX_TRIES):
-                live = [p for p in offer.holders[k] if self.gossip.view.get(p) is not None]
-                if not live:
-                    raise Stale("nobody has it")
-                peer_id = live[(j + attempt) % len(live)]
-                try:
-                    reply = await self.transport.call(
-                        peer_id,
-                        "saved_shard",
-                        Message(FetchRequest(offer.key[1], k, j)),
-                        timeout_s=SHARD_TIMEOUT_S,
-                    )
-                except NotReady:
-                    offer.holders[k].remove(peer_id)
-                    continue
-                except SwarmnetError as e:
-                    log.debug("shard %d of stage %d from %s: %s", j, k, peer_id[-8:], e)
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                values = reply.arrays[0] if len(reply.arrays) == 1 else None
-                if values is None or not _is_right(values, self.shard_sizes[k][j], digest):
-                    log.debug("shard %d of stage %d from %s is wrong", j, k, peer_id[-8:])
-                    offer.holders[k].remove(peer_id)
-                    continue
-                await self.worker.run(lambda v=values: self.parts.put(k, j, v))  # type: ignore[misc]
+            values = await self._from_holders(offer, k, j, digest)
+            await self.worker.run(lambda: self.parts.put(k, j, values))
+            return values
+
+    async def _from_holders(self, offer: Offer, k: int, j: int, digest: bytes) -> Array:
+        """Tries again for a while where a holder cannot give it. Raises `Stale`."""
+        loop = asyncio.get_running_loop()
+        turn, until = j, math.inf
+        while loop.time() < until:
+            live = [p for p in offer.holders[k] if self.gossip.view.get(p) is not None]
+            if not live:
+                raise Stale("nobody has it")
+            peer_id = live[turn % len(live)]
+            turn += 1
+            try:
+                reply = await self.transport.call(
+                    peer_id,
+                    "saved_shard",
+                    Message(FetchRequest(offer.key[1], k, j)),
+                    timeout_s=SHARD_TIMEOUT_S,
+                )
+            except NotReady:
+                offer.drop(k, peer_id)
+                continue
+            except SwarmnetError as e:
+                log.debug("shard %d of stage %d from %s: %s", j, k, peer_id[-8:], e)
+                until = min(until, loop.time() + PATIENCE_S)
+                backlog_s = e.backlog_s if isinstance(e, Busy) else 0.0
+                await asyncio.sleep(min(max(RETRY_S, backlog_s), PATIENCE_S))
+                continue
+            values = reply.arrays[0] if len(reply.arrays) == 1 else None
+            if values is not None and _is_right(values, self.shard_sizes[k][j], digest):
                 return values
+            log.debug("shard %d of stage %d from %s is wrong", j, k, peer_id[-8:])
+            offer.drop(k, peer_id)
         raise Stale("nobody gives it")
 
 

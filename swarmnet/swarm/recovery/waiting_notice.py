@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 
 log = logging.getLogger("swarmnet.recovery")
 
 SAY_EVERY_S = 10.0
-"""Between two lines that say what is being waited for."""
-SAY_ENDLESS_EVERY_S = 60.0
+"""Between two lines that say what is being waited for. It protects the log from a line for each
+look (tests/swarm/recovery/test_waiting_notice.py)."""
+SAY_ENDLESS_EVERY_S = UPKEEP_S
 """Likewise where only a person, or a peer that is not there, can help."""
 WAY_OUT = (
     "start the peer that has it, or one peer with --begin-anew to begin from initial parameters"

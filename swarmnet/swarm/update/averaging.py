@@ -203,7 +203,8 @@ class Averaging:
         parts = {j: await part(j) for j in _rotated(shards, self.gossip.own.peer_id)}
         declared = max((num_tokens for num_tokens, _ in parts.values()), default=0)
         self.gossip.update(declared=(r, declared))
-        exchange.begin(parts, store or self.replica.stage.stage_parameters)
+        put = store or self.replica.stage.stage_parameters
+        exchange.begin(parts, put, stays_in_stage=store is None)
         while not exchange.is_over(parts):
             if self.states.failure is not None:
                 raise self.states.failure
@@ -253,9 +254,9 @@ class Averaging:
         return exchange is not None and exchange.number == self.current and exchange.may_step(j)
 
     def results_of(self, r: int) -> set[int]:
-        """Shards of which the result of an exchange is here."""
+        """Shards whose step in an exchange is known here."""
         exchange = self._exchange
-        return set(exchange.results) if exchange is not None and exchange.number == r else set()
+        return exchange.has_step() if exchange is not None and exchange.number == r else set()
 
     def repair_beside(self) -> None:
         """As `Ownership.repair`, while an exchange is under way: its results may travel for long

@@ -189,9 +189,8 @@ class OptimizerStates:
                 await self._create(j)
                 return
             for holder in holders(r, j):
-                if self.replica.plan.last_exchange(
-                    j, self.current
-                ) > self.replica.plan.last_exchange(j, r):
+                last_exchange = self.replica.plan.last_exchange
+                if last_exchange(j, self.current) > last_exchange(j, r):
                     return
                 try:
                     reply = await self.transport.call(

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnet.errors import ChannelClosed, ProtocolViolation, WrongVersion
-from swarmnet.transport.base import ANSWER_S, ByteStream, Traffic
+from swarmnet.protocol.timing import ANSWER_S, UPKEEP_S
+from swarmnet.transport.base import ByteStream, Traffic
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route, request_head
 from swarmnet.transport.calls.hello import (
@@ -38,11 +39,12 @@ from swarmnet.wire import Message
 log = logging.getLogger("swarmnet.transport")
 
 HELLO_TIMEOUT_S = ANSWER_S
-LEASE_S = 60.0
+LEASE_S = UPKEEP_S
 """What has begun to arrive is given up after so long, or at the latest after twice that: a
 stranger's in any case, another's where nothing else came either."""
 PARTING_S = 0.2
-"""A peer of another version has so long to read our hello before its stream ends."""
+"""A peer of another version has so long to read our hello before its stream ends. It protects from
+an end without a reason on both sides (tests/transport/test_channel.py)."""
 
 
 class Owner(Protocol):

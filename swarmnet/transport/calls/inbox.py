@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation
-from swarmnet.transport.base import BUSY_BACKLOG_S, Traffic
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.transport.base import Traffic
 from swarmnet.transport.calls.heads import method_of
 from swarmnet.transport.calls.holdings import Hold, Holdings, Overfull, bytes_of_call
 from swarmnet.transport.calls.pending import PendingCalls
@@ -212,7 +213,7 @@ class Inbox:
             self._assemblies[key] = Assembly(head, self._allocate, books)
             return None
         self._assemblies[key] = _unwanted(head, books)
-        busy = Busy("no room for more arrays", backlog_s=BUSY_BACKLOG_S)
+        busy = Busy("no room for more arrays", backlog_s=FIRST_PAUSE_S)
         if head.kind == REQUEST:
             self._served.refuse(head, books, busy)
         else:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, SwarmnetError
-from swarmnet.transport.base import BUSY_BACKLOG_S, Envelope
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.transport.base import Envelope
 from swarmnet.transport.calls.heads import MAX_TEXT, Route, method_of, route_of
 from swarmnet.transport.calls.holdings import Hold, Holdings, bytes_of_call
 from swarmnet.transport.calls.outbox import Outgoing, outgoing
@@ -131,7 +132,7 @@ class ServedCalls:
             if hold is not None:
                 self._holdings.give_back(hold)
             text = "too many calls " + ("a second" if is_fast else "at a time")
-            return self._send_error(call_id, books, Busy(text, backlog_s=BUSY_BACKLOG_S))
+            return self._send_error(call_id, books, Busy(text, backlog_s=FIRST_PAUSE_S))
         self._serving[call_id] = Serving(books)
         work = self._serve(call_id, method_of(head), message, hold, route_of(head))
         self._service.start(remote, work)

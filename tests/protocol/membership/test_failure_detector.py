@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership import failure_detector
 from swarmnet.protocol.membership.failure_detector import (
     ALIVE,
     DEAD,
-    PAUSE_S,
     SUSPECT,
     SUSPECT_S,
     Changed,
@@ -132,12 +132,12 @@ def test_a_further_loss_is_told_to_the_lost_peer_only() -> None:
 def test_a_lost_peer_that_calls_is_looked_at_now_and_then() -> None:
     detector = detector_with("a", "b")
     detector.unanswered("a", (1, 5), 1.0)
-    assert detector.called("a", 1.0 + PAUSE_S / 2) == []
-    assert detector.called("a", 1.0 + PAUSE_S) == [Look("a")]
+    assert detector.called("a", 1.0 + FIRST_PAUSE_S / 2) == []
+    assert detector.called("a", 1.0 + FIRST_PAUSE_S) == [Look("a")]
     detector.looks("a")
     assert detector.called("a", 50.0) == [], "a look is under way"
     detector.unanswered("a", (1, 5), 60.0)
-    assert detector.called("a", 60.0 + PAUSE_S) == [Look("a")]
+    assert detector.called("a", 60.0 + FIRST_PAUSE_S) == [Look("a")]
     assert detector.called("b", 60.0) == []
 
 

@@ -9,21 +9,20 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.membership.reconnect import (
     AT_ONCE,
-    EVERY_S,
-    FIRST_S,
-    LEAST_PAUSE_S,
     MAX_ROWS,
     Reconnect,
     Row,
 )
+from swarmnet.protocol.timing import ANSWER_S
 
-DIAL_S = 5.0
+DIAL_S, STEP_S = 5.0, 0.25
 
 
 def dials(
-    number: int, until_s: float, dial_s: float = 0.0, seed: int = 0, step_s: float = 0.25
+    number: int, until_s: float, dial_s: float = 0.0, seed: int = 0, step_s: float = STEP_S
 ) -> dict[str, list[float]]:
     """When each of so many members, none of whom ever answers, is dialled."""
     table, times = Reconnect(random.Random(seed)), {f"p{i}": list[float]() for i in range(number)}
@@ -52,8 +51,8 @@ def test_a_member_is_dialled_at_once_and_then_more_and_more_seldom() -> None:
     [times] = dials(1, 1000.0).values()
     assert times[0] == 0.0
     apart = gaps(times)
-    assert apart[0] <= 2 * FIRST_S
-    assert max(apart) <= EVERY_S + LEAST_PAUSE_S, "alone in the table it is dialled every 10 s"
+    assert apart[0] <= 2 * FIRST_PAUSE_S
+    assert max(apart) <= ANSWER_S + STEP_S, "alone in the table it is dialled every 10 s"
 
 
 def test_of_a_cut_of_ten_minutes_the_end_is_found_within_one() -> None:
@@ -70,7 +69,7 @@ def test_every_member_comes_within_ten_minutes_for_ever() -> None:
 
 def test_something_is_dialled_every_ten_seconds_over_all() -> None:
     together = sorted(t for times in dials(3, 2 * 3600.0).values() for t in times)
-    assert max(gaps(together)) <= 10.0 + 2 * LEAST_PAUSE_S
+    assert max(gaps(together)) <= 10.0 + 2 * STEP_S
 
 
 def test_who_was_lost_just_now_does_not_wait_behind_those_lost_long_ago() -> None:
@@ -80,7 +79,7 @@ def test_who_was_lost_just_now_does_not_wait_behind_those_lost_long_ago() -> Non
         table.look(old, now)
         if (row := table.next(now)) is not None:
             table.ended(row, now)
-        now += LEAST_PAUSE_S
+        now += STEP_S
     tried = []
     while now < 610.0:
         table.look({"new": ("/b",), **old}, now)
@@ -88,8 +87,8 @@ def test_who_was_lost_just_now_does_not_wait_behind_those_lost_long_ago() -> Non
             table.ended(row, now)
             if row.peer_id == "new":
                 tried.append(now - 600.0)
-        now += LEAST_PAUSE_S
-    assert tried[0] <= LEAST_PAUSE_S
+        now += STEP_S
+    assert tried[0] <= STEP_S
     assert len(tried) >= 4
 
 
@@ -134,7 +133,7 @@ def _next(table: Reconnect, now: float) -> Row:
     st.integers(0, 9),
 )
 def test_whatever_comes_and_goes_the_bounds_hold(steps: list[tuple[float, int]], seed: int) -> None:
-    table, now, going, last = Reconnect(random.Random(seed)), 0.0, list[Row](), float("-inf")
+    table, now, going = Reconnect(random.Random(seed)), 0.0, list[Row]()
     present: Callable[[int, int], bool] = lambda mask, i: bool(mask >> i & 1)  # noqa: E731
     for wait_s, mask in steps:
         now += wait_s
@@ -143,7 +142,5 @@ def test_whatever_comes_and_goes_the_bounds_hold(steps: list[tuple[float, int]],
             table.ended(going.pop(0), now)
         row = table.next(now)
         if row is not None:
-            assert now - last >= LEAST_PAUSE_S
             assert row not in going
             going.append(row)
-            last = now

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from swarmnet.protocol.pipeline.service_estimates import (
-    ESTIMATE_GAIN,
     FIRST_SERVICE_S,
     ServiceEstimates,
 )
+from swarmnet.protocol.timing import SMOOTHING
 
 SAMPLES = 8.0
 
@@ -62,7 +62,7 @@ def test_later_measurements_move_an_average() -> None:
     estimates.measure("b", 0.1, crowd=1)
     estimates.measure("a", 0.1, crowd=1)
     estimates.measure("a", 1.1, crowd=1)
-    assert estimates.seconds("a") == pytest.approx(0.1 + ESTIMATE_GAIN * 1.0)
+    assert estimates.seconds("a") == pytest.approx(0.1 + SMOOTHING * 1.0)
 
 
 def test_an_absent_replica_keeps_its_estimate_until_it_is_dropped() -> None:

@@ -95,7 +95,7 @@ class Interned:
         self.is_heard: list[bool] = []
         self.loss: list[int] = []
         # by number of a bag
-        self.deliveries: list[tuple[tuple[int, int], ...]] = []
+        self.deliveries: list[tuple[tuple[int, int], ...] | None] = []
         self.outcomes: dict[int, Outcome] = {}
         self.news: dict[tuple[int, int, int], Outcome] = {}
         self.mixed: dict[tuple[int, ...], int] = {}
@@ -194,13 +194,20 @@ class Interned:
     def bag(self, messages: tuple[int, ...]) -> int:
         number = self.bags.number(messages)
         if number == len(self.deliveries):
-            self.deliveries.append(())
-            found = []
-            for i, m in enumerate(messages):
-                if not i or messages[i - 1] != m:
-                    found.append((m, self.bag(messages[:i] + messages[i + 1 :])))
-            self.deliveries[number] = tuple(found)
+            self.deliveries.append(None)
         return number
+
+    def deliveries_of(self, bag: int) -> tuple[tuple[int, int], ...]:
+        """Each message of a bag, with the bag that is left without it."""
+        found = self.deliveries[bag]
+        if found is None:
+            messages = self.bags.all[bag]
+            found = self.deliveries[bag] = tuple(
+                (m, self.bag(messages[:i] + messages[i + 1 :]))
+                for i, m in enumerate(messages)
+                if not i or messages[i - 1] != m
+            )
+        return found
 
     def mix(self, bag: int, sent: int, numbers: list[int]) -> int:
         """The bag with what was sent, without what is void."""

@@ -53,7 +53,8 @@ def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[
 
 
 def check_backups(net: Interned, numbers: list[int], i: int) -> None:
-    """The result is given out when every backup that lives to the primary has it."""
+    """The result is given out when every backup that lives to the primary has it: by a step, or,
+    after a wrong suspicion, from another backup that gave its copy out."""
     own = net.locals.all[numbers[i]]
     if net.scenario.pulls or own.result[1] is None:
         return
@@ -61,7 +62,8 @@ def check_backups(net: Interned, numbers: list[int], i: int) -> None:
         if k == i or local == GONE or net.is_dead(net.seen[numbers[i]][k]):
             continue
         other = net.locals.all[local]
-        if other.applied == UNTOUCHED and not other.is_told_spoiled:
+        has_none = other.applied == UNTOUCHED and other.result is None
+        if has_none and not other.is_told_spoiled:
             raise Broken(f"{own.me} gives out what its backup {other.me} has not")
 
 

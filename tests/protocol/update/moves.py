@@ -46,7 +46,7 @@ class Moves(Interned):
         bag = world >> self.at_messages & MASK
         found = []
         outcomes, own, target, source = self.outcomes, self.own, self.target, self.source
-        for m, left in self.deliveries[bag]:
+        for m, left in self.deliveries_of(bag):
             i = target[m]
             local, heard = numbers[i], own[numbers[source[m]]]
             outcome = outcomes.get((local << BITS | m) << 8 | heard)
@@ -205,7 +205,7 @@ class Faults(Moves):
         self, world: int, numbers: list[int], bag: int, rest: Rest, found: list[int]
     ) -> None:
         less = self.less(rest, "drops")
-        for m, left in self.deliveries[bag]:
+        for m, left in self.deliveries_of(bag):
             message = self.messages.all[m]
             if not isinstance(message.event, on.PushFailed | on.MirrorFailed):
                 unchanged = Outcome(numbers[0], self.loss[m], False)

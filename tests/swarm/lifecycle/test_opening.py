@@ -28,7 +28,8 @@ class Opened:
         self.tasks = Tasks("test")
         self.averaging: Any = SimpleNamespace(
             current=-1,
-            ownership=SimpleNamespace(holds=lambda: holds, owns_from_now=False),
+            ownership=SimpleNamespace(owns_from_now=False),
+            states=SimpleNamespace(holds=lambda: holds),
             lost=SimpleNamespace(opened=lambda r: None),
             pace=SimpleNamespace(last_s=0.0),
         )

@@ -78,6 +78,7 @@ class Site:
             self.view,
             pushes=self.pushes,
             unreached=self.unreached,
+            gate=self.gate,
             changed=self.news.changed,
             tasks=self.tasks,
         )

@@ -180,7 +180,7 @@ def test_a_call_to_a_dead_peer_is_not_begun() -> None:
         await a.liveness.look_into(["b"])
         began = now()
         with pytest.raises(Unreachable):
-            await a.liveness.call_while_live("b", "work", Message(), timeout_s=60.0)
+            await a.liveness.call_while_live("b", "relay_reserve", Message(), timeout_s=60.0)
         assert now() == began
 
     run(scenario())
@@ -191,14 +191,14 @@ def test_a_callee_that_answers_pings_and_not_the_call_is_waited_for_until_the_de
 
     async def scenario() -> None:
         a, b = acquainted(MemoryHub(), "a", "b")
-        _serves(b, "work", 1000.0)
+        _serves(b, "relay_reserve", 1000.0)
         a.liveness.start()
         began = now()
         with pytest.raises(DeadlineExceeded):
-            await a.liveness.call_while_live("b", "work", Message(), timeout_s=20.0)
+            await a.liveness.call_while_live("b", "relay_reserve", Message(), timeout_s=20.0)
         assert now() - began == pytest.approx(20.0)
         assert a.liveness.is_live("b")
-        assert a.transport.traffic.failed_calls == {"work": 1}
+        assert a.transport.traffic.failed_calls == {"relay_reserve": 1}
         a.liveness.stop()
 
     run(scenario())
@@ -211,10 +211,10 @@ def test_the_own_stall_does_not_end_a_call() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         a, b = acquainted(MemoryHub(), "a", "b")
-        _serves(b, "work", 2.0)
+        _serves(b, "relay_reserve", 2.0)
         a.liveness.start()
         loop.call_later(1.0, loop.stand_still, 30.0)
-        await a.liveness.call_while_live("b", "work", Message(), timeout_s=3.0)
+        await a.liveness.call_while_live("b", "relay_reserve", Message(), timeout_s=3.0)
         a.liveness.stop()
 
     run(scenario())

@@ -169,10 +169,10 @@ def _lineages_agree(swarm: Swarm) -> bool:
     seen: dict[tuple[int, int], bytes] = {}
     compared = 0
     for member in swarm.members.values():
-        replica, ownership = member.peer.replica, member.peer.averaging.ownership
+        replica, states = member.peer.replica, member.peer.averaging.states
         assert replica is not None
         for j in replica.optimizer.owned():
-            lineage = ownership.lineage(j)
+            lineage = states.lineage(j)
             key = (j, replica.optimizer.steps(j))
             compared += key in seen
             if not lineage or seen.setdefault(key, lineage) != lineage:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.simulation.clock import run
-from swarmnet.swarm.membership.unreached import UNREACHED_EVERY_S
 from swarmnet.transport.memory import MemoryHub
 from tests.swarm.membership.parts import acquainted
 
@@ -17,7 +17,7 @@ def test_the_notice_is_passed_on_and_not_repeated_for_a_while() -> None:
             a.unreached.tell("b")
             await asyncio.sleep(0.2)
         assert len(b.unreached.doubts) == 1
-        await asyncio.sleep(UNREACHED_EVERY_S)
+        await asyncio.sleep(CONNECT_S)
         a.unreached.tell("b")
         await asyncio.sleep(0.2)
         assert len(b.unreached.doubts) == 2

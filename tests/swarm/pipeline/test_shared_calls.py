@@ -136,6 +136,7 @@ def test_a_call_for_a_whole_stage_is_refused(
     spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
     room = 4 * spec.sync.shard_parameters
     monkeypatch.setattr("swarmnet.swarm.update.exchange.service.MAX_SHARED_CALL_BYTES", room)
+    monkeypatch.setattr(outbox, "shared_call_bytes", lambda _: room)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(2):

@@ -25,7 +25,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import ContributionsReply, ContributionsRequest
 from swarmnet.swarm.ports import Optimizer, Worker
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LEAST_WAIT_S, RETRY_S
+from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
 from swarmnet.swarm.update.exchange.norms import ATTEMPT_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -238,7 +238,7 @@ class ContributionNorms:
     async def _send(
         self, round_index: int, shards: dict[int, Mapping[str, float]]
     ) -> dict[str, float]:
-        await asyncio.sleep(LEAST_WAIT_S)
+        await asyncio.sleep(TOGETHER_S)
         if self._batch is not None and self._batch.shards is shards:
             self._batch = None
         peers = sorted({p for by_peer in shards.values() for p in by_peer})

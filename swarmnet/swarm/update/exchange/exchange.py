@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing
-from swarmnet.protocol.update.shard_facts import FOLLOWING, State
+from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
@@ -77,8 +78,10 @@ class Exchange:
         self._pauses = Pauses(pace.usual_s, self._again)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
-        self._is_feeding = False
+        self._is_feeding = self._stays_in_stage = False
         self._members: dict[str, Standing] = {}
+        self._short_of = 0
+        self._begun_at: float | None = None
         self._distrusted: set[str] = set()
         """Who gave parameters that no stage takes."""
         self._put: Put | None = None
@@ -113,10 +116,13 @@ class Exchange:
 
     # ---- the own part -----------------------------------------------------------------------
 
-    def begin(self, parts: Mapping[int, Part], put: Put) -> None:
-        """This replica has closed the round: its contributions to the shards that are due."""
-        self._put = put
-        self._outbox.own.update(parts)
+    def begin(self, parts: Mapping[int, Part], put: Put, *, stays_in_stage: bool) -> None:
+        """This replica has closed the round: its contributions to the shards that are due.
+        `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
+        self._put, self._stays_in_stage = put, stays_in_stage
+        self._begun_at = self._gossip.awake_s()
+        self._outbox.contribute(parts)
+        self.refresh()
         for j, (num_tokens, gradient) in parts.items():
             self.feed(j, on.Begun(num_tokens, gradient))
             if j in self.results:
@@ -129,6 +135,11 @@ class Exchange:
     def leads_any(self) -> bool:
         """A step is being made here, or may be."""
         return any(map(self.may_step, self._machines))
+
+    def has_step(self) -> set[int]:
+        """Shards whose step is made, here or elsewhere, and is known here."""
+        kept = {State.COPIED, *HAS_RESULT}
+        return {j for j, machine in self._machines.items() if machine.facts.state in kept}
 
     def may_step(self, shard: int) -> bool:
         """The optimizer state of a shard is in use."""
@@ -158,7 +169,7 @@ class Exchange:
             roster = self._ownership.roster(self.number, shard)
             machine = ShardUpdate(self._gossip.own.peer_id, roster)
             self._machines[shard] = machine
-            for command in machine.handle(on.Seen(self._members)):
+            for command in machine.handle(on.Seen(self._members, self._short_of)):
                 self._carry_out(shard, command)
         return machine
 
@@ -189,13 +200,27 @@ class Exchange:
         members = self._ownership.members.standings(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
-        if members == self._members:
+        counted = self._counted(members)
+        if (members, counted) == (self._members, self._short_of):
             return
-        self._members = members
+        self._members, self._short_of = members, counted
         if any(s.life == SUSPECT for s in members.values()):
             self.is_usual = False
         for j in list(self._machines):
-            self.feed(j, on.Seen(members))
+            self.feed(j, on.Seen(members, counted))
+
+    def _counted(self, members: Mapping[str, Standing]) -> int:
+        """Tokens that members have to contribute together, because somebody who holds some may not
+        be known here yet: in the first round, when all join at once, or where nobody known has any.
+        Not where a replica has died: they may have died with it. A peer that lives is heard of
+        within the time that one which has fallen silent is waited for."""
+        if self._begun_at is None or self._gossip.awake_s() > self._begun_at + SUSPECT_S:
+            return 0
+        has_some = any(self._outbox.tokens.values()) or any(s.declared for s in members.values())
+        is_usual = self.number > 0 and has_some
+        if is_usual or self._ownership.members.has_lost_one(self.number):
+            return 0
+        return self._books.counted_tokens(self.number)
 
     async def _watch(self) -> None:
         while True:
@@ -230,16 +255,15 @@ class Exchange:
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
             case _:
-                self._reply(command)
-
-    def _reply(self, command: do.Give | do.Agree | do.Deny | do.Confirm | do.Refuse) -> None:
-        future = self._calls.pop(command.call, None)
-        if future is not None and not future.done():
-            future.set_result(command)
+                future = self._calls.pop(command.call, None)
+                if future is not None and not future.done():
+                    future.set_result(command)
 
     def _adopt(self, j: int, result: Result | None) -> None:
         if result is not None:
             self.results[j] = result
+        self._steps.forget(j)
+        self._outbox.forget(j)
         self._work.adopted(self.number, j)
         if self._put is not None:
             self._tasks.start(self._finish(j))
@@ -255,10 +279,12 @@ class Exchange:
         except SwarmnetError as e:
             self.fail(Behind(str(e)))
             return
+        if self._stays_in_stage:
+            self.results[j] = Result(None, result.counted)  # it need not be here twice
         facts, counted = self._machines[j].facts, result.counted
         if counted is None:
-            counted = facts.me in facts.senders or facts.state is State.COPIED
-        self.done.setdefault(j, counted or not self._outbox.own[j][0])
+            counted = facts.me in facts.senders
+        self.done.setdefault(j, counted or not self._outbox.tokens[j])
         self.changed.notify_all()
 
     async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array) -> Result:
@@ -271,7 +297,8 @@ class Exchange:
                 await self._work.check(values)
             else:
                 await self._work.put(j, result, put)
-                result = Result(None, told.counted)  # it lies in the stage
+                if self._stays_in_stage:
+                    result = Result(None, told.counted)
         except ProtocolViolation as e:
             log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
             self._distrusted.add(sender)

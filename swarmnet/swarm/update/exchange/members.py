@@ -94,6 +94,12 @@ class ExchangeMembers:
             and r.active_from <= newest
         ]
 
+    def has_lost_one(self, round_index: int) -> bool:
+        """A replica of this stage died in a round, or when it had just finished it."""
+        now = asyncio.get_running_loop().time()
+        lost = self.gossip.view.lost(self.replica.index, now)
+        return any(self.plan.parameter_version(m.round) >= round_index for m in lost)
+
     def past(self, round_index: int) -> list[str]:
         """Replicas of this stage in reach that have finished a round, by peer id; this one
         excepted."""

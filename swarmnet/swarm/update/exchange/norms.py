@@ -22,7 +22,7 @@ from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import NormReply, NormRequest, StageNormRequest
 from swarmnet.swarm.tasks import Tasks
-from swarmnet.swarm.timing import LEAST_WAIT_S, RETRY_S
+from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Message, convert
 
@@ -99,7 +99,7 @@ class Norms:
         return await asyncio.shield(batch.total)
 
     async def _send(self, round_index: int, sums: dict[int, float]) -> float:
-        await asyncio.sleep(LEAST_WAIT_S)  # sums that are ready meanwhile travel along
+        await asyncio.sleep(TOGETHER_S)  # sums that are ready meanwhile travel along
         self._batch = None
         return await self.total(round_index, sums)
 

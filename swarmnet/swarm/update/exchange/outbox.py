@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import (
@@ -87,7 +87,9 @@ class Outbox:
         self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
         self._tasks, self._feed, self._arrived, self._on_taken = tasks, feed, arrived, on_taken
         self.own: dict[int, Part] = {}
-        """What this replica contributes, by shard."""
+        """What this replica contributes, by shard, as long as it is needed."""
+        self.tokens: dict[int, int] = {}
+        """Behind it."""
         self._pushes: dict[int, PushCall] = {}
         """By shard, the push whose answer counts."""
         self._turned: set[int] = set()
@@ -102,6 +104,15 @@ class Outbox:
         """With the other pushes of this turn of the loop."""
         self._to_push.append((shard, command))
         self._soon()
+
+    def contribute(self, parts: Mapping[int, Part]) -> None:
+        """This replica's contributions."""
+        self.own.update(parts)
+        self.tokens.update((j, num_tokens) for j, (num_tokens, _) in parts.items())
+
+    def forget(self, shard: int) -> None:
+        """The shard has its result: its gradient is not needed any more."""
+        self.own.pop(shard, None)
 
     def give_up_push(self, shard: int) -> None:
         """What the push still brings does not count."""

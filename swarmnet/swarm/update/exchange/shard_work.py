@@ -198,7 +198,7 @@ class ShardWork:
         if mirror.norm >= 0:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker
-        return result
+        return Result(result.values, counted=True)  # as far as is known
 
     # ---- results ----------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ class ExchangeSteps:
         self._before: dict[int, asyncio.Future[Before]] = {}
         """By shard that is stepped here: the state before the step."""
 
+    def forget(self, shard: int) -> None:
+        """The shard has its result."""
+        for known in (self._totals, self._of_stage, self._scales, self._before):
+            known.pop(shard, None)
+
     def carry_out(
         self, j: int, command: do.Sum | do.FindNorm | do.Step | do.Mirror | do.Repeat
     ) -> None:
