@@ -64,6 +64,8 @@ class Checkpointing:
         self._last: tuple[int, int] | None = None
         """(stage, round) of the newest state that is on the disk."""
         self._stride = 1
+        self._unwritten: dict[int, float] = {}
+        """Held-out losses that are not on the disk yet, by round."""
         self._noted: dict[int, float] = {}
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
@@ -72,6 +74,7 @@ class Checkpointing:
         that is too slow for the interval gets every second, fourth or eighth, which the others
         keep for longer: some round must be on the disks of all."""
         r = replica.round
+        self._hear_losses()
         is_last = r >= self.rounds
         due = self.disk.every * self._stride
         if not is_last and (r == 0 or r % due or self._turn.locked()):
@@ -81,23 +84,30 @@ class Checkpointing:
         if is_last and self.is_measured:
             await self._await_measurement(r)
 
-    def _new_losses(self) -> dict[int, float]:
-        """Held-out losses that records tell, by round, and that are not on the disk yet."""
-        records = self.gossip.view.records()
-        told = {r.held_out.round: r.held_out.loss for r in records if r.held_out is not None}
-        return {r: loss for r, loss in told.items() if self._noted.get(r) != loss}
+    def _hear_losses(self) -> None:
+        """A record tells the newest held-out loss only: the next one takes its place."""
+        for record in self.gossip.view.records():
+            told = record.held_out
+            if told is not None and self._noted.get(told.round) != told.loss:
+                self._unwritten[told.round] = told.loss
+
+    async def _write_losses(self) -> None:
+        """Raises `OSError` or `SwarmnetError`."""
+        if news := self._unwritten:
+            self._unwritten = {}
+            await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
+            self._noted |= news
 
     async def _await_measurement(self, r: int) -> None:
         """The last one comes after the last checkpoint."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LAST_MEASUREMENT_S
         while r not in self._noted and loop.time() < until:
-            if news := self._new_losses():
-                self._noted |= news
-                try:
-                    await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
-                except (SwarmnetError, OSError) as e:
-                    log.warning("a held-out loss was not noted: %s", e)
+            self._hear_losses()
+            try:
+                await self._write_losses()
+            except (SwarmnetError, OSError) as e:
+                log.warning("a held-out loss was not noted: %s", e)
             await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     def _choose_stride(self, took: int) -> None:
@@ -143,16 +153,11 @@ class Checkpointing:
                 log.warning("no checkpoint of round %d: %s", replica.round, e)
 
     async def _write(self, snapshot: Snapshot) -> None:
-        checkpoints, news = self.disk.checkpoints, self._new_losses()
+        checkpoints = self.disk.checkpoints
         checkpoints.keep(self.kept_now())
-
-        def work() -> None:
-            if news:  # before older checkpoints are removed: the best of them stays
-                checkpoints.note_held_out(news)
-            checkpoints.save(snapshot)
-
-        await self.disk.worker.run(work)
-        self._noted |= news
+        self._hear_losses()
+        await self._write_losses()  # before older checkpoints are removed: the best of them stays
+        await self.disk.worker.run(lambda: checkpoints.save(snapshot))
         self._last = (snapshot.stage, snapshot.round)
         self.gossip.add_total("checkpoints")
 

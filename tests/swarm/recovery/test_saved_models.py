@@ -106,3 +106,18 @@ def test_the_best_round_is_kept_and_chosen(tmp_path: Path) -> None:
             )
 
     in_virtual_time(scenario, spec)
+
+
+def test_every_measured_loss_is_on_the_disk(tmp_path: Path) -> None:
+    """Also those of rounds between two checkpoints, whose records later ones have replaced."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=9, evaluate_every=2)
+
+    async def scenario(swarm: Swarm) -> None:
+        stores = [CheckpointStore(tmp_path / f"peer-{i}", spec) for i in range(2)]
+        for i, store in enumerate(stores):
+            swarm.start(f"peer-{i}", stage=i, disk=Disk(store, InlineWorker(), 7))
+        await swarm.until(lambda: all(spec.optimizer.rounds in x.held_out() for x in stores))
+        for store in stores:
+            assert set(store.held_out()) == {0, 2, 4, 6, 8, 9}
+
+    in_virtual_time(scenario, spec)
