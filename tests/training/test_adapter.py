@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from swarmnet.errors import SpecError
+from swarmnet.run_identity import to_json
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
@@ -86,9 +87,14 @@ def saved(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch.floa
     return model
 
 
+def travelled(folder: Path) -> dict[str, Any]:
+    """A config as it is in the spec that a joiner gets: 30.0 is 30 there."""
+    values: dict[str, Any] = json.loads(to_json(read_config(folder).values))
+    return values
+
+
 def model_of(folder: Path) -> ModelSpec:
-    values = {"kind": "transformers", "config": read_config(folder).values}
-    return ModelSpec.model_validate(values)
+    return ModelSpec.model_validate({"kind": "transformers", "config": travelled(folder)})
 
 
 def built(folder: Path) -> tuple[Any, list[Any], Tensor]:
@@ -97,7 +103,7 @@ def built(folder: Path) -> tuple[Any, list[Any], Tensor]:
     modules = [layer.build().eval() for layer in plan.layers]
     tie(plan.layers, modules)
     ranges = describe_parameters(plan.layers)
-    weights = SourceWeights(folder, read_config(folder).values, [r.name for r in ranges])
+    weights = SourceWeights(folder, travelled(folder), [r.name for r in ranges])
     weights.check(ranges)
     flat = weights.flat(ranges, 0, ranges[-1].stop)
     with torch.no_grad():
@@ -132,7 +138,7 @@ def test_logits_and_files_are_those_of_transformers(
     assert ((through(modules, tokens_of()) - theirs).abs().max() / theirs.abs().max()) < 1e-5
     named = {r.name: r.part_of(flat) for r in describe_parameters(plan.layers)}
     files = load_file(tmp_path / "model.safetensors")
-    ours = saved_tensors(read_config(tmp_path).values, named)
+    ours = saved_tensors(travelled(tmp_path), named)
     assert ours.keys() == files.keys()
     assert all(torch.equal(ours[name], files[name]) for name in files)
 
@@ -142,7 +148,7 @@ def test_a_low_precision_comes_back_bit_for_bit(tmp_path: Path) -> None:
     plan, _, flat = built(tmp_path)
     named = {r.name: r.part_of(flat) for r in describe_parameters(plan.layers)}
     files = load_file(tmp_path / "model.safetensors")
-    ours = saved_tensors(read_config(tmp_path).values, named)
+    ours = saved_tensors(travelled(tmp_path), named)
     assert all(torch.equal(ours[name].bfloat16(), files[name]) for name in files)
 
 
@@ -163,7 +169,7 @@ def test_a_cache_gives_the_same_logits(tmp_path: Path, family: str) -> None:
     saved(tmp_path, family, False)
     _, modules, _ = built(tmp_path)
     tokens = tokens_of(samples=1)
-    cache, found = DynamicCache(config=load_config(read_config(tmp_path).values)), []
+    cache, found = DynamicCache(config=load_config(travelled(tmp_path))), []
     for part in (slice(0, 11), *(slice(at, at + 1) for at in range(11, LENGTH))):
         context = LayerContext(torch.arange(LENGTH)[None, part], cache)
         found.append(through(modules, tokens[:, part], context))
@@ -175,7 +181,7 @@ def test_a_cache_gives_the_same_logits(tmp_path: Path, family: str) -> None:
 def run_of(folder: Path, num_stages: int = 2) -> RunSpec:
     return RunSpec.model_validate(
         {
-            "model": {"kind": "transformers", "config": read_config(folder).values},
+            "model": {"kind": "transformers", "config": travelled(folder)},
             "data": {"paths": ["python-stdlib"], "sequence_length": LENGTH},
             "optimizer": {"learning_rate": 1e-3, "rounds": 4},
             "pipeline": {"num_stages": num_stages, "global_batch": 4, "microbatch": 2},

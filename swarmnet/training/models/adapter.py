@@ -154,20 +154,26 @@ class _Rotary(nn.Module):
     """A family's rotary tables, which are made anew only for other positions. They stay in fp32
     whatever the precision of the passes, and are no part of the layer that uses them."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.inner = inner
+        # Layers may be built without memory and get it later (`ranks.fsdp`): the tables are real.
+        with torch.device("cpu"):
+            self.inner = make()
+        with torch.device("meta"):
+            self._of_shapes = make()
         self._device: torch.device | None = None
         self._known: dict[Any, tuple[Tensor, Any]] = {}
 
     def move_to(self, device: torch.device) -> None:
-        if device != self._device:
+        if device != self._device and device.type != "meta":
             self.inner.to(device)
             self._device = device
             self._known.clear()
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or x.is_meta:
+        if x.is_meta:
+            return self._of_shapes(x, position_ids, *args, **kwargs)
+        if torch.compiler.is_compiling():
             return self.inner(x, position_ids, *args, **kwargs)
         key = (id(position_ids), x.dtype, args, tuple(kwargs.items()))
         known = self._known.get(key)
@@ -327,17 +333,15 @@ def _base_shell(config: Any, indices: tuple[int, ...]) -> Any:
     del shell.embed_tokens, shell.layers
     shell.norm = nn.Identity()
     if hasattr(shell, "rotary_emb"):
-        is_meta = any(buffer.is_meta for buffer in shell.rotary_emb.buffers())
         make: Any = type(shell.rotary_emb)
-        shell.rotary_emb = _rotary(_key(config), make, is_meta)
+        shell.rotary_emb = _rotary(_key(config), make)
     return shell
 
 
 @functools.lru_cache(maxsize=16)
-def _rotary(key: str, make: Any, is_meta: bool) -> _Rotary:
+def _rotary(key: str, make: Any) -> _Rotary:
     """One for all layers of a model."""
-    with torch.device("meta" if is_meta else "cpu"):
-        return _Rotary(make(load_config(json.loads(key))))
+    return _Rotary(lambda: make(load_config(json.loads(key))))
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import logging
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def _made(kind: str, values: Mapping[str, Any], source: str) -> Any:
     floats = {
         f.name: float(values[f.name])
         for f in dataclasses.fields(config_class)
-        if type(f.default) is float and type(values.get(f.name)) is int
+        if type(values.get(f.name)) is int and _is_real(f)
     }
     try:
         config = config_class(**json.loads(json.dumps({**values, **floats})))
@@ -213,6 +214,12 @@ def _made(kind: str, values: Mapping[str, Any], source: str) -> Any:
     config._experts_implementation = "eager"  # noqa: SLF001  the others need GPUs of some kind
     config.canonical_values = _canonical(config, kind)
     return config
+
+
+def _is_real(field: dataclasses.Field[Any]) -> bool:
+    """The key takes no whole numbers, as which a spec's canonical JSON writes 30.0."""
+    kinds = {field.type, *typing.get_args(field.type)}
+    return type(field.default) is float or (float in kinds and int not in kinds)
 
 
 def _canonical(config: Any, kind: str) -> dict[str, Any]:
