@@ -189,7 +189,7 @@ def run_swarm(task: str, name: str, replaced: int, rounds: int) -> dict[str, Any
         "peers_replaced": num_replaced,
         "peers": total,
         "rounds": rounds,
-        "tokens": rounds * spec.pipeline.global_batch * spec.model.max_position_embeddings,
+        "tokens": rounds * spec.pipeline.global_batch * spec.sequence_length,
         "losses": {str(r): losses[r] for r in sorted(losses)},
         "least_loss": least if task == "letters" else None,
         "spread": max(spreads),

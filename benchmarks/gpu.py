@@ -170,11 +170,16 @@ def main() -> None:
     computing = Computing(precision, options.activations or "keep", options.compile)
     stage = build_stage(spec, STAGE, device=device, computing=computing)
     layers = split_stages(model_plan(spec), spec.pipeline.num_stages)[STAGE]
-    flops = len(layers) * decoder_flops(spec.model) * options.samples * (1 + BACKWARD_COST)
+    flops = (
+        len(layers)
+        * decoder_flops(spec.model, spec.sequence_length)
+        * options.samples
+        * (1 + BACKWARD_COST)
+    )
     peak = (options.peak_tflops or 0) * 1e12 or reached_flops(
         device, computing.dtype, PEAK_SIZE_TINY if options.tiny else PEAK_SIZE
     )
-    shape = (options.samples, spec.model.max_position_embeddings, spec.model.hidden_size)
+    shape = (options.samples, spec.sequence_length, spec.model.hidden_size)
     came, grad = torch.randn(shape), torch.randn(shape) / 100
     total = options.microbatches
     plain: list[float] = []
@@ -182,7 +187,7 @@ def main() -> None:
     for _ in range(options.repeat):
         plain.append(plain_seconds(stage, came, grad, total))
         ours.append(asyncio.run(peer_seconds(stage, came, grad, total, options.in_flight)))
-    tokens = total * options.samples * spec.model.max_position_embeddings
+    tokens = total * options.samples * spec.sequence_length
     print(
         f"{len(layers)} layers, {stage.num_parameters / 1e6:.1f} M parameters, {precision} on "
         f"{device}, peak {peak / 1e12:.2f} TFLOP/s"

@@ -120,7 +120,7 @@ def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
     schedule = Schedule1F1B(stage, per_round, loss_fn=plan.loss, scale_grads=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     size = spec.pipeline.microbatch
-    tokens = spec.pipeline.global_batch * spec.model.max_position_embeddings
+    tokens = spec.pipeline.global_batch * spec.sequence_length
     with out.open("w") as file:
         for r in range(rounds):
             batch = [

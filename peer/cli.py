@@ -21,6 +21,7 @@ from peer.options import (
     ComputeGroup,
     DebugOption,
     DeviceOption,
+    DtypeOption,
     InviteOption,
     JsonOption,
     LimitGroup,
@@ -132,6 +133,8 @@ def local(
             debug=output.debug,
             chaos=run.chaos,
             invite=run.invite,
+            out=output.out,
+            dtype=output.dtype,
         )
         _run(run_local(options))
 
@@ -449,8 +452,14 @@ def export(
     ] = None,
     round_index: Annotated[
         int | None,
-        typer.Option("--round", min=0, help="Of the checkpoints, this round. Default: the newest."),
+        typer.Option(
+            "--round", min=0, help="Of the rounds that were saved, this one. Default: the newest."
+        ),
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The saved round with the lowest held-out loss.")
+    ] = False,
+    dtype: DtypeOption = "",
     run_id: Annotated[
         str,
         typer.Option(
@@ -461,21 +470,27 @@ def export(
     transport: TransportOption = "p2pd",
     debug: DebugOption = False,
 ) -> None:
-    """Write the model as a Hugging Face folder: safetensors and config.json."""
+    """Write the model as a Hugging Face folder, which transformers loads."""
 
     def work() -> None:
         if bool(join) == bool(state_dir):
             raise UsageError("give --join ADDR for a live run, or --state-dir DIR for checkpoints")
-        if join and (round_index is not None or run_id):
-            raise UsageError("--round and --run-id go with --state-dir; a live run has one round")
+        if join and run_id:
+            raise UsageError("--run-id goes with --state-dir; an address is of one run")
+        if best and round_index is not None:
+            raise UsageError("give --round or --best, not both")
         from peer.commands.export import Wanted, export_checkpoints, export_live
 
+        wanted = Wanted(round_index, run_id, best, dtype)
         if state_dir:
-            typer.echo(export_checkpoints(state_dir, out, Wanted(round_index, run_id)))
+            typer.echo(export_checkpoints(state_dir, out, wanted))
             return
 
         async def export_joined() -> None:
-            typer.echo(await export_live(join or (), out, transport=transport, invite=invite))
+            line = await export_live(
+                join or (), out, transport=transport, invite=invite, wanted=wanted
+            )
+            typer.echo(line)
 
         _run(export_joined())
 

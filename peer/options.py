@@ -64,6 +64,15 @@ DeviceOption = Annotated[
     DeviceName,
     typer.Option(help="What computes. auto: the GPUs that torch can use, else the CPU."),
 ]
+DtypeOption = Annotated[
+    Literal["", "fp32", "bf16", "fp16"],
+    typer.Option(
+        metavar="DTYPE",
+        help="Of the weights that are written: fp32, bf16 or fp16. Default: that of the model "
+        "which the run began from, else fp32.",
+        show_default=False,
+    ),
+]
 DashboardOption = Annotated[
     int | None,
     typer.Option(min=0, max=MAX_PORT, metavar="PORT", help="Show the run as a web page; 0 = any."),
@@ -164,6 +173,14 @@ class ModelGroup:
             help="Where this machine has the run's tokenizer.json, where the run has one.",
         ),
     ] = ""
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where this machine has the model that the run began from: its weights are given "
+            "to others.",
+        ),
+    ] = None
     builder: Annotated[
         str,
         typer.Option(
@@ -480,6 +497,14 @@ class LocalOutputGroup:
 
     panel: ClassVar[str] = OUTPUT
 
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write the model to this new folder at the end, also after Ctrl-C.",
+        ),
+    ] = None
+    dtype: DtypeOption = ""
     dashboard: DashboardOption = None
     dashboard_host: DashboardHostOption = LOOPBACK
     metrics: MetricsOption = None

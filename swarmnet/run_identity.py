@@ -43,8 +43,16 @@ def written_values(table: BaseModel) -> dict[str, Any]:
         value = getattr(table, name)
         if not field.is_required() and value == field.get_default(call_default_factory=True):
             continue
-        values[name] = written_values(value) if isinstance(value, BaseModel) else value
+        values[name] = _written(value)
     return values
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return written_values(value)
+    if isinstance(value, dict):
+        return {key: _written(within) for key, within in value.items()}
+    return value
 
 
 def run_id_of(canonical: bytes) -> str:

@@ -33,6 +33,7 @@ from rfc8785 import IntegerDomainError
 
 from swarmnet.errors import SpecError
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
+from swarmnet.llama_keys import honoured
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
 from swarmnet.spec_0_1 import canonical_of_0_1, run_id_of_0_1
@@ -45,6 +46,20 @@ MAX_TEXT = 1024
 MAX_LIST = 1024
 """Entries of one list in a spec."""
 MAX_STAGES = 4096
+MAX_FILE_BYTES = 64 << 20
+"""Of a tokenizer or another file of a run."""
+RUN_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "weights.sha256",
+)
+"""Files that a run may have. The last one is the list of its initial shards' hashes."""
+DEFAULT_SEQUENCE = 1024
+"""Tokens of a sample where a model has been trained on longer ones and the run says nothing."""
 NUM_BYTE_TOKENS = 256
 SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
 """Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
@@ -82,6 +97,8 @@ def _exact_in_json(seed: int) -> int:
 
 Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
 NonEmptyText = Annotated[Text, Field(min_length=1)]
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+"""SHA-256, hex; may be empty."""
 LayerCounts = Annotated[
     tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...], Field(strict=False, max_length=4096)
 ]
@@ -98,15 +115,50 @@ class _Table(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         validate_default=True,
+        populate_by_name=True,
     )
+
+
+def _check_plain(values: Any, name: str) -> None:
+    try:
+        to_json(values)
+    except IntegerDomainError:
+        raise ValueError(
+            f"{name} may hold whole numbers up to 2^53 - 1 ({MAX_WHOLE}) only, as JSON keeps "
+            "larger ones inexactly; write it as a text"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"{name} may hold finite numbers, texts, booleans, lists and tables only"
+        ) from None
 
 
 class ModelSpec(_Table):
     """`[model]`: what is trained. Names and conventions are those of Hugging Face
     `LlamaConfig`, so that a checkpoint's config.json can be copied line by line."""
 
-    kind: Literal["llama", "custom"] = "llama"
-    """`llama`: the built-in language model. `custom`: your own, from `builder`."""
+    kind: Literal["llama", "custom", "transformers"] = "llama"
+    """`llama`: the built-in language model. `custom`: your own, from `builder`. `transformers`: a
+    Hugging Face model, which `from` names; who writes `from` leaves this out."""
+
+    source: Text = Field(default="", alias="from")
+    """A Hugging Face folder on the machine that starts the run, or ORG/NAME of its hub: all else in
+    `[model]`, the tokenizer and the chat template come from there. Other peers need none of it."""
+
+    base: Text = ""
+    """Name of the model that the run began from, for the model card; from the folder."""
+
+    config: dict[NonEmptyText, Any] = Field(default_factory=dict, max_length=MAX_LIST)
+    """Its architecture: the keys of its family, each with its value. Filled in from the folder."""
+
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Of its weights in the folder; exports have it too. Filled in from the folder."""
+
+    license: Text = ""
+    """Of that model, as its card says. Filled in from the folder."""
+
+    weights: Digest = ""
+    """SHA-256 of the list of its initial shards' hashes; empty for random weights. Filled in."""
 
     hidden_size: int = Field(default=0, ge=0, le=1 << 17)
     """Width of the residual stream."""
@@ -147,8 +199,13 @@ class ModelSpec(_Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _ungrouped_by_default(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("kind", "llama") == "llama":
+    def _read(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("from"):
+            return {"kind": "transformers", **values}
+        if values.get("kind", "llama") == "llama":
+            values = honoured(values)
             heads = values.get("num_attention_heads", 0)
             return {"num_key_value_heads": heads, **values}
         return values
@@ -157,9 +214,23 @@ class ModelSpec(_Table):
     def _check(self) -> ModelSpec:
         if self.kind == "custom":
             self._check_custom()
+        elif self.kind == "transformers":
+            self._check_transformers()
         else:
             self._check_llama()
+        if self.kind != "transformers" and (self.source or self.config or self.weights):
+            raise ValueError('from, config and weights are for kind = "transformers" only')
         return self
+
+    def _check_transformers(self) -> None:
+        if not self.source and not self.config:
+            raise ValueError(
+                'kind "transformers" begins from a folder: write from = "FOLDER" and nothing else'
+            )
+        for name in (*LLAMA_SIZES, "builder", "options"):
+            if getattr(self, name):
+                raise ValueError(f"{name} comes from the config.json that from names; remove it")
+        _check_plain(self.config, "config")
 
     def _check_llama(self) -> None:
         for name in LLAMA_SIZES:
@@ -190,17 +261,7 @@ class ModelSpec(_Table):
                 )
         if not BUILDER_PATTERN.fullmatch(self.builder):
             raise ValueError('builder must be "path/file.py:function" for kind = "custom"')
-        try:
-            to_json(self.options)
-        except IntegerDomainError:
-            raise ValueError(
-                f"options may hold whole numbers up to 2^53 - 1 ({MAX_WHOLE}) only, as JSON keeps "
-                "larger ones inexactly; write it as a text"
-            ) from None
-        except (ValueError, RecursionError):
-            raise ValueError(
-                "options may hold finite numbers, texts, booleans, lists and tables only"
-            ) from None
+        _check_plain(self.options, "options")
 
     @property
     def head_size(self) -> int:
@@ -229,7 +290,12 @@ class DataSpec(_Table):
     """Which files of a folder are read, at any depth: globs on the file's name."""
 
     tokenizer: NonEmptyText = BYTES_TOKENIZER
-    """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`."""
+    """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`. A model that `from`
+    names brings its own."""
+
+    sequence_length: int = Field(default=0, ge=0, le=1 << 22)
+    """Tokens of a training sequence; one sequence is one sample. 0: the model's
+    `max_position_embeddings`, and with `from` no more than 1024."""
 
     held_out_fraction: float = Field(default=0.02, ge=0, le=0.5)
     """Part of the text that is never trained on; 0 = measure nothing."""
@@ -386,6 +452,14 @@ class SyncSpec(_Table):
     a GPU), or `disk` (memory-mapped files in the state directory)."""
 
 
+class FileSpec(_Table):
+    """A file of the run that every peer can get from any other."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size: int = Field(ge=0, le=MAX_FILE_BYTES)
+    """Bytes."""
+
+
 class SecuritySpec(_Table):
     """`[security]`: who may take part."""
 
@@ -423,6 +497,21 @@ class RunSpec(_Table):
     pipeline: PipelineSpec
     sync: SyncSpec = SyncSpec()
     security: SecuritySpec = SecuritySpec()
+    files: dict[NonEmptyText, FileSpec] = Field(default_factory=dict, max_length=len(RUN_FILES))
+    """Tokenizer, chat template and the like, by name. Filled in by whoever starts the run."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample of a language model; 0 where that is not known yet."""
+        if self.data.sequence_length or self.model.kind != "transformers":
+            return self.data.sequence_length or self.model.max_position_embeddings
+        longest = self.model.config.get("max_position_embeddings", DEFAULT_SEQUENCE)
+        return min(int(longest), DEFAULT_SEQUENCE) if self.model.config else 0
+
+    @property
+    def is_bytes(self) -> bool:
+        """A token is a byte."""
+        return self.data.tokenizer == BYTES_TOKENIZER and "tokenizer.json" not in self.files
 
     @property
     def sync_warmup_rounds(self) -> int:
@@ -441,6 +530,9 @@ class RunSpec(_Table):
         """The keys whose numbers are left to the program, such as `[pipeline] layers`; none in the
         spec of a run that was started."""
         keys = {
+            "[model] from": bool(self.model.source),
+            "[data] sequence_length": self.model.kind == "transformers"
+            and self.data.sequence_length == 0,
             "[pipeline] layers": not self.pipeline.layers,
             "[sync] shard_parameters": self.sync.shard_parameters == 0,
             "[sync] warmup_rounds": self.sync.warmup_rounds < 0,
@@ -453,6 +545,8 @@ class RunSpec(_Table):
         stays. Raises `SpecError`."""
         values = self.model_dump()
         pipeline, sync = values["pipeline"], values["sync"]
+        if self.model.kind == "transformers":
+            values["data"]["sequence_length"] = self.sequence_length
         pipeline["layers"] = pipeline["layers"] or tuple(layers)
         sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
         sync["warmup_rounds"] = self._chosen_warmup
@@ -462,16 +556,26 @@ class RunSpec(_Table):
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         model, data, pipeline = self.model, self.data, self.pipeline
+        unknown = sorted(self.files.keys() - set(RUN_FILES))
+        if unknown:
+            raise ValueError(f"[files] {unknown[0][:80]!r} is no file that a run has")
+        if bool(model.weights) != ("weights.sha256" in self.files):
+            raise ValueError("[model] weights goes with the file weights.sha256")
+        if model.kind != "custom" and not data.paths:
+            raise ValueError(
+                f'[data] paths is missing; name text files or folders, or "{PYTHON_STDLIB}"'
+            )
         if model.kind != "llama":
             return self
+        if data.sequence_length > model.max_position_embeddings:
+            raise ValueError(
+                f"[data] sequence_length ({data.sequence_length}) must not be more than [model] "
+                f"max_position_embeddings ({model.max_position_embeddings})"
+            )
         if pipeline.num_stages > model.num_hidden_layers:
             raise ValueError(
                 f"[pipeline] num_stages ({pipeline.num_stages}) must not be more than "
                 f"[model] num_hidden_layers ({model.num_hidden_layers})"
-            )
-        if not data.paths:
-            raise ValueError(
-                f'[data] paths is missing; name text files or folders, or "{PYTHON_STDLIB}"'
             )
         if data.tokenizer == BYTES_TOKENIZER and model.vocab_size < NUM_BYTE_TOKENS:
             raise ValueError(
@@ -537,6 +641,10 @@ class RunSpec(_Table):
         values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
         return _validate(values, "--rounds")
 
+    def with_values(self, values: Mapping[str, Any]) -> RunSpec:
+        """A run of these values. Raises `SpecError`."""
+        return _validate(dict(values), "the resolved spec")
+
     def with_builder(self, builder: str) -> RunSpec:
         """This run with a custom model's code taken from elsewhere: for use on this machine only,
         since its `run_id` is another."""
@@ -593,7 +701,12 @@ def describe(spec: RunSpec) -> str:
         what = (
             f"llama of {model.num_parameters / 1e6:.2f} M parameters "
             f"({model.num_hidden_layers} layers, width {model.hidden_size}, "
-            f"sequences of {model.max_position_embeddings})"
+            f"sequences of {spec.sequence_length})"
+        )
+    elif model.kind == "transformers":
+        what = (
+            f"{model.base or model.source} ({model.config.get('model_type', 'a folder')}, "
+            f"sequences of {spec.sequence_length})"
         )
     stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)
     return (
@@ -651,8 +764,8 @@ def _explain(error: ValidationError) -> str:
 def _explain_unknown(loc: tuple[str, ...]) -> str:
     key = loc[-1]
     if len(loc) == 1:
-        near = _nearest(key, RunSpec.model_fields)
-        as_table = [table for table, cls in TABLES.items() if key in cls.model_fields]
+        near = _nearest(key, _keys(RunSpec))
+        as_table = [table for table, cls in TABLES.items() if key in _keys(cls)]
         if as_table:
             return f"{key} is unknown outside a table; it belongs to [{as_table[0]}]"
         if near in TABLES:
@@ -660,13 +773,18 @@ def _explain_unknown(loc: tuple[str, ...]) -> str:
         known = ", ".join(RunSpec.model_fields)
         return f"{key} is unknown; " + (f"did you mean {near}?" if near else f"known are {known}")
     table = loc[0]
-    fields = TABLES[table].model_fields
+    fields = _keys(TABLES[table])
     near = _nearest(key, fields)
-    elsewhere = [t for t, cls in TABLES.items() if key in cls.model_fields]
+    elsewhere = [t for t, cls in TABLES.items() if key in _keys(cls)]
     if elsewhere:
         return f"[{table}] {key} is unknown; it belongs to [{elsewhere[0]}]"
     hint = f"did you mean {near}?" if near else f"known are {', '.join(fields)}"
     return f"[{table}] {key} is unknown; {hint}"
+
+
+def _keys(table: type[BaseModel]) -> list[str]:
+    """As a person writes them."""
+    return [field.alias or name for name, field in table.model_fields.items()]
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

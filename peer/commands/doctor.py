@@ -63,7 +63,11 @@ class DoctorOptions:
 async def run_doctor(options: DoctorOptions, console: Console) -> int:
     """Prints the findings as they come; returns how many are bad. Raises `UserError` for options
     that lead nowhere."""
-    spec = load_spec(options.spec) if options.spec is not None else None
+    spec = None
+    if options.spec is not None:
+        from swarmnet.training.models.resolving import described
+
+        spec = described(load_spec(options.spec))
     found: list[Finding] = []
 
     def tell(findings: Iterable[Finding]) -> None:
@@ -188,11 +192,14 @@ def check_spec(spec: RunSpec, folder: Path) -> list[Finding]:
     """What a stage of the run needs, against what is here."""
     import psutil
 
+    from swarmnet.training.memory.activation_choice import known_activations
     from swarmnet.training.memory.plan import PRECISIONS, plan_memory
 
-    if spec.model.kind != "llama":
+    if spec.model.kind == "custom":
         return [Finding("the run", SKIPPED, "a custom model: what it needs is not known")]
-    rows = plan_memory(spec, num_replicas=1, in_flight=2, precision=PRECISIONS["fp32"])
+    known = known_activations if spec.model.kind == "transformers" else None
+    numbers = PRECISIONS["fp32"]
+    rows = plan_memory(spec, num_replicas=1, in_flight=2, precision=numbers, known=known)
     needs = sorted(row.total for row in rows)
     state = max(row.state for row in rows) * CHECKPOINTS_KEPT
     free, disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
+import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from peer.commands.model_folder import Trained, check_out, write_folder
 from swarmnet.errors import SpecError, UserError
 from swarmnet.runtime.options import TransportName
+from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
-from swarmnet.spec import BYTES_TOKENIZER, RunSpec
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.ports import Worker
 from swarmnet.swarm.recovery.model_fetch import fetch_model
+from swarmnet.swarm.recovery.saved_models import Key, Parts, SavedModelFetch
 from swarmnet.swarm.settings import Limits
 from swarmnet.training.checkpoint import (
     CheckpointError,
@@ -27,59 +29,19 @@ from swarmnet.training.checkpoint import (
     find_checkpoints,
     load_parameters,
 )
+from swarmnet.training.held_out_losses import best_round, read_losses
 from swarmnet.training.same_run import may_continue
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.transport.base import Transport
+from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.export")
 
 SHOWN_CHARACTERS = 12
 """Of a run's id."""
-MODEL_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
-NOTE = """# {name}
+PARTS = ".part"
 
-Parameters of round {round} of the swarmnet run `{run_id}`, fp32.
-
-{tokenizer}
-"""
-BYTES_NOTE = (
-    "There is no tokenizer file: a token is a byte. Encode with `list(text.encode())`, decode with "
-    '`bytes(tokens).decode(errors="replace")`.'
-)
-
-
-async def export_live(
-    addresses: Sequence[str], out: Path, *, transport: TransportName = "p2pd", invite: str = ""
-) -> str:
-    """Writes the model of the run behind an address; returns what was done, in a line. Raises
-    `UserError`."""
-    from swarmnet.runtime.observer import Observer
-
-    _check_out(out)
-    async with await Observer.join(addresses, transport=transport, invite=invite) as observer:
-        round_index, named = await fetch_named(observer.spec, observer.transport, observer.gossip)
-        return write_folder(out, observer.spec, round_index, named)
-
-
-async def fetch_named(
-    spec: RunSpec, transport: Transport, gossip: Gossip
-) -> tuple[int, dict[str, Tensor]]:
-    """A round of the live run, and all its parameters by name."""
-    import torch
-
-    from swarmnet.training.arrays import to_tensor
-
-    if spec.model.kind != "llama":
-        raise UserError("a custom model can be exported from --state-dir only")
-    stages = range(spec.pipeline.num_stages)
-    sizes = [stage_shard_sizes(spec, k) for k in stages]
-    round_index, shards = await fetch_model(transport, gossip, sizes, Limits(), gossip.rng)
-    named: dict[str, Tensor] = {}
-    for k in stages:
-        flat = torch.cat([to_tensor(shard) for shard in shards[k]])
-        for r in stage_parameter_ranges(spec, k):
-            named[r.name] = flat[r.start : r.stop].view(r.shape)
-    return round_index, named
+Found = Sequence[tuple[Path, Meta]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +52,152 @@ class Wanted:
     """None: the newest."""
     run_id: str = ""
     """The beginning of the run's id; empty where the folders hold one run only."""
+    best: bool = False
+    """The one with the lowest held-out loss."""
+    dtype: str = ""
+    """Of the weights: a key of `model_folder.DTYPES`; empty for that of the model which the run
+    began from."""
+
+    def choose(self, keys: Sequence[Key], held_out: Mapping[int, float]) -> Key | None:
+        """Of some rounds, the newest first. None where the wanted one is not among them. Raises
+        `UserError` where none of them was measured and the best one is wanted."""
+        if self.round is not None:
+            return next((key for key in keys if key[1] == self.round), None)
+        if not keys or not self.best:
+            return next(iter(keys), None)
+        best = best_round(held_out, {r for _, r in keys})
+        if best is None:
+            raise UserError("none of the rounds to be had was measured on held-out data")
+        if held_out.get(0, math.inf) <= held_out[best]:
+            log.warning("the model that the run began from has a lower held-out loss than any")
+        return next(key for key in keys if key[1] == best)
+
+
+async def export_live(
+    addresses: Sequence[str],
+    out: Path,
+    *,
+    transport: TransportName = "p2pd",
+    invite: str = "",
+    wanted: Wanted = Wanted(),
+) -> str:
+    """Writes the model of the run behind an address; returns what was done, in a line. What has
+    come stays beside `out` where this is stopped, and is not fetched again. Raises `UserError`."""
+    from swarmnet.runtime.observer import Observer
+    from swarmnet.training.device import WorkerThread
+
+    check_out(out)
+    async with await Observer.join(addresses, transport=transport, invite=invite) as observer:
+        spec, gossip = observer.spec, observer.gossip
+        parts = DiskParts(out.with_name(f".{out.name}{PARTS}"), spec.run_id)
+        disk = WorkerThread("disk")
+        try:
+            trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
+        finally:
+            await disk.close()
+        files = await observer.fetch_files()
+        line = write_folder(out, replace(trained, files=files), wanted.dtype)
+        parts.drop()
+        return line
+
+
+async def fetch_trained(
+    spec: RunSpec,
+    transport: Transport,
+    gossip: Gossip,
+    parts: Parts,
+    worker: Worker,
+    wanted: Wanted = Wanted(),
+) -> Trained:
+    """The model of a round that replicas have saved; of the present one where none has been saved
+    by all. `worker`: a thread for the disk. Raises `UserError`."""
+    if spec.model.kind == "custom":
+        raise UserError("a custom model can be exported from --state-dir only")
+    sizes = [stage_shard_sizes(spec, k) for k in range(spec.pipeline.num_stages)]
+    fetch = SavedModelFetch(transport, gossip, sizes, Limits(), parts, worker, log.warning)
+    found = await fetch.fetch(wanted.choose)
+    if found is not None:
+        (_, round_index), shards, held_out = found
+        return Trained(spec, round_index, _named(spec, shards), held_out=held_out)
+    if wanted.round is not None or wanted.best:
+        what = "a measured round" if wanted.best else f"round {wanted.round}"
+        raise UserError(f"no peer has {what} saved; see --state-dir, or leave the option out")
+    round_index, named = await fetch_named(spec, transport, gossip)
+    return Trained(spec, round_index, named)
+
+
+async def fetch_named(
+    spec: RunSpec, transport: Transport, gossip: Gossip
+) -> tuple[int, dict[str, Tensor]]:
+    """The present round of the live run, and all its parameters by name."""
+    sizes = [stage_shard_sizes(spec, k) for k in range(spec.pipeline.num_stages)]
+    round_index, shards = await fetch_model(transport, gossip, sizes, Limits(), gossip.rng)
+    return round_index, _named(spec, shards)
+
+
+def _named(spec: RunSpec, shards: Sequence[Sequence[Array]]) -> dict[str, Tensor]:
+    import torch
+
+    from swarmnet.training.arrays import to_tensor
+
+    named: dict[str, Tensor] = {}
+    for k, of_stage in enumerate(shards):
+        flat = torch.cat([to_tensor(shard) for shard in of_stage])
+        named |= {r.name: r.part_of(flat) for r in stage_parameter_ranges(spec, k)}
+    return named
+
+
+class DiskParts:
+    """Shards of a model that is being fetched, on the disk; implements `saved_models.Parts`."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._folder, self._run_id = folder, run_id
+
+    def has(self, key: Key) -> bool:
+        return self._of(key).is_dir()
+
+    def begin(self, key: Key) -> None:
+        self._key = key
+        try:
+            for other in self._folder.glob("*") if self._folder.is_dir() else ():
+                if other != self._of(key):
+                    shutil.rmtree(other, ignore_errors=True)
+            self._of(key).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"cannot write {self._folder}: {e.strerror or e}") from None
+
+    def get(self, stage: int, shard: int) -> Array | None:
+        try:
+            data = self._path(stage, shard).read_bytes()
+        except OSError:
+            return None
+        return Array("float32", (len(data) // 4,), data) if len(data) % 4 == 0 else None
+
+    def put(self, stage: int, shard: int, values: Array) -> None:
+        path = self._path(stage, shard)
+        beside = path.with_name(f".{path.name}")
+        try:
+            beside.write_bytes(values.data)
+            beside.replace(path)
+        except OSError as e:
+            raise UserError(f"cannot write {path}: {e.strerror or e}") from None
+
+    def drop(self) -> None:
+        """When the model is whole."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _of(self, key: Key) -> Path:
+        history, round_index = key
+        return self._folder / f"{self._run_id[:SHOWN_CHARACTERS]}-{history}-{round_index}"
+
+    def _path(self, stage: int, shard: int) -> Path:
+        return self._of(self._key) / f"{stage}-{shard}"
 
 
 def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = Wanted()) -> str:
     """Writes the newest round of which the folders hold every stage undamaged, or the wanted one;
     returns what was done, in a line. Raises `UserError`."""
-    _check_out(out)
+    check_out(out)
     folders = [folder for path in state_dirs for folder in (path, *further_seats(path))]
     unreadable: list[str] = []
     found: Found = [one for path in folders for one in find_checkpoints(path, unreadable)]
@@ -105,106 +207,46 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
         raise UserError(f"no checkpoint in {', '.join(str(path) for path in state_dirs)}")
     found = _of_one_run(found, wanted.run_id)
     whole = _whole_rounds([meta for _, meta in found])
-    keys = [key for key in whole if wanted.round in (None, key[1])]
-    if not keys:
+    held_out = _held_out(found)
+    chosen_key = wanted.choose(whole, held_out)
+    keys = whole if wanted.round is None and not wanted.best else [chosen_key]
+    if chosen_key is None:
         others = ", ".join(str(r) for r in sorted({r for _, r in whole}))
         raise UserError(f"round {wanted.round} is not there with all stages; there are: {others}")
-    for key in keys:
+    for key in filter(None, keys):
         try:
             named, chosen = _load_round(found, key)
         except CheckpointError as e:
             log.warning("round %d cannot be used: %s", key[1], e)
             continue
         further = max((r for history, r in whole if history < key[0]), default=0)
-        if wanted.round is None and further > chosen.round:
+        if wanted.round is None and not wanted.best and further > chosen.round:
             log.warning(
                 "an earlier history of this run had come to round %d: --round %d writes that",
                 further,
                 further,
             )
-        return write_folder(
-            out,
-            RunSpec.from_checkpoint(chosen.spec, chosen.run_id),
-            chosen.round,
-            named,
-            chosen.run_id,
+        spec = RunSpec.from_checkpoint(chosen.spec, chosen.run_id)
+        trained = Trained(
+            spec, chosen.round, named, chosen.run_id, _run_files(spec, folders), held_out
         )
+        return write_folder(out, trained, wanted.dtype)
     raise UserError("no undamaged round; name the --state-dir of more peers")
 
 
-def write_folder(
-    out: Path, spec: RunSpec, round_index: int, named: dict[str, Tensor], run_id: str = ""
-) -> str:
-    """A Hugging Face folder, whole or not at all; returns what was done, in a line. `run_id`: that
-    of the checkpoint, where an earlier version of swarmnet named the run. Raises `UserError` where
-    it cannot be written."""
-    from safetensors.torch import save_file
-
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    run_id = run_id or spec.run_id
-    about = {"format": "pt", "run_id": run_id, "round": str(round_index)}
-    try:
-        beside.mkdir(parents=True)
-        try:
-            tensors = {name: named[name].contiguous() for name in sorted(named)}
-            save_file(tensors, beside / MODEL_FILE, metadata=about)
-            if spec.model.kind == "llama":
-                (beside / CONFIG_FILE).write_text(json.dumps(llama_config(spec), indent=2) + "\n")
-            (beside / README_FILE).write_text(_readme(spec, run_id, round_index))
-            shutil.copymode(beside / README_FILE, beside / MODEL_FILE)  # it is to be shared
-            if out.is_dir():
-                out.rmdir()
-            beside.rename(out)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    except OSError as e:
-        raise UserError(f"cannot write {out}: {e.strerror or e}") from None
-    num_parameters = sum(t.numel() for t in named.values())
-    return f"{out}: round {round_index}, {num_parameters:,} parameters"
+def _run_files(spec: RunSpec, folders: Sequence[Path]) -> dict[str, bytes]:
+    """Of the run, by name, as far as the state folders have them."""
+    contents: dict[str, bytes] = {}
+    for folder in folders:
+        contents |= RunFiles(folder, spec.files).contents()
+    return contents
 
 
-def llama_config(spec: RunSpec) -> dict[str, Any]:
-    """config.json of `transformers.LlamaForCausalLM`."""
-    model = spec.model
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_size,
-        "intermediate_size": model.intermediate_size,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "initializer_range": model.initializer_range,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-
-
-def _check_out(out: Path) -> None:
-    try:
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise UserError(f"{out} is there already; name a new folder")
-    except OSError as e:
-        raise UserError(f"cannot use {out}: {e.strerror or e}") from None
-
-
-Found = Sequence[tuple[Path, Meta]]
+def _held_out(found: Found) -> dict[int, float]:
+    losses: dict[int, float] = {}
+    for folder in sorted({path.parent for path, _ in found}):
+        losses |= read_losses(folder)
+    return losses
 
 
 def _of_one_run(found: Found, run: str) -> Found:
@@ -279,14 +321,3 @@ def _load_stage(found: Found) -> dict[str, Tensor]:
         except CheckpointError as e:
             error = e
     raise error
-
-
-def _readme(spec: RunSpec, run_id: str, round_index: int) -> str:
-    note = BYTES_NOTE
-    if spec.model.kind != "llama":
-        note = "A custom model: load `model.safetensors` into what the run's builder makes."
-    elif spec.data.tokenizer != BYTES_TOKENIZER:
-        # Not copied: a spec may come over the network, and never chooses files of this machine.
-        name = Path(spec.data.tokenizer).name
-        note = f"The tokenizer is the run's `{name}`: copy it here as `tokenizer.json`."
-    return NOTE.format(name=spec.name, round=round_index, run_id=run_id, tokenizer=note)

@@ -26,7 +26,7 @@ from peer.observe.text import number, size
 from peer.observe.view_model import Summary
 from peer.options import INVITE_VARIABLE, LOOPBACK, ScreenName, default_spec_path
 from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import (
     ActivationsName,
@@ -47,7 +47,8 @@ FINAL_WAIT_S = 30.0
 JOIN_THROUGH = 4
 """Addresses that a newcomer is given: any of them may be gone when it starts."""
 SAMPLE_TOKENS = 200
-SAMPLE_WAIT_S = 60.0
+SAMPLE_S, SAMPLE_WAIT_S = 20.0, 60.0
+"""After the first, what has been written is shown; after the second, nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,10 @@ class LocalOptions:
     dashboard: int | None = None
     """Show the web page on this port; None = not at all."""
     dashboard_host: str = LOOPBACK
+    out: Path | None = None
+    """The folder to write the model to, at the end or when this is stopped."""
+    dtype: str = ""
+    """Of its weights, as `export --dtype`."""
 
 
 async def run_local(
@@ -122,9 +127,27 @@ async def run_local(
             await _run(options, spec, reporter, processes, join, rates)
         finally:
             await processes.stop()
+            if options.out is not None:
+                await asyncio.to_thread(_export, options, options.out, processes, reporter)
+
+
+def _export(options: LocalOptions, out: Path, processes: PeerProcesses, reporter: Reporter) -> None:
+    """Writes the model that the peers have saved when they ended; why not, in a line."""
+    from peer.commands.export import Wanted, export_checkpoints
+
+    folders = [processes.folder / child.name for child in processes.children]
+    try:
+        line = export_checkpoints(folders, out, Wanted(dtype=options.dtype))
+    except UserError as error:
+        line = f"the model was not written: {error}"
+    reporter.screen.say(line)
 
 
 def _check(options: LocalOptions, spec: RunSpec) -> None:
+    if options.out is not None:
+        from peer.commands.model_folder import check_out
+
+        check_out(options.out)
     num_stages = spec.pipeline.num_stages
     if options.num_peers < num_stages:
         raise UsageError(f"{num_stages} stages need at least --peers {num_stages}")
@@ -274,18 +297,18 @@ def _report_death(child: ChildPeer, reporter: Reporter) -> None:
 
 
 async def _sample(observer: RunObserver) -> list[str]:
-    """A short text that the model writes, as lines; nothing for what is not a language model of
-    bytes. A run that cannot say a word has still done its rounds, so a failure is a line too."""
+    """A short text that the model writes, as lines; nothing for what is not a language model. A run
+    that cannot say a word has still done its rounds, so a failure is a line too."""
     spec = observer.spec
-    if spec.model.kind != "llama" or spec.data.tokenizer != BYTES_TOKENIZER:
+    if spec.model.kind == "custom":
         return []
     prompt = "def " if PYTHON_STDLIB in spec.data.paths else "The "
     try:
         async with asyncio.timeout(SAMPLE_WAIT_S):
-            written = await observer.generate(prompt.encode(), SAMPLE_TOKENS)
+            written = await observer.generate(prompt, SAMPLE_TOKENS, SAMPLE_S)
     except (SwarmnetError, TimeoutError) as error:
         return [f"no sample: {error or 'the swarm did not answer in time'}"]
-    text = prompt + written.decode(errors="replace")
+    text = prompt + written
     shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
     return ["", "the model writes:", *(f"  {line}" for line in shown.splitlines())]
 

@@ -60,6 +60,7 @@ def serve(
             **_of_network(network, link),
             data=tuple(model.data or ()),
             tokenizer=model.tokenizer,
+            weights=model.weights,
             builder=model.builder,
             feed=not model.no_feed,
             threads=state.threads,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec, load_spec
-from swarmnet.training.memory.activation_choice import POLICIES
+from swarmnet.training.memory.activation_choice import POLICIES, known_activations
 from swarmnet.training.memory.plan import (
     MODES,
     PRECISIONS,
@@ -37,7 +37,10 @@ class PlanOptions:
 
 def show_plan(options: PlanOptions, console: Console) -> None:
     """Prints the table. Raises `SpecError`."""
-    spec = load_spec(options.spec)
+    from swarmnet.training.models.resolving import described
+
+    spec = described(load_spec(options.spec))
+    known = known_activations if spec.model.kind == "transformers" else None
     precision = precision_of(spec, options)
 
     def rows_of(policy: str | None, mode: str | None = None) -> list[StageMemory]:
@@ -48,6 +51,7 @@ def show_plan(options: PlanOptions, console: Console) -> None:
             precision=precision,
             activations=policy,
             mode=mode,
+            known=known,
         )
 
     rows = rows_of(None)

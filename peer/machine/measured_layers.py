@@ -84,7 +84,9 @@ def show_measured(
     path: Path, *, precision: str, device: str, write: bool, as_json: bool, console: Console
 ) -> None:
     """Measures and prints; `write`: puts the cut into the file. Raises `SpecError`."""
-    spec = load_spec(path)
+    from swarmnet.training.models.resolving import described
+
+    spec = described(load_spec(path))
     found = measure_cut(spec, precision=precision, device=device)
     if write:
         write_layers(path, found.best.layers)

@@ -30,12 +30,15 @@ class StageNeed:
 
 def stage_needs(spec: RunSpec) -> list[StageNeed]:
     """Of every stage, where this peer is its only replica. Raises `SpecError`."""
+    from swarmnet.training.memory.activation_choice import known_activations
     from swarmnet.training.memory.plan import FP32_BYTES, plan_memory
 
     model, pipeline = spec.model, spec.pipeline
-    border = pipeline.microbatch * model.max_position_embeddings * model.hidden_size
+    width = model.hidden_size or int(model.config.get("hidden_size", 0))
+    border = pipeline.microbatch * spec.sequence_length * width
+    known = known_activations if model.kind == "transformers" else None
     needs = []
-    rows = [plan_memory(spec, num_replicas=1, in_flight=n) for n in (1, 2)]
+    rows = [plan_memory(spec, num_replicas=1, in_flight=n, known=known) for n in (1, 2)]
     for one, two in zip(*rows, strict=True):
         each = None
         state = one.state + WORKING_COPIES_BYTES * one.num_parameters

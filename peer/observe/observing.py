@@ -25,7 +25,7 @@ class RunObserver(Protocol):
     async def wait_news(self, timeout_s: float) -> None:
         """Returns when the view has changed, or after `timeout_s`."""
 
-    async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
+    async def generate(self, prompt: str, num_tokens: int, seconds: float) -> str:
         """Continues `prompt` through the swarm's stages. Raises `SwarmnetError`."""
 
     async def close(self) -> None: ...

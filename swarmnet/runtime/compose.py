@@ -92,17 +92,10 @@ def compose(
 
 def _max_shards(spec: RunSpec, options: PeerOptions) -> int:
     """Of any stage, as this machine builds it."""
-    from swarmnet.training.models.base import describe_parameters
-    from swarmnet.training.models.registry import (
-        cut_shards,
-        model_plan,
-        shard_parameters,
-        split_stages,
-    )
+    from swarmnet.training.models.registry import model_plan, shard_parameters, stage_shards
 
     built = spec.with_builder(options.model_builder(spec))
     plan = model_plan(built)
     size = shard_parameters(built, plan)
-    stages = split_stages(plan, spec.pipeline.num_stages)
-    largest = max(describe_parameters(layers)[-1].stop for layers in stages)
-    return len(cut_shards(largest, size))
+    num_stages = spec.pipeline.num_stages
+    return max(len(stage_shards(plan, num_stages, k, size)) for k in range(num_stages))

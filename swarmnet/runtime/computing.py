@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnet.errors import UserError
 from swarmnet.runtime.options import PeerOptions, UsageError
+from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def _free_in_container() -> int:
 def choose_computing(
     spec: RunSpec, options: PeerOptions, stage: int, devices: list[str]
 ) -> tuple[Computing, str]:
-    """The choice, and the line. `spec` has this machine's builder. Raises `UsageError`."""
+    """The choice, and the line. `spec` has this machine's builder. Raises `UsageError`; `UserError`
+    where the stage does not fit into the memory that is free: before any of it is built."""
     import torch
 
     from swarmnet.training.computing import ActivationsName, Computing, choose_precision
@@ -77,6 +80,7 @@ def choose_computing(
     if device.type == "cpu":
         on_device += exchange + (optimizer if spec.sync.optimizer_store == "memory" else 0)
     free = free_bytes_of(device)
+    _check_room(stage, on_device, free)
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])
@@ -93,6 +97,14 @@ def choose_computing(
         max_in_flight=choice.max_in_flight,
     )
     return computing, _line(stage, device, computing, choice.needed_bytes, in_flight, left)
+
+
+def _check_room(stage: int, needed: float, free: float) -> None:
+    if needed > free:
+        raise UserError(
+            f"stage {stage} needs {size(needed)} of this machine's memory and {size(free)} are "
+            "free; choose another one with --stage, or cut the model into more stages"
+        )
 
 
 def check_options(spec: RunSpec, options: PeerOptions, devices: list[str]) -> None:
@@ -114,8 +126,6 @@ def _line(
     in_flight: int,
     left: float,
 ) -> str:
-    from swarmnet.runtime.text import size
-
     line = f"stage {stage}: {computing.precision} on {device}, activations {computing.activations}"
     if needed is None:
         return f"{line}; how much memory they take is not known"

@@ -7,21 +7,22 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.errors import DataError
+from swarmnet.errors import DataError, UserError
 from swarmnet.runtime.computing import choose_computing
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
+from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
 from swarmnet.runtime.speed import expected_stage_s
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import Machine
 from swarmnet.swarm.recovery.checkpointing import Disk
 
 if TYPE_CHECKING:
-    from swarmnet.swarm.ports import Data
+    from swarmnet.swarm.ports import Data, InitialWeights
     from swarmnet.training.ranks.local_group import LocalGroup
 
 log = logging.getLogger("swarmnet.peer")
@@ -30,14 +31,25 @@ OPTIMIZER_FOLDER = "optimizer"
 """In the state folder, for `[sync] optimizer_store = "disk"`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a run began from, as far as it is on this machine."""
+
+    files: RunFiles
+    model_folder: str = ""
+    """As `[model] from`, where this peer starts the run."""
+
+
 def build_machine(
     spec: RunSpec,
     options: PeerOptions,
     group: LocalGroup | None = None,
     beside: Machine | None = None,
+    origin: Origin | None = None,
 ) -> Machine:
     """The device of this machine; `group`: its other ranks, where it has any. `beside`: of another
-    seat of the machine, which shares its device and feeds.
+    seat of the machine, which shares its device and feeds. `origin`: the files in the state folder
+    where it is not given.
 
     Raises `DataError`, `SpecError` or `UserError`."""
     from swarmnet.training.device import DeviceThread, WorkerThread, set_num_threads
@@ -56,7 +68,8 @@ def build_machine(
             disk=open_disk(run, spec, options),
             build_local=build_local,
         )
-    data = open_data_of(spec, options)
+    origin = origin or Origin(RunFiles(options.state_dir, spec.files))
+    data = open_data_of(spec, options, origin.files)
     disk = open_disk(run, spec, options)
     costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
 
@@ -82,6 +95,8 @@ def build_machine(
         build_local,
         free=free_memory,
         measure=measure,
+        weights=open_initial_weights(spec, options, origin),
+        read_file=origin.files.read,
         stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
     )
 
@@ -112,7 +127,27 @@ def _builders(
     return build, build_local
 
 
-def open_data_of(spec: RunSpec, options: PeerOptions) -> Data | None:
+def open_initial_weights(
+    spec: RunSpec, options: PeerOptions, origin: Origin
+) -> InitialWeights | None:
+    """What the run began from; None where that is random. Raises `SpecError` or `UserError`."""
+    if not spec.model.weights:
+        if options.weights is not None:
+            raise UserError("--weights: this run began from random weights; leave it out")
+        return None
+    from swarmnet.training.models.initial_weights import ModelWeights
+    from swarmnet.training.models.model_folder import find_folder
+
+    hashes = origin.files.read(spec.files[WEIGHTS].sha256)
+    if hashes is None:
+        raise UserError(f"{origin.files.folder}: the run's {WEIGHTS} is damaged; start again")
+    folder = options.weights
+    if folder is None and origin.model_folder:
+        folder = find_folder(origin.model_folder)
+    return ModelWeights(spec, hashes, folder)
+
+
+def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data | None:
     """What this machine feeds; None, with a line that says why, where it does not. Raises
     `DataError` where the person named the data and it cannot be read."""
     from swarmnet.training.data import open_data
@@ -120,6 +155,8 @@ def open_data_of(spec: RunSpec, options: PeerOptions) -> Data | None:
     if not options.feed:
         return None
     paths, tokenizer = options.data_paths(spec), options.data_tokenizer(spec)
+    if not options.tokenizer and (of_run := files.path(TOKENIZER)) is not None:
+        tokenizer = str(of_run)
     if paths and not tokenizer:
         name = PurePath(spec.data.tokenizer).name
         log.warning("this machine's %s was not named (--tokenizer): it does not feed", name)

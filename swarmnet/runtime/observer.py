@@ -20,7 +20,9 @@ from swarmnet.runtime.joining.find import WaysIn, find_run, read_addresses
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.runtime.options import TransportName
+from swarmnet.runtime.text_codec import codec_of
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.reconnecting import Reconnecting
 from swarmnet.swarm.messages import LOGITS, InferRequest
@@ -121,17 +123,38 @@ class Observer:
         """Returns when something changed, or after `timeout_s`."""
         await self.gossip.changed.wait(timeout_s)
 
-    async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
-        """Continues a prompt, token by token (bytes), through the swarm's own stages."""
-        seq = self.spec.model.max_position_embeddings
-        tokens = list(prompt)
-        rng = random.Random(0)
+    async def generate(self, prompt: str, num_tokens: int, seconds: float = math.inf) -> str:
+        """Continues a prompt, token by token, through the swarm's own stages: until a token ends
+        the text, or for so many tokens or seconds; empty where the tokenizer is not known."""
+        from swarmnet.training.end_tokens import end_tokens
+
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        files = await self.fetch_files()
+        codec = codec_of(self.spec, files)
+        if codec is None:
+            return ""
+        ends, rng = end_tokens(self.spec, files), random.Random(0)
+        prefix = codec.encode(prompt)
+        tokens = list(prefix)
         for _ in range(num_tokens):
-            window = tokens[-seq:]
+            window = tokens[-self.spec.sequence_length :]
             inputs = Array("int32", (1, len(window)), _int32(window))
             reply = await infer_through(self._wiring, InferRequest(stage=0, mode=LOGITS), (inputs,))
-            tokens.append(sample_byte(reply.arrays[0], rng))
-        return bytes(tokens[len(prompt) :])
+            token = sample_token(reply.arrays[0], rng, codec.num_tokens)
+            if token in ends or loop.time() >= until:
+                break
+            tokens.append(token)
+        return codec.decode(tokens[len(prefix) :])
+
+    async def fetch_files(self) -> dict[str, bytes]:
+        """The run's files, by name. Raises `SwarmnetError` where nobody gives one."""
+        now = asyncio.get_running_loop().time()
+        peers = [r.peer_id for r in self.view.live(now) if r.is_replica]
+        return {
+            name: await fetch_file(self.transport, peers, about.sha256, about.size)
+            for name, about in self.spec.files.items()
+        }
 
     async def close(self) -> None:
         """Leaves; nobody notices."""
@@ -146,18 +169,17 @@ class Observer:
 
 
 TEMPERATURE = 0.7
-NUM_BYTE_TOKENS = 256
 
 
 def _int32(tokens: list[int]) -> bytes:
     return b"".join(t.to_bytes(4, "little") for t in tokens)
 
 
-def sample_byte(logits: Array, rng: random.Random) -> int:
-    """A byte from the last position's logits (float32 [1, S, V]); V may be larger than 256."""
+def sample_token(logits: Array, rng: random.Random, num_tokens: int) -> int:
+    """One of the first `num_tokens` tokens, from the last position's logits (float32 [1, S, V])."""
     vocab = logits.shape[-1]
     last = bytes(memoryview(logits.data).cast("B"))[-4 * vocab :]
-    row = struct.unpack(f"<{vocab}f", last)[:NUM_BYTE_TOKENS]
+    row = struct.unpack(f"<{vocab}f", last)[:num_tokens]
     top = max(row)
     weights = [math.exp((x - top) / TEMPERATURE) for x in row]
     return rng.choices(range(len(row)), weights)[0]

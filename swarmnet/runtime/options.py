@@ -60,6 +60,8 @@ class PeerOptions:
     """Where this machine has the data, in place of the spec's `paths`."""
     tokenizer: str = ""
     """Where this machine has the run's tokenizer.json, in place of the spec's `tokenizer`."""
+    weights: Path | None = None
+    """The folder of the model that the run began from: this peer gives its weights to others."""
     builder: str = ""
     """Where this machine has a custom model's code, in place of the spec's `builder`."""
     feed: bool = True

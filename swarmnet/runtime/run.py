@@ -22,7 +22,7 @@ from swarmnet.runtime.joining.beside import say_run_beside, tell_run
 from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.ready import ReadyFile
-from swarmnet.runtime.machine import build_machine
+from swarmnet.runtime.machine import Origin, build_machine
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
 from swarmnet.runtime.ranks import choose_devices, open_ranks, until_over
 from swarmnet.runtime.seats import SeatCount, Seats, seat_dir
@@ -97,7 +97,8 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
             stack.push_async_callback(asyncio.to_thread, group.close)
-        machine = await asyncio.to_thread(build_machine, spec, options, group)
+        origin = Origin(entry.files, entry.model_folder)
+        machine = await asyncio.to_thread(build_machine, spec, options, group, None, origin)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
         if machine.disk is not None:

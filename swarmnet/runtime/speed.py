@@ -61,7 +61,7 @@ def expected_stage_s(
             log.warning("this machine's speed was not measured: %s", why)
             return 0.0
         _keep(path, key, layer_s)
-    return layer_s * fmean(costs) / decoder_flops(spec.model)
+    return layer_s * fmean(costs) / decoder_flops(spec.model, spec.sequence_length)
 
 
 def _kept(path: Path, key: str) -> float:
@@ -94,7 +94,7 @@ def _measure_layer_s(spec: RunSpec, computing: Computing, device: str) -> float:
     pipeline = spec.pipeline.model_copy(update={"num_stages": 3, "layers": ()})
     spec = spec.model_copy(update={"model": model, "pipeline": pipeline})
     stage = build_stage(spec, 1, device=device, computing=computing)
-    shape = (spec.pipeline.microbatch, model.max_position_embeddings, model.hidden_size)
+    shape = (spec.pipeline.microbatch, spec.sequence_length, model.hidden_size)
     inputs = from_tensor(torch.randn(shape))
     best, all_s = float("inf"), 0.0
     for i in range(WARM_PASSES + TIMED_PASSES):

@@ -118,6 +118,7 @@ class SyntheticStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
+        self.tied_shards = 0
         self.can_open_ahead = True
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
@@ -132,11 +133,11 @@ class SyntheticStage:
         self._kept: dict[StepKey, _Kept] = {}
         self.weights = _digest_of(self._parameters)
 
-    def check(self, inputs: Array, targets: Array) -> None:
+    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
         if len(inputs.data) != _KEY.size:
             raise ProtocolViolation("not an activation of a synthetic stage")
 
-    def forward(self, key: StepKey, inputs: Array) -> Array:
+    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
         self._check_key(key, inputs)
         weights = self._weights_of(key)
         self._observe("forward", key=key, weights=weights)
@@ -154,7 +155,9 @@ class SyntheticStage:
         self._ids_of(key)[key] += 1
         return None if self.stage_index == 0 else activation(key, self._sizes)
 
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def forward_backward(
+        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+    ) -> LossResult:
         outputs = self.forward(key, inputs)
         grads = self.backward(key, outputs)
         return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarmnet.swarm.ports import Data, Device, LocalSteps, Optimizer, Stage, Worker
+from swarmnet.swarm.ports import Data, Device, InitialWeights, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.recovery.checkpointing import Disk
 
 
@@ -31,5 +31,9 @@ class Machine:
     measure: Callable[[], float] = lambda: 0.0
     """Device seconds that a microbatch is likely to take in a stage of middle cost, before any was
     served; 0 where that is unknown. Runs on the worker."""
+    weights: InitialWeights | None = None
+    """What the run began from; None where that is random and each machine makes it."""
+    read_file: Callable[[str], bytes | None] = lambda sha256: None
+    """A file of the run; blocks."""
     stage_costs: tuple[float, ...] | None = None
     """Of each stage, in any unit; None where all are alike."""

@@ -24,6 +24,7 @@ MAX_ADDRESS_CHARS = 512
 MAX_PROBE_BYTES = 4 << 20
 """Of an answer about bandwidth."""
 MAX_LINEAGE_BYTES = 16
+SHA256_CHARS = 64
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
 """Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
 them stay far below what other messages carry."""
@@ -303,6 +304,26 @@ class ReduceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedSum:
+    """The last stage's sum of the gradients of a shard that the first stage holds too. Arrays: the
+    sum (none where there are no tokens behind it)."""
+
+    round: int
+    stage: int
+    """Of the caller."""
+    shard: int
+    num_tokens: int
+    term: int
+    """Of the ballot by which the caller is the primary."""
+
+    def __post_init__(self) -> None:
+        _ballots((self.term,), "")
+        _index(self.round, self.stage, self.shard, self.num_tokens)
+        if self.num_tokens > MAX_TOKENS:
+            raise ValueError("more tokens than there can be")
+
+
+@dataclass(frozen=True, slots=True)
 class BallotRequest:
     """The caller takes over as primary of shards; or, where it is not `is_final`, asks whether that
     would be promised."""
@@ -513,6 +534,67 @@ class ContributionsReply:
             raise ValueError("peers and sums do not match")
         if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
             raise ValueError("a sum of squares is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRequest:
+    """Asks for the checkpoints that a peer has. `keep`: a round that is to be kept for a while, as
+    the caller is fetching it; -1 for none."""
+
+    keep: int = -1
+
+    def __post_init__(self) -> None:
+        if self.keep != -1:
+            _index(self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRound:
+    """A checkpoint: the round that begins with it, and a digest for each shard."""
+
+    round: int
+    history: int
+    stage: int
+    digests: bytes
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.history, self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReply:
+    """Checkpoints of a peer, and the held-out losses that it knows, by round."""
+
+    rounds: tuple[SavedRound, ...]
+    held_out: dict[int, float]
+
+    def __post_init__(self) -> None:
+        _index(*self.held_out)
+        if not all(0 <= loss <= MAX_LOSS for loss in self.held_out.values()):
+            raise ValueError("a loss is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRequest:
+    """Asks for a file of the run, from a byte on. `sha256`: hex."""
+
+    sha256: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        _index(self.offset)
+        if len(self.sha256) != SHA256_CHARS:
+            raise ValueError("not a SHA-256")
+
+
+@dataclass(frozen=True, slots=True)
+class FileReply:
+    """`size`: of the whole file, in bytes. The part is the array."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _index(self.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
+from swarmnet.swarm.initial.files import FileService
+from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.meeting import meet
 from swarmnet.swarm.lifecycle.moving import Mover
 from swarmnet.swarm.lifecycle.opening import Openings
@@ -53,6 +55,7 @@ from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
 from swarmnet.swarm.recovery.restart import Recovery
+from swarmnet.swarm.recovery.saved_models import SavedModels
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
@@ -113,6 +116,7 @@ class Peer:
         self._build_pipeline()
         self._build_lifecycle()
         self.transport.handle("spec", self._on_spec)
+        FileService(self.transport, self.machine.read_file, self.machine.worker)
         self.probes = Probes(self.transport, self.gossip)
 
     def _build_membership(self) -> None:
@@ -148,9 +152,13 @@ class Peer:
         )
         # Before any peer asks: one that sees this record must not begin the run anew.
         self.gossip.amend(restorable=self.recovery.offers())
-        self.checkpointing = (
-            Checkpointing(self.gossip, disk, self.settings.rounds) if disk is not None else None
-        )
+        self.checkpointing = None
+        if disk is not None:
+            saved = SavedModels(self.transport, self.gossip, disk.checkpoints, disk.worker)
+            rounds, is_measured = self.settings.rounds, self.settings.evaluate_every > 0
+            self.checkpointing = Checkpointing(
+                self.gossip, disk, rounds, is_measured, saved.kept_now
+            )
 
     def _build_pipeline(self) -> None:
         """The way of microbatches."""
@@ -214,6 +222,13 @@ class Peer:
             steps=self.steps,
             rng=self.rng,
             wanted=lambda: self.wanted_stage,
+        )
+        self._weights = (
+            WeightService(
+                self.transport, gossip, self.limits, machine.worker, machine.weights, self.rng
+            )
+            if machine.weights is not None
+            else None
         )
         self._stand_by = StandBy(
             gossip,
@@ -343,6 +358,7 @@ class Peer:
             recovery=self.recovery,
             checkpointing=self.checkpointing,
             openings=self._openings,
+            weights=self._weights,
             rng=self.rng,
             on_loss=self.on_loss,
         )

@@ -6,7 +6,7 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -91,15 +91,20 @@ class Stage(Protocol):
     num_stages: int
     shard_sizes: tuple[int, ...]
     """Elements of each shard."""
+    tied_shards: int
+    """The first so many shards are those of another stage too, which holds a copy: those of the
+    first stage at the last one, and the other way round. Their gradient is the sum of both."""
     max_in_flight: int
     """Microbatches between their passes that memory has room for."""
     can_open_ahead: bool
     """Whether it can work on two rounds at a time (`open_ahead`)."""
 
-    def check(self, inputs: Array, targets: Array) -> None:
-        """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap."""
+    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
+        """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap.
+        `positions`: int32 (samples, length), of each token in its document, where these are not
+        0, 1, ...; where they do not go on by one, another document begins."""
 
-    def forward(self, key: StepKey, inputs: Array) -> Array:
+    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
         """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""
 
@@ -108,7 +113,9 @@ class Stage(Protocol):
         input (None at stage 0). Keeps what `retract` needs. Raises `ProtocolViolation` where
         `grad_outputs` has the wrong shape or is not finite; then nothing was added."""
 
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def forward_backward(
+        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+    ) -> LossResult:
         """*device* The last stage's whole work: forward, loss, backward."""
 
     def retract(self, key: StepKey) -> None:
@@ -262,6 +269,19 @@ class LocalSteps(Protocol):
         """The reverse of `export`; raises `ProtocolViolation` where it does not fit."""
 
 
+class InitialWeights(Protocol):
+    """The weights that a run began from, as shards of its stages. Blocks."""
+
+    is_here: bool
+    """This machine can give them."""
+
+    def shard(self, stage_index: int, shard_index: int) -> Array | None:
+        """A shard, flat fp32; None where it is unknown or not what the run began from."""
+
+    def is_right(self, stage_index: int, shard_index: int, values: Array) -> bool:
+        """Whether these are the values of the shard."""
+
+
 class Data(Protocol):
     """Samples. Pure: the same index is the same sample on every machine."""
 
@@ -276,8 +296,9 @@ class Data(Protocol):
         """Training samples, at least one. None where there is no end of them: indices then only
         grow, and none comes twice."""
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
-        """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order."""
+    def microbatch(self, indices: Sequence[int]) -> tuple[Array, ...]:
+        """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order; and where
+        several documents share a sample, positions (`Stage.check`)."""
 
     def held_out(self, index: int) -> tuple[Array, Array]:
         """Inputs and targets of a held-out microbatch."""
@@ -338,3 +359,19 @@ class Checkpoints(Protocol):
 
     def load(self, round_index: int) -> Snapshot:
         """One of the available ones; every byte is checked."""
+
+    def keep(self, rounds: Collection[int]) -> None:
+        """`save` does not remove these, until this is called again."""
+
+    def digests(self, round_index: int) -> bytes:
+        """Of the parameters of an available one, 8 bytes for each shard."""
+
+    def shard(self, round_index: int, stage_index: int, shard_index: int) -> Array | None:
+        """A shard of the parameters of an available one, read from the disk alone; None where it is
+        not there."""
+
+    def note_held_out(self, losses: Mapping[int, float]) -> None:
+        """Keeps held-out losses, by round. The checkpoint with the lowest is not removed."""
+
+    def held_out(self) -> Mapping[int, float]:
+        """The losses that were noted, by round."""

@@ -23,12 +23,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError
@@ -40,10 +41,13 @@ from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
 from swarmnet.spec_0_1 import possible_run_ids_of_0_1
 from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
-from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
+from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
+from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.same_run import continues
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+from swarmnet.wire import Array
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -158,6 +162,7 @@ class CheckpointStore:
         self._every = every
         self._model = model or spec
         self._earlier: list[Path] | None = None
+        self._wanted: frozenset[int] = frozenset()
         self.unreadable: list[str] = []
         """What `available` found and could not use, a line for each."""
 
@@ -209,7 +214,44 @@ class CheckpointStore:
             own_steps=own_steps,
         )
 
+    def keep(self, rounds: Collection[int]) -> None:
+        self._wanted = frozenset(rounds)
+
+    def digests(self, round_index: int) -> bytes:
+        metas = [meta for _, meta in self._found() if meta.round == round_index]
+        return bytes.fromhex(metas[0].digests) if metas else b""
+
+    def shard(self, round_index: int, stage_index: int, shard_index: int) -> Array | None:
+        for path, meta in self._found():
+            if (meta.round, meta.stage) == (round_index, stage_index):
+                return self._shard_of(path, meta, shard_index)
+        return None
+
+    def note_held_out(self, losses: Mapping[int, float]) -> None:
+        with _one_line(self.folder):
+            add_losses(self.folder, losses)
+
+    def held_out(self) -> Mapping[int, float]:
+        return read_losses(self.folder)
+
     # ---- within -----------------------------------------------------------------------------
+
+    def _shard_of(self, path: Path, meta: Meta, shard_index: int) -> Array | None:
+        """Checked by whoever gets it, by its digest."""
+        sizes = _shard_sizes(self._model, meta, path)
+        if not 0 <= shard_index < len(sizes):
+            return None
+        start = sum(sizes[:shard_index])
+        stop = start + sizes[shard_index]
+        flat = np.zeros(stop - start, dtype=np.float32)
+        files = MappedFiles()
+        stored = {one.name: one for one in stored_tensors(path / STAGE_FILE)}
+        for r in stage_parameter_ranges(self._model, meta.stage):
+            first, last = max(start, r.start), min(stop, r.stop)
+            if first < last:
+                part = files.read(stored[r.name], first - r.start, last - r.start)
+                flat[first - start : last - start] = part
+        return from_numpy(flat)
 
     def _found(self, unreadable: list[str] | None = None) -> list[tuple[Path, Meta]]:
         """Every complete checkpoint of this run and its folder, the oldest round first; one of
@@ -290,7 +332,8 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Keeps the newest of the newest history, and the two newest of every second, fourth and
-        eighth round that is saved: peers with slower disks save those alone. Where an older history
+        eighth round that is saved: peers with slower disks save those alone; and the one with the
+        best held-out loss, and what is asked for. Where an older history
         had come further, its last checkpoint stays too: a run that was begun anew by mistake
         destroys nothing."""
         found = self._found()
@@ -308,7 +351,15 @@ class CheckpointStore:
         before = [r for r in older if r < present[-1]]
         further = [r for r in older if r > present[-1]]
         num_missing = self._keep - len(present)
-        kept = {*present, *shared, *before[max(0, len(before) - num_missing) :], *further[-1:]}
+        best = best_round(read_losses(self.folder), set(saved))
+        wanted = {*self._wanted, *(() if best is None else (best,))}
+        kept = {
+            *present,
+            *shared,
+            *wanted,
+            *before[max(0, len(before) - num_missing) :],
+            *further[-1:],
+        }
         kept_paths = {path for path, meta in found if meta.round in kept}
         for folder in (self.folder, *self._earlier_folders()):
             for path in sorted(folder.iterdir()) if folder.is_dir() else ():

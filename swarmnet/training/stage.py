@@ -15,13 +15,14 @@ round, and those of the round before (its gradient is being exchanged) or of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
 from torch import Tensor
 
-from swarmnet.errors import NotReady
+from swarmnet.errors import NotReady, SpecError
+from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.arrays import from_tensor
@@ -30,6 +31,7 @@ from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
 from swarmnet.training.memory.round_vectors import RoundVectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    LayerContext,
     ModelPlan,
     ParameterRange,
     TensorSpec,
@@ -40,6 +42,8 @@ from swarmnet.training.models.registry import (
     model_plan,
     shard_parameters,
     split_stages,
+    stage_shards,
+    tied_elements,
 )
 from swarmnet.training.optimizer.loss_scale import LossScale
 from swarmnet.training.passes.backward import BackwardPasses
@@ -48,6 +52,9 @@ from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.wire import Array
+
+OWN_STEPS = (LOCAL, GOSSIP)
+"""Modes of `[sync]` in which replicas make steps of their own."""
 
 
 class TorchStage:
@@ -60,7 +67,8 @@ class TorchStage:
         layers: those of this stage.
         stage_index: of this stage, from 0.
         num_stages: of the whole model.
-        shard_size: elements of each shard; the last one may be shorter.
+        shard_size: elements of each shard, where the last one may be shorter; or of every one.
+        tied_shards: the first so many shards are the same as another stage's (`Stage`).
         microbatch: samples.
         seed: of the run.
         computing: precision, and what is kept between the passes.
@@ -82,12 +90,13 @@ class TorchStage:
         *,
         stage_index: int,
         num_stages: int,
-        shard_size: int,
+        shard_size: int | Sequence[int],
         microbatch: int,
         seed: int,
         computing: Computing = Computing(),  # noqa: B008  it is immutable
         device: torch.device | str = "cpu",
         inputs: TensorSpec | None = None,
+        tied_shards: int = 0,
         reuses_gradient: bool = False,
         copies: DeviceCopies | None = None,
         make_layers: Callable[..., StageLayers] = StageLayers,
@@ -97,6 +106,7 @@ class TorchStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.is_last = stage_index == num_stages - 1
+        self.tied_shards = tied_shards
         self.computing = computing
         self.max_in_flight = computing.max_in_flight
         self.layers = make_layers(
@@ -136,18 +146,21 @@ class TorchStage:
 
     # ---- microbatches -----------------------------------------------------------------------
 
-    def check(self, inputs: Array, targets: Array) -> None:
+    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
         self._boundary.check_inputs(inputs)
         self._boundary.check_targets(targets)
+        if positions is not None:
+            self._boundary.check_positions(positions)
 
-    def forward(self, key: StepKey, inputs: Array) -> Array:
+    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
         self._boundary.check_inputs(inputs)
+        context = self._context(positions)
         self.vectors.use(key[0])
-        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs))
+        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), context=context)
         keeps_graph = self.computing.activations != "recompute"
         with self.kept.forget_on_error(key):
             with torch.set_grad_enabled(keeps_graph):
-                outputs = self.layers.run(key, kept.inputs)
+                outputs = self.layers.run(key, kept.inputs, kept.context)
             sent = self._boundary.send_outputs(outputs)
         if keeps_graph:
             kept.keep_graph(outputs)
@@ -167,11 +180,14 @@ class TorchStage:
         kept.mark_added(scale, grad)
         return self._input_gradient(kept)
 
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def forward_backward(
+        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+    ) -> LossResult:
         self.check(inputs, targets)
         wanted = self._boundary.receive_targets(targets)
+        context = self._context(positions)
         self.vectors.use(key[0])
-        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), wanted)
+        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), wanted, context=context)
         with self.kept.forget_on_error(key):
             loss = self._pass(key, kept)
             loss_sum = finite_loss(loss)
@@ -249,8 +265,15 @@ class TorchStage:
     def _pass(self, key: StepKey, kept: Kept) -> Tensor:
         """The forward pass of a kept microbatch: outputs, or the loss at the last stage."""
         if kept.targets is not None:
-            return self.layers.loss(key, kept.inputs, kept.targets)
-        return self.layers.run(key, kept.inputs)
+            return self.layers.loss(key, kept.inputs, kept.targets, kept.context)
+        return self.layers.run(key, kept.inputs, kept.context)
+
+    def _context(self, positions: Array | None) -> LayerContext | None:
+        """What layers get beside the activation. Raises `ProtocolViolation`."""
+        if positions is None:
+            return None
+        self._boundary.check_positions(positions)
+        return LayerContext(self._boundary.receive_positions(positions))
 
     def _input_gradient(self, kept: Kept) -> Array | None:
         """After a backward pass: what the stage before waits for."""
@@ -277,12 +300,21 @@ def build_stage(
     plan = model_plan(spec)
     stages = split_stages(plan, spec.pipeline.num_stages)
     before = stages[stage_index - 1][-1] if stage_index else None
+    size = shard_parameters(spec, plan)
+    sizes = stage_shards(plan, len(stages), stage_index, size)
+    tied = tied_elements(plan, len(stages), stage_index)
+    if tied and spec.sync.mode in OWN_STEPS:
+        raise SpecError(
+            f"[sync] mode {spec.sync.mode}: it does not keep this model's embedding and head tied "
+            "over stages; use zero, delayed or auto, or one stage"
+        )
     return (make or TorchStage)(
         plan,
         stages[stage_index],
         stage_index=stage_index,
         num_stages=len(stages),
-        shard_size=shard_parameters(spec, plan),
+        shard_size=sizes,
+        tied_shards=len(cut_shards(tied, size)),
         microbatch=spec.pipeline.microbatch,
         seed=spec.seed,
         computing=computing or computing_of(spec, device),
@@ -300,5 +332,6 @@ def stage_parameter_ranges(spec: RunSpec, stage_index: int) -> tuple[ParameterRa
 
 def stage_shard_sizes(spec: RunSpec, stage_index: int) -> tuple[int, ...]:
     """Elements of each shard of a stage, without building it."""
-    total = stage_parameter_ranges(spec, stage_index)[-1].stop
-    return cut_shards(total, shard_parameters(spec, model_plan(spec)))
+    plan = model_plan(spec)
+    size = shard_parameters(spec, plan)
+    return stage_shards(plan, spec.pipeline.num_stages, stage_index, size)

@@ -108,10 +108,10 @@ class FakeObserver:
         self._round = min(self._round + 1, self._last_round)
         self._see()
 
-    async def generate(self, prompt: bytes, num_tokens: int) -> bytes:
+    async def generate(self, prompt: str, num_tokens: int, seconds: float) -> str:
         if self._sample is None:
             raise SwarmnetError("nobody serves stage 1")
-        return self._sample[:num_tokens]
+        return self._sample[:num_tokens].decode()
 
     async def close(self) -> None:
         self.closed = True

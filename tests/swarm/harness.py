@@ -27,7 +27,7 @@ from swarmnet.simulation.stage import (
 )
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.peer import Identity, Machine, Peer
-from swarmnet.swarm.ports import Data
+from swarmnet.swarm.ports import Data, InitialWeights
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.replica import Replica
@@ -170,6 +170,7 @@ class Swarm:
         beside: Peer | None = None,
         is_measured: bool = False,
         begin_anew: bool = False,
+        weights: InitialWeights | None = None,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
         machine, whose device it shares. `is_measured`: it knows its speed before it serves."""
@@ -181,6 +182,7 @@ class Swarm:
             data or self.data,
             disk,
             self.build_local,
+            weights=weights,
             measure=lambda: (FORWARD_S + BACKWARD_S) / speed if is_measured else 0.0,
         )
         if beside is not None:

@@ -14,7 +14,7 @@ from tests.training.specs import MODEL
 
 
 def whole_model(spec: ModelSpec, seed: int = 0) -> tuple[torch.nn.Sequential, dict]:
-    plan = llama_plan(spec)
+    plan = llama_plan(spec, spec.max_position_embeddings)
     modules = {layer.name: build_layer(plan, layer, seed) for layer in plan.layers}
     state = {f"{n}.{k}": p for n, m in modules.items() for k, p in m.named_parameters()}
     return torch.nn.Sequential(*modules.values()), state
@@ -47,7 +47,9 @@ def test_loss_gradients_equal_hugging_face() -> None:
     theirs = hugging_face(spec)
     theirs.load_state_dict(state, strict=True)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
-    loss = llama_plan(spec).loss(model(tokens[:, :-1].int()), tokens[:, 1:].int())
+    loss = llama_plan(spec, spec.max_position_embeddings).loss(
+        model(tokens[:, :-1].int()), tokens[:, 1:].int()
+    )
     (loss / 30).backward()
     theirs(tokens, labels=tokens).loss.backward()
     assert {n for n, _ in theirs.named_parameters()} == set(state)
@@ -63,7 +65,7 @@ def test_number_of_parameters_is_that_of_the_spec() -> None:
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
     spec = ModelSpec(**MODEL)
-    plan = llama_plan(spec)
+    plan = llama_plan(spec, spec.max_position_embeddings)
     _, state = whole_model(spec, seed=3)
     torch.manual_seed(99)
     torch.rand(7)
@@ -82,8 +84,8 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 
 def test_the_head_counts_when_layers_are_split() -> None:
     wide = ModelSpec(**{**MODEL, "vocab_size": 4096})
-    stages = split_stages(llama_plan(wide), 2)
+    stages = split_stages(llama_plan(wide, wide.max_position_embeddings), 2)
     assert not any("layers" in layer.name for layer in stages[1])
-    narrow = split_stages(llama_plan(ModelSpec(**MODEL)), 2)
+    narrow = split_stages(llama_plan(ModelSpec(**MODEL), MODEL["max_position_embeddings"]), 2)
     assert narrow[0][0].name == "model.embed_tokens"
     assert abs(len(narrow[0]) - len(narrow[1])) <= 1

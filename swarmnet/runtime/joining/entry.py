@@ -15,6 +15,7 @@ from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.starting import StartedRun, start_run
 from swarmnet.runtime.net import Net, open_net
 from swarmnet.runtime.options import PeerOptions
+from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
 from swarmnet.spec_0_1 import possible_run_ids_of_0_1
 
@@ -37,6 +38,10 @@ class Entry:
     """Ids of peers of the run that have answered; empty where this one begins it."""
     beside: list[Beside]
     """Peers on this machine; looked for where this one starts a run."""
+    files: RunFiles
+    """Of the run; all are here."""
+    model_folder: str = ""
+    """With the weights that the run begins from, where this peer starts it."""
     former_ids: tuple[str, ...] = ()
     """Ids that the run had, or may have had, in earlier versions of swarmnet."""
 
@@ -77,7 +82,12 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         known.run_id, known.peers = spec.run_id, {}
     own = net.transport.addresses()
     stack.callback(tell_run(options.state_dir, spec.run_id, spec.name, own))
-    return Entry(key, net, spec, known, ways, neighbours, beside, former_ids)
+    files = RunFiles(options.state_dir, spec.files)
+    if started is not None:
+        await asyncio.to_thread(files.save, started.contents)
+    await files.fetch(net.transport, neighbours)
+    model = "" if started is None else started.model
+    return Entry(key, net, spec, known, ways, neighbours, beside, files, model, former_ids)
 
 
 def _start(options: PeerOptions) -> StartedRun | None:

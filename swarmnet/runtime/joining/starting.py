@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.runtime.options import with_overrides
@@ -18,6 +19,10 @@ class StartedRun:
     """Resolved: what its peers agree on."""
     former_ids: tuple[str, ...] = ()
     """Ids that earlier versions of swarmnet gave the same run."""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    """Of the run's files, by name."""
+    model: str = ""
+    """`[model] from`."""
 
 
 def start_run(
@@ -26,7 +31,13 @@ def start_run(
     """The run of a `run.toml` after `--rounds` and `--seed`, its open keys resolved. `builder`: see
     `swarmnet.training.models.resolving.resolve`. Blocks for seconds. Raises `SpecError`."""
     written = with_overrides(load_spec(path), rounds=rounds, seed=seed)
-    from swarmnet.training.models.resolving import resolve  # torch: after the cheap errors
+    from swarmnet.training.models.resolving import resolve_run  # torch: after the cheap errors
 
     former = run_id_of_0_1(written)
-    return StartedRun(resolve(written, builder), () if former is None else (former,))
+    resolved = resolve_run(written, builder)
+    return StartedRun(
+        resolved.spec,
+        () if former is None else (former,),
+        resolved.contents,
+        written.model.source,
+    )

@@ -13,6 +13,7 @@ from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, OBSER
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import PATIENCE_S
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP
+from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.departure import Departure
 from swarmnet.swarm.lifecycle.opening import Openings
 from swarmnet.swarm.membership.gossip import Gossip
@@ -39,6 +40,7 @@ log = logging.getLogger("swarmnet.peer")
 STAGE_METHODS = (
     "reduce",
     "ballot",
+    "reduce_tied",
     "adopt",
     "adopted",
     "mirror",
@@ -75,6 +77,7 @@ class ServedStage:
         recovery: Recovery,
         checkpointing: Checkpointing | None,
         openings: Openings,
+        weights: WeightService | None,
         rng: random.Random,
         on_loss: OnLoss,
     ) -> None:
@@ -82,6 +85,7 @@ class ServedStage:
         self._transport = transport
         self._gossip, self._settings, self._steps = gossip, settings, steps
         self._recovery, self._checkpointing, self._openings = recovery, checkpointing, openings
+        self._weights = weights
         self.averaging = Averaging(transport, gossip, settings, limits, replica, on_loss)
         self._sync = StateSync(transport, gossip, limits, replica, rng)
         self.handover = Handover(transport, gossip, settings, replica, self.averaging, rng)
@@ -177,7 +181,10 @@ class ServedStage:
                 if replica.synced and self._checkpointing is not None:
                     self._checkpointing.restored(replica)
             elif loop.time() - alone_since >= self._patience_with_empty_stage():
-                await self._begin()
+                # Fetching them takes a while, in which others may have begun the stage.
+                has_weights = self._weights is None or await self._weights.fill(replica)
+                if has_weights and not self._sync.donors():
+                    await self._begin()
             else:
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
         if replica.phase.is_declaring:

@@ -71,6 +71,8 @@ class Quota:
 STRANGERS = Quota(20.0, 200.0)
 """For questions that anyone may ask."""
 PROBES = Quota(0.1, 6.0, of_members=True)
+FILES = Quota(10.0, 100.0)
+"""For parts of 1 MiB."""
 LOOKS = Quota(0.05, 6.0, of_members=True)
 """For what costs the callee an own connection."""
 
@@ -110,6 +112,7 @@ ACCESS: Mapping[str, Access] = {
         Caller.RUN, messages.GossipRequest, body_bytes=MAX_BODY_BYTES, quota=STRANGERS
     ),
     "records": Access(Caller.RUN, messages.Records, body_bytes=MAX_BODY_BYTES, quota=STRANGERS),
+    "run_file": Access(Caller.ANYONE, messages.FileRequest, quota=FILES),
     "unreached": Access(Caller.ADMITTED, messages.Unreached),
     "relay_reserve": Access(Caller.ADMITTED, None),
     "step": Access(
@@ -122,6 +125,9 @@ ACCESS: Mapping[str, Access] = {
     "commit": Access(Caller.ADMITTED, messages.Commit, body_bytes=LIST_BYTES),
     "committed": Access(Caller.ADMITTED, messages.CommittedRequest, body_bytes=LIST_BYTES),
     "infer": Access(Caller.ADMITTED, messages.InferRequest, arrays=Arrays.MICROBATCH),
+    "initial_shard": Access(Caller.ADMITTED, messages.FetchRequest),
+    "saved": Access(Caller.ADMITTED, messages.SavedRequest),
+    "saved_shard": Access(Caller.ADMITTED, messages.FetchRequest),
     "fetch_parameters": Access(Caller.ADMITTED, messages.FetchRequest, Callee.STAGE),
     "fetch_optimizer": Access(Caller.STAGE, messages.FetchRequest, Callee.SYNCED),
     "fetch_moments": Access(Caller.STAGE, messages.FetchRequest, Callee.SYNCED),
@@ -132,6 +138,7 @@ ACCESS: Mapping[str, Access] = {
         body_bytes=SMALL_BYTES,
         arrays=Arrays.SHARDS,
     ),
+    "reduce_tied": Access(Caller.REPLICA, messages.TiedSum, arrays=Arrays.SHARD),
     "ballot": Access(Caller.WORKING, messages.BallotRequest, Callee.SYNCED, body_bytes=SMALL_BYTES),
     "mirror": Access(Caller.WORKING, messages.MirrorRequest, Callee.STAGE, arrays=Arrays.SHARD),
     "norm": Access(Caller.REPLICA, messages.NormRequest, body_bytes=LIST_BYTES),

@@ -95,8 +95,7 @@ class StepService:
         """One microbatch: returns its `StepReply` when its gradient is back."""
         step = convert(request.message.body, StepRequest)
         replica = self.serving(step.stage)
-        inputs, targets = _two(request.message.arrays)
-        replica.stage.check(inputs, targets)
+        replica.stage.check(*_parts(request.message.arrays))
         self._learn(replica, step.round, request.remote)
         await replica.enter(step.round, self.limits.enter_wait_s)
         key = (step.round, step.microbatch_id)
@@ -134,9 +133,9 @@ class StepService:
         replica.ledger.begin(
             key, caller=request.remote, feeder=step.feeder, num_samples=step.num_samples
         )
-        inputs, targets = _two(request.message.arrays)
+        parts = _parts(request.message.arrays)
         flight = self.flights.start(
-            key, step.feeder, lambda flight: self._fly(replica, flight, step, inputs, targets)
+            key, step.feeder, lambda flight: self._fly(replica, flight, step, *parts)
         )
         self.entrance.entering(key, flight.task)
         return flight
@@ -171,17 +170,26 @@ class StepService:
             self.gossip.changed.notify_all()
 
     async def _fly(
-        self, replica: Replica, flight: Flight, step: StepRequest, inputs: Array, targets: Array
+        self,
+        replica: Replica,
+        flight: Flight,
+        step: StepRequest,
+        inputs: Array,
+        targets: Array,
+        *beside: Array,
     ) -> Message:
+        """`beside`: what layers need beside their inputs, the same at every stage."""
         key = (step.round, step.microbatch_id)
         self.entrance.entered(key)  # from here to the device's queue nothing waits
         try:
             if replica.index == replica.stage.num_stages - 1:
-                reply, grad_inputs = await self._last(replica, flight, key, inputs, targets)
+                reply, grad_inputs = await self._last(
+                    replica, flight, key, inputs, targets, *beside
+                )
                 next_peer = None
             else:
                 reply, grad_inputs, next_peer = await self._through(
-                    replica, flight, step, inputs, targets
+                    replica, flight, step, inputs, targets, *beside
                 )
         except BaseException:
             replica.ledger.failed(key)
@@ -196,11 +204,11 @@ class StepService:
         return Message(reply, () if grad_inputs is None else (grad_inputs,))
 
     async def _last(
-        self, replica: Replica, flight: Flight, key: StepKey, inputs: Array, targets: Array
+        self, replica: Replica, flight: Flight, key: StepKey, *arrays: Array
     ) -> tuple[StepReply, Array | None]:
         stage = replica.stage
         result: LossResult = await replica.run(
-            FORWARD, key, 1.0, lambda: stage.forward_backward(key, inputs, targets), flight.check
+            FORWARD, key, 1.0, lambda: stage.forward_backward(key, *arrays), flight.check
         )
         self._announce(replica)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
@@ -208,21 +216,27 @@ class StepService:
         return reply, result.grad_inputs
 
     async def _through(
-        self, replica: Replica, flight: Flight, step: StepRequest, inputs: Array, targets: Array
+        self,
+        replica: Replica,
+        flight: Flight,
+        step: StepRequest,
+        inputs: Array,
+        targets: Array,
+        *beside: Array,
     ) -> tuple[StepReply, Array | None, str]:
         """Forward, the following stages, backward. What comes back from them is refused where the
         backward finds that it is not finite; another replica is asked then."""
         key = (step.round, step.microbatch_id)
         stage = replica.stage
         outputs = await replica.run(
-            FORWARD, key, FORWARD_PART, lambda: stage.forward(key, inputs), flight.check
+            FORWARD, key, FORWARD_PART, lambda: stage.forward(key, inputs, *beside), flight.check
         )
         if not replica.measured.sent_bytes:
             # The gradient for the stage before is as large as its inputs.
             replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
         for attempt in range(MAX_TRIES):
-            passed = await self._pass_on(flight, step, outputs, targets)
+            passed = await self._pass_on(flight, step, outputs, targets, *beside)
             grads = passed.grad_inputs
             assert grads is not None
             try:
@@ -248,7 +262,7 @@ class StepService:
         raise NotReady("the following stages gave no usable gradient")
 
     async def _pass_on(
-        self, flight: Flight, step: StepRequest, outputs: Array, targets: Array
+        self, flight: Flight, step: StepRequest, outputs: Array, targets: Array, *beside: Array
     ) -> Passed:
         """Sends an activation through the following stages; returns with its gradient."""
         key = (step.round, step.microbatch_id)
@@ -279,7 +293,7 @@ class StepService:
         flight.is_beyond = True
         try:
             return await self.wiring.step(
-                onward, (outputs, targets), accept=accept, on_path=on_path
+                onward, (outputs, targets, *beside), accept=accept, on_path=on_path
             )
         finally:
             flight.is_beyond = False
@@ -371,7 +385,8 @@ def check_tokens(reply: StepReply, targets: Array) -> None:
         raise ProtocolViolation(f"a step's reply of {reply.num_tokens} tokens")
 
 
-def _two(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-    if len(arrays) != 2:
-        raise ProtocolViolation("a step takes two arrays: inputs and targets")
-    return arrays[0], arrays[1]
+def _parts(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Inputs, targets and, where there are some, positions."""
+    if not 2 <= len(arrays) <= 3:
+        raise ProtocolViolation("a step takes inputs, targets and, for some models, positions")
+    return arrays

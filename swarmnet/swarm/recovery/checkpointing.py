@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -25,6 +25,8 @@ from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.recovery")
 
+LAST_MEASUREMENT_S = BULK_S
+"""Longest wait for the held-out loss after the last round."""
 LAST_SAVE_S = BULK_S
 """Longest wait for the checkpoint of a peer that leaves."""
 
@@ -52,12 +54,19 @@ class Checkpointing:
     disk: Disk
     rounds: int
     """Length of the run."""
+    is_measured: bool = False
+    """The run measures its held-out loss."""
+    kept_now: Callable[[], Collection[int]] = tuple
+    """Rounds whose checkpoints somebody is fetching."""
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Lock()
         self._last: tuple[int, int] | None = None
         """(stage, round) of the newest state that is on the disk."""
         self._stride = 1
+        self._unwritten: dict[int, float] = {}
+        """Held-out losses that are not on the disk yet, by round."""
+        self._noted: dict[int, float] = {}
 
     async def opened(self, replica: Replica, averaging: Averaging) -> None:
         """A round has opened: saves its beginning when it is due. A checkpoint that is due
@@ -65,12 +74,41 @@ class Checkpointing:
         that is too slow for the interval gets every second, fourth or eighth, which the others
         keep for longer: some round must be on the disks of all."""
         r = replica.round
+        self._hear_losses()
         is_last = r >= self.rounds
         due = self.disk.every * self._stride
         if not is_last and (r == 0 or r % due or self._turn.locked()):
             return
         await self._save(replica, averaging)
         self._choose_stride(replica.round - r)
+        if is_last and self.is_measured:
+            await self._await_measurement(r)
+
+    def _hear_losses(self) -> None:
+        """A record tells the newest held-out loss only: the next one takes its place."""
+        for record in self.gossip.view.records():
+            told = record.held_out
+            if told is not None and self._noted.get(told.round) != told.loss:
+                self._unwritten[told.round] = told.loss
+
+    async def _write_losses(self) -> None:
+        """Raises `OSError` or `SwarmnetError`."""
+        if news := self._unwritten:
+            self._unwritten = {}
+            await self.disk.worker.run(lambda: self.disk.checkpoints.note_held_out(news))
+            self._noted |= news
+
+    async def _await_measurement(self, r: int) -> None:
+        """The last one comes after the last checkpoint."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_MEASUREMENT_S
+        while r not in self._noted and loop.time() < until:
+            self._hear_losses()
+            try:
+                await self._write_losses()
+            except (SwarmnetError, OSError) as e:
+                log.warning("a held-out loss was not noted: %s", e)
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
 
     def _choose_stride(self, took: int) -> None:
         """After writing took so many rounds. Comes down a step at a time, for round times vary."""
@@ -115,7 +153,11 @@ class Checkpointing:
                 log.warning("no checkpoint of round %d: %s", replica.round, e)
 
     async def _write(self, snapshot: Snapshot) -> None:
-        await self.disk.worker.run(lambda: self.disk.checkpoints.save(snapshot))
+        checkpoints = self.disk.checkpoints
+        checkpoints.keep(self.kept_now())
+        self._hear_losses()
+        await self._write_losses()  # before older checkpoints are removed: the best of them stays
+        await self.disk.worker.run(lambda: checkpoints.save(snapshot))
         self._last = (snapshot.stage, snapshot.round)
         self.gossip.add_total("checkpoints")
 

@@ -30,6 +30,7 @@ from swarmnet.swarm.update.exchange.outbox import Part
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
+from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
@@ -105,6 +106,9 @@ class Averaging:
             self.books,
             settings.grad_clip_norm,
         )
+        self.tied = TiedShards(
+            gossip, replica, settings.num_stages, self.members, self.pace, self.ownership.roots
+        )
         self._exchange: Exchange | None = None
         self._service = ExchangeService(
             transport,
@@ -114,6 +118,7 @@ class Averaging:
             self.work,
             self.books,
             self.pace,
+            self.tied,
             self._present,
             self._tasks,
         )
@@ -160,6 +165,7 @@ class Averaging:
             self.work,
             self.books,
             self.pace,
+            self.tied,
             self._note_change,
         )
         return self._exchange
@@ -273,6 +279,7 @@ class Averaging:
         if self._exchange is not None and self._exchange.number <= r:
             self._end_exchange()
         self.books.finish_round(r)
+        self.tied.finish_round(r)
         self.norms.finish_round(r)
         self._aggregator.norms.finish_round(r)
         self.changed.notify_all()

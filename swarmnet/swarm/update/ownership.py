@@ -36,7 +36,7 @@ from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.replica import Replica, follows_tied
 from swarmnet.transport.base import Transport
 
 log = logging.getLogger("swarmnet.ownership")
@@ -138,7 +138,9 @@ class Ownership:
             tuple(self.followers(round_index, shard_index)),
             is_holder=has_input,
             may_lead=self.gossip.own.state in (ACTIVE, LEAVING),
-            clips=self.settings.grad_clip_norm > 0 and not self.plan.is_local,
+            clips=self.settings.grad_clip_norm > 0
+            and not self.plan.is_local
+            and not follows_tied(self.replica, shard_index),
         )
 
     def _ranked(self, r: int, j: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -193,3 +193,13 @@ class Replica:
     def decided(self, switches: tuple[Switch, ...]) -> None:
         """The swarm changes the mode of its exchanges then."""
         self.plan = replace(self.plan, switches=switches)
+
+
+def decides_tied(replica: Replica, shard: int) -> bool:
+    """Another stage holds the shard too, and its step is made by this one."""
+    return replica.index == 0 and shard < replica.stage.tied_shards
+
+
+def follows_tied(replica: Replica, shard: int) -> bool:
+    """Another stage holds the shard too, and makes its step."""
+    return replica.index > 0 and shard < replica.stage.tied_shards

@@ -35,6 +35,7 @@ V tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet.errors import SpecError
@@ -153,16 +154,15 @@ def sent_bytes(
     return each / local_steps if mode == LOCAL else each
 
 
-def layer_bytes(model: ModelSpec, layer: str, batch: int, element: int = FP32_BYTES) -> int:
+def layer_bytes(model: ModelSpec, layer: str, positions: int, element: int = FP32_BYTES) -> int:
     """Bytes that one layer of the Llama keeps between forward and backward, for a microbatch of
-    `batch` samples whose passes are made in numbers of `element` bytes.
+    `positions` tokens whose passes are made in numbers of `element` bytes.
 
     A decoder layer, for each position: what both norms keep (their input and the normed value
     before the weight, and one number, all in fp32; the result), rotated queries, keys, values, the
     attention's output and one fp32 number a head, gate, its SiLU, up, and their product. In fp32
     the norms' inputs are the layer's input and the residual between.
     """
-    positions = batch * model.max_position_embeddings
     width, inner = model.hidden_size, model.intermediate_size
     kv_width = model.num_key_value_heads * model.head_size
     if layer == "model.embed_tokens":
@@ -184,11 +184,13 @@ def plan_memory(
     precision: Precision = FP32,
     activations: str | None = None,
     mode: str | None = None,
+    known: Callable[[RunSpec, int, Precision], Activations | None] | None = None,
 ) -> list[StageMemory]:
     """What a replica of each stage holds; `in_flight`: microbatches between their forward and their
     backward pass. The last stage does both at once: one microbatch, whatever is in flight.
     `activations`: the policy; None for the spec's, which may be "auto": then "keep". `mode`: of
-    `[sync]`; None for the spec's.
+    `[sync]`; None for the spec's. `known`: tells the activations of a stage; `stage_activations`
+    where not given.
 
     Raises:
         SpecError: the model cannot be built or cut so; a number is not positive.
@@ -204,7 +206,7 @@ def plan_memory(
         num_parameters = stage_parameter_ranges(spec, k)[-1].stop
         of_stage = num_parameters, num_replicas, copies
         weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode)
-        one = stage_activations(spec, k, precision)
+        one = (known or stage_activations)(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
@@ -266,7 +268,7 @@ class Activations:
 
 
 def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activations | None:
-    """Of one microbatch at a stage; None for a custom model: nobody knows but its author. Raises
+    """Of one microbatch at a stage; None for another model than the built-in one. Raises
     `SpecError`."""
     model, batch = spec.model, spec.pipeline.microbatch
     if model.kind != "llama":
@@ -275,9 +277,9 @@ def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activa
     names = [layer.name for layer in stages[stage]]
     element = FP32_BYTES if precision is FP32 else LOW_BYTES
     is_low, is_first, is_last = precision is not FP32, stage == 0, stage == len(stages) - 1
-    positions = batch * model.max_position_embeddings
+    positions = batch * spec.sequence_length
     border = positions * model.hidden_size
-    parts = {name: layer_bytes(model, name, batch, element) for name in names}
+    parts = {name: layer_bytes(model, name, positions, element) for name in names}
     again = [name for name in names if name not in ("model.embed_tokens", "lm_head")]
     loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0

@@ -22,7 +22,7 @@ class Vectors:
         self,
         parameters: Tensor,
         gradients: Tensor,
-        shard_size: int,
+        shard_size: int | Sequence[int],
         ranges: Sequence[ParameterRange] = (),
         *,
         sums: Tensor | None = None,
@@ -32,7 +32,7 @@ class Vectors:
         Args:
             parameters: fp32, shape (num_parameters,), in the host's memory.
             gradients: of the same kind and shape.
-            shard_size: elements of each shard; the last one may be shorter.
+            shard_size: elements of each shard, where the last one may be shorter; or of every one.
             ranges: where each parameter of the layers lies in the vectors. Empty where the layers
                 do not compute with parts of these vectors (several ranks).
             sums: fp32, shape (num_parameters,): where gradients add up on a device that has memory
@@ -43,8 +43,8 @@ class Vectors:
         self.parameters = parameters
         self.gradients = gradients
         self.shard_size = shard_size
-        self.parameter_shards = parameters.split(shard_size)
-        self.gradient_shards = gradients.split(shard_size)
+        self.parameter_shards = parameters.split(_sizes(shard_size))
+        self.gradient_shards = gradients.split(_sizes(shard_size))
         self.values = tuple(r.part_of(parameters) for r in ranges)
         """By parameter of the layers: its part of `parameters`."""
         self.adding = gradients if sums is None else sums
@@ -116,3 +116,7 @@ class Vectors:
             sums=None if self._sums is None else torch.empty_like(self._sums),
             copies=None if self._copies is None else [torch.empty_like(c) for c in self._copies],
         )
+
+
+def _sizes(shard_size: int | Sequence[int]) -> int | list[int]:
+    return shard_size if isinstance(shard_size, int) else list(shard_size)

@@ -30,9 +30,9 @@ all replicas begin with the same ones and the number of stages does not matter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,26 @@ class LayerBuilder:
     Stages are cut so that the dearest is as cheap as can be."""
     output_shape: tuple[int, ...]
     """Of one sample; (sequence length, width) for a language model."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of this layer that are those of earlier layers: by name in this layer, the full
+    name of the other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What a layer needs beside the hidden state. It goes through a stage, and from stage to stage,
+    with the activation."""
+
+    positions: Tensor | None = None
+    """int64 (samples or 1, length): of each token in its document. Where it does not go on by one,
+    another document begins, which attention does not look out of. None: 0, 1, ..."""
+    cache: Any = None
+    """Keys and values of earlier tokens, which a layer adds its own to (transformers' `Cache`);
+    None in training."""
+
+
+class TakesContext(nn.Module):
+    """A layer that is called as `layer(x, context)` where there is a `LayerContext`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +115,8 @@ class ModelPlan:
     """Layers of each stage, where the run says so (`[pipeline] layers`); empty: by their costs."""
     is_sequence: bool = False
     """The first dimension of a sample is a sequence that may be shorter in evaluation."""
+    takes_context: bool = False
+    """Some layers are a `TakesContext`."""
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
     pass done again is the same."""
@@ -151,11 +173,39 @@ def parameter_ranges(
     within a layer as torch names them."""
     ranges: list[ParameterRange] = []
     start = 0
+    for name, p in own_parameters(layers, modules):
+        ranges.append(ParameterRange(name, start, tuple(p.shape), p.numel()))
+        start += p.numel()
+    return tuple(ranges)
+
+
+def own_parameters(
+    layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters of some consecutive layers in canonical order; one that is tied to an
+    earlier layer among them comes once, under that layer's name. Those that are tied to a layer
+    elsewhere come first, so that both stages can have the same shards of them."""
+    found: dict[str, nn.Parameter] = {}
+    elsewhere: dict[str, nn.Parameter] = {}
     for layer, module in zip(layers, modules, strict=True):
         for name, p in module.named_parameters():
-            ranges.append(ParameterRange(f"{layer.name}.{name}", start, tuple(p.shape), p.numel()))
-            start += p.numel()
-    return tuple(ranges)
+            owner = layer.tied.get(name)
+            if owner in found:
+                continue
+            (found if owner is None else elsewhere)[f"{layer.name}.{name}"] = p
+    return [*elsewhere.items(), *found.items()]
+
+
+def tie(layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]) -> None:
+    """Makes parameters that are tied to an earlier one of these layers one object with it."""
+    known: dict[str, nn.Parameter] = {}
+    for layer, module in zip(layers, modules, strict=True):
+        for name, p in list(module.named_parameters()):
+            owner = known.get(layer.tied.get(name, ""))
+            if owner is not None:
+                within, _, own = name.rpartition(".")
+                setattr(module.get_submodule(within), own, owner)
+            known[f"{layer.name}.{name}"] = p
 
 
 def describe_parameters(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:

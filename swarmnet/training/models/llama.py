@@ -99,9 +99,9 @@ class DecoderLayer(nn.Module):
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
-def llama_plan(spec: ModelSpec) -> ModelPlan:
+def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
     """The plan of a Llama. Inputs and targets are int32 tokens (B, S); outputs logits (B, S, V)."""
-    length, width, vocabulary = spec.max_position_embeddings, spec.hidden_size, spec.vocab_size
+    length, width, vocabulary = sequence_length, spec.hidden_size, spec.vocab_size
     hidden = (length, width)
     layers = [
         LayerBuilder(
@@ -109,13 +109,16 @@ def llama_plan(spec: ModelSpec) -> ModelPlan:
         ),
         *(
             LayerBuilder(
-                f"model.layers.{i}", lambda: DecoderLayer(spec), decoder_flops(spec), hidden
+                f"model.layers.{i}", lambda: DecoderLayer(spec), decoder_flops(spec, length), hidden
             )
             for i in range(spec.num_hidden_layers)
         ),
         LayerBuilder("model.norm", lambda: _norm(spec), 4 * length * width, hidden),
         LayerBuilder(
-            "lm_head", lambda: Linear(width, vocabulary), head_flops(spec), (length, vocabulary)
+            "lm_head",
+            lambda: Linear(width, vocabulary),
+            head_flops(spec, length),
+            (length, vocabulary),
         ),
     ]
     tokens = TensorSpec("int32", (length,), num_values=vocabulary)
@@ -137,19 +140,19 @@ def llama_plan(spec: ModelSpec) -> ModelPlan:
     )
 
 
-def decoder_flops(spec: ModelSpec) -> int:
+def decoder_flops(spec: ModelSpec, length: int) -> int:
     """FLOPs of one decoder layer's forward pass over one sample. Causal attention needs half of the
     scores; its two products of S x S x D count so."""
-    length, width = spec.max_position_embeddings, spec.hidden_size
+    width = spec.hidden_size
     kv_width = spec.num_key_value_heads * spec.head_size
     matrices = 2 * width * width + 2 * width * kv_width + 3 * width * spec.intermediate_size
     return length * (2 * matrices + 2 * length * width)
 
 
-def head_flops(spec: ModelSpec) -> int:
+def head_flops(spec: ModelSpec, length: int) -> int:
     """FLOPs of the output matrix and the loss for one sample."""
     per_position = 2 * spec.hidden_size * spec.vocab_size + LOSS_FLOPS_PER_LOGIT * spec.vocab_size
-    return spec.max_position_embeddings * per_position
+    return length * per_position
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

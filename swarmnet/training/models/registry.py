@@ -32,7 +32,11 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         SpecError: the custom builder cannot be loaded or returns something else than a plan.
     """
     if spec.model.kind == "llama":
-        plan = llama_plan(spec.model)
+        plan = llama_plan(spec.model, spec.sequence_length)
+    elif spec.model.kind == "transformers":
+        from swarmnet.training.models.adapter import adapter_plan  # slow to import
+
+        plan = adapter_plan(spec.model, spec.sequence_length)
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)
@@ -79,10 +83,46 @@ def shard_parameters(spec: RunSpec, plan: ModelPlan) -> int:
     return -(-wanted // SHARD_MULTIPLE) * SHARD_MULTIPLE
 
 
-def cut_shards(num_parameters: int, size: int) -> tuple[int, ...]:
-    """Elements of each shard of a stage; the last one may be shorter."""
+def cut_shards(num_parameters: int, size: int, num_tied: int = 0) -> tuple[int, ...]:
+    """Elements of each shard of a stage; the last one may be shorter. `num_tied`: the first so many
+    elements are another stage's too, and have shards of their own."""
+    if num_tied:
+        return (*cut_shards(num_tied, size), *cut_shards(num_parameters - num_tied, size))
     full, rest = divmod(num_parameters, size)
     return (size,) * full + ((rest,) if rest else ())
+
+
+def tied_elements(plan: ModelPlan, num_stages: int, stage_index: int) -> int:
+    """How many of a stage's parameters, the first ones, another stage has too.
+
+    Raises:
+        SpecError: they are not the first ones of the first stage, tied to the last one.
+    """
+    stages = split_stages(plan, num_stages)
+    if num_stages == 1 or stage_index not in (0, num_stages - 1):
+        return 0
+    at = {layer.name: k for k, layers in enumerate(stages) for layer in layers}
+    total = 0
+    for layer in plan.layers:
+        for owner in layer.tied.values():
+            name = owner.rpartition(".")[0]
+            if at[name] == at[layer.name]:
+                continue
+            first = describe_parameters(stages[0])[0]
+            if total or first.name != owner or at[layer.name] != num_stages - 1:
+                raise SpecError(
+                    f"{layer.name} is tied to {owner}: only the model's first parameter can be "
+                    "tied over stages, to its last layer"
+                )
+            total = first.num_elements
+    return total
+
+
+def stage_shards(plan: ModelPlan, num_stages: int, stage_index: int, size: int) -> tuple[int, ...]:
+    """Elements of each shard of a stage. Raises `SpecError`."""
+    layers = split_stages(plan, num_stages)[stage_index]
+    tied = tied_elements(plan, num_stages, stage_index)
+    return cut_shards(describe_parameters(layers)[-1].stop, size, tied)
 
 
 def _call_builder(builder: str, options: dict[str, Any]) -> ModelPlan:

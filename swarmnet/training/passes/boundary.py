@@ -72,6 +72,19 @@ class Boundary:
         spec = self._plan.targets
         check_shape("targets", targets, spec.dtype, self._batch(spec))
 
+    def check_positions(self, positions: Array) -> None:
+        """As `check_inputs`, for positions; of a model whose layers take some."""
+        if not self._plan.takes_context:
+            raise ProtocolViolation("this run's model takes no positions")
+        shape = self._batch(self._plan.inputs)
+        check_shape("positions", positions, "int32", shape)
+
+    def receive_positions(self, positions: Array) -> Tensor:
+        """Positions whose shape was checked, int64 on the device."""
+        tensor = to_tensor(positions)
+        _check_range("positions", tensor, self._plan.inputs.shape[0])
+        return self._copies.to_device(tensor).long()
+
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
         x = self._receive("inputs", inputs, self._inputs)

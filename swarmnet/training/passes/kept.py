@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.swarm.ports import StepKey
+from swarmnet.training.models.base import LayerContext
 
 
 @dataclass(slots=True)
@@ -27,6 +28,8 @@ class Kept:
     """Shape (samples, *shape of one sample); floats are in the precision of the passes."""
     targets: Tensor | None = None
     """At the last stage."""
+    context: LayerContext | None = None
+    """What the layers got beside the inputs."""
     outputs: Tensor | None = None
     """With their graph; only between forward and backward, and not with activations
     "recompute"."""
@@ -79,7 +82,13 @@ class KeptMicrobatches:
         kept = self._entries.get(key)
         return kept is not None and kept.is_added
 
-    def begin(self, key: StepKey, inputs: Tensor, targets: Tensor | None = None) -> Kept:
+    def begin(
+        self,
+        key: StepKey,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        context: LayerContext | None = None,
+    ) -> Kept:
         """A new entry. It is in the table before the work, so that `forget` finds it meanwhile.
 
         Raises:
@@ -87,7 +96,7 @@ class KeptMicrobatches:
         """
         self.check_not_added(key)
         inputs.requires_grad_(self._needs_input_gradients)
-        kept = self._entries[key] = Kept(inputs, targets)
+        kept = self._entries[key] = Kept(inputs, targets, context)
         return kept
 
     def check_not_added(self, key: StepKey) -> None:

@@ -9,7 +9,8 @@ gradients add up in an fp32 vector there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,10 +26,14 @@ from swarmnet.training.memory.parameter_copies import ParameterCopies, lower_buf
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    LayerContext,
     ModelPlan,
+    TakesContext,
     build_layer,
     derive_seed,
+    own_parameters,
     parameter_ranges,
+    tie,
 )
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
@@ -49,7 +54,7 @@ class StageLayers:
         *,
         stage_index: int,
         num_stages: int,
-        shard_size: int,
+        shard_size: int | Sequence[int],
         seed: int,
         computing: Computing,
         device: torch.device,
@@ -72,6 +77,7 @@ class StageLayers:
         self._seed = seed
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
         self.modules = [self._build(builder) for builder in builders]
+        tie(builders, self.modules)
         self.parameter_ranges = parameter_ranges(builders, self.modules)
         if not self.parameter_ranges or self.parameter_ranges[-1].stop == 0:
             raise SpecError(
@@ -86,7 +92,7 @@ class StageLayers:
 
     def parameters(self) -> list[nn.Parameter]:
         """The layers' parameters, in canonical order."""
-        return [p for module in self.modules for p in module.parameters()]
+        return [p for _, p in own_parameters(self.builders, self.modules)]
 
     def show(self, vectors: Vectors) -> None:
         """Lets the layers compute with other vectors and add gradients to them."""
@@ -104,7 +110,7 @@ class StageLayers:
         """Brings changed parameters into the copies that the layers compute with."""
         self.parameter_copies.refresh()
 
-    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         """A forward pass. With gradients enabled, autograd keeps what the policy for activations
         says.
 
@@ -112,22 +118,31 @@ class StageLayers:
             key: of the microbatch; None in evaluation. With dropout, torch is seeded by the key: a
                 pass done again is the same.
             x: shape (samples, *shape of one sample), on the device.
+            context: for layers that take one.
         """
         if key is not None and self.plan.is_random:
             torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
+        beside = () if context is None else (context,)
+
+        def call(module: nn.Module, x: Tensor) -> Tensor:
+            takes = beside if isinstance(module, TakesContext) else ()
+            return cast(Tensor, module(x, *takes))
+
         if not torch.is_grad_enabled():
-            return self._through_modules(x, lambda module, x: module(x))
+            return self._through_modules(x, call)
         activations = self._computing.activations
         if activations == "offload":
             with OffloadedPass(self._place(), self._parameter_storages()).hooks():
-                return self._through_modules(x, lambda module, x: module(x))
+                return self._through_modules(x, call)
         if activations == "blocks":
-            return self._through_modules(x, self._checkpointed)
-        return self._through_modules(x, lambda module, x: module(x))
+            return self._through_modules(x, functools.partial(self._checkpointed, call))
+        return self._through_modules(x, call)
 
-    def loss(self, key: StepKey, x: Tensor, targets: Tensor) -> Tensor:
+    def loss(
+        self, key: StepKey, x: Tensor, targets: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """A forward pass of the last stage and its loss: a scalar, in nats, summed over tokens."""
-        return self.plan.loss(self.run(key, x).float(), targets)
+        return self.plan.loss(self.run(key, x, context).float(), targets)
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:
@@ -158,9 +173,17 @@ class StageLayers:
     # ---- inside -----------------------------------------------------------------------------
 
     def _build(self, builder: LayerBuilder) -> nn.Module:
-        return build_layer(self.plan, builder, self._seed)
+        module = build_layer(self.plan, builder, self._seed)
+        here = {layer.name for layer in self.builders}
+        for name, owner in builder.tied.items():
+            of, _, its_name = owner.rpartition(".")
+            if of not in here:  # it begins with the same values
+                other = next(layer for layer in self.plan.layers if layer.name == of)
+                values = build_layer(self.plan, other, self._seed).get_parameter(its_name)
+                module.get_parameter(name).data = values.detach()
+        return module
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         """Moves parameters (and their gradients) into flat tensors; the layers keep views, or
         copies."""
         for module in self.modules:
@@ -190,12 +213,16 @@ class StageLayers:
             x = call(module, x)
         return x
 
-    def _checkpointed(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _checkpointed(
+        self, call: Callable[[nn.Module, Tensor], Tensor], module: nn.Module, x: Tensor
+    ) -> Tensor:
         """The layer's output. The layer keeps its input only and is computed again in the backward
         pass (Chen et al., 2016)."""
         if isinstance(module, KEEPS_ITS_INPUT):
-            return cast(Tensor, module(x))
-        again = checkpoint(module, x, use_reentrant=False, preserve_rng_state=self.plan.is_random)
+            return call(module, x)
+        again = checkpoint(
+            call, module, x, use_reentrant=False, preserve_rng_state=self.plan.is_random
+        )
         return cast(Tensor, again)
 
     def _place(self) -> Place:

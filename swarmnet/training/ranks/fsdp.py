@@ -15,19 +15,20 @@ import dataclasses
 import datetime
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import StepKey
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.vectors import Vectors
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, describe_parameters
+from swarmnet.training.models.base import LayerBuilder, LayerContext, ModelPlan, describe_parameters
+from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.ranks.leading import LeadStage, following
 from swarmnet.training.ranks.local_group import LocalGroup, SharedFloats
 from swarmnet.training.ranks.rank_stage import RankLayers, RankStage
@@ -35,6 +36,10 @@ from swarmnet.training.ranks.tensor_parallel import part_of
 from swarmnet.training.stage import TorchStage, build_stage
 
 FP16 = "--local fsdp computes in bf16 or fp32, not in fp16; add --precision bf16"
+TIED = (
+    "--local fsdp: embedding and head are one matrix, and this stage has both; use more stages, or "
+    "--tp 1"
+)
 
 
 def check_split(spec: RunSpec, num_ranks: int) -> None:
@@ -144,6 +149,10 @@ class FsdpLayers(RankLayers):
             raise SpecError("--local fsdp: the model draws random numbers, for whole microbatches")
         if computing.precision == "fp16":
             raise SpecError(FP16)
+        names = {builder.name for builder in builders}
+        owners = (owner for builder in builders for owner in builder.tied.values())
+        if any(owner.rpartition(".")[0] in names for owner in owners):
+            raise SpecError(TIED)
         self._num_ranks, self._mesh = num_ranks, mesh
         self._gathers = False
         inner = plan.loss
@@ -158,7 +167,7 @@ class FsdpLayers(RankLayers):
         shared = SharedFloats(2 * describe_parameters(builders)[-1].stop, fd)
         super().__init__(plan, builders, shared=shared, rank=rank, computing=computing, **options)
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         total = self.num_parameters
@@ -171,10 +180,13 @@ class FsdpLayers(RankLayers):
         policy = MixedPrecisionPolicy()
         if self.dtype != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for module in self.modules:
+        for builder, module in zip(self.builders, self.modules, strict=True):
+            buffers = self._buffers_of(builder, module)
             module.to("meta")
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
             module.to_empty(device=self.device)
+            for name, buffer in buffers.items():
+                module.get_buffer(name).copy_(buffer)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -186,6 +198,13 @@ class FsdpLayers(RankLayers):
             self._held.append((p, whole[start:stop], gradient[start:stop]))
         self.fetch_parameters()
         return Vectors(values, gradients, shard_size)
+
+    def _buffers_of(self, builder: LayerBuilder, module: nn.Module) -> dict[str, Tensor]:
+        """What a layer has beside its parameters. The shared memory does not have it: a rank that
+        has built the layer without memory builds it again, and keeps that only."""
+        if any(buffer.is_meta for buffer in module.buffers()):
+            module = StageLayers._build(self, builder)  # noqa: SLF001  of a base class
+        return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     @property
     def num_held_elements(self) -> int:
@@ -209,11 +228,13 @@ class FsdpLayers(RankLayers):
             else:
                 gradient.copy_(parameter.grad.to_local())
 
-    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         is_split = x.shape[0] % self._num_ranks == 0
         if is_split:
             x = _apply(_Part, x)
-        x = super().run(key, x)
+            if context is not None and context.positions is not None:
+                context = LayerContext(_apply(_Part, context.positions))
+        x = super().run(key, x, context)
         is_whole = not self.is_last or self._gathers
         return _apply(_Whole, x) if is_split and is_whole else x
 

@@ -36,9 +36,10 @@ class LeadStage(RankStage):
         group.join()
         self.layers.shared.close_fd()
 
-    def forward(self, key: StepKey, inputs: Array) -> Array:
-        return self._together("forward", lambda: super(LeadStage, self).forward(key, inputs),
-                              {"key": list(key)}, (inputs,))  # fmt: skip
+    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
+        arrays = (inputs,) if positions is None else (inputs, positions)
+        return self._together("forward", lambda: super(LeadStage, self).forward(key, *arrays),
+                              {"key": list(key)}, arrays)  # fmt: skip
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         return self._together(
@@ -46,11 +47,14 @@ class LeadStage(RankStage):
             {"key": list(key)}, (grad_outputs,), adds=True,
         )  # fmt: skip
 
-    def forward_backward(self, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def forward_backward(
+        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+    ) -> LossResult:
+        arrays = (inputs, targets) if positions is None else (inputs, targets, positions)
         return self._together(
             "forward_backward",
-            lambda: super(LeadStage, self).forward_backward(key, inputs, targets),
-            {"key": list(key)}, (inputs, targets), adds=True,
+            lambda: super(LeadStage, self).forward_backward(key, *arrays),
+            {"key": list(key)}, arrays, adds=True,
         )  # fmt: skip
 
     def retract(self, key: StepKey) -> None:

@@ -68,8 +68,8 @@ def check_cut(spec: RunSpec, num_ranks: int) -> None:
     model = spec.model
     if model.kind != "llama":
         raise SpecError(
-            f"--tp {num_ranks}: tensor parallelism cuts Llama models only; a custom model takes "
-            f"--tp {num_ranks} --local fsdp, or --tp 1"
+            f"--tp {num_ranks}: tensor parallelism cuts the built-in Llama only; this run's model "
+            f"takes --tp {num_ranks} --local fsdp, or --tp 1"
         )
     if not fits(model, num_ranks):
         possible = [str(n) for n in range(1, MAX_RANKS + 1) if fits(model, n)]

@@ -30,6 +30,7 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.models.base import (
     LayerBuilder,
+    LayerContext,
     ModelPlan,
     ParameterRange,
     describe_parameters,
@@ -145,7 +146,7 @@ class ParallelLayers(RankLayers):
     def adds_in_shared_memory(self) -> bool:
         return self.device.type == "cpu"
 
-    def _flatten(self, shard_size: int) -> Vectors:
+    def _flatten(self, shard_size: int | Sequence[int]) -> Vectors:
         total = self._layout.num_parameters
         values, gradients = self.shared.values[:total], self.shared.values[total : 2 * total]
         cuts = self._layout.cuts[self._region.rank]
@@ -217,12 +218,12 @@ class ParallelLayers(RankLayers):
         mine = torch.tensor([1.0 if is_good else 0.0], device=self.device)
         return bool(self._region.all_reduce(mine, dist.ReduceOp.MIN).item() > 0)
 
-    def run(self, key: StepKey | None, x: Tensor) -> Tensor:
+    def run(self, key: StepKey | None, x: Tensor, context: LayerContext | None = None) -> Tensor:
         region = self._region
         region.begin(x.shape[1])
         if self.stage_index > 0:
             x = split(region, x)
-        x = super().run(key, x)
+        x = super().run(key, x, context)
         return x if self._has_head else join(region, x)
 
     @contextlib.contextmanager

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from peer.cli import run_command
-from peer.commands.export import Wanted, export_checkpoints, fetch_named, write_folder
+from peer.commands.export import Wanted, export_checkpoints, fetch_named
+from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import UserError
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
@@ -73,7 +74,7 @@ def test_from_a_live_swarm(tmp_path: Path) -> None:
         await gossip.reconcile("peer-0")
         round_index, named = await fetch_named(spec, gossip.transport, gossip)
         assert round_index == ROUNDS
-        write_folder(tmp_path / "model", spec, round_index, named)
+        write_folder(tmp_path / "model", Trained(spec, round_index, named))
         check_folder(tmp_path / "model", swarm)
 
     in_virtual_time(scenario, spec)

@@ -17,7 +17,7 @@ from peer.commands.local import LocalOptions, run_local
 from peer.options import default_spec_path
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
-from swarmnet.runtime.observer import sample_byte as _sample_byte
+from swarmnet.runtime.observer import sample_token
 from swarmnet.runtime.options import UsageError
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.training.arrays import from_numpy
@@ -174,4 +174,4 @@ def test_cancelling_ends_the_children_and_says_what_happened_until_then(
 def test_a_sample_is_of_bytes_though_the_model_knows_more() -> None:
     logits = np.zeros((1, 2, 300), dtype=np.float32)
     logits[0, -1, 299], logits[0, -1, 65] = 1e4, 1e3
-    assert _sample_byte(from_numpy(logits), random.Random(0)) == 65
+    assert sample_token(from_numpy(logits), random.Random(0), 256) == 65

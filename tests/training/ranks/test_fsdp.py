@@ -76,16 +76,63 @@ finally:
 """
 
 
-def test_same_numbers_and_less_memory_a_rank() -> None:
-    """Four ranks with a whole model; two with a stage in the middle, and in bf16."""
+def run(program: str) -> str:
+    """What it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    measured = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+FAMILY = """
+import tempfile, torch
+from pathlib import Path
+from swarmnet.errors import SpecError
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.ranks.fsdp import build_fsdp_stage, open_default_group
+from swarmnet.training.ranks.local_group import LocalGroup
+from swarmnet.training.ranks.tensor_parallel_stage import rank_options
+from swarmnet.training.stage import build_stage
+from tests.training.flights import gradient
+from tests.training.test_adapter import LENGTH, run_of, saved, tokens_of
+
+with tempfile.TemporaryDirectory() as folder:
+    saved(Path(folder), "gemma3", True)
+    spec, whole = run_of(Path(folder)), run_of(Path(folder), 1)
+group = LocalGroup(2, threads=1, options=rank_options(spec, mode="fsdp"),
+                   open_group=open_default_group)
+try:
+    try:
+        build_fsdp_stage(whole, 0, group)
+    except SpecError as error:
+        print(error)
+    one, many = build_stage(spec, 0), build_fsdp_stage(spec, 0, group)
+    tokens = from_tensor(tokens_of().int())
+    packed = from_tensor((torch.arange(LENGTH) % 9).int().repeat(2, 1))
+    for number, more in enumerate(((), (packed,))):
+        outputs = [stage.forward((0, number), tokens, *more) for stage in (one, many)]
+        assert torch.allclose(*map(to_tensor, outputs), rtol=1e-5, atol=1e-6)
+        grad = from_tensor(torch.randn(to_tensor(outputs[0]).shape))
+        one.backward((0, number), grad), many.backward((0, number), grad)
+    ours, theirs = gradient(many), gradient(one)
+    assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-5
+finally:
+    group.close()
+"""
+
+
+def test_a_model_of_transformers_has_its_own_constants_at_every_rank() -> None:
+    """Gemma 3 keeps the scale of its embedding beside the parameters."""
+    assert "embedding and head are one matrix" in run(FAMILY)
+
+
+def test_same_numbers_and_less_memory_a_rank() -> None:
+    """Four ranks with a whole model; two with a stage in the middle, and in bf16."""
+    measured = json.loads(run(PROGRAM).splitlines()[-1])
     for num_ranks, (held, whole) in measured.items():
         assert held <= 1.1 * whole / int(num_ranks)

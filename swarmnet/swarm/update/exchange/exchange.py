@@ -28,6 +28,7 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
 from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
+from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import Array
@@ -51,6 +52,7 @@ class Exchange:
         work: ShardWork,
         books: Books,
         pace: ExchangePace,
+        tied: TiedShards,
         on_change: Callable[[], None],
     ) -> None:
         """`on_change()`: a result is here, or on its way to be made."""
@@ -63,10 +65,11 @@ class Exchange:
         )
         self._steps = ExchangeSteps(
             number,
-            replica.index,
+            replica,
             ownership.states,
             work,
             books,
+            tied,
             self._outbox,
             self._tasks,
             self.feed,
@@ -75,7 +78,7 @@ class Exchange:
         self._pauses = Pauses(pace.usual_s, self._again)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
-        self._is_feeding = False
+        self._is_feeding = self._stays_in_stage = False
         self._members: dict[str, Standing] = {}
         self._short_of = 0
         self._begun_at: float | None = None
@@ -83,7 +86,6 @@ class Exchange:
         """Who gave parameters that no stage takes."""
         self._put: Put | None = None
         """Where results go; None before this replica has closed its round."""
-        self._stays_in_stage = False
         self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Of other replicas, which wait for an answer."""
         self._num_calls = 0
@@ -262,6 +264,7 @@ class Exchange:
             self.results[j] = result
         self._steps.forget(j)
         self._outbox.forget(j)
+        self._work.adopted(self.number, j)
         if self._put is not None:
             self._tasks.start(self._finish(j))
         self._on_change()

@@ -22,6 +22,7 @@ from swarmnet.swarm.messages import (
     ReduceReply,
     ReduceRequest,
     ShardReply,
+    TiedSum,
 )
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
@@ -30,6 +31,7 @@ from swarmnet.swarm.update.exchange.exchange import Exchange
 from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, check_shard
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
+from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -49,16 +51,18 @@ class ExchangeService:
         work: ShardWork,
         books: Books,
         pace: ExchangePace,
+        tied: TiedShards,
         present: Callable[[], Exchange],
         tasks: Tasks,
     ) -> None:
         """`present()`: the exchange that this replica is in."""
         self._gossip, self._limits, self._replica = gossip, limits, replica
         self._work, self._books, self._pace = work, books, pace
-        self._present, self._tasks = present, tasks
+        self._tied, self._present, self._tasks = tied, present, tasks
         transport.handle("reduce", self._on_reduce)
         transport.handle("ballot", self._on_ballot)
         transport.handle("mirror", self._on_mirror)
+        transport.handle("reduce_tied", self._on_reduce_tied)
 
     # ---- contributions ----------------------------------------------------------------------
 
@@ -149,6 +153,28 @@ class ExchangeService:
     def _is_leaving(self, peer_id: str) -> bool:
         record = self._gossip.view.get(peer_id)
         return record is not None and record.state == LEAVING
+
+    # ---- the other stage's sum of a tied shard ----------------------------------------------
+
+    async def _on_reduce_tied(self, request: Request) -> Message:
+        """What the caller gets is this stage's result."""
+        push, arrays = convert(request.message.body, TiedSum), request.message.arrays
+        r, j, remote = push.round, push.shard, request.remote
+        self._tied.check(push, arrays)
+        if await self._turn(r, j) is Turn.LAST:
+            told, values = await self._straggler(r, j, remote)
+            return Message(ReduceReply((told,)), (values,))
+        exchange = self._present()
+        ballot = exchange.ballot(j)
+        if ballot.primary != self._gossip.own.peer_id and j not in exchange.results:
+            raise _redirect(j, do.Deny(0, ballot))
+        self._tied.heard(push, remote, arrays)
+        answer = await exchange.answer(j, lambda call: on.Pushed(call, remote, ballot, 0, None))
+        if not isinstance(answer, do.Give):
+            raise _redirect(j, answer)
+        values = await self._work.copy_of(j, answer.result)
+        await self._pace.turn(values, r, is_result=True)
+        return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
 
     # ---- ballots ----------------------------------------------------------------------------
 

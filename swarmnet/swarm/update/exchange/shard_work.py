@@ -18,7 +18,7 @@ from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.optimizer_states import OptimizerStates, descended
-from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.replica import Replica, follows_tied
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
@@ -207,6 +207,11 @@ class ShardWork:
         values = result.values
         if values is not None:
             await self._replica.worker.run(lambda: put(shard, values))
+
+    def adopted(self, exchange: int, shard: int) -> None:
+        """A result is here. Where another stage makes the step, no state changes with it."""
+        if follows_tied(self._replica, shard) and self._states.is_before(shard, exchange):
+            self._states.stepped(shard, exchange)
 
     async def check(self, values: Array) -> None:
         """Raises `ProtocolViolation` where another replica's parameters are of no use."""

@@ -7,15 +7,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from swarmnet.errors import UserError
+from swarmnet.errors import Stale, UserError
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.swarm.messages import MirrorRequest
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.outbox import Feed, Outbox
-from swarmnet.swarm.update.exchange.shard_work import Before, ShardWork, Total
+from swarmnet.swarm.update.exchange.shard_work import Before, Result, ShardWork, Total
+from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
+from swarmnet.swarm.update.replica import Replica, decides_tied, follows_tied
 from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
@@ -29,27 +31,32 @@ class ExchangeSteps:
     def __init__(
         self,
         exchange: int,
-        stage_index: int,
+        replica: Replica,
         states: OptimizerStates,
         work: ShardWork,
         books: Books,
+        tied: TiedShards,
         outbox: Outbox,
         tasks: Tasks,
         feed: Feed,
         fail: Callable[[Exception], None],
     ) -> None:
         """`fail(error)`: what the user of this machine has to see to."""
-        self._number, self._stage_index, self._states = exchange, stage_index, states
+        self._number, self._replica, self._states = exchange, replica, states
         self._work, self._books, self._outbox, self._tasks = work, books, outbox, tasks
-        self._feed, self._fail = feed, fail
+        self._tied, self._feed, self._fail = tied, feed, fail
+        self._attempts: dict[int, int] = {}
+        """By shard, the newest sum that was begun here."""
         self._totals: dict[int, Total | None] = {}
+        self._of_stage: dict[int, Total | None] = {}
+        """Of tied shards that another stage makes the step on: what goes there."""
         self._scales: dict[int, float] = {}
         self._before: dict[int, asyncio.Future[Before]] = {}
         """By shard that is stepped here: the state before the step."""
 
     def forget(self, shard: int) -> None:
         """The shard has its result."""
-        for known in (self._totals, self._scales, self._before):
+        for known in (self._totals, self._of_stage, self._scales, self._before):
             known.pop(shard, None)
 
     def carry_out(
@@ -89,7 +96,14 @@ class ExchangeSteps:
         if command.absent:
             names = ", ".join(p[-8:] for p in command.absent)
             log.info("round %d shard %d: went on without %s", self._number, j, names)
+        self._attempts[j] = command.attempt
         total = await self._work.total(self._number, j, command.parts)
+        if decides_tied(self._replica, j):
+            total = await self._tied.add(self._number, j, total)
+        if self._attempts[j] != command.attempt:
+            return
+        if follows_tied(self._replica, j):
+            self._of_stage[j], total = total, None
         self._totals[j] = total
         self._scales.pop(j, None)
         self._feed(j, on.Summed(total, command.attempt))
@@ -100,7 +114,12 @@ class ExchangeSteps:
 
     async def _step(self, j: int, command: do.Step, before: asyncio.Future[Before]) -> None:
         total: Total | None = command.total
-        if total is None:
+        if follows_tied(self._replica, j):
+            followed = await self._follow(j, command)
+            if followed is None:
+                return
+            result = followed
+        elif total is None:
             result = await self._work.leave_as_it_is(self._number, j)
         else:
             scale = self._scales.get(j)
@@ -112,6 +131,24 @@ class ExchangeSteps:
             result = await self._work.step(self._number, j, total, state)
         self._feed(j, on.Stepped(result, command.attempt))
 
+    async def _follow(self, j: int, command: do.Step) -> Result | None:
+        """The step that another stage makes; None where that stage is too far on."""
+        total = self._of_stage.get(j)
+        # This stage's norm is complete without the shard, and the other's step waits for that.
+        norm = self._tasks.start(self._work.scale(self._number, j, None))
+        try:
+            told, values = await self._tied.result(self._number, j, command.ballot.term, total)
+        except Stale:
+            self._feed(j, on.StepFailed(command.attempt))
+            self._feed(j, on.MovedOn())
+            return None
+        finally:
+            norm.cancel()
+        await self._work.check(values)
+        self._books.heard(self._number, j, told)
+        self._books.stepped(self._number, j, 0 if total is None else total.num_tokens)
+        return Result(values)
+
     async def _mirror(
         self, j: int, backup: str, command: do.Mirror, before: asyncio.Future[Before]
     ) -> None:
@@ -120,7 +157,7 @@ class ExchangeSteps:
         state = await before
         request = MirrorRequest(
             self._number,
-            self._stage_index,
+            self._replica.index,
             j,
             state.scale,
             state.steps,

@@ -1,0 +1,257 @@
+"""A trained model as a Hugging Face folder: weights, config, tokenizer, template, end tokens, and a
+model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from swarmnet.errors import UserError
+from swarmnet.spec import RunSpec
+from swarmnet.training.byte_tokenizer import byte_tokenizer_files
+from swarmnet.training.end_tokens import (
+    GENERATION_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    end_tokens,
+    json_table,
+    special_tokens,
+)
+
+MODEL_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
+WEIGHTS_LIST = "weights.sha256"
+"""Of a run's files, the one that is no part of a model."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHOWN_PATHS = 5
+END_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<|im_end|>")
+"""Names that tokenizers have for the end of a text, where no file says which it is."""
+CARD = """---
+library_name: transformers
+{front}---
+
+# {name}
+
+Parameters of round {round} of the swarmnet run `{run_id}`, {dtype}.
+
+{lines}
+"""
+BYTES_NOTE = "The tokenizer is one of bytes: a token is a byte, and byte 0 ends a text."
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model of a run, at one round."""
+
+    spec: RunSpec
+    round: int
+    named: Mapping[str, Tensor]
+    """Its parameters."""
+    run_id: str = ""
+    """That of the checkpoint, where an earlier version of swarmnet named the run."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Of the run, by name."""
+    held_out: Mapping[int, float] = field(default_factory=dict)
+    """Measured losses, by round."""
+
+
+def check_out(out: Path) -> None:
+    """Raises `UserError` where a folder cannot be made there."""
+    try:
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise UserError(f"{out} is there already; name a new folder")
+    except OSError as e:
+        raise UserError(f"cannot use {out}: {e.strerror or e}") from None
+
+
+def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
+    """A Hugging Face folder, whole or not at all; returns what was done, in a line. `dtype`: a key
+    of `DTYPES`; that of the model which the run began from where it is empty. Raises `UserError`
+    where it cannot be written."""
+    import torch
+    from safetensors.torch import save_file
+
+    spec = trained.spec
+    written = DTYPES.get(dtype) or spec.model.dtype or "float32"
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    about = {
+        "format": "pt",
+        "run_id": trained.run_id or spec.run_id,
+        "round": str(trained.round),
+    }
+    try:
+        beside.mkdir(parents=True)
+        try:
+            tensors = {n: t.to(getattr(torch, written)) for n, t in _tensors(trained).items()}
+            save_file(
+                {n: tensors[n].contiguous() for n in sorted(tensors)},
+                beside / MODEL_FILE,
+                metadata=about,
+            )
+            for name, data in _files(trained, written).items():
+                (beside / name).write_bytes(data)
+            shutil.copymode(beside / README_FILE, beside / MODEL_FILE)  # it is to be shared
+            if out.is_dir():
+                out.rmdir()
+            beside.rename(out)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as e:
+        raise UserError(f"cannot write {out}: {e.strerror or e}") from None
+    num_parameters = sum(t.numel() for t in tensors.values())
+    return f"{out}: round {trained.round}, {num_parameters:,} parameters"
+
+
+def _tensors(trained: Trained) -> Mapping[str, Tensor]:
+    """Under the names that the family's files have."""
+    if trained.spec.model.kind != "transformers":
+        return trained.named
+    from swarmnet.training.models.source_weights import TIED, saved_tensors
+
+    config = trained.spec.model.config
+    tied = TIED if config.get("tie_word_embeddings") else {}  # two stages may have had it
+    return saved_tensors(config, {n: t for n, t in trained.named.items() if n not in tied})
+
+
+def _files(trained: Trained, dtype: str) -> dict[str, bytes]:
+    """All but the weights, by name."""
+    spec = trained.spec
+    files = {README_FILE: _card(trained, dtype).encode()}
+    if spec.model.kind == "custom":
+        return files
+    files |= {name: data for name, data in trained.files.items() if name != WEIGHTS_LIST}
+    if spec.is_bytes:
+        files |= byte_tokenizer_files(spec.model.max_position_embeddings)
+    elif TOKENIZER_FILE in files and TOKENIZER_CONFIG_FILE not in files:
+        files[TOKENIZER_CONFIG_FILE] = _json(_tokenizer_config(files[TOKENIZER_FILE]))
+    ends = end_tokens(spec, files)
+    files[CONFIG_FILE] = _json(_config(spec, dtype, ends))
+    files[GENERATION_FILE] = _json(_generation_config(spec, files, ends))
+    return files
+
+
+def _config(spec: RunSpec, dtype: str, ends: list[int]) -> dict[str, Any]:
+    """config.json."""
+    values = llama_config(spec, ends)
+    if spec.model.kind == "transformers":
+        from swarmnet.training.models.model_config import load_config, model_classes
+
+        config = load_config(spec.model.config)
+        _, causal = model_classes(config)
+        values = {"architectures": [causal.__name__], **config.canonical_values}
+    return {**values, "dtype": dtype, "torch_dtype": dtype}
+
+
+def llama_config(spec: RunSpec, ends: list[int]) -> dict[str, Any]:
+    """config.json of `transformers.LlamaForCausalLM`. `ends`: tokens that end a text."""
+    model = spec.model
+    end = ends[0] if ends else None
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "initializer_range": model.initializer_range,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+    }
+
+
+def _generation_config(
+    spec: RunSpec, files: Mapping[str, bytes], ends: list[int]
+) -> dict[str, Any]:
+    config = spec.model.config
+    values = {
+        "bos_token_id": config.get("bos_token_id"),
+        "pad_token_id": config.get("pad_token_id", ends[0] if ends else None),
+    }
+    values |= json_table(files.get(GENERATION_FILE, b""))
+    values["eos_token_id"] = ends[0] if len(ends) == 1 else (ends or None)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _tokenizer_config(tokenizer: bytes) -> dict[str, Any]:
+    """Of a tokenizer that came alone."""
+    names = [text for _, text in special_tokens(tokenizer)]
+    end = next((name for name in END_TOKENS if name in names), None)
+    values: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    return values if end is None else {**values, "eos_token": end}
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _card(trained: Trained, dtype: str) -> str:
+    spec = trained.spec
+    front = ""
+    if spec.model.license:
+        front += f"license: {spec.model.license}\n"
+    if "/" in spec.model.base:
+        front += f"base_model: {spec.model.base}\n"
+    return CARD.format(
+        front=front,
+        name=spec.name,
+        round=trained.round,
+        run_id=trained.run_id or spec.run_id,
+        dtype=dtype,
+        lines="\n".join(f"- {line}" for line in _about(trained)),
+    )
+
+
+def _about(trained: Trained) -> list[str]:
+    spec, model, held_out = trained.spec, trained.spec.model, trained.held_out
+    lines = []
+    if model.kind == "transformers":
+        licence = f" (licence: {model.license})" if model.license else " (licence: see there)"
+        lines.append(f"Base model: {model.base}{licence}")
+    if model.kind == "custom":
+        lines.append("A custom model: load `model.safetensors` into what the run's builder makes.")
+    elif spec.is_bytes:
+        lines.append(BYTES_NOTE)
+    elif TOKENIZER_FILE not in trained.files:
+        name = Path(spec.data.tokenizer).name
+        lines.append(f"The tokenizer is the run's `{name}`: copy it here as `tokenizer.json`.")
+    paths = [Path(path).name for path in spec.data.paths[:SHOWN_PATHS]]
+    if paths:
+        more = " and more" if len(spec.data.paths) > SHOWN_PATHS else ""
+        lines.append(f"Data: {', '.join(paths)}{more}, in sequences of {spec.sequence_length}")
+    lines.append(
+        f"Run: {trained.round} of {spec.optimizer.rounds} rounds of {spec.pipeline.global_batch} "
+        f"samples, AdamW with a learning rate of {spec.optimizer.learning_rate:g}"
+    )
+    if held_out:
+        best = min(sorted(held_out), key=lambda r: held_out[r])
+        shown = {"before": 0, "best": best, "last measured": max(held_out)}
+        losses = [
+            f"{what} {held_out[r]:.4f} (round {r})" for what, r in shown.items() if r in held_out
+        ]
+        lines.append(f"Held-out loss: {', '.join(losses)}")
+    return lines

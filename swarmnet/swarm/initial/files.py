@@ -1,0 +1,87 @@
+"""The files of a run (a tokenizer, a chat template): every peer has them and gives them to others.
+
+A file is known by its hash and its size, which stand in the run's spec. So it does not matter who
+sends it, and no more is taken in than was announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.timing import BULK_S
+from swarmnet.swarm.messages import FileReply, FileRequest
+from swarmnet.swarm.ports import Worker
+from swarmnet.swarm.timing import MAX_TRIES, RETRY_S
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+PART_BYTES = 1 << 20
+
+
+class FileService:
+    """Gives the run's files to whoever asks, also to peers that are yet to join."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        read: Callable[[str], bytes | None],
+        worker: Worker,
+    ) -> None:
+        """`read`: the contents of a file of the run, by SHA-256."""
+        self._read, self._worker = read, worker
+        transport.handle("run_file", self._on_file)
+
+    async def _on_file(self, request: Request) -> Message:
+        wanted = convert(request.message.body, FileRequest)
+        data = await self._worker.run(lambda: self._read(wanted.sha256))
+        if data is None:
+            raise NotReady("this peer has no such file")
+        part = data[wanted.offset : wanted.offset + PART_BYTES]
+        return Message(FileReply(len(data)), (Array("uint8", (len(part),), part),))
+
+
+async def fetch_file(
+    transport: Transport, peer_ids: Sequence[str], sha256: str, size: int
+) -> bytes:
+    """A file of the run, from any of some peers, checked. Raises `SwarmnetError` where none of them
+    gives it."""
+    error: SwarmnetError = NotReady("nobody to ask")
+    for peer_id in peer_ids:
+        try:
+            data = await _fetch_from(transport, peer_id, sha256, size)
+        except SwarmnetError as e:
+            error = e
+            continue
+        if hashlib.sha256(data).hexdigest() == sha256:
+            return data
+        error = ProtocolViolation("a file does not match its hash")
+    raise error
+
+
+async def _fetch_from(transport: Transport, peer_id: str, sha256: str, size: int) -> bytes:
+    data = bytearray()
+    tries = 0
+    while len(data) < size:
+        try:
+            reply = await transport.call(
+                peer_id,
+                "run_file",
+                Message(FileRequest(sha256, len(data))),
+                timeout_s=BULK_S,
+            )
+        except Busy as e:
+            tries += 1
+            if tries > MAX_TRIES:
+                raise
+            await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
+            continue
+        if convert(reply.body, FileReply).size != size or len(reply.arrays) != 1:
+            raise ProtocolViolation("a file of another size than the run says")
+        part = bytes(reply.arrays[0].data)
+        if not 0 < len(part) <= min(PART_BYTES, size - len(data)):
+            raise ProtocolViolation("a part of a file that is too long or empty")
+        data += part
+    return bytes(data)

@@ -1,0 +1,136 @@
+"""The weights that a run begins from: given shard by shard by whoever has the model's folder, and
+fetched by the first replica of a stage. All later ones fetch the stage from it, as in any round
+(`swarm.recovery.state_sync`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchReply, FetchRequest
+from swarmnet.swarm.ports import InitialWeights, Worker
+from swarmnet.swarm.recovery.waiting_notice import SAY_EVERY_S
+from swarmnet.swarm.settings import Limits
+from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.state_sync")
+
+
+@dataclass
+class WeightService:
+    """Gives initial shards, where this machine has them, and fetches those of a stage."""
+
+    transport: Transport
+    gossip: Gossip
+    limits: Limits
+    worker: Worker
+    weights: InitialWeights
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        self._serving = asyncio.Semaphore(self.limits.max_serving)
+        self._waiting = 0
+        self._givers: list[str] = []
+        """Peers that have given a shard."""
+        self._said_at = float("-inf")
+        self.transport.handle("initial_shard", self._on_fetch)
+
+    async def _on_fetch(self, request: Request) -> Message:
+        fetch = convert(request.message.body, FetchRequest)
+        if not self.weights.is_here:
+            raise NotReady("this peer has not the weights that the run began from")
+        if self._waiting >= 2 * self.limits.max_serving:
+            raise Busy("serving others", backlog_s=LOOK_LESS_S)
+        self._waiting += 1
+        try:
+            async with self._serving:
+                values = await self.worker.run(lambda: self.weights.shard(fetch.stage, fetch.shard))
+        finally:
+            self._waiting -= 1
+        if values is None:
+            raise NotReady("there is no such shard")
+        return Message(FetchReply(0, {}), (values,))
+
+    async def fill(self, replica: Replica) -> bool:
+        """Puts the initial parameters of a stage aside, ready for `Replica.open_round`. False where
+        some of them are not to be had now, which is said; what has come stays."""
+        missing = [j for j in range(replica.num_shards) if not await self._is_there(replica, j)]
+        if missing:
+            log.info("stage %d: %d initial shards to fetch", replica.index, len(missing))
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        found = await asyncio.gather(*(self._take(replica, j, at_once) for j in missing))
+        if all(found):
+            return True
+        self._say(f"stage {replica.index} waits for {found.count(False)} of its initial shards")
+        await self.gossip.changed.wait(LOOK_LESS_S)
+        return False
+
+    async def _is_there(self, replica: Replica, j: int) -> bool:
+        """Whether an earlier try has put the shard aside."""
+        coming = replica.stage.coming_shard(j)
+        if coming is None:
+            return False
+        return await self.worker.run(lambda: self.weights.is_right(replica.index, j, coming))
+
+    async def _take(self, replica: Replica, j: int, at_once: asyncio.Semaphore) -> bool:
+        async with at_once:
+            values = await self._own(replica.index, j) or await self._from_others(replica, j)
+            if values is None:
+                return False
+            await self.worker.run(lambda: replica.put_common(j, values))
+            return True
+
+    async def _own(self, stage: int, j: int) -> Array | None:
+        if not self.weights.is_here:
+            return None
+        return await self.worker.run(lambda: self.weights.shard(stage, j))
+
+    async def _from_others(self, replica: Replica, j: int) -> Array | None:
+        now = asyncio.get_running_loop().time()
+        own = self.gossip.own.peer_id
+        others = [r.peer_id for r in self.gossip.view.live(now) if r.peer_id != own]
+        self.rng.shuffle(others)
+        self._givers = [p for p in self._givers if p in others]
+        for peer_id in (*self._givers, *(p for p in others if p not in self._givers)):
+            try:
+                return await self._ask(peer_id, replica, j)
+            except SwarmnetError as e:
+                log.debug("initial shard %d from %s: %s", j, peer_id[-8:], e)
+        return None
+
+    async def _ask(self, peer_id: str, replica: Replica, j: int) -> Array:
+        """Raises `SwarmnetError`."""
+        reply = await self.transport.call(
+            peer_id,
+            "initial_shard",
+            Message(FetchRequest(0, replica.index, j)),
+            timeout_s=self.limits.fetch_timeout_s,
+        )
+        size = replica.stage.shard_sizes[j]
+        if len(reply.arrays) != 1 or (reply.arrays[0].dtype, reply.arrays[0].shape) != (
+            "float32",
+            (size,),
+        ):
+            raise ProtocolViolation(f"initial shard {j} has {size} parameters")
+        values = reply.arrays[0]
+        if not await self.worker.run(lambda: self.weights.is_right(replica.index, j, values)):
+            raise ProtocolViolation(f"initial shard {j} does not match its hash")
+        if peer_id not in self._givers:
+            self._givers.append(peer_id)
+        return values
+
+    def _say(self, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning(
+                "waiting: %s; a peer that has the model's folder gives them (--weights FOLDER)",
+                reason,
+            )

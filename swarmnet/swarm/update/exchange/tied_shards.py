@@ -1,0 +1,192 @@
+"""Shards that the first and the last stage both hold: of a matrix that is embedding and head.
+
+The first stage decides. The primary of such a shard at the last stage sums the gradients of its own
+stage, as for any other shard, and then pushes the sum to the shard's primary at the first stage,
+which adds it to its own. What comes back, the shard of the next round, is the result at both: so
+optimizer state, clip and number of tokens are those of the first stage alone, and the two copies
+are the same bit for bit. One that has become different (a stage that was lost and begun anew) is
+the same again after the next update.
+
+A push that fails is made again, to whoever is primary by then. One that comes after the step gets
+the result: it holds, whatever it was made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarmnet.errors import (
+    NotReady,
+    ProtocolViolation,
+    Redirect,
+    Stale,
+    SwarmnetError,
+    TransportError,
+)
+from swarmnet.protocol.update.exchange_turn import has_moved_on
+from swarmnet.protocol.update.roster import Ballot
+from swarmnet.swarm.condition import Condition
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import ReduceReply, ShardReply, TiedSum
+from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
+from swarmnet.swarm.update.exchange.members import ExchangeMembers
+from swarmnet.swarm.update.exchange.outbox import check_shard
+from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.shard_work import Total
+from swarmnet.swarm.update.replica import Replica, decides_tied
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.averaging")
+
+DECIDING_STAGE = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherSum:
+    """The sum of the other stage's gradients of a shard, and the tokens behind it."""
+
+    ballot: Ballot
+    """Of its primary: the highest one counts."""
+    num_tokens: int
+    gradient: Array | None
+
+
+class TiedShards:
+    """What is special about the tied shards of one replica's stage."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        replica: Replica,
+        num_stages: int,
+        members: ExchangeMembers,
+        pace: ExchangePace,
+        roots: Callable[[int], list[str]],
+    ) -> None:
+        """`roots(stage)`: live peers of a stage."""
+        self._gossip, self._replica, self._last_stage = gossip, replica, num_stages - 1
+        self._members, self._pace, self._roots = members, pace, roots
+        self._sums: dict[tuple[int, int], OtherSum] = {}
+        """By exchange and shard."""
+        self._heard = Condition()
+
+    # ---- the first stage --------------------------------------------------------------------
+
+    def check(self, push: TiedSum, arrays: tuple[Array, ...]) -> None:
+        """Raises `NotReady` or `ProtocolViolation` where another stage's sum is not for here."""
+        replica, j = self._replica, push.shard
+        replica.check_shard(DECIDING_STAGE, j)
+        if push.stage != self._last_stage or not decides_tied(replica, j):
+            raise NotReady("that shard is not decided on here")
+        if len(arrays) != bool(push.num_tokens):
+            raise ProtocolViolation("one gradient, or none for no tokens")
+        for array in arrays:
+            check_shard(replica, "gradient", j, array)
+
+    def heard(self, push: TiedSum, sender: str, arrays: tuple[Array, ...]) -> None:
+        """The other stage's sum, of the exchange that is under way here."""
+        key, ballot = (push.round, push.shard), Ballot(push.term, sender)
+        known = self._sums.get(key)
+        if known is None or ballot >= known.ballot:
+            gradient = arrays[0] if arrays else None
+            self._sums[key] = OtherSum(ballot, push.num_tokens, gradient)
+            self._heard.notify_all()
+
+    async def add(self, exchange: int, shard: int, total: Total | None) -> Total | None:
+        """The sum over both stages, when the other one's is here; without it, where it does not
+        come in time. Where the stages have counted different samples, each gives its own mean."""
+        other = await self._other(exchange, shard)
+        if other is None or other.gradient is None:
+            return total
+        optimizer, theirs = self._replica.optimizer, other.gradient
+        if total is None:
+            parts, tokens = [theirs], [other.num_tokens]
+        else:
+            parts, tokens = [total.gradient, theirs], [total.num_tokens, other.num_tokens]
+        factors = [tokens[0] / n for n in tokens]
+
+        def work() -> tuple[Array, float]:
+            if factors[-1] == 1.0:
+                summed = optimizer.sum(parts)
+            else:
+                summed = optimizer.aggregate("mean", parts, tokens, factors)
+            return summed, optimizer.sum_of_squares(summed)
+
+        summed, squares = await self._replica.worker.run(work)
+        if not math.isfinite(squares):
+            log.warning("round %d: the last stage's part of shard %d is no use", exchange, shard)
+            return total
+        return Total(summed, squares, tokens[0])
+
+    async def _other(self, exchange: int, shard: int) -> OtherSum | None:
+        awake_s = self._gossip.awake_s
+        end = awake_s() + self._pace.norm_s()
+        while (found := self._sums.get((exchange, shard))) is None:
+            if awake_s() >= end:
+                self._gossip.add_total("tied_missed")
+                log.warning(
+                    "round %d: the last stage's part of shard %d did not arrive", exchange, shard
+                )
+                return None
+            await self._heard.wait(LOOK_AGAIN_S)
+        return found
+
+    # ---- the last stage ---------------------------------------------------------------------
+
+    async def result(
+        self, exchange: int, shard: int, term: int, total: Total | None
+    ) -> tuple[ShardReply, Array]:
+        """The result of the first stage, to which this stage's sum goes. `term`: of the ballot by
+        which this replica is the primary. Raises `Stale` where the first stage is further on, and
+        `NotReady` where others of this stage have the result already."""
+        num_tokens = 0 if total is None else total.num_tokens
+        request = TiedSum(exchange, self._replica.index, shard, num_tokens, term)
+        message = Message(request, () if total is None else (total.gradient,))
+        if total is not None:
+            await self._pace.turn(total.gradient, exchange)
+        turn, named = shard, ""
+        while not self._members.past(exchange):
+            roots = self._roots(DECIDING_STAGE)
+            peer_id = named or (roots[turn % len(roots)] if roots else "")
+            was_named, named = bool(named), ""
+            try:
+                if peer_id:
+                    return await self._ask(peer_id, message, shard)
+            except Redirect as e:
+                target = e.details.get("peer_id")
+                named = target if isinstance(target, str) and target != peer_id else ""
+                if named and not was_named:
+                    continue
+            except SwarmnetError as e:
+                log.debug("round %d tied shard %d: %s", exchange, shard, e)
+                if isinstance(e, TransportError):
+                    self._gossip.probe(peer_id)
+                if isinstance(e, Stale) and has_moved_on(exchange, e.details.get("round")):
+                    raise
+            turn += 1
+            await asyncio.sleep(RETRY_S)
+        raise NotReady("the round was finished without this replica", round=exchange)
+
+    async def _ask(self, peer_id: str, message: Message, shard: int) -> tuple[ShardReply, Array]:
+        reply = await self._gossip.liveness.call_while_live(
+            peer_id,
+            "reduce_tied",
+            message,
+            timeout_s=self._pace.call_s(),
+            usual_s=self._pace.usual_s(),
+        )
+        told = convert(reply.body, ReduceReply).shards
+        if not len(told) == len(reply.arrays) == 1:
+            raise ProtocolViolation("an answer of one shard is wanted")
+        check_shard(self._replica, "parameters", shard, reply.arrays[0])
+        return told[0], reply.arrays[0]
+
+    # ---- what is over -----------------------------------------------------------------------
+
+    def finish_round(self, exchange: int) -> None:
+        """Forgets what belongs to exchanges up to this one."""
+        self._sums = {key: other for key, other in self._sums.items() if key[0] > exchange}

@@ -1,0 +1,48 @@
+"""Which tokens end a text, as a model's files say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from swarmnet.spec import RunSpec
+from swarmnet.training.byte_tokenizer import END_OF_TEXT_ID
+
+GENERATION_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+
+def end_tokens(spec: RunSpec, files: Mapping[str, bytes]) -> list[int]:
+    """Tokens after which a text is over: what the model's files say, all of them."""
+    if spec.is_bytes:
+        return [END_OF_TEXT_ID]
+    found = _ids(spec.model.config.get("eos_token_id"))
+    found += _ids(json_table(files.get(GENERATION_FILE, b"")).get("eos_token_id"))
+    end = json_table(files.get(TOKENIZER_CONFIG_FILE, b"")).get("eos_token")
+    content = end.get("content") if isinstance(end, dict) else end
+    found += [i for i, text in special_tokens(files.get(TOKENIZER_FILE, b"")) if text == content]
+    return list(dict.fromkeys(found))
+
+
+def special_tokens(tokenizer: bytes) -> list[tuple[int, str]]:
+    """Ids and texts of the tokens that a tokenizer.json adds to its vocabulary."""
+    added = json_table(tokenizer).get("added_tokens") or []
+    return [(t["id"], t["content"]) for t in added if isinstance(t, dict) and "content" in t]
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if type(v) is int]
+
+
+def json_table(data: bytes) -> dict[str, Any]:
+    """The table of a JSON file; empty for anything else."""
+    try:
+        values = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

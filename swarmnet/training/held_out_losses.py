@@ -1,0 +1,44 @@
+"""Held-out losses that a peer has heard of, in a file beside its checkpoints: which of them is the
+best, and what a model card says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE = "held_out.json"
+MAX_BYTES = 4 << 20
+MAX_KEPT = 100_000
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """By round; empty where nothing can be read."""
+    try:
+        with (folder / FILE).open("rb") as file:
+            values = json.loads(file.read(MAX_BYTES))
+        losses = {int(r): float(loss) for r, loss in values.items()}
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return {}
+    return {r: loss for r, loss in losses.items() if r >= 0 and math.isfinite(loss)}
+
+
+def add_losses(folder: Path, losses: Mapping[int, float]) -> None:
+    """Writes what is new. Raises `OSError`."""
+    known = read_losses(folder)
+    found = {**known, **losses}
+    if found == known:
+        return
+    kept = {r: found[r] for r in sorted(found)[-MAX_KEPT:]}
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{FILE}"
+    beside.write_text(json.dumps(kept) + "\n")
+    beside.replace(folder / FILE)
+
+
+def best_round(losses: Mapping[int, float], among: set[int]) -> int | None:
+    """The round with the lowest loss among some; the earliest of equals. None where none of them
+    was measured."""
+    measured = sorted(among & losses.keys())
+    return min(measured, key=lambda r: losses[r]) if measured else None

@@ -1,0 +1,444 @@
+"""Models of `transformers`, cut into layers: one adapter for every family that declares a pipeline.
+
+A family's own `forward` stays in charge of all that lies between its layers (masks, positions,
+rotary tables, caps of logits). A layer of the plan is a *shell*, an instance of the family's base
+model without embedding, with one decoder layer and no last norm, which is called with the hidden
+state as its input. So no family needs code here; whether a family can be cut so is tried on a
+shell without layers, which must give back what it is given.
+
+Nothing of a model is built but the layers that are asked for: shells are made with a vocabulary of
+one token and without layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import ModelSpec
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    TensorSpec,
+)
+from swarmnet.training.models.llama import LOSS_FLOPS_PER_LOGIT, count_tokens, next_token_loss
+from swarmnet.training.models.model_config import load_config, model_classes
+
+EMBEDDING, LAYERS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
+PLAN_PARTS = ("embed_tokens", "layers", "norm")
+"""Of `base_model_pp_plan`."""
+POSITION_TABLES = 16
+PROBE_SHAPE = (1, 3)
+NO_MASK = "swarmnet_causal"
+MAX_LENGTH = 1 << 30
+MAX_OUTSIDE = 1 << 24
+"""Numbers that a family may keep outside embedding, layers, norm and head: tables of positions."""
+
+
+class Decoder(TakesContext):
+    """One decoder layer, with all that its family does around it.
+
+    Parameters have the names that they have in the family's layer.
+    """
+
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        shell = _base_shell(config, (index,))
+        layer = _layer_class(config)(config, index)
+        # The family's layer and this module share their parts, so that whoever replaces one here
+        # (a linear layer by a part of it, say) replaces it there.
+        self._modules = layer._modules  # noqa: SLF001  torch has no public way to share parts
+        self._parameters = layer._parameters  # noqa: SLF001  likewise
+        self._buffers = layer._buffers  # noqa: SLF001  likewise
+        run = functools.partial(type(layer).forward, layer)
+        shell.layers = [run]
+        object.__setattr__(self, "_shell", shell)
+        object.__setattr__(self, "_layer", layer)
+        self._masked = shell.config
+        self._causal = copy.deepcopy(shell.config)
+        # A name without masks: attention is causal then, and nothing looks at the positions.
+        self._causal._attn_implementation = NO_MASK  # noqa: SLF001  as in `model_config`
+        self._window = _window(config)
+        self._index = index
+
+    def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
+        shell: Any = self._shell
+        positions = None if context is None else context.positions
+        cache = None if context is None else context.cache
+        is_plain = positions is None and cache is None
+        if is_plain:
+            positions = _positions(x_BSD.shape[1], x_BSD.device)
+        # In a pass over shapes alone, a mask of numbers cannot be made; it takes little memory.
+        needs_no_mask = is_plain and (x_BSD.shape[1] <= self._window or x_BSD.is_meta)
+        config = self._causal if needs_no_mask else self._masked
+        if shell.config is not config:
+            shell.config = config
+        rotary = getattr(shell, "rotary_emb", None)
+        if rotary is not None:
+            rotary.move_to(x_BSD.device)
+        return shell(
+            inputs_embeds=x_BSD,
+            position_ids=positions,
+            past_key_values=None if cache is None else _LayerCache(cache, self._index),
+            use_cache=cache is not None,
+        ).last_hidden_state
+
+
+class _LayerCache:
+    """A cache as one layer sees it: earlier layers have added the present tokens already, so the
+    lengths are those of the layer itself."""
+
+    def __init__(self, cache: Any, index: int) -> None:
+        self._cache, self._index = cache, index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self._cache.get_seq_length(self._index)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self._cache.get_query_offset(self._index)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> Any:
+        return self._cache.get_mask_sizes(query_length, self._index)
+
+
+def _window(config: Any) -> int:
+    """How long a sequence may be so that attention without a mask is right in every layer."""
+    if config._attn_implementation != "sdpa":  # noqa: SLF001  others are not causal without one
+        return 0
+    names = ("sliding_window", "attention_chunk_size")
+    found = [getattr(config, name, None) for name in names]
+    return min((w for w in found if w), default=MAX_LENGTH)
+
+
+class Head(nn.Module):
+    """The output matrix, with what the family does to logits."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        shell: Any = causal_shell(config)
+        head = shell.lm_head
+        _resize(head, config.vocab_size)
+        self._parameters = head._parameters  # noqa: SLF001  as in `Decoder`
+        self._buffers = head._buffers  # noqa: SLF001  likewise
+        shell.model = _Given()
+        object.__setattr__(self, "_shell", shell)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        shell: Any = self._shell
+        logits: Tensor = shell(inputs_embeds=x_BSD).logits
+        return logits
+
+
+class _Given(nn.Module):
+    """In place of a base model: gives back the hidden state that it is given."""
+
+    def forward(self, *, inputs_embeds: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class _Rotary(nn.Module):
+    """A family's rotary tables, which are made anew only for other positions. They stay in fp32
+    whatever the precision of the passes, and are no part of the layer that uses them."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        # Layers may be built without memory and get it later (`ranks.fsdp`): the tables are real.
+        with torch.device("cpu"):
+            self.inner = make()
+        with torch.device("meta"):
+            self._of_shapes = make()
+        self._device: torch.device | None = None
+        self._known: dict[Any, tuple[Tensor, Any]] = {}
+
+    def move_to(self, device: torch.device) -> None:
+        if device != self._device and device.type != "meta":
+            self.inner.to(device)
+            self._device = device
+            self._known.clear()
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_meta:
+            return self._of_shapes(x, position_ids, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.inner(x, position_ids, *args, **kwargs)
+        key = (id(position_ids), x.dtype, args, tuple(kwargs.items()))
+        known = self._known.get(key)
+        if known is not None and known[0] is position_ids:
+            return known[1]
+        tables = self.inner(x, position_ids, *args, **kwargs)
+        if len(self._known) >= POSITION_TABLES:
+            self._known.clear()
+        self._known[key] = position_ids, tables
+        return tables
+
+
+def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
+    """The plan of a model of `transformers`. Inputs and targets are int32 tokens (B, S); outputs
+    are logits (B, S, V).
+
+    Raises:
+        SpecError: `transformers` is missing, or the model is none that can be cut.
+    """
+    config = load_config(spec.config)
+    check_cuttable(config)
+    tokens = TensorSpec("int32", (sequence_length,), num_values=config.vocab_size)
+    return ModelPlan(
+        layers=_layers(config, sequence_length, has_weights=bool(spec.weights)),
+        inputs=tokens,
+        targets=tokens,
+        loss=next_token_loss,
+        count=count_tokens,
+        is_sequence=True,
+        is_random=_draws(config),
+        takes_context=True,
+    )
+
+
+def _layers(config: Any, length: int, *, has_weights: bool) -> tuple[LayerBuilder, ...]:
+    width, vocabulary = config.hidden_size, config.vocab_size
+    hidden = (length, width)
+    counts = _costs(config, length)
+
+    def building(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return functools.partial(_build, config, make, initializes=not has_weights)
+
+    tied = {"weight": f"{EMBEDDING}.weight"} if config.tie_word_embeddings else {}
+    return (
+        LayerBuilder(
+            EMBEDDING, building(lambda: _embedding(config)), float(length * width), hidden
+        ),
+        *(
+            LayerBuilder(
+                f"{LAYERS}.{i}",
+                building(functools.partial(Decoder, config, i)),
+                counts[i],
+                hidden,
+            )
+            for i in range(config.num_hidden_layers)
+        ),
+        LayerBuilder(NORM, building(lambda: _norm(config)), float(4 * length * width), hidden),
+        LayerBuilder(
+            HEAD,
+            building(lambda: Head(config)),
+            float(length * (2 * width + LOSS_FLOPS_PER_LOGIT) * vocabulary),
+            (length, vocabulary),
+            tied=tied,
+        ),
+    )
+
+
+def _build(config: Any, make: Callable[[], nn.Module], *, initializes: bool) -> nn.Module:
+    """A layer with the family's initial weights; with zeros where others come anyway."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        module = make()
+    parameters = list(module.parameters())
+    if not parameters or parameters[0].is_meta:
+        return module
+    with torch.no_grad():
+        if initializes:
+            owner = _base_shell(config, ())
+            for part in module.modules():
+                owner._init_weights(part)  # noqa: SLF001  what every family overrides
+            if isinstance(module, Head):
+                module.get_parameter("weight").normal_(0.0, config.initializer_range)
+        else:
+            for p in parameters:
+                p.zero_()
+    return module
+
+
+def check_cuttable(config: Any) -> None:
+    """Raises `SpecError` unless the model is embedding, decoder layers, norm and head, one after
+    the other, and its family does nothing else to the hidden state."""
+    _is_cuttable(_key(config))
+
+
+@functools.lru_cache(maxsize=16)
+def _is_cuttable(key: str) -> None:
+    config = load_config(json.loads(key))
+    kind = config.model_type
+    plan = getattr(config, "base_model_pp_plan", None) or {}
+    if not all(part in plan for part in PLAN_PARTS):
+        raise SpecError(
+            f"[model] model_type {kind} is not supported: transformers declares no pipeline of "
+            "embedding, layers and norm for it"
+        )
+    with torch.device("meta"):
+        outside = _base_shell(config, ())
+    if sum(t.numel() for t in (*outside.parameters(), *outside.buffers())) > MAX_OUTSIDE:
+        raise SpecError(f"[model] model_type {kind}: too much of it lies outside its layers")
+    shell = _base_shell(config, ())
+    shell.layers = []
+    x = torch.randn((*PROBE_SHAPE, config.hidden_size), generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            same = torch.equal(shell(inputs_embeds=x, use_cache=False).last_hidden_state, x)
+    except Exception as error:  # whatever a family's code does there
+        text = " ".join(str(error).split())[:200]
+        raise SpecError(f"[model] model_type {kind} cannot be cut into layers: {text}") from None
+    if not same:
+        raise SpecError(
+            f"[model] model_type {kind} is not supported: it changes the hidden state outside its "
+            "layers"
+        )
+
+
+def _key(config: Any) -> str:
+    return json.dumps(config.canonical_values, sort_keys=True)
+
+
+def _small(config: Any, indices: tuple[int, ...]) -> Any:
+    """The config of a model of these layers only, with a vocabulary of one token."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = len(indices)
+    small.vocab_size = 1
+    small.pad_token_id = None
+    if getattr(small, "layer_types", None):
+        # At least one, for families that make a table for each kind of layer.
+        kinds = [config.layer_types[i] for i in indices or range(1)]
+        small.layer_types = kinds
+    return small
+
+
+def causal_shell(config: Any) -> Any:
+    """The family's language model without layers, with a vocabulary of one token."""
+    _, causal = model_classes(config)
+    return causal(_small(config, ()))
+
+
+def _base_shell(config: Any, indices: tuple[int, ...]) -> Any:
+    """A base model around nothing: no embedding, no norm, and layers yet to be set."""
+    base, _ = model_classes(config)
+    small = _small(config, indices)
+    built = copy.deepcopy(small)
+    built.num_hidden_layers = 0
+    shell = base(built)
+    shell.config = small
+    del shell.embed_tokens, shell.layers
+    shell.norm = nn.Identity()
+    if hasattr(shell, "rotary_emb"):
+        make: Any = type(shell.rotary_emb)
+        shell.rotary_emb = _rotary(_key(config), make)
+    return shell
+
+
+@functools.lru_cache(maxsize=16)
+def _rotary(key: str, make: Any) -> _Rotary:
+    """One for all layers of a model."""
+    return _Rotary(lambda: make(load_config(json.loads(key))))
+
+
+@functools.lru_cache(maxsize=16)
+def _class_of_layer(key: str) -> type[nn.Module]:
+    config = load_config(json.loads(key))
+    base, _ = model_classes(config)
+    one = _small(config, (0,))
+    with torch.device("meta"):
+        return type(base(one).layers[0])
+
+
+def _layer_class(config: Any) -> type[nn.Module]:
+    return _class_of_layer(_key(config))
+
+
+def _embedding(config: Any) -> nn.Module:
+    base, _ = model_classes(config)
+    embedding = base(_small_without_layers(config)).embed_tokens
+    _resize(embedding, config.vocab_size)
+    embedding.num_embeddings = config.vocab_size
+    embedding.padding_idx = config.pad_token_id
+    return embedding
+
+
+def _norm(config: Any) -> nn.Module:
+    base, _ = model_classes(config)
+    return base(_small_without_layers(config)).norm
+
+
+def _small_without_layers(config: Any) -> Any:
+    small = _small(config, ())
+    small.num_hidden_layers = 0
+    return small
+
+
+def _resize(module: nn.Module, vocabulary: int) -> None:
+    """Gives a module of one row as many as the vocabulary has."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        values = torch.empty((vocabulary, *p.shape[1:]), dtype=p.dtype, device=p.device)
+        setattr(module, name, nn.Parameter(values))
+
+
+@functools.lru_cache(maxsize=POSITION_TABLES)
+def _positions(length: int, device: torch.device) -> Tensor:
+    """0, 1, ... of shape (1, length): the same tensor each time."""
+    return torch.arange(length, device=device).unsqueeze(0)
+
+
+@functools.lru_cache(maxsize=16)
+def _numbers_of_layers(key: str) -> tuple[tuple[int, int], ...]:
+    """Of each layer, its parameters, and those that a token meets."""
+    config = load_config(json.loads(key))
+    known: dict[Any, tuple[int, int]] = {}
+    found = []
+    with torch.device("meta"):
+        for i in range(config.num_hidden_layers):
+            kind = layer_kind(config, i)
+            if kind not in known:
+                known[kind] = _count(config, _layer_class(config)(config, i))
+            found.append(known[kind])
+    return tuple(found)
+
+
+def layer_kind(config: Any, index: int) -> Any:
+    """Layers of one kind have the same parameters."""
+    types = getattr(config, "layer_types", None)
+    has_experts = getattr(config, "decoder_sparse_step", None)
+    first_dense = getattr(config, "first_k_dense_replace", None)
+    dense_only = tuple(getattr(config, "mlp_only_layers", None) or ())
+    return (
+        types[index] if types else None,
+        has_experts and (index + 1) % has_experts == 0,
+        first_dense and index < first_dense,
+        index in dense_only,
+    )
+
+
+def _count(config: Any, layer: nn.Module) -> tuple[int, int]:
+    total = met = 0
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    for p in layer.parameters():
+        total += p.numel()
+        met += p.numel() * chosen // p.shape[0] if p.ndim == 3 else p.numel()
+    return total, met
+
+
+def _costs(config: Any, length: int) -> list[float]:
+    """FLOPs of each decoder layer's forward pass over one sample."""
+    attention = 2 * length * config.num_attention_heads * _head_size(config)
+    return [float(length * (2 * met + attention)) for _, met in _numbers_of_layers(_key(config))]
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _draws(config: Any) -> bool:
+    """Whether layers draw random numbers."""
+    names = [n for n in vars(config) if n.endswith(("dropout", "pdrop", "jitter_noise"))]
+    return any(getattr(config, n) for n in names)

@@ -1,0 +1,187 @@
+"""The weights of a Hugging Face folder, read where they lie: memory-mapped, a range at a time.
+
+A parameter of the model is one tensor of the files, or, where transformers keeps the experts of a
+layer in one parameter, several after another. Which ones says transformers' own table of
+conversions; of its operations only those are known here that put tensors side by side in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnet.errors import SpecError
+from swarmnet.training.mapped_tensors import ITEM_TYPES, MappedFiles, Stored, stored_tensors
+from swarmnet.training.models.adapter import causal_shell
+from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.models.model_config import load_config
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Where a model's embedding and head are one matrix; its files have it once, or twice the same."""
+BASE_PREFIX = "model."
+NEVER_USED = ("rotary_emb.inv_freq",)
+
+
+class SourceWeights:
+    """The parameters of a model, by name, as its folder has them."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:
+        """`config`: canonical. `names`: of the parameters that are wanted.
+
+        Raises:
+            SpecError: a file cannot be read, or has not all of them.
+        """
+        self.folder = folder
+        stored = {one.name: one for path in _files(folder) for one in stored_tensors(path)}
+        tied = TIED if config.get("tie_word_embeddings") else {}
+        wanted = {tied.get(name, name) for name in names}
+        self._parts, unused = _assign(stored, config, wanted)
+        for name, owner in tied.items():
+            if owner in self._parts:
+                self._parts[name] = self._parts[owner]
+        missing = sorted(wanted - self._parts.keys())
+        if missing:
+            raise SpecError(f"{folder}: it has no tensor for {missing[0]}")
+        self.unused = tuple(n for n in unused if not n.endswith(NEVER_USED))
+        """Tensors that the model has no place for."""
+        kinds = [one.kind for parts in self._parts.values() for one in parts]
+        self.dtype = ITEM_TYPES[max(sorted(set(kinds)), key=kinds.count)][0]
+        """Of most tensors."""
+        self._files = MappedFiles()
+
+    def check(self, ranges: Sequence[ParameterRange]) -> None:
+        """Raises `SpecError` where a tensor has another size than its parameter."""
+        for r in ranges:
+            there = sum(one.num_elements for one in self._parts[r.name])
+            one = self._parts[r.name]
+            if there != r.num_elements or (len(one) == 1 and one[0].shape != r.shape):
+                shape = one[0].shape if len(one) == 1 else f"{len(one)} parts"
+                raise SpecError(f"{self.folder}: {r.name} is {shape}, not {r.shape}")
+
+    def flat(self, ranges: Sequence[ParameterRange], start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a stage's flat vector, fp32. Raises `SpecError`."""
+        found = np.empty(stop - start, dtype=np.float32)
+        for r in ranges:
+            first, last = max(start, r.start), min(stop, r.stop)
+            if first < last:
+                within = found[first - start : last - start]
+                self._copy(r.name, first - r.start, last - r.start, within)
+        return torch.from_numpy(found)
+
+    def _copy(self, name: str, start: int, stop: int, target: np.ndarray) -> None:
+        at = 0
+        for one in self._parts[name]:
+            first, last = max(start, at), min(stop, at + one.num_elements)
+            if first < last:
+                values = self._files.read(one, first - at, last - at)
+                target[first - start : last - start] = values
+            at += one.num_elements
+
+
+def shard_hashes(
+    weights: SourceWeights,
+    stages: Sequence[Sequence[ParameterRange]],
+    sizes: Sequence[Sequence[int]],
+) -> bytes:
+    """SHA-256 of every initial shard (fp32, little endian), one after the other: stage by stage,
+    and in a stage in order. `sizes`: elements of each shard of each stage. Reads all weights."""
+    hashes = []
+    for ranges, shards in zip(stages, sizes, strict=True):
+        start = 0
+        for size in shards:
+            hashes.append(shard_hash(weights.flat(ranges, start, start + size)))
+            start += size
+    return b"".join(hashes)
+
+
+def shard_hash(values: Tensor) -> bytes:
+    """32 bytes: SHA-256 of fp32 values."""
+    return hashlib.sha256(values.contiguous().numpy().data).digest()
+
+
+def saved_tensors(config: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters under the names, and in the pieces, in which files of the family have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shell = causal_shell(load_config(config))
+    return {n: t.contiguous() for n, t in revert_weight_conversion(shell, dict(named)).items()}
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises `SpecError`."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return [folder / SINGLE_FILE]
+    try:
+        with index.open("rb") as file:
+            names = set(json.loads(file.read(MAX_INDEX_BYTES))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise SpecError(f"{index}: it cannot be read: {str(error)[:100]}") from None
+    wrong = [name for name in names if Path(str(name)).name != name]
+    if wrong:
+        raise SpecError(f"{index}: {str(wrong[0])[:80]} is no name of a file beside it")
+    return [folder / name for name in sorted(names)]
+
+
+def _assign(
+    stored: Mapping[str, Stored], config: Mapping[str, Any], wanted: set[str]
+) -> tuple[dict[str, list[Stored]], list[str]]:
+    """Which tensors, one after the other, are each wanted parameter; and those of no use."""
+    renamings, converters = _conversions(json.dumps(config, sort_keys=True))
+    from transformers.core_model_loading import rename_source_key
+
+    found: dict[str, list[tuple[list[int], int, Stored]]] = {}
+    unused = []
+    for name, one in stored.items():
+        target, pattern = rename_source_key(name, renamings, converters)
+        if target not in wanted and BASE_PREFIX + target in wanted:
+            target = BASE_PREFIX + target
+        if target not in wanted:
+            unused.append(name)
+            continue
+        place = 0
+        if pattern is not None:
+            place = _place(name, pattern, converters)
+        numbers = [int(n) for n in re.findall(r"\d+", name)]
+        found.setdefault(target, []).append((numbers, place, one))
+    parts = {
+        name: [one for *_, one in sorted(several, key=lambda s: (s[0][:2], s[1]))]
+        for name, several in found.items()
+    }
+    return parts, unused
+
+
+def _place(name: str, pattern: str, converters: Sequence[Any]) -> int:
+    """Of a tensor among those that lie side by side in one expert of a parameter. Raises
+    `SpecError`."""
+    for converter in converters:
+        if pattern in converter.source_patterns:
+            made = [(type(op).__name__, getattr(op, "dim", 0)) for op in converter.operations]
+            if made in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+                return int(converter.source_patterns.index(pattern))
+    raise SpecError(f"the weights of this family ({name}) are stored in a way not known here")
+
+
+@lru_cache(maxsize=16)
+def _conversions(config: str) -> tuple[list[Any], list[Any]]:
+    """How transformers renames and joins the tensors of a family's files."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    steps = get_model_conversion_mapping(causal_shell(load_config(json.loads(config))))
+    renamings = [s for s in steps if isinstance(s, WeightRenaming)]
+    converters = [s for s in steps if isinstance(s, WeightConverter)]
+    if len(renamings) + len(converters) != len(steps):
+        raise SpecError("the weights of this family are stored in a way not known here")
+    return renamings, converters

@@ -1,0 +1,123 @@
+"""A model is fetched from checkpoints, whatever the pace of the run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from peer.commands.export import DiskParts, Wanted, fetch_trained
+from swarmnet.errors import UserError
+from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.simulation.device import InlineWorker
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.recovery import saved_models
+from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.training.checkpoint import CheckpointStore, Meta, load_parameters
+from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec
+
+ROUNDS = 60
+
+
+def observer(swarm: Swarm) -> Gossip:
+    transport = swarm.hub.transport("observer")
+    transport.set_run(swarm.spec.run_id)
+    own = Record("observer", swarm.spec.run_id, 1, 0, state=OBSERVING)
+    return Gossip(transport, View("observer"), OpenSigner(), own, random.Random(0), quiet=True)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Shards that have come."""
+    return list((folder / ".model.part").glob("*/[0-9]*"))
+
+
+def started(swarm: Swarm, folder: Path) -> None:
+    for i in range(4):
+        store = CheckpointStore(folder / f"peer-{i}", swarm.spec, every=2)
+        swarm.start(f"peer-{i}", disk=Disk(store, InlineWorker(), 2))
+
+
+def test_a_round_stays_while_it_is_fetched_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on for many rounds while the parts come; the second try asks for the rest."""
+    import asyncio
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    parts = DiskParts(tmp_path / ".model.part", spec.run_id)
+    asked: list[tuple[int, int]] = []
+    real = saved_models.SavedModelFetch._shard  # noqa: SLF001  to slow it down
+
+    async def slow(self: object, offer: object, k: int, j: int, at_once: object) -> object:
+        asked.append((k, j))
+        if len(asked) == 4:
+            await asyncio.sleep(1000.0)
+        return await real(self, offer, k, j, at_once)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saved_models.SavedModelFetch, "_shard", slow)
+
+    async def scenario(swarm: Swarm) -> None:
+        started(swarm, tmp_path)
+        await swarm.until_round(5)
+        gossip = observer(swarm)
+        await gossip.reconcile("peer-0")
+        fetching = asyncio.ensure_future(
+            fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
+        )
+        await swarm.until_round(30)
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        assert parts_of(tmp_path)
+        trained = await fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
+        assert trained.round < 10
+        for i in range(4):
+            path = CheckpointStore(tmp_path / f"peer-{i}", spec).path(trained.round)
+            saved = load_parameters(path, Meta.read(path))
+            assert all(torch.equal(trained.named[name], saved[name]) for name in saved)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_the_best_round_is_kept_and_chosen(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=20)
+    folders = [tmp_path / f"peer-{i}" for i in range(4)]
+
+    async def scenario(swarm: Swarm) -> None:
+        started(swarm, tmp_path)
+        await swarm.until_round(6)
+        for path in folders:
+            CheckpointStore(path, spec).note_held_out({0: 9.0, 4: 0.5, 10: 3.0})
+        await swarm.until_round(20)
+        for path in folders:
+            assert 4 in [saved.round for saved in CheckpointStore(path, spec).available()]
+        gossip = observer(swarm)
+        await gossip.reconcile("peer-0")
+        parts = DiskParts(tmp_path / ".best.part", spec.run_id)
+        trained = await fetch_trained(
+            spec, gossip.transport, gossip, parts, InlineWorker(), Wanted(best=True)
+        )
+        assert trained.round == 4
+        with pytest.raises(UserError, match="no peer has round 7 saved"):
+            await fetch_trained(
+                spec, gossip.transport, gossip, parts, InlineWorker(), Wanted(round=7)
+            )
+
+    in_virtual_time(scenario, spec)
+
+
+def test_every_measured_loss_is_on_the_disk(tmp_path: Path) -> None:
+    """Also those of rounds between two checkpoints, whose records later ones have replaced."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=9, evaluate_every=2)
+
+    async def scenario(swarm: Swarm) -> None:
+        stores = [CheckpointStore(tmp_path / f"peer-{i}", spec) for i in range(2)]
+        for i, store in enumerate(stores):
+            swarm.start(f"peer-{i}", stage=i, disk=Disk(store, InlineWorker(), 7))
+        await swarm.until(lambda: all(spec.optimizer.rounds in x.held_out() for x in stores))
+        for store in stores:
+            assert set(store.held_out()) == {0, 2, 4, 6, 8, 9}
+
+    in_virtual_time(scenario, spec)
