@@ -386,16 +386,13 @@ class Monitor:
         if now - self._islands_at < ISLANDS_EVERY_S or len(self.members) > MAX_WATCHED:
             return
         self._islands_at = now
-        if self.is_cut():
-            sees: dict[str, frozenset[str]] = {}
-        else:
-            sees = {
-                m.peer.gossip.own.peer_id: frozenset(
-                    r.peer_id for r in m.peer.view.live(now) if r.peer_id in self.members
-                )
-                for m in self._live()
-                if not m.leaving and m.peer.gossip.own.stage != OBSERVER_STAGE
-            }
+        sees = {
+            m.peer.gossip.own.peer_id: frozenset(
+                r.peer_id for r in m.peer.view.live(now) if r.peer_id in self.members
+            )
+            for m in (() if self.is_cut() else self._live())
+            if not m.leaving and m.peer.gossip.own.stage != OBSERVER_STAGE
+        }
         if self.islands.look(sees, now) > self.bounds.island_s:
             self.fail(f"islands: {parts(sees)}")
 
