@@ -61,7 +61,8 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """A member would promise the ballot of the question, or (`is_final`) has promised that of the
-    announcement: an answer to a question binds nobody."""
+    announcement: an answer to a question binds nobody. One that has not begun the exchange follows
+    no other primary, and finds the result when it comes: it counts as if it had promised."""
 
     sender: str
     ballot: Ballot

@@ -26,6 +26,11 @@ def turn_of(plan: SyncPlan, shard_index: int, asked: int, current: int) -> Turn:
     return Turn.LAST if asked == plan.last_exchange(shard_index, current) else Turn.OVER
 
 
+def has_not_begun(exchange: int, told: object) -> bool:
+    """The stage is in exchange `told` by another replica's word, and comes to this one later."""
+    return isinstance(told, int) and told < exchange
+
+
 def has_moved_on(exchange: int, told: object) -> bool:
     """The stage, which is in exchange `told` by another replica's word, cannot give the result of
     this one any more."""

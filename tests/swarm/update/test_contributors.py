@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, rep
 
 STRUCK = 3
 ROUNDS = 6
-AT_ONCE_S = 8.0
-"""Virtual seconds for a round, which takes half a one; the deadline for contributions is at 20."""
+AT_ONCE_S, DEADLINE_S = 8.0, 20.0
+"""Virtual seconds for a round, which takes half a one; and until the deadline for contributions."""
 
 
 def test_replicas_that_begin_with_different_primaries_agree_on_one(tmp_path: Path) -> None:
@@ -71,3 +72,33 @@ def test_newcomers_are_not_waited_for_in_exchanges_of_rounds_before_theirs(
         assert waited_for == {joined.round - 1: False, joined.round: True}
 
     in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+def test_a_member_that_hangs_in_an_earlier_round_holds_nobody_up_beyond_the_deadline(
+    tmp_path: Path,
+) -> None:
+    """It lives, owns no shard, and does not begin the next exchanges."""
+    spec = tiny_spec(
+        tmp_path, num_stages=1, rounds=2 * ROUNDS, sync={"replication": 1, "shard_parameters": 8192}
+    )
+
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(1, 6)
+        await swarm.until_round(STRUCK)
+        peers = {name: member.peer for name, member in swarm.members.items()}
+        placement = peers["peer-0"].averaging.ownership.placement(STRUCK)
+        hung = peers.pop(
+            min(n for n in peers if not placement.owned_by(peers[n].gossip.own.peer_id))
+        )
+        hung.averaging.update = hang  # type: ignore[method-assign]
+        for r in range(STRUCK + 1, STRUCK + 5):
+            await swarm.until(
+                lambda r=r: all(p.replica.round >= r for p in peers.values()),  # type: ignore[misc]
+                2 * DEADLINE_S + AT_ONCE_S,
+            )
+        assert hung.replica.round <= STRUCK + 1
+
+    in_virtual_time(scenario, spec)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from swarmnet.errors import (
     DeadlineExceeded,
+    NotReady,
     ProtocolViolation,
     Redirect,
     Stale,
@@ -22,7 +23,7 @@ from swarmnet.errors import (
 from swarmnet.protocol.membership.records import LEAVING
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.exchange_turn import has_moved_on
+from swarmnet.protocol.update.exchange_turn import has_moved_on, has_not_begun
 from swarmnet.protocol.update.roster import Ballot
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
@@ -275,8 +276,11 @@ class Outbox:
             log.debug("round %d: no answer of %s: %s", self._exchange, member[-8:], e)
             if isinstance(e, TransportError):
                 self._gossip.probe(member)
-            for j in shards if self._has_moved_on(e) else ():
-                self._feed(j, on.MovedOn())
+            for j, command in commands.items():
+                if self._has_moved_on(e):
+                    self._feed(j, on.MovedOn())
+                elif is_final and self._has_not_begun(e):  # it follows nobody, and finds the result
+                    self._feed(j, on.Agreed(member, command.ballot, is_final, command.count))
             return
         for j, term, primary in zip(shards, told.terms, told.primaries, strict=True):
             ballot, count = commands[j].ballot, commands[j].count
@@ -347,6 +351,11 @@ class Outbox:
 
     def _has_moved_on(self, error: SwarmnetError) -> bool:
         return isinstance(error, Stale) and has_moved_on(self._exchange, error.details.get("round"))
+
+    def _has_not_begun(self, error: SwarmnetError) -> bool:
+        return isinstance(error, NotReady) and has_not_begun(
+            self._exchange, error.details.get("round")
+        )
 
     def _results_in(
         self, shards: tuple[int, ...], told: tuple[ShardReply, ...], arrays: tuple[Array, ...]

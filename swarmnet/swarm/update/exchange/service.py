@@ -199,7 +199,8 @@ class ExchangeService:
     async def _vote(
         self, remote: str, asked: int, j: int, ballot: Ballot, is_final: bool
     ) -> tuple[Ballot, Told | None]:
-        if await self._turn(asked, j) is Turn.LAST:
+        # A primary that has made its sum waits for the answer, and one that is not there will do.
+        if await self._turn(asked, j, may_wait=not is_final) is Turn.LAST:
             return ballot, await self._straggler(asked, j, remote)
         exchange = self._present()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
@@ -240,12 +241,12 @@ class ExchangeService:
 
     # ---- checks -----------------------------------------------------------------------------
 
-    async def _turn(self, asked: int, j: int) -> Turn:
+    async def _turn(self, asked: int, j: int, *, may_wait: bool = True) -> Turn:
         """`NOW` or `LAST`, after a wait for one that is to come. Raises `NotReady` where it does
         not begin here in time, `Stale` where its result is gone."""
         replica = self._replica
         turn = turn_of(replica.plan, j, asked, replica.current_exchange)
-        if turn is Turn.TO_COME:
+        if turn is Turn.TO_COME and may_wait:
             await replica.changed.until(
                 lambda: (
                     turn_of(replica.plan, j, asked, replica.current_exchange) is not Turn.TO_COME
