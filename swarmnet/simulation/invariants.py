@@ -89,7 +89,8 @@ class Books:
     tellers: dict[int, list[str]] = field(default_factory=dict)
     """By stage, the reporting peers."""
     retold: dict[int, None] = field(default_factory=dict)
-    """Stages where a reporting peer died at once, and another one reported again."""
+    """Stages where another one reported again: a reporting peer died at once, or was parted from
+    it."""
 
 
 @dataclass
@@ -110,6 +111,8 @@ class Monitor:
     """Compares what was committed with what was averaged."""
     is_cut: Callable[[], bool] = lambda: False
     """Whether a cut separates peers at the moment."""
+    is_parted: Callable[[str, str], bool] = lambda one, other: False
+    """Whether no message gets from one peer to the other at the moment, nor back."""
     num_committed: int = 0
     """Microbatches."""
     num_settled: int = 0
@@ -244,7 +247,7 @@ class Monitor:
         if loss.round >= self.closed_rounds:
             book = self._book(loss.round)
             tellers = book.tellers.setdefault(loss.stage, [])
-            if any(teller not in self.members for teller in tellers):
+            if any(t not in self.members or self.is_parted(t, peer_id) for t in tellers):
                 book.retold[loss.stage] = None
             tellers.append(peer_id)
             book.losses.setdefault(loss.stage, []).append(loss)
@@ -383,16 +386,13 @@ class Monitor:
         if now - self._islands_at < ISLANDS_EVERY_S or len(self.members) > MAX_WATCHED:
             return
         self._islands_at = now
-        if self.is_cut():
-            sees: dict[str, frozenset[str]] = {}
-        else:
-            sees = {
-                m.peer.gossip.own.peer_id: frozenset(
-                    r.peer_id for r in m.peer.view.live(now) if r.peer_id in self.members
-                )
-                for m in self._live()
-                if not m.leaving and m.peer.gossip.own.stage != OBSERVER_STAGE
-            }
+        sees = {
+            m.peer.gossip.own.peer_id: frozenset(
+                r.peer_id for r in m.peer.view.live(now) if r.peer_id in self.members
+            )
+            for m in (() if self.is_cut() else self._live())
+            if not m.leaving and m.peer.gossip.own.stage != OBSERVER_STAGE
+        }
         if self.islands.look(sees, now) > self.bounds.island_s:
             self.fail(f"islands: {parts(sees)}")
 

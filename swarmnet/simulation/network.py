@@ -85,6 +85,11 @@ class SimulatedNetwork:
         """Whether a pair is blocked, or was a moment ago: its messages are still on their way."""
         return any(until + MAX_BACKOFF_S > now for until in self.blocked_until.values())
 
+    def is_parted(self, one: str, other: str, now: float) -> bool:
+        """Whether both ways between two peers are blocked."""
+        ways = (one, other), (other, one)
+        return all(self.blocked_until.get(way, 0.0) > now for way in ways)
+
     def delivery_s(self, source: str, target: str, num_bytes: int, now: float) -> float | None:
         """Seconds from now until the last byte has arrived."""
         self.num_messages += 1

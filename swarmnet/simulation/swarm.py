@@ -92,6 +92,7 @@ class Simulation:
             plan=settings.plan,
             keeps_books=scenario.keeps_books,
             is_cut=lambda: self.network.is_cut(self._now()),
+            is_parted=lambda one, other: self.network.is_parted(one, other, self._now()),
         )
         rng = scenario.rng("swarm")
         self.population = Population(

@@ -11,6 +11,7 @@ import pytest
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVER_STAGE
 from swarmnet.simulation.invariants import InvariantBroken, Member, Monitor
 from swarmnet.simulation.stage import Gradient, contribution
+from swarmnet.swarm.recovery.lost_samples import Loss
 
 COMMITTED = range(4)
 
@@ -71,3 +72,22 @@ def test_what_nobody_committed_must_not_be_averaged() -> None:
     monitor = monitor_of({(s, j): {*COMMITTED, 9} for s in range(2) for j in range(2)})
     with pytest.raises(InvariantBroken, match="no feeder committed"):
         monitor.finish()
+
+
+@pytest.mark.parametrize("is_parted", [True, False])
+def test_only_peers_that_are_parted_may_both_report_a_loss(*, is_parted: bool) -> None:
+    monitor = Monitor(
+        lambda: 0.0, quiet, num_stages=2, num_shards=2, is_parted=lambda one, other: is_parted
+    )
+    member = Member(feeder())
+    member.peer.replica.round = 9
+    monitor.members |= {"a": member, "b": member}
+    lost = len(COMMITTED)
+    for stage in range(2):
+        for teller in "ab":
+            monitor.reported(teller, Loss(0, stage, lost, 0, lost))
+    if is_parted:
+        monitor.look()
+    else:
+        with pytest.raises(InvariantBroken, match=r"4 counted, \[4, 4\] told lost"):
+            monitor.look()

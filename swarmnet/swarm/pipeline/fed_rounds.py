@@ -34,7 +34,7 @@ class FedRound:
     launched_at: float = 0.0
     """When it launched the newest one."""
     heard: int = 0
-    """Slots that others have launched, and since when they have been so many."""
+    """Slots that others have launched, and since when they have been so many in this round."""
     heard_at: float = 0.0
     told: set[int] = field(default_factory=set)
     """Microbatches that `on_round` has heard of."""
@@ -71,7 +71,7 @@ class FedRounds:
         """A round that is open at the replica."""
         mine = self._rounds.setdefault(r, FedRound(r))
         if mine not in self._open:
-            mine.began_at = asyncio.get_running_loop().time()
+            mine.began_at = mine.heard_at = asyncio.get_running_loop().time()
             self._open.append(mine)
             for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
                 del self._rounds[old]
