@@ -388,5 +388,5 @@ def check_tokens(reply: StepReply, targets: Array) -> None:
 def _parts(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     """Inputs, targets and, where there are some, positions."""
     if not 2 <= len(arrays) <= 3:
-        raise ProtocolViolation("a step takes inputs, targets and, for some models, positions")
+        raise ProtocolViolation("a step takes two arrays, and positions where the model does")
     return arrays

@@ -117,6 +117,8 @@ BAD_STEPS: list[tuple[str, int, tuple[Array, ...], dict[str, Any], str]] = [
     ("target beyond the vocabulary", 1, (floats(), tokens(1000)), {}, "targets"),
     ("one array", 0, (tokens(),), {}, "two arrays"),
     ("no arrays", 0, (), {}, "two arrays"),
+    ("four arrays", 0, (tokens(),) * 4, {}, "two arrays"),
+    ("positions that nobody asks for", 0, (tokens(),) * 3, {}, "no positions"),
     ("negative round", 0, (tokens(), tokens()), {"round": -1}, "StepRequest"),
     ("text for a number", 0, (tokens(), tokens()), {"round": "now"}, "StepRequest"),
     ("a path without end", 0, (tokens(), tokens()), {"hint": ["x"] * 5000}, "StepRequest"),
@@ -165,8 +167,10 @@ def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
                     "gossip",
                     "records",
                     "reduce",
+                    "reduce_tied",
                     "ballot",
                     "mirror",
+                    "run_file",
                 ):
                     with pytest.raises(RemoteError):
                         await stranger.call(name, method, Message(body), timeout_s=30.0)
