@@ -7,6 +7,7 @@ or a shard is made of, so that a mistake there is not in both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -61,8 +62,10 @@ class ReferenceTrainer:
 
     def step(self, round_index: int, slots: Sequence[int]) -> float:
         """One update from these slots of the round; returns the mean loss before it, nats per
-        token."""
+        token. Where no target has a loss, nothing changes."""
         loss_sum, num_tokens = self.accumulate(round_index, slots)
+        if not num_tokens:
+            return math.nan
         self.update(round_index, num_tokens)
         return loss_sum / num_tokens
 
