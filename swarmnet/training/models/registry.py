@@ -37,6 +37,10 @@ def model_plan(spec: RunSpec) -> ModelPlan:
         from swarmnet.training.models.adapter import adapter_plan  # slow to import
 
         plan = adapter_plan(spec.model, spec.sequence_length)
+        if spec.data.document_mask:
+            from swarmnet.training.models.document_probe import check_documents_apart
+
+            check_documents_apart(spec.model.config, spec.sequence_length)
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)
