@@ -390,5 +390,5 @@ def check_tokens(reply: StepReply, targets: Array) -> None:
 def _parts(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
     """Inputs and targets."""
     if len(arrays) != 2:
-        raise ProtocolViolation("a step takes inputs and targets")
+        raise ProtocolViolation("a step takes two arrays: inputs and targets")
     return arrays[0], arrays[1]

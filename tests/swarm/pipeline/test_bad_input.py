@@ -120,6 +120,9 @@ BAD_STEPS: list[tuple[str, int, tuple[Array, ...], dict[str, Any], str]] = [
     ("no arrays", 0, (), {}, "two arrays"),
     ("negative round", 0, (tokens(), tokens()), {"round": -1}, "StepRequest"),
     ("text for a number", 0, (tokens(), tokens()), {"round": "now"}, "StepRequest"),
+    ("documents of a run without", 0, (tokens(), tokens()), {"documents": [[SEQ]] * 4}, "apart"),
+    ("empty documents", 0, (tokens(), tokens()), {"documents": [[SEQ, 0]] * 4}, "without tokens"),
+    ("documents as text", 0, (tokens(), tokens()), {"documents": "all"}, "StepRequest"),
     ("a path without end", 0, (tokens(), tokens()), {"hint": ["x"] * 5000}, "StepRequest"),
 ]
 
