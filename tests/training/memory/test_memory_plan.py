@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from swarmnet.training.memory.plan import (
     plan_memory,
     state_bytes,
 )
+from swarmnet.training.models.base import LayerContext, with_mask
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
@@ -67,7 +70,18 @@ def kept_bytes(
             kept[at] = t
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    masks: list[weakref.ref[torch.Tensor]] = []
+
+    def making(context: LayerContext, dtype: torch.dtype) -> LayerContext:
+        made = with_mask(context, dtype)
+        assert made.mask is not None
+        masks.append(weakref.ref(made.mask))
+        return made
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        mock.patch("swarmnet.training.passes.layers.with_mask", making),
+    ):
         if stage.is_last:
             stage.forward_backward((0, 0), inputs, targets, documents)
             output = None
@@ -80,7 +94,7 @@ def kept_bytes(
         if tensor is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
     positions = None if entry.context is None else entry.context.positions
-    for tensor in (entry.inputs, entry.outputs, positions):
+    for tensor in (entry.inputs, entry.outputs, positions, *(ref() for ref in masks)):
         if tensor is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
     return sum(t.untyped_storage().nbytes() for t in kept.values()), output
