@@ -371,7 +371,7 @@ def test_what_mode_auto_has_decided_is_told_once() -> None:
 
 
 def test_a_round_without_any_loss_is_passed_over() -> None:
-    """None of its targets has a loss: there is nothing to tell, and the next rounds come at once."""
+    """None of its targets has a loss: there is nothing to tell, and the next rounds come."""
     onlooker = Onlooker()
     onlooker.look(record("a", 0), record("b", 1))
     silent = replace(count(0, GLOBAL_BATCH), tokens=0, loss_sum=0.0)
