@@ -240,11 +240,7 @@ class Monitor:
             else:
                 del self._counts[key]
         if self._next is None and replicas:
-            whole = (
-                r
-                for r in range(first, self._newest)
-                if self._sum(r).tokens > 0 and self._is_whole(r)
-            )
+            whole = (r for r in range(first, self._newest) if self._is_whole(r))
             self._next = next(whole, self._newest)
 
     def _sum(self, round_index: int) -> _Sum:
@@ -271,9 +267,9 @@ class Monitor:
             if not given_up and not self._is_whole(self._next):
                 break
             total = self._sum(self._next)
-            if total.tokens > 0:
+            if total.tokens > 0:  # else no target of it has a loss, and there is none to tell
                 over.append((self._next, total))
-            self._next = self._next + 1 if total.tokens > 0 else self._next_known()
+            self._next = self._next + 1 if total.committed > 0 else self._next_known()
         began_at = self._round_began_at
         if not over:
             if began_at is None and self._newest == 0 and self._sum(0).launched > 0:

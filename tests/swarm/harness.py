@@ -338,9 +338,11 @@ def in_virtual_time(
     run_virtual(main())
 
 
-def replay(spec: RunSpec, counted: dict[int, list[int]], rounds: int) -> ReferenceTrainer:
+def replay(
+    spec: RunSpec, counted: dict[int, list[int]], rounds: int, data: Data | None = None
+) -> ReferenceTrainer:
     """A plain PyTorch loop over exactly the microbatches that each round counted."""
-    trainer = ReferenceTrainer(spec)
+    trainer = ReferenceTrainer(spec, data)
     for r in range(rounds):
         trainer.step(r, sorted(counted[r]))
     return trainer

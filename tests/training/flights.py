@@ -9,6 +9,7 @@ import torch
 
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.ports import Data, LossResult
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.optimizer.shards import ShardedAdamW, build_optimizer
@@ -23,25 +24,31 @@ def stages_of(spec: RunSpec) -> list[TorchStage]:
 def batch(data: Data, n: int) -> tuple[Array, Array]:
     """The n-th microbatch of the data, in its own order; again from the start where it ends."""
     size = data.samples_per_microbatch
-    indices = range(n * size, (n + 1) * size)
-    return data.microbatch([i % data.num_samples if data.num_samples else i for i in indices])
+    indices: Sequence[int] = range(n * size, (n + 1) * size)
+    indices = [i % data.num_samples if data.num_samples else i for i in indices]
+    return data.microbatch(indices).arrays
 
 
 def batch_of_slot(spec: RunSpec, data: Data, round_index: int, slot: int) -> tuple[Array, Array]:
     """The microbatch of a slot, as a feeder makes it."""
     indices = run_settings(spec).samples_of(round_index, slot, data.num_samples)
-    return data.microbatch(indices)
+    return data.microbatch(indices).arrays
 
 
 def fly(
     stages: list[TorchStage], key: tuple[int, int], inputs: Array, targets: Array
 ) -> LossResult:
     """One microbatch through the stages and back."""
-    activation = inputs
+    return fly_batch(stages, key, Batch(inputs, targets))
+
+
+def fly_batch(stages: list[TorchStage], key: tuple[int, int], batch: Batch) -> LossResult:
+    """The same, with its documents."""
+    activation, targets = batch.arrays
     for stage in stages[:-1]:
-        stage.check(activation, targets)
-        activation = stage.forward(key, activation)
-    result = stages[-1].forward_backward(key, activation, targets)
+        stage.check(activation, targets, batch.documents)
+        activation = stage.forward(key, activation, batch.documents)
+    result = stages[-1].forward_backward(key, activation, targets, batch.documents)
     grad = result.grad_inputs
     for stage in reversed(stages[:-1]):
         assert grad is not None

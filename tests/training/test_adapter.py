@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from swarmnet.errors import SpecError
 from swarmnet.run_identity import to_json
 from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.memory.activation_choice import known_activations
@@ -27,9 +28,11 @@ from swarmnet.training.models.base import (
     own_parameters,
     tie,
 )
+from swarmnet.training.models.document_probe import check_documents_apart
 from swarmnet.training.models.model_config import load_config, read_config
 from swarmnet.training.models.source_weights import SourceWeights, saved_tensors
 from swarmnet.training.stage import build_stage
+from tests.training.packed import document
 
 LENGTH, VOCABULARY = 24, 120
 COMMON = {
@@ -49,6 +52,12 @@ LLAMA_3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
 }
 GEMMA = {
     "head_dim": 16,
@@ -152,16 +161,55 @@ def test_a_low_precision_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name].bfloat16(), files[name]) for name in files)
 
 
-@pytest.mark.parametrize("family", ["llama 3", "gemma3", "mixtral"])
-def test_packed_documents_are_as_each_alone(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_packed_documents_is_that_of_each_alone(tmp_path: Path, family: str) -> None:
     saved(tmp_path, family, False)
-    _, modules, _ = built(tmp_path)
-    tokens = tokens_of()
-    positions = torch.cat((torch.arange(10), torch.arange(LENGTH - 10))).expand(2, -1)
-    packed = through(modules, tokens, LayerContext(positions))
-    for part in (slice(0, 10), slice(10, LENGTH)):
-        alone = through(modules, tokens[:, part])
-        torch.testing.assert_close(packed[:, part], alone, rtol=1e-4, atol=1e-5)
+    stage = build_stage(run_of(tmp_path, 1, document_mask=True), 0)
+    inputs, targets = (from_tensor(tokens_of(seed).int()) for seed in (1, 2))
+    documents = ((10, 14), (1, 20, 3))
+    result = stage.forward_backward((0, 1), inputs, targets, documents)
+    packed = torch.cat([to_tensor(stage.gradient_shard(j)) for j in range(len(stage.shard_sizes))])
+    alone = 0.0
+    for i, k in ((i, k) for i, lengths in enumerate(documents) for k in range(len(lengths))):
+        pair = (document(array, documents, i, k) for array in (inputs, targets))
+        found = stage.evaluate(*pair)
+        assert isinstance(found, LossResult)
+        alone += found.loss_sum
+    assert result.loss_sum == pytest.approx(alone, rel=1e-6)
+    assert stage.evaluate(inputs, targets, documents) == LossResult(result.loss_sum, 48)
+    joined = stage.evaluate(inputs, targets)
+    assert isinstance(joined, LossResult)
+    assert joined.loss_sum != pytest.approx(alone, rel=2e-6)
+    assert packed.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "length", "message"),
+    [
+        ("qwen3_next", {}, LENGTH, "does not keep documents apart"),
+        (
+            "phi3",
+            {"rope_parameters": LONG, "original_max_position_embeddings": 32},
+            64,
+            "shorten sequence_length",
+        ),
+    ],
+)
+def test_a_family_that_does_not_keep_documents_apart_is_refused(
+    kind: str, more: dict[str, Any], length: int, message: str
+) -> None:
+    config = CONFIG_MAPPING[kind](**{**COMMON, **more})
+    values = {"model_type": kind} | {
+        k: v for k, v in config.to_dict().items() if k in COMMON.keys() | more.keys()
+    }
+    with pytest.raises(SpecError, match=message) as caught:
+        check_documents_apart(load_config(values).canonical_values, length)
+    assert "\n" not in str(caught.value)
+
+
+def test_latent_attention_keeps_documents_apart() -> None:
+    config = load_config({"model_type": "deepseek_v3", "num_hidden_layers": 2})
+    check_documents_apart(config.canonical_values, LENGTH)
 
 
 @pytest.mark.parametrize("family", ["llama 3", "gemma3", "qwen3 moe"])
@@ -178,11 +226,15 @@ def test_a_cache_gives_the_same_logits(tmp_path: Path, family: str) -> None:
     )
 
 
-def run_of(folder: Path, num_stages: int = 2) -> RunSpec:
+def run_of(folder: Path, num_stages: int = 2, *, document_mask: bool = False) -> RunSpec:
     return RunSpec.model_validate(
         {
             "model": {"kind": "transformers", "config": travelled(folder)},
-            "data": {"paths": ["python-stdlib"], "sequence_length": LENGTH},
+            "data": {
+                "paths": ["python-stdlib"],
+                "sequence_length": LENGTH,
+                "document_mask": document_mask,
+            },
             "optimizer": {"learning_rate": 1e-3, "rounds": 4},
             "pipeline": {"num_stages": num_stages, "global_batch": 4, "microbatch": 2},
             "sync": {"shard_parameters": 4096},
@@ -194,9 +246,9 @@ def gradient_of(spec: RunSpec, computing: Computing) -> Tensor:
     """Of a microbatch of packed documents through two stages."""
     stages = [build_stage(spec, k, computing=computing) for k in range(2)]
     inputs, targets = (from_tensor(tokens_of(seed).int()) for seed in (1, 2))
-    positions = from_tensor((torch.arange(LENGTH) % 9).int().repeat(2, 1))
-    outputs = stages[0].forward((0, 1), inputs, positions)
-    result = stages[1].forward_backward((0, 1), outputs, targets, positions)
+    documents = ((9, 9, 6), (24,))
+    outputs = stages[0].forward((0, 1), inputs, documents)
+    result = stages[1].forward_backward((0, 1), outputs, targets, documents)
     assert result.grad_inputs is not None
     stages[0].backward((0, 1), result.grad_inputs)
     shards = [to_tensor(s.gradient_shard(j)) for s in stages for j in range(len(s.shard_sizes))]
@@ -218,7 +270,7 @@ def test_policies_and_precisions_make_the_same_gradient(
     tmp_path: Path, family: str, computing: Computing
 ) -> None:
     saved(tmp_path, family, False)
-    spec = run_of(tmp_path)
+    spec = run_of(tmp_path, document_mask=True)
     exact, found = gradient_of(spec, Computing()), gradient_of(spec, computing)
     tolerance = 0.1 if computing.precision == "bf16" else 1e-4
     assert (found - exact).norm() / exact.norm() < tolerance

@@ -175,6 +175,16 @@ def layer_bytes(model: ModelSpec, layer: str, positions: int, element: int = FP3
     return positions * (FP32_BYTES * exact + element * (4 * width + 2 * kv_width + 4 * inner))
 
 
+def document_bytes(spec: RunSpec, element: int) -> tuple[int, int, int]:
+    """With `document_mask`, of one microbatch: the positions that a stage keeps, and what a pass
+    makes of them once for all decoder layers (mask, rotary tables)."""
+    if not spec.data.document_mask:
+        return 0, 0, 0
+    batch, length = spec.pipeline.microbatch, spec.sequence_length
+    tables = 2 * FP32_BYTES * batch * length * spec.model.head_size
+    return 8 * batch * length, element * batch * length**2, tables
+
+
 def plan_memory(
     spec: RunSpec,
     *,
@@ -284,15 +294,18 @@ def stage_activations(spec: RunSpec, stage: int, precision: Precision) -> Activa
     loss = parts.get("lm_head", 0)
     tokens = FP32_BYTES * positions if is_first else 0
     num_borders = len(again) + ("lm_head" in parts)
+    kept_positions, mask, tables = document_bytes(spec, element)
+    if not any(name.startswith("model.layers.") for name in names):
+        mask = tables = 0
     shared_input = 0 if is_low else FP32_BYTES * border
     return Activations(
-        graph=sum(parts.values()),
+        graph=sum(parts.values()) + mask + tables,
         came=FP32_BYTES * border if is_low and not is_first else 0,
-        inputs=tokens or element * border,
+        inputs=(tokens or element * border) + kept_positions,
         outputs=element * border if is_low and not is_last else 0,
         sent=0 if is_last else FP32_BYTES * border,
-        borders=tokens + element * border * num_borders,
-        largest_layer=max([loss, *(parts[name] - shared_input for name in again)]),
+        borders=tokens + element * border * num_borders + kept_positions + mask,
+        largest_layer=tables + max([loss, *(parts[name] - shared_input for name in again)]),
         is_input_in_graph=is_first or not is_low,
         is_last=is_last,
     )

@@ -368,3 +368,14 @@ def test_what_mode_auto_has_decided_is_told_once() -> None:
     assert sentence(told, 100) == (
         "sync: delayed from round 5 on (an exchange takes 0.50 s, a round 2.00 s)"
     )
+
+
+def test_a_round_without_any_loss_is_passed_over() -> None:
+    """None of its targets has a loss: there is nothing to tell, and the next rounds come."""
+    onlooker = Onlooker()
+    onlooker.look(record("a", 0), record("b", 1))
+    silent = replace(count(0, GLOBAL_BATCH), tokens=0, loss_sum=0.0)
+    a = record("a", 0, counts=(silent,), round=1)
+    assert onlooker.rounds(a, record("b", 1)) == []
+    a = replace(a, counts=(silent, count(1, GLOBAL_BATCH)), round=2)
+    assert onlooker.rounds(a, record("b", 1, round=2)) == [1]

@@ -31,6 +31,7 @@ from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     Commit,
@@ -118,9 +119,11 @@ BAD_STEPS: list[tuple[str, int, tuple[Array, ...], dict[str, Any], str]] = [
     ("one array", 0, (tokens(),), {}, "two arrays"),
     ("no arrays", 0, (), {}, "two arrays"),
     ("four arrays", 0, (tokens(),) * 4, {}, "two arrays"),
-    ("positions that nobody asks for", 0, (tokens(),) * 3, {}, "no positions"),
     ("negative round", 0, (tokens(), tokens()), {"round": -1}, "StepRequest"),
     ("text for a number", 0, (tokens(), tokens()), {"round": "now"}, "StepRequest"),
+    ("documents of a run without", 0, (tokens(), tokens()), {"documents": [[SEQ]] * 4}, "apart"),
+    ("empty documents", 0, (tokens(), tokens()), {"documents": [[SEQ, 0]] * 4}, "without tokens"),
+    ("documents as text", 0, (tokens(), tokens()), {"documents": "all"}, "StepRequest"),
     ("a path without end", 0, (tokens(), tokens()), {"hint": ["x"] * 5000}, "StepRequest"),
 ]
 
@@ -490,15 +493,15 @@ class Misread:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
-        inputs, targets = self._data.microbatch(indices)
-        return Array("int64", inputs.shape, struct.pack("<64q", *[999] * 64)), targets
+    def microbatch(self, indices: Sequence[int]) -> Batch:
+        inputs, targets = self._data.microbatch(indices).arrays
+        return Batch(Array("int64", inputs.shape, struct.pack("<64q", *[999] * 64)), targets)
 
 
 class Unreadable(Misread):
     """Data on a disk that fails."""
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+    def microbatch(self, indices: Sequence[int]) -> Batch:
         raise OSError("input/output error")
 
 

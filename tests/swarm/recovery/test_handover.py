@@ -37,6 +37,7 @@ from tests.swarm.harness import (
     replay,
     tiny_spec,
 )
+from tests.training.packed import PackedData
 
 ROUNDS = 3
 LEAVES_IN = 1
@@ -94,6 +95,24 @@ def test_nothing_is_lost_and_nobody_waits_for_the_end_of_the_round(
         await swarm.until_round(ROUNDS)
         check(swarm, spec)
         assert swarm.total("samples_lost") == swarm.total("contributions_dropped") == 0
+
+    in_virtual_time(scenario, spec)
+
+
+def test_samples_without_any_loss_keep_nobody(tmp_path: Path) -> None:
+    """Their gradient is zero: there is nothing to hand over, and nothing to wait for."""
+    spec = long_rounds(tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.data = PackedData(swarm.data, lambda index: 1.0, has_documents=False)
+        leaver = await in_the_middle(swarm)
+        before = swarm.rounds()
+        await left(swarm, leaver)
+        assert max(swarm.rounds()) == before[0], "it waited for the round's end"
+        await swarm.until_round(ROUNDS)
+        assert all(len(ids) == len(set(ids)) for ids in swarm.counted.values())
+        untouched = replay(spec, {}, 0)
+        assert relative_difference(swarm.parameters(), untouched.state_dict()) == 0
 
     in_virtual_time(scenario, spec)
 

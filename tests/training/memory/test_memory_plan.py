@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import Documents
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.computing import Computing
 from swarmnet.training.data import open_data
@@ -29,6 +32,7 @@ from swarmnet.training.memory.plan import (
     plan_memory,
     state_bytes,
 )
+from swarmnet.training.models.base import LayerContext, with_mask
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
@@ -52,7 +56,9 @@ def test_the_formulae_of_the_paper(n: int, replicas: int, replication: int) -> N
     assert sum(state_bytes(7_500_000_000, 64, 1, MIXED)) / 1e9 == pytest.approx(31.4, abs=0.1)
 
 
-def kept_bytes(stage: TorchStage, inputs: Array, targets: Array) -> tuple[int, Array | None]:
+def kept_bytes(
+    stage: TorchStage, inputs: Array, targets: Array, documents: Documents | None = None
+) -> tuple[int, Array | None]:
     """What there is of one microbatch between its passes (beside parameters and the rotary tables),
     and the output; each storage once."""
     kept: dict[int, torch.Tensor] = {}
@@ -64,25 +70,37 @@ def kept_bytes(stage: TorchStage, inputs: Array, targets: Array) -> tuple[int, A
             kept[at] = t
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    masks: list[weakref.ref[torch.Tensor]] = []
+
+    def making(context: LayerContext, dtype: torch.dtype) -> LayerContext:
+        made = with_mask(context, dtype)
+        assert made.mask is not None
+        masks.append(weakref.ref(made.mask))
+        return made
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        mock.patch("swarmnet.training.passes.layers.with_mask", making),
+    ):
         if stage.is_last:
-            stage.forward_backward((0, 0), inputs, targets)
+            stage.forward_backward((0, 0), inputs, targets, documents)
             output = None
         else:
-            output = stage.forward((0, 0), inputs)
+            output = stage.forward((0, 0), inputs, documents)
     entry = stage.kept.get((0, 0))
     assert entry is not None
     for array in (inputs, output):
         tensor = None if array is None else to_tensor(array)
         if tensor is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
-    for tensor in (entry.inputs, entry.outputs):
+    positions = None if entry.context is None else entry.context.positions
+    for tensor in (entry.inputs, entry.outputs, positions, *(ref() for ref in masks)):
         if tensor is not None:
             kept[tensor.untyped_storage().data_ptr()] = tensor
     return sum(t.untyped_storage().nbytes() for t in kept.values()), output
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("kv_heads", "documents"), [(2, None), (4, None), (2, ((10, 6), (3, 13)))])
 @pytest.mark.parametrize("policy", ["keep", "blocks", "recompute", "offload"])
 @pytest.mark.parametrize("precision", [FP32, BF16, FP16], ids=lambda p: p.name)
 def test_activations_are_what_a_stage_keeps(
@@ -91,6 +109,7 @@ def test_activations_are_what_a_stage_keeps(
     precision: Precision,
     policy: Any,
     kv_heads: int,
+    documents: Documents | None,
 ) -> None:
     """Between the passes: with one microbatch more in flight there is so much more."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
@@ -98,6 +117,7 @@ def test_activations_are_what_a_stage_keeps(
         write_text(tmp_path),
         model={"num_key_value_heads": kv_heads},
         pipeline={"num_stages": 3},
+        data={"document_mask": documents is not None},
     )
     assert spec.model.max_position_embeddings == 16
     computing = Computing(precision.name, policy, folder=str(tmp_path))  # type: ignore[arg-type]
@@ -105,7 +125,7 @@ def test_activations_are_what_a_stage_keeps(
     for k in range(3):
         inputs = Array(data.dtype, data.shape, bytes(data.data))
         stage = build_stage(spec, k, computing=computing)
-        measured, output = kept_bytes(stage, inputs, targets)
+        measured, output = kept_bytes(stage, inputs, targets, documents)
         one, two = (
             plan_memory(spec, num_replicas=1, in_flight=n, precision=precision, activations=policy)[
                 k

@@ -18,7 +18,7 @@ from swarmnet.training.ranks.tensor_parallel_stage import rank_options
 from tests.training.flights import fly, gradient
 from tests.training.specs import MODEL, small_spec
 from tests.training.ranks.test_tensor_parallel import close_by_name, compare_evaluation, \\
-    compare_microbatches, tokens
+    compare_microbatches, compare_packed, tokens
 
 spec = small_spec(pipeline={"num_stages": 1, "global_batch": 8, "microbatch": 4})
 def start(spec, num_ranks):
@@ -47,6 +47,11 @@ try:
     for shard in range(len(one.shard_sizes)):
         assert many.digest(shard) == one.digest(shard)
     compare_microbatches(one, many, spec)
+
+    packed = small_spec(pipeline={"num_stages": 1, "global_batch": 8, "microbatch": 4},
+                        data={"document_mask": True})
+    group = restart(group, packed, 2)
+    compare_packed(build_stage(packed, 0), build_fsdp_stage(packed, 0, group), packed)
 
     cut = small_spec(pipeline={"num_stages": 3, "global_batch": 8, "microbatch": 4})
     group = restart(group, cut, 2)

@@ -12,6 +12,7 @@ import torch
 
 from swarmnet.errors import NotReady, ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import IGNORED
 from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
@@ -27,6 +28,7 @@ from swarmnet.training.ranks.tensor_parallel_stage import (
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.training.flights import gradient, parameters
+from tests.training.packed import lengths_of
 from tests.training.specs import MODEL, small_spec
 
 ONE_STAGE = {"num_stages": 1, "global_batch": 8, "microbatch": 2}
@@ -78,6 +80,41 @@ def compare_microbatches(one: TorchStage, many: LeadStage, spec: RunSpec) -> Non
     one.retract((0, 1))
     many.retract((0, 1))
     close_by_name(one, gradient(many), gradient(one))
+
+
+def compare_packed(one: TorchStage, many: LeadStage, spec: RunSpec) -> None:
+    """Microbatches with documents and targets without a loss, of a run with `document_mask`."""
+    for index in range(3):
+        inputs, targets = tokens(spec, index), to_tensor(tokens(spec, 10 + index)).clone()
+        targets[0, :9], targets[1:, index::3] = IGNORED, IGNORED
+        if index == 2:
+            targets[:] = IGNORED
+        samples, length = inputs.shape
+        documents = tuple(lengths_of(length, 10 * index + i) for i in range(samples))
+        expected, result = (
+            stage.forward_backward((0, index), inputs, from_tensor(targets), documents)
+            for stage in (one, many)
+        )
+        assert (result.num_tokens == 0) == (index == 2)
+        assert result.num_tokens == expected.num_tokens
+        assert result.loss_sum == pytest.approx(expected.loss_sum, rel=TOLERANCE)
+        evaluated = many.evaluate(inputs, from_tensor(targets), documents)
+        assert isinstance(evaluated, LossResult)
+        assert evaluated.loss_sum == pytest.approx(expected.loss_sum, rel=TOLERANCE)
+    close_by_name(one, gradient(many), gradient(one))
+    one.retract((0, 1))
+    many.retract((0, 1))
+    close_by_name(one, gradient(many), gradient(one))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_documents_stay_apart_on_several_ranks(sequence_parallel: bool) -> None:
+    model = {"num_key_value_heads": 1, "vocab_size": 257}
+    data = {"document_mask": True}
+    spec = small_spec(model=model, pipeline=ONE_STAGE, data=data)
+    one = build_stage(spec, 0)
+    with ranks(spec, 2, sequence_parallel=sequence_parallel) as group:
+        compare_packed(one, build_parallel_stage(spec, 0, group), spec)
 
 
 def compare_evaluation(one: TorchStage, many: LeadStage, spec: RunSpec) -> None:
