@@ -129,9 +129,9 @@ def torch_pipeline(rank: int, port: int, rounds: int, out: Path) -> None:
             ]
             optimizer.zero_grad()
             if rank == 0:
-                schedule.step(torch.cat([to_tensor(inputs) for inputs, _ in batch]))
+                schedule.step(torch.cat([to_tensor(b.inputs) for b in batch]))
             else:
-                schedule.step(target=torch.cat([to_tensor(t) for _, t in batch]), losses=[])
+                schedule.step(target=torch.cat([to_tensor(b.targets) for b in batch]), losses=[])
             squares = torch.zeros(())
             for p in module.parameters():
                 assert p.grad is not None

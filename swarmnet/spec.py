@@ -303,6 +303,9 @@ class DataSpec(_Table):
     held_out_microbatches: int = Field(default=8, ge=0, le=1 << 16)
     """Microbatches of a held-out measurement."""
 
+    document_mask: bool = False
+    """Attention and positions stay inside a document, also where several share a sample."""
+
     @model_validator(mode="after")
     def _check(self) -> DataSpec:
         for glob in self.include:

@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.wire import Array
 
@@ -133,11 +134,11 @@ class SyntheticStage:
         self._kept: dict[StepKey, _Kept] = {}
         self.weights = _digest_of(self._parameters)
 
-    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
+    def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         if len(inputs.data) != _KEY.size:
             raise ProtocolViolation("not an activation of a synthetic stage")
 
-    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
+    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         self._check_key(key, inputs)
         weights = self._weights_of(key)
         self._observe("forward", key=key, weights=weights)
@@ -156,7 +157,7 @@ class SyntheticStage:
         return None if self.stage_index == 0 else activation(key, self._sizes)
 
     def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
         outputs = self.forward(key, inputs)
         grads = self.backward(key, outputs)
@@ -175,7 +176,9 @@ class SyntheticStage:
     def forget(self, key: StepKey) -> None:
         self._kept.pop(key, None)
 
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+    def evaluate(
+        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+    ) -> Array | LossResult:
         if self.stage_index == self.num_stages - 1:
             return LossResult(1.0, self._sizes.tokens_per_microbatch)
         return inputs
@@ -338,11 +341,11 @@ class SyntheticData:
         self.samples_per_microbatch = samples_per_microbatch
         self.num_held_out = num_held_out
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
-        return _tokens(indices[0]), _tokens(indices[0])
+    def microbatch(self, indices: Sequence[int]) -> Batch:
+        return Batch(_tokens(indices[0]), _tokens(indices[0]))
 
-    def held_out(self, index: int) -> tuple[Array, Array]:
-        return _tokens(index), _tokens(index)
+    def held_out(self, index: int) -> Batch:
+        return Batch(_tokens(index), _tokens(index))
 
 
 def _tokens(index: int) -> Array:

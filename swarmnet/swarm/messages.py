@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.protocol.update.roster import MAX_TERM
+from swarmnet.swarm.batch import Documents, check_lengths
 from swarmnet.wire import MAX_ARRAYS
 
 MAX_PATH = 1024
@@ -140,8 +141,11 @@ class StepRequest:
     """Replicas of the following stages that may know this microbatch already."""
     asked: bool = False
     """The caller chose this replica by its `admit`: it waits in a longer queue."""
+    documents: Documents | None = None
+    """As of `batch.Batch`; the same at every stage."""
 
     def __post_init__(self) -> None:
+        check_lengths(self.documents or ())
         _index(self.round, self.microbatch_id, self.stage, self.num_samples)
         _ids((self.feeder,), 1)
         _ids(self.hint, MAX_PATH)
@@ -255,8 +259,11 @@ class InferRequest:
     mode: str
     round: int = -1
     """Wanted round of the parameters; -1 for any."""
+    documents: Documents | None = None
+    """As of `StepRequest`."""
 
     def __post_init__(self) -> None:
+        check_lengths(self.documents or ())
         _index(self.stage)
         if self.mode not in (EVALUATE, LOGITS):
             raise ValueError("unknown mode")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.wire import Array
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class LossResult:
     loss_sum: float
     """Nats, summed over tokens."""
     num_tokens: int
+    """Targets that have a loss (`batch`): 0 where none has."""
     grad_inputs: Array | None = None
 
 
@@ -99,12 +101,11 @@ class Stage(Protocol):
     can_open_ahead: bool
     """Whether it can work on two rounds at a time (`open_ahead`)."""
 
-    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
+    def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap.
-        `positions`: int32 (samples, length), of each token in its document, where these are not
-        0, 1, ...; where they do not go on by one, another document begins."""
+        `documents`: of each sample, where attention and positions stay inside a document."""
 
-    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
+    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""
 
@@ -114,7 +115,7 @@ class Stage(Protocol):
         `grad_outputs` has the wrong shape or is not finite; then nothing was added."""
 
     def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
         """*device* The last stage's whole work: forward, loss, backward."""
 
@@ -125,7 +126,9 @@ class Stage(Protocol):
     def forget(self, key: StepKey) -> None:
         """Drops all that is kept under `key`: after a commit, or for work given up."""
 
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+    def evaluate(
+        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+    ) -> Array | LossResult:
         """*device* Forward without gradient. A stage before the last returns its activation; the
         last returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
 
@@ -287,7 +290,8 @@ class Data(Protocol):
 
     samples_per_microbatch: int
     bytes_per_token: float
-    """Average bytes of text behind one target token; 0 where the data is not text."""
+    """Average bytes of text behind one target that has a loss; 0 where that is not known, or the
+    data is not text."""
     num_held_out: int
     """Microbatches of held-out data."""
 
@@ -296,12 +300,11 @@ class Data(Protocol):
         """Training samples, at least one. None where there is no end of them: indices then only
         grow, and none comes twice."""
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, ...]:
-        """Inputs and targets of training samples, 0 to `num_samples` - 1, in this order; and where
-        several documents share a sample, positions (`Stage.check`)."""
+    def microbatch(self, indices: Sequence[int]) -> Batch:
+        """Training samples, 0 to `num_samples` - 1, in this order."""
 
-    def held_out(self, index: int) -> tuple[Array, Array]:
-        """Inputs and targets of a held-out microbatch."""
+    def held_out(self, index: int) -> Batch:
+        """A held-out microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

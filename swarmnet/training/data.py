@@ -23,9 +23,10 @@ import xxhash
 
 from swarmnet.errors import DataError
 from swarmnet.spec import BYTES_TOKENIZER, NUM_BYTE_TOKENS, PYTHON_STDLIB, DataSpec, RunSpec
+from swarmnet.swarm.batch import Batch
 from swarmnet.training.arrays import from_numpy
+from swarmnet.training.custom_data import CustomData
 from swarmnet.training.models.registry import model_plan
-from swarmnet.wire import Array
 
 if TYPE_CHECKING:
     from swarmnet.swarm.ports import Data
@@ -88,11 +89,11 @@ class TextData:
         digest.update(np.ascontiguousarray(self._held_out).data)
         return digest.hexdigest()
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+    def microbatch(self, indices: Sequence[int]) -> Batch:
         length = len(self._window) - 1
         return self._cut(self._train, [i * length for i in indices])
 
-    def held_out(self, index: int) -> tuple[Array, Array]:
+    def held_out(self, index: int) -> Batch:
         """Windows spread evenly over the held-out text; they overlap only where it is short."""
         num_windows = self.num_held_out * self.samples_per_microbatch
         if not 0 <= index < self.num_held_out:
@@ -105,10 +106,10 @@ class TextData:
         ]
         return self._cut(self._held_out, starts)
 
-    def _cut(self, tokens: np.ndarray, starts: Sequence[int]) -> tuple[Array, Array]:
+    def _cut(self, tokens: np.ndarray, starts: Sequence[int]) -> Batch:
         windows = tokens[np.asarray(starts, dtype=np.int64)[:, None] + self._window]
         windows = windows.astype(np.int32)
-        return from_numpy(windows[:, :-1]), from_numpy(windows[:, 1:])
+        return Batch(from_numpy(windows[:, :-1]), from_numpy(windows[:, 1:]))
 
 
 def open_data(
@@ -123,7 +124,7 @@ def open_data(
     """
     plan = model_plan(spec)
     if plan.data is not None:
-        return plan.data(spec)
+        return CustomData(plan.data(spec))
     if plan.inputs.dtype != "int32" or len(plan.inputs.shape) != 1:
         raise DataError("[model] builder: the model does not take text, so its plan must give data")
     tokenizer = override_tokenizer or spec.data.tokenizer

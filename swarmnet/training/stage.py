@@ -24,6 +24,7 @@ from torch import Tensor
 from swarmnet.errors import NotReady, SpecError
 from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import Documents
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing, computing_of
@@ -74,6 +75,8 @@ class TorchStage:
         computing: precision, and what is kept between the passes.
         device: where the layers compute.
         inputs: what one sample looks like here; that of the plan for stage 0.
+        document_mask: attention and positions stay inside a document, and microbatches come with
+            their documents.
         reuses_gradient: the coming parameters of a shard may overwrite its gradient; not where
             microbatches add to it while an exchange goes on.
         copies: between the host and the device; those that suit the device where not given.
@@ -97,6 +100,7 @@ class TorchStage:
         device: torch.device | str = "cpu",
         inputs: TensorSpec | None = None,
         tied_shards: int = 0,
+        document_mask: bool = False,
         reuses_gradient: bool = False,
         copies: DeviceCopies | None = None,
         make_layers: Callable[..., StageLayers] = StageLayers,
@@ -132,6 +136,7 @@ class TorchStage:
             dtype=computing.dtype,
             copies=copies,
             refusals=refusals,
+            document_mask=document_mask,
         )
 
     @property
@@ -146,15 +151,15 @@ class TorchStage:
 
     # ---- microbatches -----------------------------------------------------------------------
 
-    def check(self, inputs: Array, targets: Array, positions: Array | None = None) -> None:
+    def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         self._boundary.check_inputs(inputs)
         self._boundary.check_targets(targets)
-        if positions is not None:
-            self._boundary.check_positions(positions)
+        self._boundary.check_documents(inputs, documents)
 
-    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
+    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         self._boundary.check_inputs(inputs)
-        context = self._context(positions)
+        self._boundary.check_documents(inputs, documents)
+        context = self._context(documents)
         self.vectors.use(key[0])
         kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), context=context)
         keeps_graph = self.computing.activations != "recompute"
@@ -181,11 +186,11 @@ class TorchStage:
         return self._input_gradient(kept)
 
     def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
-        self.check(inputs, targets)
+        self.check(inputs, targets, documents)
         wanted = self._boundary.receive_targets(targets)
-        context = self._context(positions)
+        context = self._context(documents)
         self.vectors.use(key[0])
         kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), wanted, context=context)
         with self.kept.forget_on_error(key):
@@ -207,19 +212,23 @@ class TorchStage:
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
 
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+    def evaluate(
+        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+    ) -> Array | LossResult:
         """As the port says. The batch may be smaller than a microbatch and, for models of
         sequences, the sequences shorter. Raises `ProtocolViolation` where an array does not fit."""
-        x, wanted = self._boundary.receive_evaluation(inputs, targets if self.is_last else None)
+        wanted = targets if self.is_last else None
+        x, expected = self._boundary.receive_evaluation(inputs, wanted, documents)
+        context = self._context(documents)
         self.layers.show(self.vectors.present)
         with self.layers.evaluating(
             is_whole_batch=self._boundary.is_whole_batch(x), wants_outputs=targets is None
         ):
-            outputs = self.layers.run(None, x).float()
-            if wanted is None:
+            outputs = self.layers.run(None, x, context).float()
+            if expected is None:
                 return from_tensor(outputs)
             plan = self.layers.plan
-            return LossResult(finite_loss(plan.loss(outputs, wanted)), plan.count(wanted))
+            return LossResult(finite_loss(plan.loss(outputs, expected)), plan.count(expected))
 
     # ---- shards -----------------------------------------------------------------------------
 
@@ -268,12 +277,12 @@ class TorchStage:
             return self.layers.loss(key, kept.inputs, kept.targets, kept.context)
         return self.layers.run(key, kept.inputs, kept.context)
 
-    def _context(self, positions: Array | None) -> LayerContext | None:
-        """What layers get beside the activation. Raises `ProtocolViolation`."""
-        if positions is None:
+    def _context(self, documents: Documents | None) -> LayerContext | None:
+        """What layers get beside the activation. What is kept of it is small: each pass makes its
+        mask."""
+        if documents is None:
             return None
-        self._boundary.check_positions(positions)
-        return LayerContext(self._boundary.receive_positions(positions))
+        return LayerContext(self._boundary.receive_documents(documents))
 
     def _input_gradient(self, kept: Kept) -> Array | None:
         """After a backward pass: what the stage before waits for."""
@@ -320,6 +329,7 @@ def build_stage(
         computing=computing or computing_of(spec, device),
         device=device,
         inputs=TensorSpec("float32", before.output_shape) if before else None,
+        document_mask=spec.data.document_mask,
         reuses_gradient=spec.sync.mode == "zero",
     )
 

@@ -47,7 +47,7 @@ class PlainTrainer:
         loss_sum, num_tokens = 0.0, 0
         for slot in slots:
             indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
-            inputs, targets = (to_tensor(a).long() for a in self._data.microbatch(indices))
+            inputs, targets = (to_tensor(a).long() for a in self._data.microbatch(indices).arrays)
             logits = self.model(inputs).logits
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), reduction="sum"

@@ -7,13 +7,14 @@ or a shard is made of, so that a mistake there is not in both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
@@ -100,11 +101,11 @@ class ReferenceTrainer:
         self._optimizer.zero_grad()
         loss_sum, num_tokens = 0.0, 0
         for slot in slots:
-            inputs, targets = self.microbatch(round_index, slot)
-            loss = self.plan.loss(self.model(inputs), targets)
-            loss.backward()
-            loss_sum += loss.item()
-            num_tokens += self.plan.count(targets)
+            for inputs, targets in _alone(self._batch(round_index, slot)):
+                loss = self.plan.loss(self.model(inputs), targets)
+                loss.backward()
+                loss_sum += loss.item()
+                num_tokens += self.plan.count(targets)
         return loss_sum, num_tokens
 
     def held_out_loss(self) -> float:
@@ -112,9 +113,9 @@ class ReferenceTrainer:
         loss_sum, num_tokens = 0.0, 0
         with torch.no_grad():
             for index in range(self._data.num_held_out):
-                inputs, targets = (to_tensor(a) for a in self._data.held_out(index))
-                loss_sum += self.plan.loss(self.model(inputs), targets).item()
-                num_tokens += self.plan.count(targets)
+                for inputs, targets in _alone(self._data.held_out(index)):
+                    loss_sum += self.plan.loss(self.model(inputs), targets).item()
+                    num_tokens += self.plan.count(targets)
         return loss_sum / max(num_tokens, 1)
 
     def swap_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,6 +149,20 @@ class ReferenceTrainer:
 
     def microbatch(self, round_index: int, slot: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a slot."""
-        indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
-        inputs, targets = self._data.microbatch(indices)
+        inputs, targets = self._batch(round_index, slot).arrays
         return to_tensor(inputs), to_tensor(targets)
+
+    def _batch(self, round_index: int, slot: int) -> Batch:
+        indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
+        return self._data.microbatch(indices)
+
+
+def _alone(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets; where documents share a sample, those of each document by itself."""
+    inputs, targets = (to_tensor(a) for a in batch.arrays)
+    if batch.documents is None:
+        yield inputs, targets
+        return
+    for i, lengths in enumerate(batch.documents):
+        pieces = inputs[i : i + 1].split(lengths, dim=1), targets[i : i + 1].split(lengths, dim=1)
+        yield from zip(*pieces, strict=True)

@@ -140,7 +140,7 @@ class Replicas:
         loss_sum, num_tokens = 0.0, 0
         for slot, path in sorted(paths.items()):
             indices = self._settings.samples_of(round_index, slot, self._data.num_samples)
-            inputs, targets = (to_tensor(a) for a in self._data.microbatch(indices))
+            inputs, targets = (to_tensor(a) for a in self._data.microbatch(indices).arrays)
             x = inputs
             for name in path:
                 x = self.by_name[name].model(x)

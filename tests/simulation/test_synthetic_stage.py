@@ -91,7 +91,7 @@ def test_optimizer_state_travels() -> None:
 def test_what_it_hears_of() -> None:
     heard: list[str] = []
     s = SyntheticStage(0, 1, SIZES, lambda event, **facts: heard.append(event))
-    inputs, targets = SyntheticData(4).microbatch([7])
+    inputs, targets = SyntheticData(4).microbatch([7]).arrays
     s.check(inputs, targets)
     s.forward_backward((0, 7), inputs, targets)
     s.retract((0, 7))

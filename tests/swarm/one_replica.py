@@ -67,7 +67,7 @@ class Caller:
     async def step(self, microbatch_id: int, feeder: str | None = None) -> Passed:
         """Its own microbatch, or one that it passes on for a feeder."""
         inputs = activation((0, microbatch_id), SIZES)
-        _, targets = SyntheticData(4).microbatch([microbatch_id])
+        targets = SyntheticData(4).microbatch([microbatch_id]).targets
         request = StepRequest(0, microbatch_id, 0, feeder or self.transport.peer_id, 4)
         return await self.wiring.step(request, (inputs, targets), accept=accept_all, on_path=ignore)
 
@@ -115,7 +115,7 @@ class OneReplica:
     async def feed(self, microbatch_id: int) -> Passed:
         """A microbatch of the replica's own data."""
         inputs = activation((0, microbatch_id), SIZES)
-        _, targets = SyntheticData(4).microbatch([microbatch_id])
+        targets = SyntheticData(4).microbatch([microbatch_id]).targets
         request = StepRequest(0, microbatch_id, 0, CALLEE, 4)
         return await self.steps.wiring.step(
             request, (inputs, targets), accept=accept_all, on_path=ignore, prefer_self=True

@@ -23,14 +23,15 @@ def stages_of(spec: RunSpec) -> list[TorchStage]:
 def batch(data: Data, n: int) -> tuple[Array, Array]:
     """The n-th microbatch of the data, in its own order; again from the start where it ends."""
     size = data.samples_per_microbatch
-    indices = range(n * size, (n + 1) * size)
-    return data.microbatch([i % data.num_samples if data.num_samples else i for i in indices])
+    indices: Sequence[int] = range(n * size, (n + 1) * size)
+    indices = [i % data.num_samples if data.num_samples else i for i in indices]
+    return data.microbatch(indices).arrays
 
 
 def batch_of_slot(spec: RunSpec, data: Data, round_index: int, slot: int) -> tuple[Array, Array]:
     """The microbatch of a slot, as a feeder makes it."""
     indices = run_settings(spec).samples_of(round_index, slot, data.num_samples)
-    return data.microbatch(indices)
+    return data.microbatch(indices).arrays
 
 
 def fly(

@@ -53,7 +53,7 @@ def test_the_example_has_data_of_its_own(example: RunSpec) -> None:
     assert data.num_samples is None
     points, arms = batch(data, 2**50)
     assert (points.shape, arms.shape) == ((64, 2), (64,))
-    held_out = {bytes(data.held_out(i)[0].data) for i in range(data.num_held_out)}
+    held_out = {bytes(data.held_out(i).inputs.data) for i in range(data.num_held_out)}
     assert len(held_out) == data.num_held_out == 4
 
 

@@ -31,14 +31,14 @@ def test_a_sample_is_a_pure_function_of_its_index(tmp_path: Path) -> None:
     a, b = open_text_data(path), open_data(small_spec(path).with_seed(8))
     assert a.num_samples == b.num_samples == (a.num_train_tokens - 1) // 16
     indices = range(a.num_samples)
-    alone = [as_bytes(a.microbatch([i])) for i in indices]
-    assert alone == [as_bytes(b.microbatch([i])) for i in reversed(indices)][::-1]
-    assert as_bytes(a.microbatch([3, 0])) == tuple(x + y for x, y in zip(alone[3], alone[0]))
+    alone = [as_bytes(a.microbatch([i]).arrays) for i in indices]
+    assert alone == [as_bytes(b.microbatch([i]).arrays) for i in reversed(indices)][::-1]
+    assert as_bytes(a.microbatch([3, 0]).arrays) == tuple(x + y for x, y in zip(alone[3], alone[0]))
 
 
 def test_targets_are_the_tokens_that_follow(tmp_path: Path) -> None:
     data = open_text_data(write_text(tmp_path))
-    for inputs, targets in (batch(data, 5), data.held_out(1)):
+    for inputs, targets in (batch(data, 5), data.held_out(1).arrays):
         assert inputs.dtype == targets.dtype == "int32"
         assert inputs.shape == targets.shape == (2, 16)
         x, y = to_tensor(inputs), to_tensor(targets)
@@ -57,7 +57,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path) -> None:
         for array in batch(data, i):
             assert (to_tensor(array) == ord("a")).all()
     for i in range(data.num_held_out):
-        for array in data.held_out(i):
+        for array in data.held_out(i).arrays:
             assert (to_tensor(array) == ord("Z")).all()
     with pytest.raises(IndexError):
         data.held_out(data.num_held_out)
@@ -74,7 +74,7 @@ def test_training_reaches_every_token() -> None:
         bytes_per_token=1.0,
     )
     assert data.num_samples == 22
-    inputs, targets = data.microbatch(range(22))
+    inputs, targets = data.microbatch(range(22)).arrays
     seen = {*to_tensor(inputs).flatten().tolist(), *to_tensor(targets).flatten().tolist()}
     assert seen == set(range(177))
     assert sorted(to_tensor(targets).flatten().tolist()) == list(range(1, 177)), "each once"

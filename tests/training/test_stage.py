@@ -295,7 +295,7 @@ def test_evaluation_is_the_loss_and_changes_nothing(text: str) -> None:
     spec = small_spec(text)
     data = open_data(spec)
     first, last = stages_of(spec)
-    inputs, targets = data.held_out(0)
+    inputs, targets = data.held_out(0).arrays
     result = last.evaluate(first.evaluate(inputs, None), targets)  # type: ignore[arg-type]
     assert isinstance(result, LossResult)
     assert result.grad_inputs is None
@@ -309,7 +309,7 @@ def test_evaluation_is_the_loss_and_changes_nothing(text: str) -> None:
 def test_evaluation_of_shorter_sequences_gives_the_logits_of_the_prefix(text: str) -> None:
     spec = small_spec(text)
     first, last = stages_of(spec)
-    inputs = to_tensor(open_data(spec).held_out(0)[0])
+    inputs = to_tensor(open_data(spec).held_out(0).inputs)
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         hidden = first.evaluate(from_tensor(tokens), None)

@@ -124,7 +124,9 @@ ACCESS: Mapping[str, Access] = {
     "admit": Access(Caller.ADMITTED, messages.AdmitRequest),
     "commit": Access(Caller.ADMITTED, messages.Commit, body_bytes=LIST_BYTES),
     "committed": Access(Caller.ADMITTED, messages.CommittedRequest, body_bytes=LIST_BYTES),
-    "infer": Access(Caller.ADMITTED, messages.InferRequest, arrays=Arrays.MICROBATCH),
+    "infer": Access(
+        Caller.ADMITTED, messages.InferRequest, body_bytes=LIST_BYTES, arrays=Arrays.MICROBATCH
+    ),
     "initial_shard": Access(Caller.ADMITTED, messages.FetchRequest),
     "saved": Access(Caller.ADMITTED, messages.SavedRequest),
     "saved_shard": Access(Caller.ADMITTED, messages.FetchRequest),

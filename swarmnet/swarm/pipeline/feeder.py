@@ -206,12 +206,15 @@ class Feeder:
 
     async def _try_until_it_counts(self, replica: Replica, mine: FedRound, the_id: int) -> None:
         own, slot = self.gossip.own, slot_of(the_id)
+        indices = self.settings.samples_of(mine.round, slot, self.data.num_samples)
+        batch = self.data.microbatch(indices)
         request = StepRequest(
             round=mine.round,
             microbatch_id=the_id,
             stage=0,
             feeder=own.peer_id,
             num_samples=self.settings.samples_per_microbatch,
+            documents=batch.documents,
         )
         path: tuple[str, ...] = ()
 
@@ -221,15 +224,13 @@ class Feeder:
 
         def accept(reply: StepReply, returned: tuple[Array, ...]) -> None:
             _accept(reply, returned)
-            check_tokens(reply, arrays[1])
+            check_tokens(reply, batch.targets)
 
-        indices = self.settings.samples_of(mine.round, slot, self.data.num_samples)
-        arrays = self.data.microbatch(indices)
         while replica.round <= mine.round:
             try:
                 passed = await self.wiring.step(
                     replace(request, hint=path),
-                    arrays,
+                    batch.arrays,
                     accept=accept,
                     on_path=on_path,
                     prefer_self=own.stage == 0,

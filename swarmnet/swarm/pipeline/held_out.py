@@ -51,8 +51,9 @@ class HeldOutLoss:
         loss_sum, num_tokens = 0.0, 0
         try:
             for index in range(self._data.num_held_out):
-                infer = InferRequest(stage=0, mode=EVALUATE, round=r)
-                reply = await infer_through(self._wiring, infer, self._data.held_out(index))
+                batch = self._data.held_out(index)
+                infer = InferRequest(0, EVALUATE, r, batch.documents)
+                reply = await infer_through(self._wiring, infer, batch.arrays)
                 body = convert(reply.body, InferReply)
                 loss_sum += body.loss_sum
                 num_tokens += body.num_tokens

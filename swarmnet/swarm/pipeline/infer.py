@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.swarm.messages import LOGITS, InferReply, InferRequest
@@ -48,7 +49,9 @@ class InferService:
         self._num_waiting += 1
         try:
             result = await replica.device.run(
-                OTHER, lambda: replica.stage.evaluate(inputs, wanted), replica.round
+                OTHER,
+                lambda: replica.stage.evaluate(inputs, wanted, infer.documents),
+                replica.round,
             )
         finally:
             self._num_waiting -= 1
@@ -57,9 +60,7 @@ class InferService:
         if last:
             return Message(InferReply(), (result,))
         onward = (result,) if targets is None else (result, targets)
-        return await infer_through(
-            self._wiring, InferRequest(infer.stage + 1, infer.mode, infer.round), onward
-        )
+        return await infer_through(self._wiring, replace(infer, stage=infer.stage + 1), onward)
 
 
 async def infer_through(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
 from swarmnet.protocol.pipeline.service_time import BACKWARD_PART, FORWARD_PART
+from swarmnet.swarm.batch import num_wanted
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import Commit, StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.entrance import Entrance
@@ -93,7 +93,7 @@ class StepService:
         """One microbatch: returns its `StepReply` when its gradient is back."""
         step = convert(request.message.body, StepRequest)
         replica = self.serving(step.stage)
-        replica.stage.check(*_parts(request.message.arrays))
+        replica.stage.check(*_parts(request.message.arrays), step.documents)
         self._learn(replica, step.round, request.remote)
         await replica.enter(step.round, self.limits.enter_wait_s)
         key = (step.round, step.microbatch_id)
@@ -174,20 +174,16 @@ class StepService:
         step: StepRequest,
         inputs: Array,
         targets: Array,
-        *beside: Array,
     ) -> Message:
-        """`beside`: what layers need beside their inputs, the same at every stage."""
         key = (step.round, step.microbatch_id)
         self.entrance.entered(key)  # from here to the device's queue nothing waits
         try:
             if replica.index == replica.stage.num_stages - 1:
-                reply, grad_inputs = await self._last(
-                    replica, flight, key, inputs, targets, *beside
-                )
+                reply, grad_inputs = await self._last(replica, flight, step, inputs, targets)
                 next_peer = None
             else:
                 reply, grad_inputs, next_peer = await self._through(
-                    replica, flight, step, inputs, targets, *beside
+                    replica, flight, step, inputs, targets
                 )
         except BaseException:
             replica.ledger.failed(key)
@@ -202,11 +198,15 @@ class StepService:
         return Message(reply, () if grad_inputs is None else (grad_inputs,))
 
     async def _last(
-        self, replica: Replica, flight: Flight, key: StepKey, *arrays: Array
+        self, replica: Replica, flight: Flight, step: StepRequest, inputs: Array, targets: Array
     ) -> tuple[StepReply, Array | None]:
-        stage = replica.stage
+        key, stage = (step.round, step.microbatch_id), replica.stage
         result: LossResult = await replica.run(
-            FORWARD, key, 1.0, lambda: stage.forward_backward(key, *arrays), flight.check
+            FORWARD,
+            key,
+            1.0,
+            lambda: stage.forward_backward(key, inputs, targets, step.documents),
+            flight.check,
         )
         self._announce(replica)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
@@ -220,21 +220,24 @@ class StepService:
         step: StepRequest,
         inputs: Array,
         targets: Array,
-        *beside: Array,
     ) -> tuple[StepReply, Array | None, str]:
         """Forward, the following stages, backward. What comes back from them is refused where the
         backward finds that it is not finite; another replica is asked then."""
         key = (step.round, step.microbatch_id)
         stage = replica.stage
         outputs = await replica.run(
-            FORWARD, key, FORWARD_PART, lambda: stage.forward(key, inputs, *beside), flight.check
+            FORWARD,
+            key,
+            FORWARD_PART,
+            lambda: stage.forward(key, inputs, step.documents),
+            flight.check,
         )
         if not replica.measured.sent_bytes:
             # The gradient for the stage before is as large as its inputs.
             replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
         for attempt in range(self.limits.max_attempts):
-            passed = await self._pass_on(flight, step, outputs, targets, *beside)
+            passed = await self._pass_on(flight, step, outputs, targets)
             grads = passed.grad_inputs
             assert grads is not None
             try:
@@ -260,7 +263,7 @@ class StepService:
         raise NotReady("the following stages gave no usable gradient")
 
     async def _pass_on(
-        self, flight: Flight, step: StepRequest, outputs: Array, targets: Array, *beside: Array
+        self, flight: Flight, step: StepRequest, outputs: Array, targets: Array
     ) -> Passed:
         """Sends an activation through the following stages; returns with its gradient."""
         key = (step.round, step.microbatch_id)
@@ -286,12 +289,13 @@ class StepService:
             feeder=step.feeder,
             num_samples=step.num_samples,
             hint=step.hint,
+            documents=step.documents,
         )
         flight.check()
         flight.is_beyond = True
         try:
             return await self.wiring.step(
-                onward, (outputs, targets, *beside), accept=accept, on_path=on_path
+                onward, (outputs, targets), accept=accept, on_path=on_path
             )
         finally:
             flight.is_beyond = False
@@ -376,15 +380,15 @@ class StepService:
 
 
 def check_tokens(reply: StepReply, targets: Array) -> None:
-    """A stage's gradient is divided by the tokens that the last one counted. Raises
-    `ProtocolViolation`."""
-    most = MAX_TOKENS_PER_TARGET * math.prod(targets.shape)
-    if not 0 < reply.num_tokens <= most:
+    """A stage's gradient is divided by the tokens that the last one counted: there are none only
+    where no target has a loss. Raises `ProtocolViolation`."""
+    wanted = num_wanted(targets)
+    if not min(wanted, 1) <= reply.num_tokens <= MAX_TOKENS_PER_TARGET * wanted:
         raise ProtocolViolation(f"a step's reply of {reply.num_tokens} tokens")
 
 
-def _parts(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Inputs, targets and, where there are some, positions."""
-    if not 2 <= len(arrays) <= 3:
-        raise ProtocolViolation("a step takes inputs, targets and, for some models, positions")
-    return arrays
+def _parts(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Inputs and targets."""
+    if len(arrays) != 2:
+        raise ProtocolViolation("a step takes inputs and targets")
+    return arrays[0], arrays[1]

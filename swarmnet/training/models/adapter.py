@@ -74,6 +74,8 @@ class Decoder(TakesContext):
         shell: Any = self._shell
         positions = None if context is None else context.positions
         cache = None if context is None else context.cache
+        # Layers with a window, and those that are not sdpa, make a mask of the positions.
+        mask = context.mask if context and x_BSD.shape[1] <= self._window else None
         is_plain = positions is None and cache is None
         if is_plain:
             positions = _positions(x_BSD.shape[1], x_BSD.device)
@@ -87,6 +89,7 @@ class Decoder(TakesContext):
             rotary.move_to(x_BSD.device)
         return shell(
             inputs_embeds=x_BSD,
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=None if cache is None else _LayerCache(cache, self._index),
             use_cache=cache is not None,
@@ -199,6 +202,7 @@ def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         is_sequence=True,
         is_random=_draws(config),
         takes_context=True,
+        takes_ignored=True,
     )
 
 

@@ -22,6 +22,8 @@ Rules for a layer:
 - Its output for a sample depends on this sample and the parameters only (no batch
   normalisation), and it has no state that training changes besides its parameters.
 - No parameter belongs to two layers.
+- With `[data] document_mask` the plan must say `takes_context` and `takes_ignored`. Layers that mix
+  positions are then a `TakesContext`, which is called as `layer(x, context)`.
 
 Weights start as a pure function of the run's seed and the layer's (or parameter's) name, so that
 all replicas begin with the same ones and the number of stages does not matter.
@@ -31,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +43,7 @@ from swarmnet.errors import SpecError
 
 if TYPE_CHECKING:
     from swarmnet.spec import RunSpec
-    from swarmnet.swarm.ports import Data
+    from swarmnet.training.custom_data import CustomSamples
 
 SEED_BYTES = 8
 
@@ -86,6 +88,22 @@ class LayerContext:
     cache: Any = None
     """Keys and values of earlier tokens, which a layer adds its own to (transformers' `Cache`);
     None in training."""
+    mask: Tensor | None = None
+    """Where samples have several documents, (samples, 1, length, length), to be added to scores of
+    attention: 0 where a token sees another, of its own document and not after it, else minus
+    infinity; in the precision of the pass. Made once for all layers of a pass."""
+
+
+def with_mask(context: LayerContext, dtype: torch.dtype) -> LayerContext:
+    """The context of a pass in this precision: with a mask, where positions ask for one."""
+    positions = context.positions
+    if positions is None or context.cache is not None or context.mask is not None:
+        return context
+    documents_BS = (positions == 0).cumsum(dim=1)
+    sees_BSS = (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)).tril()
+    mask = torch.zeros(sees_BSS.shape, dtype=dtype, device=positions.device)
+    mask.masked_fill_(~sees_BSS, -torch.inf)
+    return replace(context, mask=mask.unsqueeze(1))
 
 
 class TakesContext(nn.Module):
@@ -104,12 +122,12 @@ class ModelPlan:
     loss: Callable[[Tensor, Tensor], Tensor]
     """`loss(outputs, targets)`: a scalar, in nats, *summed* over what `count` counts."""
     count: Callable[[Tensor], int]
-    """Tokens (or samples, pixels, ...) in a batch of targets: what the loss and the gradients are
-    means over."""
+    """Tokens (or samples, pixels, ...) that have a loss, in a batch of targets: what the loss and
+    the gradients are means over."""
     initialize: Callable[[str, Tensor, torch.Generator], None] | None = None
     """`initialize(parameter_name, values, generator)` fills a parameter in place. None: a layer
     starts with what `build()` gives under torch's seeded global generator."""
-    data: Callable[[RunSpec], Data] | None = None
+    data: Callable[[RunSpec], CustomSamples] | None = None
     """Makes the microbatches. None: text as in `[data]`, for int32 inputs of shape (length,)."""
     split: tuple[int, ...] = ()
     """Layers of each stage, where the run says so (`[pipeline] layers`); empty: by their costs."""
@@ -117,6 +135,8 @@ class ModelPlan:
     """The first dimension of a sample is a sequence that may be shorter in evaluation."""
     takes_context: bool = False
     """Some layers are a `TakesContext`."""
+    takes_ignored: bool = False
+    """Loss and count leave out int32 targets that are `IGNORED`."""
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
     pass done again is the same."""

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarmnet.spec import ModelSpec
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
+from swarmnet.swarm.batch import IGNORED
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    TensorSpec,
+)
 
 ROTARY_TABLES = 16
 """Tables of cosines and sines kept, one a sequence length."""
@@ -54,10 +61,15 @@ class Attention(nn.Module):
         self.v_proj = Linear(spec.hidden_size, kv_width)
         self.o_proj = Linear(spec.hidden_size, spec.hidden_size)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_size)
-        cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
+        if context is None or context.positions is None:
+            mask = None
+            cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
+        else:
+            mask = context.mask
+            cos, sin = _tables_at(context.positions, self.head_size, self.rope_theta)
         q_BSHE = _rotate(self.q_proj(x_BSD).view(heads), cos, sin)
         k_BSKE = _rotate(self.k_proj(x_BSD).view(heads), cos, sin)
         v_BSKE = self.v_proj(x_BSD).view(heads)
@@ -65,7 +77,8 @@ class Attention(nn.Module):
             q_BSHE.transpose(1, 2),
             k_BSKE.transpose(1, 2),
             v_BSKE.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.is_grouped,
         )
         return self.o_proj(y_BHSE.transpose(1, 2).reshape(batch, length, -1))
@@ -84,7 +97,7 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(TakesContext):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -94,8 +107,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = _norm(spec)
         self.post_attention_layernorm = _norm(spec)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
+    def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), context)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -137,6 +150,8 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         count=count_tokens,
         initialize=initialize,
         is_sequence=True,
+        takes_context=True,
+        takes_ignored=True,
     )
 
 
@@ -156,12 +171,14 @@ def head_flops(spec: ModelSpec, length: int) -> int:
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Cross-entropy in nats, summed over all tokens."""
-    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten().long(), reduction="sum")
+    """Cross-entropy in nats, summed over all tokens that have a target."""
+    logits_NV, targets_N = logits_BSV.flatten(0, 1), targets_BS.flatten().long()
+    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
 
 def count_tokens(targets: Tensor) -> int:
-    return targets.numel()
+    """Tokens that have a target."""
+    return int((targets != IGNORED).sum())
 
 
 @functools.lru_cache(maxsize=ROTARY_TABLES)
@@ -179,6 +196,13 @@ def rotary_tables(
         torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device),
         signed_sin.unsqueeze(1).to(device),
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _tables_at(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """The tables at the positions of a microbatch, (B, S, 1, E), which all layers of a pass use."""
+    cos, signed_sin = rotary_tables(positions.shape[1], head_size, theta, positions.device)
+    return cos[positions], signed_sin[positions]
 
 
 def _rotate(x_BSHE: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ def model_plan(spec: RunSpec) -> ModelPlan:
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)
+    if spec.data.document_mask:
+        check_document_mask(plan)
     split = spec.pipeline.layers
     if split and sum(split) != len(plan.layers):
         raise SpecError(
@@ -47,6 +49,15 @@ def model_plan(spec: RunSpec) -> ModelPlan:
             f"{len(plan.layers)} layers; swarmnet plan --measure prints some that fit"
         )
     return replace(plan, split=split) if split else plan
+
+
+def check_document_mask(plan: ModelPlan) -> None:
+    """Raises `SpecError` unless the model can keep the documents of a sample apart."""
+    if not (plan.takes_context and plan.takes_ignored and plan.inputs.shape):
+        raise SpecError(
+            "[data] document_mask: this model's plan does not say takes_context and takes_ignored; "
+            "teach it both, or take document_mask out"
+        )
 
 
 def split_stages(plan: ModelPlan, num_stages: int) -> list[tuple[LayerBuilder, ...]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, RemoteError
+from swarmnet.swarm.batch import IGNORED, Documents, check_documents
 from swarmnet.training.arrays import (
     LARGEST_VALUE,
     check_finite,
@@ -42,6 +43,7 @@ class Boundary:
         dtype: torch.dtype,
         copies: DeviceCopies,
         refusals: Fp16Refusals | None,
+        document_mask: bool = False,
     ) -> None:
         """
         Args:
@@ -53,8 +55,10 @@ class Boundary:
             dtype: of the passes.
             copies: between the host and the stage's device.
             refusals: in fp16; None in other precisions.
+            document_mask: of the run: microbatches come with their documents.
         """
         self._plan = plan
+        self._document_mask = document_mask
         self._inputs = inputs
         self._outputs = outputs
         self._stage_index = stage_index
@@ -72,18 +76,23 @@ class Boundary:
         spec = self._plan.targets
         check_shape("targets", targets, spec.dtype, self._batch(spec))
 
-    def check_positions(self, positions: Array) -> None:
-        """As `check_inputs`, for positions; of a model whose layers take some."""
-        if not self._plan.takes_context:
-            raise ProtocolViolation("this run's model takes no positions")
-        shape = self._batch(self._plan.inputs)
-        check_shape("positions", positions, "int32", shape)
+    def check_documents(self, inputs: Array, documents: Documents | None) -> None:
+        """Raises `ProtocolViolation` unless documents are there where the run wants them, and fill
+        the samples of `inputs`, whose shape was checked."""
+        if documents is None and self._document_mask:
+            raise ProtocolViolation("this run keeps documents apart, and none are named")
+        self._check_lengths(inputs, documents)
 
-    def receive_positions(self, positions: Array) -> Tensor:
-        """Positions whose shape was checked, int64 on the device."""
-        tensor = to_tensor(positions)
-        _check_range("positions", tensor, self._plan.inputs.shape[0])
-        return self._copies.to_device(tensor).long()
+    def _check_lengths(self, inputs: Array, documents: Documents | None) -> None:
+        if documents is None:
+            return
+        if not self._document_mask:
+            raise ProtocolViolation("this run does not keep documents apart, and some are named")
+        check_documents(documents, *inputs.shape[:2])
+
+    def receive_documents(self, documents: Documents) -> Tensor:
+        """The position of each token in its document, int64 (samples, length), on the device."""
+        return self._copies.to_device(torch.stack([_positions(n) for n in documents]))
 
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
@@ -92,7 +101,8 @@ class Boundary:
 
     def receive_targets(self, targets: Array) -> Tensor:
         """Targets whose shape was checked, on the device."""
-        return self._receive("targets", targets, self._plan.targets)
+        takes_ignored = self._plan.takes_ignored
+        return self._receive("targets", targets, self._plan.targets, takes_ignored=takes_ignored)
 
     def receive_gradient(self, grad_outputs: Array) -> Tensor:
         """The gradient of the outputs, on the device, in the precision of the passes; in fp16 it
@@ -102,11 +112,13 @@ class Boundary:
         return grad if self._refusals is not None else grad.to(self._dtype)
 
     def receive_evaluation(
-        self, inputs: Array, targets: Array | None
+        self, inputs: Array, targets: Array | None, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Inputs, and targets where there are some, of a batch that may be smaller than a
-        microbatch, with sequences that may be shorter."""
+        microbatch, with sequences that may be shorter. Documents are checked: a sample may be one
+        document."""
         self._check_sizes("inputs", inputs, self._inputs)
+        self._check_lengths(inputs, documents)
         x = self.receive_inputs(inputs)
         if targets is None:
             return x, None
@@ -154,13 +166,15 @@ class Boundary:
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
 
-    def _receive(self, what: str, array: Array, spec: TensorSpec) -> Tensor:
+    def _receive(
+        self, what: str, array: Array, spec: TensorSpec, *, takes_ignored: bool = False
+    ) -> Tensor:
         """The array as a tensor on the device, its values checked."""
         tensor = to_tensor(array)
         if spec.dtype == "float32":
             check_finite(what, tensor)
         else:
-            _check_range(what, tensor, spec.num_values)
+            _check_range(what, tensor, spec.num_values, takes_ignored=takes_ignored)
         return self._copies.to_device(tensor)
 
     def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
@@ -193,7 +207,18 @@ def finite_loss(loss: Tensor) -> float:
     return value
 
 
-def _check_range(what: str, tensor: Tensor, num_values: int) -> None:
+def _positions(lengths: tuple[int, ...]) -> Tensor:
+    counts = torch.tensor(lengths)
+    starts = counts.cumsum(0) - counts
+    return torch.arange(sum(lengths)) - starts.repeat_interleave(counts)
+
+
+def _check_range(what: str, tensor: Tensor, num_values: int, *, takes_ignored: bool) -> None:
     low, high = torch.aminmax(tensor)
+    if takes_ignored and low.item() == IGNORED:
+        tensor = tensor[tensor != IGNORED]
+        if not tensor.numel():
+            return
+        low, high = torch.aminmax(tensor)
     if low.item() < 0 or high.item() >= num_values:
         raise ProtocolViolation(f"{what}: a value outside [0, {num_values})")

@@ -34,6 +34,7 @@ from swarmnet.training.models.base import (
     own_parameters,
     parameter_ranges,
     tie,
+    with_mask,
 )
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
@@ -122,6 +123,8 @@ class StageLayers:
         """
         if key is not None and self.plan.is_random:
             torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
+        if context is not None and any(isinstance(m, TakesContext) for m in self.modules):
+            context = with_mask(context, self.dtype)
         beside = () if context is None else (context,)
 
         def call(module: nn.Module, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.swarm.batch import Documents
 from swarmnet.swarm.ports import LossResult, StepKey
 from swarmnet.training.computing import Computing
 from swarmnet.training.ranks.local_group import LocalGroup
@@ -36,10 +37,12 @@ class LeadStage(RankStage):
         group.join()
         self.layers.shared.close_fd()
 
-    def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
-        arrays = (inputs,) if positions is None else (inputs, positions)
-        return self._together("forward", lambda: super(LeadStage, self).forward(key, *arrays),
-                              {"key": list(key)}, arrays)  # fmt: skip
+    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
+        return self._together(
+            "forward",
+            lambda: super(LeadStage, self).forward(key, inputs, documents),
+            {"key": list(key), "documents": documents}, (inputs,),
+        )  # fmt: skip
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         return self._together(
@@ -48,13 +51,12 @@ class LeadStage(RankStage):
         )  # fmt: skip
 
     def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, positions: Array | None = None
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
-        arrays = (inputs, targets) if positions is None else (inputs, targets, positions)
         return self._together(
             "forward_backward",
-            lambda: super(LeadStage, self).forward_backward(key, *arrays),
-            {"key": list(key)}, arrays, adds=True,
+            lambda: super(LeadStage, self).forward_backward(key, inputs, targets, documents),
+            {"key": list(key), "documents": documents}, (inputs, targets), adds=True,
         )  # fmt: skip
 
     def retract(self, key: StepKey) -> None:
@@ -62,11 +64,15 @@ class LeadStage(RankStage):
             "retract", lambda: super(LeadStage, self).retract(key), {"key": list(key)}, adds=True
         )
 
-    def evaluate(self, inputs: Array, targets: Array | None) -> Array | LossResult:
+    def evaluate(
+        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+    ) -> Array | LossResult:
         arrays = (inputs,) if targets is None else (inputs, targets)
         return self._together(
-            "evaluate", lambda: super(LeadStage, self).evaluate(inputs, targets), arrays=arrays
-        )
+            "evaluate",
+            lambda: super(LeadStage, self).evaluate(inputs, targets, documents),
+            {"documents": documents}, arrays,
+        )  # fmt: skip
 
     def forget(self, key: StepKey) -> None:
         """From any thread. While a call runs it waits for the end of it, so that it comes between
@@ -167,7 +173,8 @@ def following(
             if name == "evaluate" and len(arrays) == 1:
                 arrays = [*arrays, None]
             keys = [tuple(values["key"])] if "key" in values else []
-            getattr(stage, name)(*keys, *arrays)
+            beside = [values["documents"]] if "documents" in values else []
+            getattr(stage, name)(*keys, *arrays, *beside)
 
         return run
 

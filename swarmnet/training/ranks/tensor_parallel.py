@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.models.base import LayerBuilder
 
 MAX_RANKS = 64
@@ -263,17 +264,19 @@ class _VocabularyLoss(torch.autograd.Function):
         shifted_NV = logits_NV - highest_N.unsqueeze(-1)
         local_N = targets_N - start
         is_here_N = (local_N >= 0) & (local_N < logits_NV.shape[-1])
+        has_loss_N = targets_N != IGNORED
         index_N1 = torch.where(is_here_N, local_N, 0).unsqueeze(-1)
         wanted_N = shifted_NV.gather(-1, index_N1).squeeze(-1) * is_here_N
         exp_NV = shifted_NV.exp_()
         sums_N, wanted_N = region.all_reduce(torch.stack((exp_NV.sum(dim=-1), wanted_N)))
-        ctx.save_for_backward(exp_NV.div_(sums_N.unsqueeze(-1)), index_N1, is_here_N)
-        return (sums_N.log() - wanted_N).sum()
+        softmax_NV = exp_NV.div_(sums_N.unsqueeze(-1))
+        ctx.save_for_backward(softmax_NV, index_N1, is_here_N, has_loss_N)
+        return (sums_N.log() - wanted_N).masked_fill(~has_loss_N, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        softmax_NV, index_N1, is_here_N = ctx.saved_tensors
-        grad_NV = softmax_NV.clone()
+        softmax_NV, index_N1, is_here_N, has_loss_N = ctx.saved_tensors
+        grad_NV = softmax_NV * has_loss_N.unsqueeze(-1)
         grad_NV.scatter_add_(-1, index_N1, -is_here_N.to(grad_NV.dtype).unsqueeze(-1))
         return grad_NV.mul_(grads[0]), None, None, None
 
@@ -338,7 +341,7 @@ def parallelize(
 
 
 def _before(module: nn.Module, region: Region) -> None:
-    module.register_forward_pre_hook(lambda _, args: (enter(region, args[0]),))
+    module.register_forward_pre_hook(lambda _, args: (enter(region, args[0]), *args[1:]))
 
 
 def _after(module: nn.Module, region: Region) -> None:

@@ -31,6 +31,7 @@ from swarmnet.runtime.joining.find import fetch_run
 from swarmnet.runtime.net import KeySigner
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     Commit,
@@ -486,15 +487,15 @@ class Misread:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
-        inputs, targets = self._data.microbatch(indices)
-        return Array("int64", inputs.shape, struct.pack("<64q", *[999] * 64)), targets
+    def microbatch(self, indices: Sequence[int]) -> Batch:
+        inputs, targets = self._data.microbatch(indices).arrays
+        return Batch(Array("int64", inputs.shape, struct.pack("<64q", *[999] * 64)), targets)
 
 
 class Unreadable(Misread):
     """Data on a disk that fails."""
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+    def microbatch(self, indices: Sequence[int]) -> Batch:
         raise OSError("input/output error")
 
 

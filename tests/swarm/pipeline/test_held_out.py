@@ -25,7 +25,7 @@ def test_a_measurement_of_a_round_that_is_over_ends_at_once(tmp_path: Path) -> N
         began = loop.time()
         wiring = swarm.members["peer-0"].peer.wiring
         with pytest.raises(Stale):
-            await infer_through(wiring, InferRequest(0, EVALUATE, 1), swarm.data.held_out(0))
+            await infer_through(wiring, InferRequest(0, EVALUATE, 1), swarm.data.held_out(0).arrays)
         assert loop.time() - began < 1.0
 
     in_virtual_time(scenario, spec)

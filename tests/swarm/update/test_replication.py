@@ -19,12 +19,13 @@ import torch
 from swarmnet.errors import NotReady
 from swarmnet.protocol.membership.records import ACTIVE, bitmap
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import open_data
 from swarmnet.transport.base import Request
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Message, convert
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.update.results import results_at
@@ -55,7 +56,7 @@ class OneMicrobatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def microbatch(self, indices: Sequence[int]) -> tuple[Array, Array]:
+    def microbatch(self, indices: Sequence[int]) -> Batch:
         return self.inner.microbatch(range(len(indices)))
 
 

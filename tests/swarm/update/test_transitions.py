@@ -34,7 +34,7 @@ def play(scenario: Callable[[Replica], Awaitable[None]]) -> None:
 async def work(replica: Replica, r: int, microbatch_id: int = 1) -> None:
     """Forward and backward of one microbatch."""
     key = (r, microbatch_id)
-    inputs, (_, targets) = activation(key, SIZES), SyntheticData(4).microbatch([microbatch_id])
+    inputs, targets = activation(key, SIZES), SyntheticData(4).microbatch([microbatch_id]).targets
     stage = replica.stage
     replica.ledger.begin(key, caller="caller", feeder="feeder", num_samples=4)
     await replica.run(
