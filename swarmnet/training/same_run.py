@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, SwarmnetError
 from swarmnet.spec import RunSpec
+from swarmnet.spec_0_1 import KEYS
 from swarmnet.training.models.resolving import resolve
 
 
@@ -25,7 +26,7 @@ def may_continue(saved: Mapping[str, Any], saved_id: str, spec: RunSpec) -> bool
         )
     except SpecError:
         return False
-    return filled.run_id == spec.run_id
+    return _as_in_0_1(filled).run_id == _as_in_0_1(spec).run_id
 
 
 def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: str) -> bool:
@@ -35,6 +36,16 @@ def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: s
         return False
     try:
         old = RunSpec.from_checkpoint(saved, saved_id)
-        return resolve(old, builder).run_id == spec.run_id
-    except SpecError:
+        return _as_in_0_1(resolve(old, builder)).run_id == _as_in_0_1(spec).run_id
+    except SwarmnetError:
         return False
+
+
+def _as_in_0_1(spec: RunSpec) -> RunSpec:
+    """Without the fingerprint of the data, which 0.1 did not know, and with its default of
+    `include`, which it always wrote, as the present one."""
+    values = spec.model_dump()
+    values["data"]["fingerprint"] = ""
+    if list(spec.data.include) == KEYS["data"]["include"]:
+        values["data"]["include"] = ()
+    return spec.with_values(values)
