@@ -66,6 +66,7 @@ NUM_BYTE_TOKENS = 256
 SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
 """Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
 many."""
+DEFAULT_INCLUDE = ("*.txt", "*.md", "*.rst", "*.py")
 HELD_OUT_NAME = "held-out"
 """In place of a source's name: `--data held-out=PATH` is this machine's `held_out_paths`."""
 DEFAULT_TEXT_FIELD = "text"
@@ -297,7 +298,7 @@ class SourceSpec(_Table):
     paths: Names = ()
     """Files or folders, or the word `python-stdlib`."""
 
-    include: Names = ()
+    include: Names = DEFAULT_INCLUDE
     """As in `[data]`."""
 
     text_field: NonEmptyText = DEFAULT_TEXT_FIELD
@@ -320,6 +321,8 @@ class SourceSpec(_Table):
 
 
 def _check_include(include: tuple[str, ...]) -> None:
+    if not include:
+        raise ValueError('include must not be empty; "*" takes every file')
     for glob in include:
         if "/" in glob or "\\" in glob:
             raise ValueError(f"include {glob!r} must be a file name's glob, without folders")
@@ -333,9 +336,9 @@ class DataSpec(_Table):
     `python-stdlib`. The same content on every machine; a peer that keeps it elsewhere says so with
     `--data`."""
 
-    include: Names = ()
-    """Which files of a folder are read, at any depth: globs on the file's name. Left out: all that
-    the readers know (`*.txt`, `*.md`, `*.rst`, `*.py`, `*.jsonl`, `*.parquet`, `*.gz`, `*.zst`)."""
+    include: Names = DEFAULT_INCLUDE
+    """Which files of a folder are read, at any depth: globs on the file's name. At the default:
+    `*.jsonl`, `*.parquet`, `*.gz` and `*.zst` too, all that the readers know."""
 
     text_field: NonEmptyText = DEFAULT_TEXT_FIELD
     """Of a record of a `.jsonl` or `.parquet` file: the field that has its text."""
@@ -451,8 +454,8 @@ class OptimizerSpec(_Table):
     warmup_rounds: int = Field(default=0, ge=0, le=1 << 40)
     """Rounds in which the learning rate grows linearly from near 0."""
 
-    rounds: int = Field(default=0, ge=0, le=1 << 40)
-    """Length of the run, in updates. `[data] epochs` says it otherwise."""
+    rounds: int = Field(ge=0, le=1 << 40)
+    """Length of the run, in updates. Left out where `[data] epochs` says it."""
 
     grad_clip_norm: float = Field(default=1.0, ge=0)
     """The gradient, of all stages together, is scaled down to this norm; 0 = off."""
@@ -665,6 +668,17 @@ class RunSpec(_Table):
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
         return RunSpec.from_canonical(_validate(values, "the resolved spec").canonical())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_rounds_open(cls, values: Any) -> Any:
+        """Where the run is as long as its epochs."""
+        if not isinstance(values, dict):
+            return values
+        data, optimizer = values.get("data"), values.get("optimizer")
+        if isinstance(data, dict) and data.get("epochs") and isinstance(optimizer, dict):
+            return {**values, "optimizer": {"rounds": 0, **optimizer}}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         model, data, pipeline = self.model, self.data, self.pipeline
@@ -674,7 +688,7 @@ class RunSpec(_Table):
         if bool(model.weights) != ("weights.sha256" in self.files):
             raise ValueError("[model] weights goes with the file weights.sha256")
         if not self.optimizer.rounds and not data.epochs:
-            raise ValueError("[optimizer] rounds is missing; add it, or [data] epochs")
+            raise ValueError("[optimizer] rounds must be at least 1")
         if self.optimizer.rounds and data.epochs:
             raise ValueError(
                 "[optimizer] rounds and [data] epochs both say how long the run is; remove one"

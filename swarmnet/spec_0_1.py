@@ -123,7 +123,6 @@ def _values(spec: BaseModel) -> dict[str, Any] | None:
         if used.get(name, {}).keys() - default.keys():
             return None
         values[name] = default | {k: v for k, v in given.get(name, {}).items() if k in default}
-    values["data"]["include"] = values["data"]["include"] or KEYS["data"]["include"]
     return values
 
 

@@ -92,7 +92,7 @@ def failure(text: str) -> str:
             "[pipeline] rounds is unknown; it belongs to [optimizer]",
         ),
         ("hidden_size = 64", "", '[model] hidden_size is missing; kind "llama" needs it'),
-        ("rounds = 50", "", "[optimizer] rounds is missing; add it, or [data] epochs"),
+        ("rounds = 50", "", "[optimizer] rounds is missing; add it"),
         (
             "hidden_size = 64",
             'hidden_size = "64"',

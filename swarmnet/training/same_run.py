@@ -12,7 +12,6 @@ from typing import Any
 
 from swarmnet.errors import SpecError, SwarmnetError
 from swarmnet.spec import RunSpec
-from swarmnet.spec_0_1 import KEYS
 from swarmnet.training.models.resolving import resolve
 
 
@@ -26,7 +25,7 @@ def may_continue(saved: Mapping[str, Any], saved_id: str, spec: RunSpec) -> bool
         )
     except SpecError:
         return False
-    return _as_in_0_1(filled).run_id == _as_in_0_1(spec).run_id
+    return filled.run_id == _without_data(spec).run_id
 
 
 def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: str) -> bool:
@@ -36,16 +35,11 @@ def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: s
         return False
     try:
         old = RunSpec.from_checkpoint(saved, saved_id)
-        return _as_in_0_1(resolve(old, builder)).run_id == _as_in_0_1(spec).run_id
+        return resolve(old, builder).run_id == _without_data(spec).run_id
     except SwarmnetError:
         return False
 
 
-def _as_in_0_1(spec: RunSpec) -> RunSpec:
-    """Without the fingerprint of the data, which 0.1 did not know, and with its default of
-    `include`, which it always wrote, as the present one."""
-    values = spec.model_dump()
-    values["data"]["fingerprint"] = ""
-    if list(spec.data.include) == KEYS["data"]["include"]:
-        values["data"]["include"] = ()
-    return spec.with_values(values)
+def _without_data(spec: RunSpec) -> RunSpec:
+    """0.1 knew no fingerprint of the data."""
+    return spec.with_data(rounds=spec.optimizer.rounds, fingerprint="")

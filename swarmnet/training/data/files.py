@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swarmnet.errors import DataError
 from swarmnet.spec import PYTHON_STDLIB
-from swarmnet.training.data.formats import INCLUDE, cannot_read
+from swarmnet.training.data.formats import cannot_read
 
 NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 
@@ -30,7 +30,6 @@ def find_files(paths: Sequence[str], include: Sequence[str]) -> list[FoundFile]:
     where a path cannot be read or there is no file."""
     if not paths:
         raise DataError("[data] paths is missing; name text files or folders")
-    include = tuple(include) or INCLUDE
     found: dict[tuple[int, int], FoundFile] = {}
     for path_text in paths:
         for file in _files_of(path_text, include):

@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from swarmnet.errors import DataError
+from swarmnet.spec import DEFAULT_INCLUDE, SourceSpec
 
-INCLUDE = ("*.txt", "*.md", "*.rst", "*.py", "*.jsonl", "*.parquet", "*.gz", "*.zst")
-"""Names that the readers know."""
 RECORD_INCLUDE = ("*.jsonl", "*.parquet", "*.jsonl.gz", "*.jsonl.zst")
-"""Of those, the ones with fields."""
+INCLUDE = (*DEFAULT_INCLUDE, "*.jsonl", "*.parquet", "*.gz", "*.zst")
+"""Names that the readers know, and of those the ones with fields."""
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
 PLAIN, GZIP, ZSTD = "", ".gz", ".zst"
 MAX_ZSTD_WINDOW_BYTES = 1 << 27
 """What one frame may ask the reader to hold."""
+
+
+def included(source: SourceSpec) -> tuple[str, ...]:
+    """Globs on the names of files in folders."""
+    if source.include != DEFAULT_INCLUDE:
+        return source.include
+    return RECORD_INCLUDE if source.messages_field else INCLUDE
 
 
 class NotText(DataError):

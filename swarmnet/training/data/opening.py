@@ -22,7 +22,7 @@ from swarmnet.training.data.encoding import (
     tokenizer_files,
 )
 from swarmnet.training.data.files import find_files
-from swarmnet.training.data.formats import RECORD_INCLUDE, format_of
+from swarmnet.training.data.formats import format_of, included
 from swarmnet.training.data.held_out import Division, divide
 from swarmnet.training.data.order import seed_of
 from swarmnet.training.data.packing import DialogueSamples, Documents, Samples, TextSamples
@@ -91,7 +91,7 @@ def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: 
             log.warning("%s", line)
         check_vocabulary(encoder, store.about.highest, vocab_size)
         fraction = spec.data.held_out_fraction
-        if held_out or spec.data.held_out_paths or not spec.data.held_out_microbatches:
+        if spec.data.held_out_paths or not spec.data.held_out_microbatches:
             fraction = 0.0
         division = divide(store, fraction, sequence_length)
         packer = Packer(sequence_length, encoder.end or 0, spec.data.document_mask)
@@ -185,8 +185,7 @@ def open_store(
                 "name a tokenizer.json"
             )
         template = ChatTemplate(files)
-    include = source.include or (RECORD_INCLUDE if source.messages_field else ())
-    found = ordered(find_files(source.paths, include))
+    found = ordered(find_files(source.paths, included(source)))
     hashes = [f"{content}{''.join(format_of(file.path))}" for content, file in found]
     options: tuple[object, ...] = (encoder.identity, source.text_field, source.messages_field)
     if template is not None:

@@ -77,6 +77,10 @@ class Documents:
         """As `Division.parts`."""
         return self.division.parts(document, held_out=self.held_out)
 
+    def end(self, document: int) -> int:
+        """Where in the store's tokens a document ends."""
+        return self.division.store.end(document)
+
     def _at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         numbers = self._order.at(positions) if self._order is not None else positions
         return numbers, self.division.lengths(numbers, held_out=self.held_out)
@@ -104,19 +108,19 @@ class TextSamples:
         length = self._length
         parts = list(self._parts(index * length, length + 1))
         tokens = self._documents.division.store.tokens
-        row = np.concatenate([tokens[start:stop] for start, stop in parts]).astype(np.int32)
+        row = np.concatenate([tokens[start:stop] for start, stop, _ in parts]).astype(np.int32)
         inputs = np.full(length, self._fill, np.int32)
         targets = np.full(length, IGNORED, np.int32)
         inputs[: len(row) - 1], targets[: len(row) - 1] = row[:-1], row[1:]
-        ends = np.cumsum([stop - start for start, stop in parts])
-        ends = ends[ends < len(row)]
-        if self._masks:
-            targets[ends - 1] = IGNORED
+        ends = np.cumsum([stop - start for start, stop, _ in parts])[:-1]
+        is_last = np.asarray([is_last for _, _, is_last in parts[:-1]], bool)
+        targets[(ends if self._masks else ends[~is_last]) - 1] = IGNORED
         edges = sorted({0, *ends.tolist(), len(row) - 1, length})
         return Sample(inputs, targets, tuple(b - a for a, b in pairwise(edges)))
 
-    def _parts(self, start: int, wanted: int) -> Iterator[tuple[int, int]]:
-        """Where in the store the tokens from a place of the row on are."""
+    def _parts(self, start: int, wanted: int) -> Iterator[tuple[int, int, bool]]:
+        """Where in the store the tokens from a place of the row on are, from and to, and whether
+        the document ends there. Where it goes on elsewhere, what follows here is another text."""
         mark = int(np.searchsorted(self._marks, start, side="right")) - 1
         place = int(self._marks[mark])
         while wanted and mark * STRIDE < self._documents.size:
@@ -126,12 +130,15 @@ class TextSamples:
                 if place + length <= start:
                     place += length
                     continue
-                for first, stop in self._documents.parts(int(numbers[i])):
+                number = int(numbers[i])
+                end = self._documents.end(number)
+                for first, stop in self._documents.parts(number):
                     skipped = min(max(start - place, 0), stop - first)
                     place += stop - first
-                    taken = min(stop - first - skipped, wanted)
+                    first += skipped
+                    taken = min(stop - first, wanted)
                     if taken:
-                        yield first + skipped, first + skipped + taken
+                        yield first, first + taken, first + taken == end
                     wanted -= taken
                 if not wanted:
                     return

@@ -85,6 +85,10 @@ class Store:
         before = self._ends[np.maximum(documents - 1, 0)].astype(np.int64)
         return np.where(documents == 0, 0, before)
 
+    def end(self, document: int) -> int:
+        """Where a document ends in `tokens`."""
+        return int(self._ends[document])
+
     def lengths(self, documents: np.ndarray) -> np.ndarray:
         """Tokens of documents; int64."""
         return self._ends[documents].astype(np.int64) - self.starts(documents)
