@@ -52,3 +52,11 @@ def start_run(
         resolved.contents,
         written.model.source,
     )
+
+
+def files_of_run(path: Path, tokenizer: str = "") -> tuple[RunSpec, Mapping[str, bytes]]:
+    """The run of a `run.toml` with what its model's folder says, as far as its data need it, and
+    the contents of its files. `tokenizer`: where this machine has it. Raises `SpecError`."""
+    from swarmnet.training.models.resolving import with_files
+
+    return with_files(load_spec(path), tokenizer)

@@ -101,10 +101,11 @@ def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: 
                 raise too_few(source, store, sequence_length)
         else:
             rest, trained = packer.both(division, 0)
-        opened.append(SourceData(source.name, store.about, trained, rest))
+        opened.append(SourceData(source, store.about, trained, rest))
     return TextData(
         opened,
         Mixture.of([source.weight for source in sources]),
+        encoder,
         seed=spec.seed,
         samples_per_microbatch=spec.pipeline.microbatch,
         held_out_microbatches=spec.data.held_out_microbatches,

@@ -11,8 +11,10 @@ import numpy as np
 
 from swarmnet.protocol.pipeline.mixing import Mixture
 from swarmnet.protocol.pipeline.slots import permuted
+from swarmnet.spec import SourceSpec
 from swarmnet.swarm.batch import Batch
 from swarmnet.training.arrays import from_numpy
+from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.order import seed_of
 from swarmnet.training.data.packing import Sample, Samples
 from swarmnet.training.data.store import About
@@ -22,7 +24,7 @@ from swarmnet.training.data.store import About
 class SourceData:
     """One source."""
 
-    name: str
+    source: SourceSpec
     about: About
     samples: Samples
     held_out: Samples
@@ -40,6 +42,7 @@ class TextData:
         self,
         sources: Sequence[SourceData],
         mixture: Mixture,
+        encoder: Encoder,
         *,
         seed: int,
         samples_per_microbatch: int,
@@ -49,9 +52,13 @@ class TextData:
         """`mixture`: of those of the sources that are trained on: the first ones."""
         self.sources = tuple(sources)
         self.samples_per_microbatch = samples_per_microbatch
+        self.encoder = encoder
+        self.num_trained = len(mixture.counts)
         self._mixture, self._document_mask = mixture, document_mask
-        self._trained = self.sources[: len(mixture.counts)]
-        self._seeds = [seed_of(seed, "samples", k) for k in range(len(self._trained))]
+        self._trained = self.sources[: self.num_trained]
+        self._seeds = [seed_of(seed, "samples", k) for k in range(self.num_trained)]
+        if self.num_trained == 1:
+            self._seeds = [seed]  # of the whole run's order
         num_bytes = sum(s.about.num_bytes for s in self._trained)
         num_learned = sum(s.about.num_learned for s in self._trained)
         self.bytes_per_token = num_bytes / max(num_learned, 1)
@@ -61,7 +68,7 @@ class TextData:
 
     @property
     def num_samples(self) -> int | None:
-        return self._trained[0].samples.num_samples if len(self._trained) == 1 else None
+        return self._trained[0].samples.num_samples if self.num_trained == 1 else None
 
     @property
     def num_train_tokens(self) -> int:

@@ -58,7 +58,7 @@ def resolve_run(spec: RunSpec, builder: str = "", place: Place | None = None) ->
         DataError: the data cannot be read, or are needed and not here.
         SpecError: the model or its folder cannot be read, built or cut so.
     """
-    spec, contents = _with_files(spec, "" if place is None else place.tokenizer)
+    spec, contents = with_files(spec, "" if place is None else place.tokenizer)
     spec = _with_data(spec, builder, place, contents)
     if not spec.open_keys:
         return Resolved(spec.resolved(layers=(), shard_parameters=0), contents)
@@ -119,9 +119,9 @@ def file_values(contents: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _with_files(spec: RunSpec, own_tokenizer: str) -> tuple[RunSpec, dict[str, bytes]]:
+def with_files(spec: RunSpec, own_tokenizer: str = "") -> tuple[RunSpec, dict[str, bytes]]:
     """What the model's folder says, and the files of the run. `own_tokenizer`: where this machine
-    has the tokenizer, if not where the run says."""
+    has the tokenizer, if not where the run says. Raises `SpecError`."""
     contents: dict[str, bytes] = {}
     if spec.model.source:
         model, contents = read_folder(find_folder(spec.model.source), spec.model)
