@@ -120,7 +120,8 @@ class FileEncoder:
         if not learned[:end].any():
             return None
         said = "".join(rendered.text[a:b] for a, b in rendered.spans)
-        num_bytes = len(said.encode(errors="replace")) * int(learned[:end].sum()) // learned.sum()
+        num_bytes = len(said.encode(errors="replace")) * int(learned[:end].sum())
+        num_bytes //= int(learned.sum())
         is_cut = end < len(ids)
         ids, learned = ids[:end], learned[:end]
         if self.end is not None and ids[-1] != self.end:

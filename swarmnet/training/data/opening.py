@@ -97,7 +97,8 @@ def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: 
         packer = Packer(sequence_length, encoder.end or 0, spec.data.document_mask)
         if k < len(sources):
             trained, rest = packer.both(division, seed_of(spec.seed, "documents", k))
-            if trained.num_samples < 1 or trained.num_tokens < sequence_length + 1:
+            most = 0 if store.about.is_dialogues else sequence_length
+            if trained.num_samples < 1 or trained.num_tokens <= most:
                 raise too_few(source, store, sequence_length)
         else:
             rest, trained = packer.both(division, 0)

@@ -95,7 +95,8 @@ class Tokenizing:
         lines = (_refused_line(refused),) if refused else ()
         left_out = {**self._left_out, **({"files": len(refused)} if refused else {})}
         if not self._writer.num_documents:
-            raise DataError("; ".join(("[data] has no text at all", *lines)))
+            counted = ", ".join(f"{n} {why}" for why, n in left_out.items() if why != "files")
+            raise DataError("; ".join(filter(None, ("[data] has no text at all", counted, *lines))))
         self._writer.finish(left_out, lines)
 
     def _add(self, piece: Piece) -> None:
