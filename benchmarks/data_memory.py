@@ -107,6 +107,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 2000])
+    parser.add_argument("--bytes", action="store_true", help="Without a tokenizer: quick.")
     parser.add_argument("--measure", nargs=2, metavar=("DATA", "TOKENIZER"))
     options = parser.parse_args()
     if options.measure:
@@ -122,10 +123,11 @@ def main() -> None:
         for megabytes in options.megabytes:
             data = Path(folder, "data.jsonl")
             write_file(data, megabytes)
-            if not tokenizer.exists():
+            if not options.bytes and not tokenizer.exists():
                 write_tokenizer(tokenizer, data)
+            name = "bytes" if options.bytes else str(tokenizer)
             for start in ("first", "later"):
-                command = [sys.executable, __file__, "--measure", str(data), str(tokenizer)]
+                command = [sys.executable, __file__, "--measure", str(data), name]
                 done = subprocess.run(command, env=environment, capture_output=True, check=True)
                 seconds, own, whole, tokens, _ = json.loads(done.stdout.splitlines()[-1])
                 speed = megabytes / seconds
