@@ -335,6 +335,33 @@ def counted(
 
 
 @app.command()
+def data(
+    spec: Annotated[Path, typer.Argument(metavar="FILE", help="The run.")],
+    paths: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="PATH", help="Where this machine has the run's data."),
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FILE", help="Where this machine has the tokenizer.json.")
+    ] = "",
+    samples: Annotated[int, typer.Option(min=0, help="Of each source, to be shown.")] = 2,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a model sees of a run's data: documents, tokens, first samples, what is masked."""
+
+    def work() -> None:
+        from rich.console import Console
+
+        from peer.commands.data import DataOptions, show_data
+
+        options = DataOptions(spec, tuple(paths or ()), tokenizer, samples, as_json)
+        show_data(options, Console())
+
+    _guarded(work, debug)
+
+
+@app.command()
 def plan(
     spec: Annotated[Path, typer.Option(metavar="FILE", help="The run.")],
     replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 1,

@@ -52,6 +52,8 @@ def _written(value: Any) -> Any:
         return written_values(value)
     if isinstance(value, dict):
         return {key: _written(within) for key, within in value.items()}
+    if isinstance(value, tuple | list):
+        return [_written(within) for within in value]
     return value
 
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -34,6 +35,7 @@ from rfc8785 import IntegerDomainError
 from swarmnet.errors import SpecError
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 from swarmnet.llama_keys import honoured
+from swarmnet.protocol.pipeline.mixing import check_weights
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
 from swarmnet.spec_0_1 import canonical_of_0_1, run_id_of_0_1
@@ -64,6 +66,10 @@ NUM_BYTE_TOKENS = 256
 SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
 """Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
 many."""
+DEFAULT_INCLUDE = ("*.txt", "*.md", "*.rst", "*.py")
+HELD_OUT_NAME = "held-out"
+"""In place of a source's name: `--data held-out=PATH` is this machine's `held_out_paths`."""
+DEFAULT_TEXT_FIELD = "text"
 PYTHON_STDLIB = "python-stdlib"
 """As an entry of `[data] paths`: the sources of the standard library of the Python that runs."""
 BYTES_TOKENIZER = "bytes"
@@ -103,6 +109,10 @@ LayerCounts = Annotated[
     tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...], Field(strict=False, max_length=4096)
 ]
 Texts = Annotated[tuple[NonEmptyText, ...], Field(strict=False, max_length=MAX_LIST)]
+Names = Annotated[
+    Texts, BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+]
+"""Of files; a person may write a single one without brackets."""
 
 
 class _Table(BaseModel):
@@ -279,15 +289,74 @@ class ModelSpec(_Table):
         return 2 * self.vocab_size * width + self.num_hidden_layers * layer + width
 
 
+class SourceSpec(_Table):
+    """`[[data.source]]`: one of several sources of data, which are mixed by weight."""
+
+    name: Text = ""
+    """For people, `--data NAME=PATH` and `epoch_of`; left out: 1, 2, ... in their order."""
+
+    paths: Names = ()
+    """Files or folders, or the word `python-stdlib`."""
+
+    include: Names = DEFAULT_INCLUDE
+    """As in `[data]`."""
+
+    text_field: NonEmptyText = DEFAULT_TEXT_FIELD
+    """As in `[data]`."""
+
+    messages_field: Text = ""
+    """As in `[data]`."""
+
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    """Share of the samples, compared with the weights of the other sources."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SourceSpec:
+        _check_include(self.include)
+        if not self.paths:
+            raise ValueError("paths is missing; name text files or folders")
+        if self.name == HELD_OUT_NAME or "=" in self.name:
+            raise ValueError(f"name {self.name!r} is taken, or has a =; choose another")
+        return self
+
+
+def _check_include(include: tuple[str, ...]) -> None:
+    if not include:
+        raise ValueError('include must not be empty; "*" takes every file')
+    for glob in include:
+        if "/" in glob or "\\" in glob:
+            raise ValueError(f"include {glob!r} must be a file name's glob, without folders")
+
+
 class DataSpec(_Table):
     """`[data]`: what is learned from. A custom model may do without."""
 
-    paths: Texts = ()
-    """Text files or folders, or the word `python-stdlib`. The same content on every machine;
-    a peer that keeps it elsewhere says so with `--data`."""
+    paths: Names = ()
+    """Text, `.jsonl` or `.parquet` files (also `.gz`, `.zst`) or folders, or the word
+    `python-stdlib`. The same content on every machine; a peer that keeps it elsewhere says so with
+    `--data`."""
 
-    include: Texts = ("*.txt", "*.md", "*.rst", "*.py")
-    """Which files of a folder are read, at any depth: globs on the file's name."""
+    include: Names = DEFAULT_INCLUDE
+    """Which files of a folder are read, at any depth: globs on the file's name. At the default:
+    `*.jsonl`, `*.parquet`, `*.gz` and `*.zst` too, all that the readers know."""
+
+    text_field: NonEmptyText = DEFAULT_TEXT_FIELD
+    """Of a record of a `.jsonl` or `.parquet` file: the field that has its text."""
+
+    messages_field: Text = ""
+    """In place of `text_field`: the field that has the messages of a dialogue, each with `role` and
+    `content`. The tokenizer's chat template makes them a text; only what the assistant says is
+    learned."""
+
+    source: tuple[SourceSpec, ...] = Field(default=(), strict=False, max_length=64)
+    """Several sources, in place of `paths`."""
+
+    epochs: float = Field(default=0.0, ge=0, le=1e6)
+    """Length of the run, in place of `[optimizer] rounds`: how often each document is learned.
+    Whoever starts the run counts the rounds."""
+
+    epoch_of: Text = ""
+    """With several sources: the name of the one whose epochs count; left out: the first."""
 
     tokenizer: NonEmptyText = BYTES_TOKENIZER
     """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`. A model that `from`
@@ -298,7 +367,7 @@ class DataSpec(_Table):
     `max_position_embeddings`, and with `from` no more than 1024."""
 
     held_out_fraction: float = Field(default=0.02, ge=0, le=0.5)
-    """Part of the text that is never trained on; 0 = measure nothing."""
+    """Part of the text that is never trained on, in whole documents; 0 = measure nothing."""
 
     held_out_microbatches: int = Field(default=8, ge=0, le=1 << 16)
     """Microbatches of a held-out measurement."""
@@ -306,14 +375,56 @@ class DataSpec(_Table):
     document_mask: bool = False
     """Attention and positions stay inside a document, also where several share a sample."""
 
+    held_out_paths: Names = ()
+    """Files or folders to measure on, in place of a part of `paths`; read as the first source
+    is."""
+
+    fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    """Of all documents as tokens: a peer whose data have another one does not feed. Filled in by
+    whoever starts the run."""
+
     @model_validator(mode="after")
     def _check(self) -> DataSpec:
-        for glob in self.include:
-            if "/" in glob or "\\" in glob:
-                raise ValueError(f"include {glob!r} must be a file name's glob, without folders")
-        if not self.include:
-            raise ValueError('include must not be empty; "*" takes every file')
+        _check_include(self.include)
+        if self.source:
+            for key in ("paths", "include", "text_field", "messages_field"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} belongs into each [[data.source]]; remove it here")
+            names = [source.name for source in self.sources]
+            if len(set(names)) < len(names):
+                raise ValueError("[[data.source]]: two have the same name")
+            if self.epoch_of and self.epoch_of not in names:
+                raise ValueError(f"epoch_of must be one of {', '.join(names)}")
+            check_weights([source.weight for source in self.source])
+        elif self.epoch_of:
+            raise ValueError("epoch_of is for several [[data.source]]; remove it")
         return self
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """All of them, with names; none where a custom model needs none."""
+        if self.source:
+            return tuple(
+                s if s.name else s.model_copy(update={"name": str(k)})
+                for k, s in enumerate(self.source, 1)
+            )
+        if not self.paths:
+            return ()
+        return (
+            SourceSpec(
+                name="data",
+                paths=self.paths,
+                include=self.include,
+                text_field=self.text_field,
+                messages_field=self.messages_field,
+            ),
+        )
+
+    @property
+    def epoch_source(self) -> int:
+        """Number of the source whose epochs count."""
+        names = [source.name for source in self.sources]
+        return names.index(self.epoch_of) if self.epoch_of else 0
 
 
 class OptimizerSpec(_Table):
@@ -343,15 +454,15 @@ class OptimizerSpec(_Table):
     warmup_rounds: int = Field(default=0, ge=0, le=1 << 40)
     """Rounds in which the learning rate grows linearly from near 0."""
 
-    rounds: int = Field(ge=1, le=1 << 40)
-    """Length of the run, in updates."""
+    rounds: int = Field(ge=0, le=1 << 40)
+    """Length of the run, in updates. Left out where `[data] epochs` says it."""
 
     grad_clip_norm: float = Field(default=1.0, ge=0)
     """The gradient, of all stages together, is scaled down to this norm; 0 = off."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSpec:
-        if self.warmup_rounds >= self.rounds:
+        if self.rounds and self.warmup_rounds >= self.rounds:
             raise ValueError(
                 f"warmup_rounds ({self.warmup_rounds}) must be less than rounds ({self.rounds})"
             )
@@ -534,6 +645,7 @@ class RunSpec(_Table):
         spec of a run that was started."""
         keys = {
             "[model] from": bool(self.model.source),
+            "[data] epochs": self.data.epochs > 0,
             "[data] sequence_length": self.model.kind == "transformers"
             and self.data.sequence_length == 0,
             "[pipeline] layers": not self.pipeline.layers,
@@ -556,6 +668,17 @@ class RunSpec(_Table):
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
         return RunSpec.from_canonical(_validate(values, "the resolved spec").canonical())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_rounds_open(cls, values: Any) -> Any:
+        """Where the run is as long as its epochs."""
+        if not isinstance(values, dict):
+            return values
+        data, optimizer = values.get("data"), values.get("optimizer")
+        if isinstance(data, dict) and data.get("epochs") and isinstance(optimizer, dict):
+            return {**values, "optimizer": {"rounds": 0, **optimizer}}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         model, data, pipeline = self.model, self.data, self.pipeline
@@ -564,7 +687,13 @@ class RunSpec(_Table):
             raise ValueError(f"[files] {unknown[0][:80]!r} is no file that a run has")
         if bool(model.weights) != ("weights.sha256" in self.files):
             raise ValueError("[model] weights goes with the file weights.sha256")
-        if model.kind != "custom" and not data.paths:
+        if not self.optimizer.rounds and not data.epochs:
+            raise ValueError("[optimizer] rounds must be at least 1")
+        if self.optimizer.rounds and data.epochs:
+            raise ValueError(
+                "[optimizer] rounds and [data] epochs both say how long the run is; remove one"
+            )
+        if model.kind != "custom" and not data.sources:
             raise ValueError(
                 f'[data] paths is missing; name text files or folders, or "{PYTHON_STDLIB}"'
             )
@@ -639,10 +768,19 @@ class RunSpec(_Table):
         old = self.optimizer
         warmup = old.warmup_rounds
         if warmup >= rounds:
-            warmup = warmup * max(rounds, 0) // old.rounds
+            warmup = warmup * max(rounds, 0) // max(old.rounds, warmup + 1)
         values = self.model_dump()
         values["optimizer"] |= {"rounds": rounds, "warmup_rounds": warmup}
+        values["data"]["epochs"] = 0.0
         return _validate(values, "--rounds")
+
+    def with_data(self, *, rounds: int, fingerprint: str) -> RunSpec:
+        """This run with what only its data tell: rounds in place of epochs, and the fingerprint.
+        Raises `SpecError`."""
+        values = self.model_dump()
+        values["optimizer"]["rounds"] = rounds
+        values["data"] |= {"epochs": 0.0, "fingerprint": fingerprint}
+        return _validate(values, "[data] epochs")
 
     def with_values(self, values: Mapping[str, Any]) -> RunSpec:
         """A run of these values. Raises `SpecError`."""
@@ -677,7 +815,7 @@ def load_spec(path: Path) -> RunSpec:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_SPEC_BYTES + 1)
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -711,10 +849,12 @@ def describe(spec: RunSpec) -> str:
             f"{model.base or model.source} ({model.config.get('model_type', 'a folder')}, "
             f"sequences of {spec.sequence_length})"
         )
+    epochs = f"{spec.data.epochs:g} epoch" + "s" * (spec.data.epochs != 1)
+    length = f"{spec.optimizer.rounds} rounds" if spec.optimizer.rounds else epochs
     stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)
     return (
         f"{spec.name}: {what}, {stages}, global batch {pipeline.global_batch} "
-        f"in microbatches of {pipeline.microbatch}, {spec.optimizer.rounds} rounds"
+        f"in microbatches of {pipeline.microbatch}, {length}"
     )
 
 
@@ -775,6 +915,10 @@ def _explain_unknown(loc: tuple[str, ...]) -> str:
             return f"[{key}] is unknown; did you mean [{near}]?"
         known = ", ".join(RunSpec.model_fields)
         return f"{key} is unknown; " + (f"did you mean {near}?" if near else f"known are {known}")
+    if loc[:2] == ("data", "source"):
+        near, fields = _nearest(key, _keys(SourceSpec)), _keys(SourceSpec)
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(fields)}"
+        return f"[[data.source]] {key} is unknown; {hint}"
     table = loc[0]
     fields = _keys(TABLES[table])
     near = _nearest(key, fields)
@@ -800,6 +944,8 @@ def _name(loc: tuple[str, ...]) -> str:
         return ""
     if loc[0] not in TABLES:
         return " ".join(loc)
+    if loc[:2] == ("data", "source") and len(loc) > 2:
+        return " ".join(("[[data.source]]", f"number {int(loc[2]) + 1}:", *loc[3:]))
     return " ".join((f"[{loc[0]}]", *loc[1:]))
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SWARMNET_CACHE", tempfile.mkdtemp(prefix="swarmnet-cache-"))
 
 import pytest
 import torch

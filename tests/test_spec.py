@@ -272,3 +272,76 @@ def test_the_specs_of_examples_and_readme_are_valid() -> None:
     assert shown
     for text in shown:
         parse_spec(text, "README.md")
+
+
+# ---- data -------------------------------------------------------------------------------------
+
+PATHS = 'paths = ["python-stdlib"]'
+SOURCE = '[[data.source]]\npaths = "{}"\n'
+
+
+def test_a_single_path_needs_no_brackets() -> None:
+    one = parse_spec(change(PATHS, 'paths = "python-stdlib"'))
+    assert one.run_id == parse_spec(LLAMA).run_id
+
+
+def test_a_byte_order_mark_is_no_part_of_a_spec(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + LLAMA.encode())
+    assert load_spec(path).run_id == parse_spec(LLAMA).run_id
+
+
+def test_several_sources_survive_the_journey_to_a_peer() -> None:
+    text = change(PATHS, SOURCE.format("a") + SOURCE.format("b") + 'name = "notes"\nweight = 2')
+    spec = parse_spec(text)
+    assert [source.name for source in spec.data.sources] == ["1", "notes"]
+    assert RunSpec.from_canonical(spec.canonical()) == spec
+    assert b'"source":[{"paths":["a"]},' in spec.canonical()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            f"{PATHS}\n{SOURCE.format('a')}",
+            "[data] paths belongs into each [[data.source]]; remove it here",
+        ),
+        (
+            f'epoch_of = "x"\n{SOURCE.format("a")}',
+            "[data] epoch_of must be one of 1",
+        ),
+        (f'{PATHS}\nepoch_of = "x"', "[data] epoch_of is for several [[data.source]]; remove it"),
+        (
+            SOURCE.format("a") + 'name = "2"\n' + SOURCE.format("b"),
+            "[data] [[data.source]]: two have the same name",
+        ),
+        (
+            SOURCE.format("a") + "weigth = 2",
+            "[[data.source]] weigth is unknown; did you mean weight?",
+        ),
+        (
+            SOURCE.format("a") + "weight = 1e-6\n" + SOURCE.format("b"),
+            "[data] weight: a source must have at least 1 of 1000 samples",
+        ),
+        (
+            SOURCE.format("a") + "weight = -1",
+            "[[data.source]] number 1: weight = -1: input should be greater than 0",
+        ),
+        (
+            "[[data.source]]",
+            "[[data.source]] number 1: paths is missing; name text files or folders",
+        ),
+        (
+            f"{PATHS}\nepochs = 2",
+            "[optimizer] rounds and [data] epochs both say how long the run is; remove one",
+        ),
+    ],
+)
+def test_wrong_data_is_one_line(data: str, message: str) -> None:
+    assert failure(change(PATHS, data)) == message
+
+
+def test_a_run_may_be_as_long_as_its_epochs() -> None:
+    spec = parse_spec(change(PATHS, f"{PATHS}\nepochs = 1.5", change("rounds = 50", "")))
+    assert (spec.data.epochs, spec.optimizer.rounds) == (1.5, 0)
+    assert describe(spec).endswith("1.5 epochs")

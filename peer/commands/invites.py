@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet.admission import Invite
-from swarmnet.errors import UserError
+from swarmnet.errors import DataError, UserError
 from swarmnet.identity import Identity, is_peer_id
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import TransportName
@@ -68,9 +68,12 @@ async def issue_invite(options: InviteOptions) -> str:
 
 async def _run_spec(options: InviteOptions) -> RunSpec:
     if options.spec is not None:
-        found = await asyncio.to_thread(
-            start_run, options.spec, rounds=options.rounds, seed=options.seed
-        )
+        try:
+            found = await asyncio.to_thread(
+                start_run, options.spec, rounds=options.rounds, seed=options.seed
+            )
+        except DataError as e:
+            raise UserError(f"{e}; or give --join ADDR in place of --spec") from None
         return found.spec
     from swarmnet.runtime.observer import Observer
 

@@ -36,7 +36,7 @@ from swarmnet.runtime.options import (
     TransportName,
     UsageError,
 )
-from swarmnet.spec import BYTES_TOKENIZER, PYTHON_STDLIB, RunSpec, describe
+from swarmnet.spec import BYTES_TOKENIZER, HELD_OUT_NAME, PYTHON_STDLIB, RunSpec, describe
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""
@@ -252,12 +252,22 @@ def first_arguments(options: LocalOptions) -> list[str]:
     return arguments + _shared_arguments(options)
 
 
+def _named_paths(spec: RunSpec) -> list[str]:
+    """Of `--data`."""
+    data = spec.data
+    held_out = [f"{HELD_OUT_NAME}={path}" for path in data.held_out_paths]
+    prefixes = [f"{s.name}=" if data.source else "" for s in data.sources]
+    sources = zip(prefixes, data.sources, strict=True)
+    return [f"{prefix}{path}" for prefix, s in sources for path in s.paths] + held_out
+
+
 def joiner_arguments(options: LocalOptions, spec: RunSpec, *addresses: str) -> list[str]:
     """A joiner takes neither files nor code from a spec that comes over the network; here both
     are this person's own."""
     arguments = [word for address in addresses for word in ("--join", address)]
-    if any(path != PYTHON_STDLIB for path in spec.data.paths):
-        for path in spec.data.paths:
+    paths = _named_paths(spec)
+    if any(path != PYTHON_STDLIB for path in paths):
+        for path in paths:
             arguments += ["--data", path]
     if spec.data.tokenizer != BYTES_TOKENIZER:
         arguments += ["--tokenizer", spec.data.tokenizer]
@@ -302,7 +312,8 @@ async def _sample(observer: RunObserver) -> list[str]:
     spec = observer.spec
     if spec.model.kind == "custom":
         return []
-    prompt = "def " if PYTHON_STDLIB in spec.data.paths else "The "
+    is_python = any(PYTHON_STDLIB in source.paths for source in spec.data.sources)
+    prompt = "def " if is_python else "The "
     try:
         async with asyncio.timeout(SAMPLE_WAIT_S):
             written = await observer.generate(prompt, SAMPLE_TOKENS, SAMPLE_S)

@@ -17,6 +17,7 @@ from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
 from swarmnet.training.end_tokens import (
+    END_TOKENS,
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -30,8 +31,6 @@ WEIGHTS_LIST = "weights.sha256"
 """Of a run's files, the one that is no part of a model."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHOWN_PATHS = 5
-END_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<|im_end|>")
-"""Names that tokenizers have for the end of a text, where no file says which it is."""
 CARD = """---
 library_name: transformers
 {front}---

@@ -150,14 +150,13 @@ def open_initial_weights(
 def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data | None:
     """What this machine feeds; None, with a line that says why, where it does not. Raises
     `DataError` where the person named the data and it cannot be read."""
-    from swarmnet.training.data import open_data
+    from swarmnet.training.data import Place, open_data_at
+    from swarmnet.training.data.resolving import is_same
 
     if not options.feed:
         return None
     paths, tokenizer = options.data_paths(spec), options.data_tokenizer(spec)
-    if not options.tokenizer and (of_run := files.path(TOKENIZER)) is not None:
-        tokenizer = str(of_run)
-    if paths and not tokenizer:
+    if paths and not tokenizer and files.path(TOKENIZER) is None:
         name = PurePath(spec.data.tokenizer).name
         log.warning("this machine's %s was not named (--tokenizer): it does not feed", name)
         return None
@@ -165,12 +164,20 @@ def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data |
         log.warning("this machine's data was not named (--data): it serves but does not feed")
         return None
     try:
-        return open_data(spec, list(paths) or None, tokenizer)
+        place = Place(options.data, tokenizer, files.contents(), options.starts_run)
+        data = open_data_at(spec, place)
     except DataError as e:
         if options.starts_run or options.data:
             raise
         log.warning("%s; this peer serves but does not feed", e)
         return None
+    if not is_same(spec, data):
+        log.warning(
+            "this machine's data are not the run's (other files or line ends, another tokenizer, "
+            "for python-stdlib another Python): it serves but does not feed"
+        )
+        return None
+    return data
 
 
 def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:

@@ -110,8 +110,9 @@ class PeerOptions:
         is seen by the swarm. Only the standard library is taken from it unasked."""
         if self.data or not self.feed:
             return self.data if self.feed else ()
-        if self.starts_run or all(path == PYTHON_STDLIB for path in spec.data.paths):
-            return spec.data.paths
+        paths = tuple(path for source in spec.data.sources for path in source.paths)
+        if self.starts_run or all(path == PYTHON_STDLIB for path in paths):
+            return paths
         return ()
 
     def data_tokenizer(self, spec: RunSpec) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import SpecError, SwarmnetError
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.resolving import resolve
 
@@ -25,7 +25,7 @@ def may_continue(saved: Mapping[str, Any], saved_id: str, spec: RunSpec) -> bool
         )
     except SpecError:
         return False
-    return filled.run_id == spec.run_id
+    return filled.run_id == _without_data(spec).run_id
 
 
 def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: str) -> bool:
@@ -35,6 +35,11 @@ def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: s
         return False
     try:
         old = RunSpec.from_checkpoint(saved, saved_id)
-        return resolve(old, builder).run_id == spec.run_id
-    except SpecError:
+        return resolve(old, builder).run_id == _without_data(spec).run_id
+    except SwarmnetError:
         return False
+
+
+def _without_data(spec: RunSpec) -> RunSpec:
+    """0.1 knew no fingerprint of the data."""
+    return spec.with_data(rounds=spec.optimizer.rounds, fingerprint="")

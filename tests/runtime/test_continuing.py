@@ -180,7 +180,7 @@ def test_the_peers_that_it_met_are_those_of_the_run(state: Path) -> None:
 
 
 def test_peers_that_still_run_0_1_are_told_of() -> None:
-    run, written = started(), load_spec(GOLDEN / "run.toml")
+    run, written = start_run(GOLDEN / "run.toml", reads_data=False), load_spec(GOLDEN / "run.toml")
     peer_id = "12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB"
     address = f"/ip4/127.0.0.1/tcp/4001/p2p/{peer_id}"
     said: list[str] = []

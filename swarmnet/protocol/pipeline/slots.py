@@ -45,7 +45,7 @@ def permuted(seed: int, epoch: int, position: int, num_samples: int) -> int:
     """The sample at a position of an epoch: 0 to `num_samples` - 1, each once."""
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    keys = _round_keys(seed, epoch)
+    keys = round_keys(seed, epoch)
     value = position
     while True:
         left, right = value >> half_bits, value & mask
@@ -57,7 +57,7 @@ def permuted(seed: int, epoch: int, position: int, num_samples: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     """64 bits for each round of the network, of blake2b."""
     digest = blake2b(f"{seed}|{epoch}".encode(), digest_size=8 * NUM_FEISTEL_ROUNDS).digest()
     return tuple(

@@ -94,7 +94,13 @@ def _start(options: PeerOptions) -> StartedRun | None:
     if options.spec is None:
         return None
     return start_run(
-        options.spec, rounds=options.rounds, seed=options.seed, builder=options.builder
+        options.spec,
+        rounds=options.rounds,
+        seed=options.seed,
+        builder=options.builder,
+        data=options.data,
+        tokenizer=options.tokenizer,
+        reads_data=options.feed,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,18 +26,37 @@ class StartedRun:
 
 
 def start_run(
-    path: Path, *, rounds: int | None = None, seed: int | None = None, builder: str = ""
+    path: Path,
+    *,
+    rounds: int | None = None,
+    seed: int | None = None,
+    builder: str = "",
+    data: Sequence[str] = (),
+    tokenizer: str = "",
+    reads_data: bool = True,
 ) -> StartedRun:
     """The run of a `run.toml` after `--rounds` and `--seed`, its open keys resolved. `builder`: see
-    `swarmnet.training.models.resolving.resolve`. Blocks for seconds. Raises `SpecError`."""
+    `swarmnet.training.models.resolving.resolve`. `data` and `tokenizer`: where this machine has
+    them; it has none of the data where it `reads_data` not. Blocks for as long as it takes to read
+    model and data. Raises `DataError` or `SpecError`."""
     written = with_overrides(load_spec(path), rounds=rounds, seed=seed)
+    from swarmnet.training.data import Place
     from swarmnet.training.models.resolving import resolve_run  # torch: after the cheap errors
 
     former = run_id_of_0_1(written)
-    resolved = resolve_run(written, builder)
+    place = Place(tuple(data), tokenizer) if reads_data else None
+    resolved = resolve_run(written, builder, place)
     return StartedRun(
         resolved.spec,
         () if former is None else (former,),
         resolved.contents,
         written.model.source,
     )
+
+
+def files_of_run(path: Path, tokenizer: str = "") -> tuple[RunSpec, Mapping[str, bytes]]:
+    """The run of a `run.toml` with what its model's folder says, as far as its data need it, and
+    the contents of its files. `tokenizer`: where this machine has it. Raises `SpecError`."""
+    from swarmnet.training.models.resolving import with_files
+
+    return with_files(load_spec(path), tokenizer)

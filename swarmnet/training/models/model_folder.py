@@ -18,6 +18,8 @@ log = logging.getLogger("swarmnet.models")
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "README.md", "LICENSE")
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that go with a tokenizer that the run names."""
 SMALL_FILE_BYTES = 1 << 20
 """Of any file but the tokenizer."""
 CARD, MAX_CARD_BYTES = "README.md", 1 << 20
@@ -51,7 +53,7 @@ def read_folder(folder: Path, model: ModelSpec) -> tuple[ModelSpec, dict[str, by
         names = ", ".join(read.ignored)
         kind = read.values["model_type"]
         log.warning("config.json: %s not known to transformers' %s: ignored", names, kind)
-    contents = dict(_small_files(folder))
+    contents = small_files(folder, RUN_FILES[:-1])
     if "tokenizer.json" not in contents:
         raise SpecError(
             f"{folder} has no tokenizer.json; transformers' AutoTokenizer can write one "
@@ -91,9 +93,10 @@ def open_weights(
     return weights
 
 
-def _small_files(folder: Path) -> Mapping[str, bytes]:
+def small_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Those of a folder that are there. Raises `SpecError`."""
     found = {}
-    for name in RUN_FILES[:-1]:
+    for name in names:
         limit = MAX_FILE_BYTES if name == "tokenizer.json" else SMALL_FILE_BYTES
         if (folder / name).is_file():
             found[name] = read_bounded(folder / name, limit)

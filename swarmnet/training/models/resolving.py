@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from swarmnet.errors import DataError
 from swarmnet.spec import BYTES_TOKENIZER, RunSpec
 from swarmnet.training.models.base import describe_parameters
 from swarmnet.training.models.model_folder import (
+    BESIDE_TOKENIZER,
     find_folder,
     has_weights,
     open_weights,
     read_bounded,
     read_folder,
+    small_files,
 )
 from swarmnet.training.models.registry import (
     model_plan,
@@ -24,6 +27,9 @@ from swarmnet.training.models.registry import (
     split_stages,
     stage_shards,
 )
+
+if TYPE_CHECKING:
+    from swarmnet.training.data.opening import Place
 
 TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
 
@@ -42,15 +48,18 @@ def resolve(spec: RunSpec, builder: str = "") -> RunSpec:
     return resolve_run(spec, builder).spec
 
 
-def resolve_run(spec: RunSpec, builder: str = "") -> Resolved:
+def resolve_run(spec: RunSpec, builder: str = "", place: Place | None = None) -> Resolved:
     """The spec with its open keys filled in (`RunSpec.open_keys`); one that has none comes back as
-    it is. `builder`: where this machine has a custom model's code, in place of the spec's. Takes
-    up to seconds for a large model, and as long as it takes to read its weights where it has some.
+    it is. `builder`: where this machine has a custom model's code, in place of the spec's. `place`:
+    where it has the data, of which the spec gets the fingerprint; None where it has none. Takes
+    up to seconds for a large model, and as long as it takes to read weights and data.
 
     Raises:
+        DataError: the data cannot be read, or are needed and not here.
         SpecError: the model or its folder cannot be read, built or cut so.
     """
-    spec, contents = _with_files(spec)
+    spec, contents = with_files(spec, "" if place is None else place.tokenizer)
+    spec = _with_data(spec, builder, place, contents)
     if not spec.open_keys:
         return Resolved(spec.resolved(layers=(), shard_parameters=0), contents)
     model = spec.with_builder(builder or spec.model.builder)
@@ -69,6 +78,24 @@ def resolve_run(spec: RunSpec, builder: str = "") -> Resolved:
             spec = _with_file_specs(spec, contents)
     layers = [len(stage) for stage in stages]
     return Resolved(spec.resolved(layers=layers, shard_parameters=size), contents)
+
+
+def _with_data(
+    spec: RunSpec, builder: str, place: Place | None, contents: Mapping[str, bytes]
+) -> RunSpec:
+    if place is None:
+        if spec.data.epochs:
+            raise DataError(
+                "[data] epochs: whoever starts the run counts its rounds, and needs the data for "
+                "that; name them (--data), or write [optimizer] rounds"
+            )
+        return spec
+    from swarmnet.training.data.resolving import with_data
+
+    read = with_data(
+        spec.with_builder(builder or spec.model.builder), replace(place, files=contents)
+    )
+    return spec.with_data(rounds=read.optimizer.rounds, fingerprint=read.data.fingerprint)
 
 
 def described(spec: RunSpec) -> RunSpec:
@@ -92,15 +119,17 @@ def file_values(contents: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _with_files(spec: RunSpec) -> tuple[RunSpec, dict[str, bytes]]:
-    """What the model's folder says, and the files of the run."""
+def with_files(spec: RunSpec, own_tokenizer: str = "") -> tuple[RunSpec, dict[str, bytes]]:
+    """What the model's folder says, and the files of the run. `own_tokenizer`: where this machine
+    has the tokenizer, if not where the run says. Raises `SpecError`."""
     contents: dict[str, bytes] = {}
     if spec.model.source:
         model, contents = read_folder(find_folder(spec.model.source), spec.model)
         spec = spec.model_copy(update={"model": model})
-    tokenizer = Path(spec.data.tokenizer).expanduser()
+    tokenizer = Path(own_tokenizer or spec.data.tokenizer).expanduser()
     is_own = spec.data.tokenizer != BYTES_TOKENIZER and TOKENIZER_FILE not in spec.files
     if is_own and tokenizer.is_file():
+        contents |= {**small_files(tokenizer.parent, BESIDE_TOKENIZER), **contents}
         contents[TOKENIZER_FILE] = read_bounded(tokenizer)
     if not contents:
         return spec, contents

@@ -103,6 +103,7 @@ COMMANDS = {
         "--plain",
         "--debug",
     },
+    "data": {"spec", "--data", "--tokenizer", "--samples", "--json", "--debug"},
     "counted": {"state_dirs", "--run-id", "--json", "--debug"},
     "plan": {
         "--spec",

@@ -1,0 +1,126 @@
+"""`swarmnet data`: what a model sees of a run's data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from swarmnet.errors import DataError
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import IGNORED
+from swarmnet.training.data import Place, TextData, open_data_at
+from swarmnet.training.data.packing import Sample
+from swarmnet.training.data.resolving import num_rounds
+
+OPENS, CLOSES = "⟦", "⟧"
+"""Around text that is not learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Of the command line."""
+
+    spec: Path
+    data: tuple[str, ...]
+    tokenizer: str
+    samples: int
+    as_json: bool
+
+
+def show_data(options: DataOptions, console: Console) -> None:
+    """Prints what is known of each source. Raises `DataError` or `SpecError`."""
+    from swarmnet.runtime.joining.starting import files_of_run
+
+    spec, contents = files_of_run(options.spec, options.tokenizer)
+    data = open_data_at(spec, Place(options.data, options.tokenizer, contents))
+    if not isinstance(data, TextData):
+        raise DataError("[model] builder: the model has data of its own; only text is shown")
+    rounds = spec.optimizer.rounds or num_rounds(spec, data)
+    if options.as_json:
+        console.print_json(json.dumps(_values(data, rounds, options.samples)))
+        return
+    for k, source in enumerate(data.sources):
+        about = source.about
+        _say(console, f"{source.source.name}: {', '.join(source.source.paths)}")
+        _say(console, f"  {about.num_documents:,} documents, {about.num_tokens:,} tokens")
+        if about.is_dialogues:
+            _say(console, f"  {about.num_learned:,} of them are what the assistant says: learned")
+        trained, held_out = source.samples, source.held_out
+        _say(
+            console, f"  trained on: {trained.num_tokens:,} tokens, {trained.num_samples:,} samples"
+        )
+        _say(console, f"  held out: {held_out.num_tokens:,} tokens")
+        if about.left_out:
+            _say(console, f"  left out or cut: {_counted(about.left_out)}")
+        if k < data.num_trained:
+            for n in range(min(options.samples, trained.num_samples)):
+                _say(console, f"  sample {n + 1}:")
+                _say(console, shown(data, data.source_sample(k, n)))
+    _say(console, _length(spec, data, rounds))
+    _say(console, f"fingerprint {data.fingerprint}")
+
+
+def shown(data: TextData, sample: Sample) -> str:
+    """The text of a sample; what is not learned is between `OPENS` and `CLOSES`."""
+    tokens, learned, empty = _tokens(data, sample)
+    parts = []
+    place = 0
+    for is_learned, run in groupby(learned):
+        size = len(list(run))
+        text = data.encoder.decode(tokens[place : place + size])
+        parts.append(text if is_learned else f"{OPENS}{text}{CLOSES}")
+        place += size
+    return "".join(parts) + (f" ({empty:,} places are empty)" if empty else "")
+
+
+def _tokens(data: TextData, sample: Sample) -> tuple[list[int], list[bool], int]:
+    """Tokens of a sample, which of them are learned, and how many places after them are empty."""
+    targets = sample.targets.tolist()
+    tokens = [*sample.inputs.tolist(), targets[-1]]
+    learned = [target != IGNORED for target in targets]
+    learned = [learned[0], *learned]  # the first token is no target, and nothing else is known
+    if not learned[-1]:
+        tokens.pop()
+        learned.pop()
+    fill, size = data.encoder.end or 0, len(tokens)
+    while size > 1 and not learned[size - 1] and tokens[size - 1] == tokens[size - 2] == fill:
+        size -= 1
+    return tokens[:size], learned[:size], len(tokens) - size
+
+
+def _values(data: TextData, rounds: int, num_samples: int) -> dict[str, Any]:
+    """For programs."""
+    sources = []
+    for k, source in enumerate(data.sources):
+        wanted = min(num_samples, source.samples.num_samples) if k < data.num_trained else 0
+        values = asdict(source.about)
+        values |= {
+            "name": source.source.name,
+            "samples": source.samples.num_samples,
+            "trained_tokens": source.samples.num_tokens,
+            "held_out_tokens": source.held_out.num_tokens,
+            "shown": [shown(data, data.source_sample(k, n)) for n in range(wanted)],
+        }
+        sources.append(values)
+    return {"sources": sources, "rounds": rounds, "fingerprint": data.fingerprint}
+
+
+def _length(spec: RunSpec, data: TextData, rounds: int) -> str:
+    samples = rounds * spec.pipeline.global_batch
+    epoch = data.samples_of(1.0, spec.data.epoch_source)
+    return (
+        f"{rounds:,} rounds of {spec.pipeline.global_batch} samples: {samples / epoch:.3g} epochs"
+    )
+
+
+def _counted(left_out: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {why}" for why, count in sorted(left_out.items()))
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

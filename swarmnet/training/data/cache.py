@@ -1,0 +1,153 @@
+"""The disk's cache of tokenized sources: `$SWARMNET_CACHE`, by default `~/.cache/swarmnet`.
+
+An entry is a store under a key, the hash of all that its tokens depend on: the contents of the
+files (not their names or places), the tokenizer, the reader's options and the version of the
+format. Entries are written beside their place and renamed, so one is there whole or not at all. One
+process at a time writes an entry; others wait for it. An entry that nobody used for `UNUSED_DAYS`
+is removed when a new one is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from swarmnet.errors import DataError
+from swarmnet.training.data.files import FoundFile
+from swarmnet.training.data.formats import cannot_read
+from swarmnet.training.data.store import ABOUT, Store
+
+log = logging.getLogger("swarmnet.data")
+
+FORMAT = 1
+"""To be raised whenever the same files give other tokens or another store."""
+UNUSED_DAYS = 30
+REMEMBERED_BYTES = 1 << 24
+"""The hash of a file of this size and more is remembered, by path, size and time."""
+SETTLED_S = 2.0
+"""A file that changed less than so long ago may change again without another time."""
+READ_BYTES = 1 << 20
+
+
+def cache_root() -> Path:
+    """Where entries are."""
+    own = os.environ.get("SWARMNET_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) if own else Path(base) / "swarmnet"
+
+
+def ordered(files: Iterable[FoundFile]) -> list[tuple[str, FoundFile]]:
+    """Files with the hashes of their contents, in the order of these: the same on every machine,
+    whatever their names. Raises `DataError`."""
+    hashed = [(_content_hash(file.path), file) for file in files]
+    return sorted(hashed, key=lambda pair: (pair[0], str(pair[1].path)))
+
+
+def key_of(hashes: Iterable[str], *options: object) -> str:
+    """Of an entry."""
+    text = json.dumps([FORMAT, list(hashes), *map(str, options)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def cached(key: str, write: Callable[[Path], None]) -> Store:
+    """The store of a key; `write` makes it in an empty folder where it is not there. Raises
+    `DataError` of one line, and what `write` raises."""
+    root = _usable_root()
+    folder = root / key
+    try:
+        if (found := _load(folder)) is not None:
+            return found
+        with _alone(root / f"{key}.lock"):
+            if (found := _load(folder)) is not None:
+                return found
+            _remove_unused(root)
+            with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=root) as name:
+                write(Path(name))
+                shutil.rmtree(folder, ignore_errors=True)
+                made = Path(name).rename(folder)
+                Path(name).mkdir()  # for the context to remove
+            return Store.load(made)
+    except OSError as error:
+        raise DataError(
+            f"[data] cannot write tokens into {root}: {error.strerror or error}"
+        ) from None
+
+
+def _load(folder: Path) -> Store | None:
+    try:
+        store = Store.load(folder)
+        os.utime(folder / ABOUT)
+    except (OSError, ValueError):
+        return None
+    return store
+
+
+def _usable_root() -> Path:
+    root = cache_root() / "data"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return root
+    except OSError:
+        other = Path(tempfile.gettempdir()) / f"swarmnet-{os.getuid()}"
+        other.mkdir(mode=0o700, exist_ok=True)
+        if other.stat().st_uid != os.getuid():
+            raise DataError(f"[data] {other} is another user's; set SWARMNET_CACHE") from None
+        log.warning("[data] cannot write into %s: tokens are kept in %s", root, other)
+        return other
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("[data] waiting for another process that tokenizes the same files")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_unused(root: Path) -> None:
+    oldest = time.time() - UNUSED_DAYS * 86_400
+    for about in root.glob(f"*/{ABOUT}"):
+        if about.stat().st_mtime < oldest:
+            shutil.rmtree(about.parent, ignore_errors=True)
+            about.parent.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _content_hash(path: Path) -> str:
+    """xxh3-128, hex."""
+    try:
+        stat = path.stat()
+        if stat.st_size < REMEMBERED_BYTES:
+            return xxhash.xxh3_128_hexdigest(path.read_bytes())
+        text = f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_size}|{stat.st_mtime_ns}"
+        name = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+        remembered = _usable_root() / "hashes" / name
+        if remembered.is_file() and len(found := remembered.read_text()) == 32:
+            return found
+        digest = xxhash.xxh3_128()
+        with path.open("rb") as file:
+            while data := file.read(READ_BYTES):
+                digest.update(data)
+        if time.time() - stat.st_mtime > SETTLED_S:
+            remembered.parent.mkdir(exist_ok=True)
+            beside = remembered.with_name(f".{name}.{os.getpid()}")
+            beside.write_text(digest.hexdigest())
+            beside.replace(remembered)
+        return digest.hexdigest()
+    except OSError as error:
+        raise cannot_read(path, error) from None

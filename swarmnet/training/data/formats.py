@@ -1,0 +1,85 @@
+"""What a file holds, by its name: text, or records with fields; compressed or not."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from swarmnet.errors import DataError
+from swarmnet.spec import DEFAULT_INCLUDE, SourceSpec
+
+RECORD_INCLUDE = ("*.jsonl", "*.parquet", "*.jsonl.gz", "*.jsonl.zst")
+INCLUDE = (*DEFAULT_INCLUDE, "*.jsonl", "*.parquet", "*.gz", "*.zst")
+"""Names that the readers know, and of those the ones with fields."""
+TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
+PLAIN, GZIP, ZSTD = "", ".gz", ".zst"
+MAX_ZSTD_WINDOW_BYTES = 1 << 27
+"""What one frame may ask the reader to hold."""
+
+
+def included(source: SourceSpec) -> tuple[str, ...]:
+    """Globs on the names of files in folders."""
+    if source.include != DEFAULT_INCLUDE:
+        return source.include
+    return RECORD_INCLUDE if source.messages_field else INCLUDE
+
+
+class NotText(DataError):
+    """A file that is no text: an error where it is named, left out of a folder."""
+
+
+def format_of(path: Path) -> tuple[str, str]:
+    """(format, compression)."""
+    name = path.name.lower()
+    compression = next((c for c in (GZIP, ZSTD) if name.endswith(c)), PLAIN)
+    name = name.removesuffix(compression)
+    if name.endswith((".jsonl", ".ndjson")):
+        return JSONL, compression
+    if name.endswith(".parquet"):
+        return PARQUET, compression
+    return TEXT, compression
+
+
+@contextmanager
+def opened(path: Path, compression: str) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed as they are read. Raises `DataError`."""
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        with path.open("rb") as raw:
+            if compression == PLAIN:
+                yield raw
+            elif compression == GZIP:
+                with gzip.GzipFile(fileobj=raw) as stream:
+                    yield cast(BinaryIO, stream)
+            else:
+                zstandard = needed("zstandard", path)
+                damage = (*damage, zstandard.ZstdError)
+                reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
+                with reader.stream_reader(raw, read_across_frames=True) as stream:
+                    yield stream
+    except damage as error:
+        raise NotText(
+            f"[data] {path} is damaged, or not compressed as its name says: {error}"
+        ) from None
+    except OSError as error:
+        raise cannot_read(path, error) from None
+
+
+def needed(module: str, path: Path) -> Any:
+    """A module of the extra `swarmnet[data]`. Raises `NotText` where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise NotText(
+            f"[data] {path} needs {module}; bring it with: pip install 'swarmnet[data]'"
+        ) from None
+
+
+def cannot_read(path: Path, error: OSError) -> DataError:
+    """The line for a failure of the disk."""
+    return DataError(f"[data] cannot read {path}: {error.strerror or error}")

@@ -1,0 +1,102 @@
+"""Which documents are held out: those whose hashes come first.
+
+Hashes are those of a document's tokens, so the choice is the same wherever the document lies, and
+the same text is never on both sides. As many documents are taken as it needs for `[data]
+held_out_fraction` of all tokens, and for one sample at least. A text that is longer than half of
+that is cut into blocks, each with a hash of its own: else one long text would be held out whole or
+not at all. Dialogues are never cut.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarmnet.training.data.order import mixed
+from swarmnet.training.data.store import Store
+
+BINS = 1 << 16
+BIN_SHIFT = np.uint64(48)
+GOLDEN = 0x9E3779B97F4A7C15
+BLOCKS = 8
+"""Of a long text, that together are what is to be held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Of a store's tokens into those that are trained on and those held out."""
+
+    store: Store
+    bins: int = 0
+    """Hashes in the first so many of `BINS` bins are held out."""
+    longest: int = 0
+    """Documents of more tokens are cut into blocks; 0: none is."""
+    block: int = 0
+    """Tokens of a block."""
+
+    def lengths(self, documents: np.ndarray, *, held_out: bool) -> np.ndarray:
+        """Tokens of documents that are held out, or that are not; int64."""
+        lengths = self.store.lengths(documents)
+        is_held = _bins(self.store.hashes(documents)) < self.bins
+        found = np.where(is_held == held_out, lengths, 0)
+        for i in np.flatnonzero(lengths > self.longest) if self.longest else ():
+            parts = self.parts(int(documents[i]), held_out=held_out)
+            found[i] = sum(stop - start for start, stop in parts)
+        return found
+
+    def parts(self, document: int, *, held_out: bool) -> list[tuple[int, int]]:
+        """Where in the store's tokens these are, from and to."""
+        index = np.asarray([document], np.int64)
+        start, length = int(self.store.starts(index)[0]), int(self.store.lengths(index)[0])
+        if not self.longest or length <= self.longest:
+            is_held = _bins(self.store.hashes(index))[0] < self.bins
+            return [(start, start + length)] if is_held == held_out else []
+        parts: list[tuple[int, int]] = []
+        bins = _bins(_block_hashes(self.store.hashes(index), -(-length // self.block)))
+        for k, is_held in enumerate(bins < self.bins):
+            if is_held != held_out:
+                continue
+            first = start + k * self.block
+            stop = min(first + self.block, start + length)
+            if parts and parts[-1][1] == first:
+                first = parts.pop()[0]
+            parts.append((first, stop))
+        return parts
+
+
+def divide(store: Store, fraction: float, sequence_length: int) -> Division:
+    """Holds out a part of the store's tokens; none where `fraction` is 0."""
+    total = store.about.num_tokens
+    if fraction == 0:
+        return Division(store)
+    wanted = max(math.ceil(total * fraction), sequence_length + 1)
+    longest = 0 if store.about.is_dialogues else max(wanted // 2, 1)
+    block = max(wanted // BLOCKS, sequence_length + 1)
+    tokens_of_bin = np.zeros(BINS, np.int64)
+    for documents in store.chunks():
+        lengths, hashes = store.lengths(documents), store.hashes(documents)
+        is_long = lengths > longest if longest else np.zeros(len(lengths), bool)
+        _add(tokens_of_bin, hashes[~is_long], lengths[~is_long])
+        for i in np.flatnonzero(is_long):
+            num_blocks = -(-int(lengths[i]) // block)
+            sizes = np.full(num_blocks, block, np.int64)
+            sizes[-1] = int(lengths[i]) - block * (num_blocks - 1)
+            _add(tokens_of_bin, _block_hashes(hashes[i : i + 1], num_blocks), sizes)
+    bins = int(np.searchsorted(np.cumsum(tokens_of_bin), wanted)) + 1
+    return Division(store, bins, longest, block)
+
+
+def _add(tokens_of_bin: np.ndarray, hashes: np.ndarray, lengths: np.ndarray) -> None:
+    np.add.at(tokens_of_bin, _bins(hashes), lengths)
+
+
+def _bins(hashes: np.ndarray) -> np.ndarray:
+    return (hashes >> BIN_SHIFT).astype(np.int64)
+
+
+def _block_hashes(document: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Hashes of the blocks of a document, of its own (one uint64) and their numbers."""
+    numbers = np.arange(1, num_blocks + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    return mixed(document + numbers)

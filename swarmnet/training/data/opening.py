@@ -1,0 +1,228 @@
+"""The data of a run: read, tokenized or found tokenized, divided and packed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarmnet.errors import DataError
+from swarmnet.protocol.pipeline.mixing import Mixture
+from swarmnet.spec import HELD_OUT_NAME, DataSpec, RunSpec, SourceSpec
+from swarmnet.training.custom_data import CustomData
+from swarmnet.training.data.cache import cached, key_of, ordered
+from swarmnet.training.data.chat import ChatTemplate
+from swarmnet.training.data.encoding import (
+    ByteEncoder,
+    Encoder,
+    check_vocabulary,
+    open_encoder,
+    tokenizer_files,
+)
+from swarmnet.training.data.files import find_files
+from swarmnet.training.data.formats import format_of, included
+from swarmnet.training.data.held_out import Division, divide
+from swarmnet.training.data.order import seed_of
+from swarmnet.training.data.packing import DialogueSamples, Documents, Samples, TextSamples
+from swarmnet.training.data.store import Store, StoreWriter
+from swarmnet.training.data.text_data import SourceData, TextData
+from swarmnet.training.data.tokenizing import Tokenizing
+from swarmnet.training.end_tokens import TOKENIZER_FILE
+from swarmnet.training.models.registry import model_plan
+
+if TYPE_CHECKING:
+    from swarmnet.swarm.ports import Data
+
+log = logging.getLogger("swarmnet.data")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a machine has the data of a run, as far as that is not where the run says."""
+
+    paths: tuple[str, ...] = ()
+    """In place of the source's; of several sources, and of held-out data, as NAME=PATH."""
+    tokenizer: str = ""
+    """A tokenizer.json, or `bytes`."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Of the run, by name."""
+    reads_held_out: bool = True
+    """The spec's `held_out_paths` may be read: a spec from the network never chooses files."""
+
+
+def open_data(
+    spec: RunSpec, override_paths: Sequence[str] | None = None, override_tokenizer: str = ""
+) -> Data:
+    """The microbatches of a run. `override_paths`: where this machine keeps the text;
+    `override_tokenizer`: likewise the tokenizer.json. Raises as `open_data_at`."""
+    return open_data_at(spec, Place(tuple(override_paths or ()), override_tokenizer))
+
+
+def open_data_at(spec: RunSpec, place: Place) -> Data:
+    """The microbatches of a run.
+
+    Raises:
+        DataError: the data cannot be read, are too few, or do not fit the vocabulary.
+        SpecError: a custom model cannot be loaded.
+    """
+    plan = model_plan(spec)
+    if plan.data is not None:
+        return CustomData(plan.data(spec))
+    if plan.inputs.dtype != "int32" or len(plan.inputs.shape) != 1:
+        raise DataError("[model] builder: the model does not take text, so its plan must give data")
+    return open_text(
+        spec, place, sequence_length=plan.inputs.shape[0], vocab_size=plan.inputs.num_values
+    )
+
+
+def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: int) -> TextData:
+    """Text as samples of `sequence_length` tokens. Raises `DataError`."""
+    encoder, files = encoder_of(spec, place)
+    sources = placed(spec.data, place.paths)
+    if not sources:
+        raise DataError("[data] paths is missing; name text files or folders")
+    held_out = held_out_source(spec.data, place, sources[0])
+    opened = []
+    for k, source in enumerate((*sources, *held_out)):
+        store = open_store(source, encoder, files, sequence_length)
+        for line in store.about.lines:
+            log.warning("%s", line)
+        check_vocabulary(encoder, store.about.highest, vocab_size)
+        fraction = spec.data.held_out_fraction
+        if spec.data.held_out_paths or not spec.data.held_out_microbatches:
+            fraction = 0.0
+        division = divide(store, fraction, sequence_length)
+        packer = Packer(sequence_length, encoder.end or 0, spec.data.document_mask)
+        if k < len(sources):
+            trained, rest = packer.both(division, seed_of(spec.seed, "documents", k))
+            most = 0 if store.about.is_dialogues else sequence_length
+            if trained.num_samples < 1 or trained.num_tokens <= most:
+                raise too_few(source, store, sequence_length)
+        else:
+            rest, trained = packer.both(division, 0)
+        opened.append(SourceData(source, store.about, trained, rest))
+    return TextData(
+        opened,
+        Mixture.of([source.weight for source in sources]),
+        encoder,
+        seed=spec.seed,
+        samples_per_microbatch=spec.pipeline.microbatch,
+        held_out_microbatches=spec.data.held_out_microbatches,
+        document_mask=spec.data.document_mask,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Makes samples of documents."""
+
+    length: int
+    fill: int
+    masks: bool
+
+    def both(self, division: Division, seed: int) -> tuple[Samples, Samples]:
+        """Those that are trained on, and those held out."""
+        return (
+            self._packed(Documents(division, seed, held_out=False)),
+            self._packed(Documents(division, 0, held_out=True)),
+        )
+
+    def _packed(self, documents: Documents) -> Samples:
+        if documents.division.store.about.is_dialogues:
+            return DialogueSamples(documents, self.length, self.fill)
+        return TextSamples(documents, self.length, self.fill, masks=self.masks)
+
+
+def encoder_of(spec: RunSpec, place: Place) -> tuple[Encoder, dict[str, bytes]]:
+    """The run's tokenizer, and its files by name. What this machine names comes before what the
+    run has; what lies beside it does not. Raises `DataError`."""
+    tokenizer, files = place.tokenizer or spec.data.tokenizer, dict(place.files)
+    if place.tokenizer or TOKENIZER_FILE not in files:
+        beside = tokenizer_files(tokenizer)
+        files = {**beside, **files}
+        if TOKENIZER_FILE in beside:
+            files[TOKENIZER_FILE] = beside[TOKENIZER_FILE]
+    return open_encoder(tokenizer, files, spec.model.config.get("eos_token_id")), files
+
+
+def placed(data: DataSpec, paths: Sequence[str]) -> tuple[SourceSpec, ...]:
+    """The run's sources, where this machine has them. Raises `DataError`."""
+    sources = data.sources
+    if not sources and paths:  # of a custom model
+        return (SourceSpec(name="data", paths=tuple(paths)),)
+    if not paths:
+        return sources
+    own = _by_source(data, paths)
+    if missing := [source.name for source in sources if source.name not in own]:
+        raise DataError(
+            f"--data: where is {missing[0]}? Say --data {missing[0]}=PATH for each of the run's "
+            "sources"
+        )
+    return tuple(s.model_copy(update={"paths": tuple(own[s.name])}) for s in sources)
+
+
+def held_out_source(data: DataSpec, place: Place, first: SourceSpec) -> tuple[SourceSpec, ...]:
+    """The source of `held_out_paths`, where the run has them and this machine too."""
+    if not data.held_out_paths or not data.held_out_microbatches:
+        return ()
+    own = _by_source(data, place.paths).get(HELD_OUT_NAME, ())
+    paths = tuple(own) or (data.held_out_paths if place.reads_held_out else ())
+    if not paths:
+        log.warning("[data] held-out data were not named (--data held-out=PATH): not measured here")
+        return ()
+    return (first.model_copy(update={"name": HELD_OUT_NAME, "paths": paths}),)
+
+
+def open_store(
+    source: SourceSpec, encoder: Encoder, files: Mapping[str, bytes], sequence_length: int
+) -> Store:
+    """The tokens of a source, of the cache where they are there. Raises `DataError`."""
+    template = None
+    if source.messages_field:
+        if isinstance(encoder, ByteEncoder):
+            raise DataError(
+                '[data] messages_field needs a chat template, and tokenizer = "bytes" has none; '
+                "name a tokenizer.json"
+            )
+        template = ChatTemplate(files)
+    found = ordered(find_files(source.paths, included(source)))
+    hashes = [f"{content}{''.join(format_of(file.path))}" for content, file in found]
+    options: tuple[object, ...] = (encoder.identity, source.text_field, source.messages_field)
+    if template is not None:
+        options += (template.identity, sequence_length)
+
+    def write(folder: Path) -> None:
+        end = None if template is not None else encoder.end
+        writer = StoreWriter(folder, encoder.dtype, end, template is not None)
+        try:
+            tokenizing = Tokenizing(source, encoder, writer, template, sequence_length)
+            tokenizing.run([file for _, file in found])
+        finally:
+            writer.close()
+
+    return cached(key_of(hashes, *options), write)
+
+
+def too_few(source: SourceSpec, store: Store, sequence_length: int) -> DataError:
+    """The line for a source without a whole sample."""
+    return DataError(
+        f"[data] {source.paths[0]} has {store.about.num_tokens} tokens, too few for sequences of "
+        f"{sequence_length} beside what is held out; add text or shorten [data] sequence_length"
+    )
+
+
+def _by_source(data: DataSpec, paths: Sequence[str]) -> dict[str, list[str]]:
+    """Of `--data`: paths by the name of their source."""
+    names = [source.name for source in data.sources] if data.source else []
+    own: dict[str, list[str]] = {}
+    for path in paths:
+        name, equals, rest = path.partition("=")
+        if equals and name in (*names, HELD_OUT_NAME):
+            own.setdefault(name, []).append(rest)
+        elif data.source:
+            raise DataError(f"--data {path}: the run has sources {', '.join(names)}; say NAME=PATH")
+        else:
+            own.setdefault("data", []).append(path)
+    return own

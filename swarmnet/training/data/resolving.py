@@ -1,0 +1,44 @@
+"""What only the data of a run tell, found by whoever starts it: the number of rounds, and the
+fingerprint."""
+
+from __future__ import annotations
+
+import math
+
+from swarmnet.errors import DataError
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.ports import Data
+from swarmnet.training.data.opening import Place, open_data_at
+from swarmnet.training.data.text_data import TextData
+
+
+def with_data(spec: RunSpec, place: Place) -> RunSpec:
+    """The spec with its rounds and the fingerprint of the data. The spec's model is known.
+
+    Raises:
+        DataError: the data cannot be read, or have no end where epochs are to be counted.
+        SpecError: there are too many rounds, or too few for the warm-up.
+    """
+    data = open_data_at(spec, place)
+    rounds = spec.optimizer.rounds or num_rounds(spec, data)
+    fingerprint = data.fingerprint if isinstance(data, TextData) else ""
+    return spec.with_data(rounds=rounds, fingerprint=fingerprint)
+
+
+def num_rounds(spec: RunSpec, data: Data) -> int:
+    """Rounds that hold `[data] epochs`; the last one may go into the next epoch. Raises
+    `DataError`."""
+    if isinstance(data, TextData):
+        num_samples = data.samples_of(spec.data.epochs, spec.data.epoch_source)
+    elif data.num_samples is None:
+        raise DataError("[data] epochs: the model's data have no end; write [optimizer] rounds")
+    else:
+        num_samples = math.ceil(spec.data.epochs * data.num_samples)
+    return max(math.ceil(num_samples / spec.pipeline.global_batch), 1)
+
+
+def is_same(spec: RunSpec, data: Data) -> bool:
+    """Whether this machine reads what the run trains on, as far as that is known."""
+    if not spec.data.fingerprint or not isinstance(data, TextData):
+        return True
+    return data.fingerprint == spec.data.fingerprint

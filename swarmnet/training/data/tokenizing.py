@@ -1,0 +1,157 @@
+"""From the files of a source to a store of tokens, as a stream."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swarmnet.errors import DataError
+from swarmnet.spec import SourceSpec
+from swarmnet.training.data.chat import ChatTemplate
+from swarmnet.training.data.encoding import Encoder, FileEncoder
+from swarmnet.training.data.files import FoundFile
+from swarmnet.training.data.formats import NotText
+from swarmnet.training.data.readers import Piece, Reader
+from swarmnet.training.data.store import StoreWriter
+
+log = logging.getLogger("swarmnet.data")
+
+BATCH_BYTES, BATCH_PIECES = 1 << 20, 1024
+"""That the tokenizer gets at once: its threads share them."""
+DIALOGUES = 128
+"""Likewise."""
+SHOWN_NAMES = 5
+TELL_EVERY_S = 5.0
+
+
+@dataclass
+class Progress:
+    """Says how far it is, where it takes long."""
+
+    name: str
+    num_files: int
+    file: int = 0
+    num_bytes: int = 0
+    started: float = field(default_factory=time.monotonic)
+    told: float = field(default_factory=time.monotonic)
+
+    def add(self, num_bytes: int) -> None:
+        """More text was read."""
+        self.num_bytes += num_bytes
+        now = time.monotonic()
+        if now - self.told < TELL_EVERY_S:
+            return
+        self.told = now
+        mb, seconds = self.num_bytes / 1e6, now - self.started
+        log.warning(
+            "tokenizing %s: file %d of %d, %.0f MB of text, %.1f MB/s",
+            self.name,
+            self.file,
+            self.num_files,
+            mb,
+            mb / seconds,
+        )
+
+
+class Tokenizing:
+    """Of one source. `template` and `longest` (tokens of a sample) are for dialogues."""
+
+    def __init__(
+        self,
+        source: SourceSpec,
+        encoder: Encoder,
+        writer: StoreWriter,
+        template: ChatTemplate | None = None,
+        longest: int = 0,
+    ) -> None:
+        self._source, self._encoder, self._writer = source, encoder, writer
+        self._template, self._longest = template, longest
+        self._left_out: Counter[str] = Counter()
+        self._batch: list[Piece] = []
+        self._batch_bytes = 0
+        self._file_begins: int | None = 0
+        """Where in the batch the pieces of the present file begin; None where some are written."""
+
+    def run(self, files: Sequence[FoundFile]) -> None:
+        """Writes the store. Raises `DataError`."""
+        progress = Progress(self._source.name, len(files))
+        reader = Reader(self._source, self._left_out, progress.add)
+        refused: list[tuple[Path, str]] = []
+        for progress.file, file in enumerate(files, 1):
+            self._file_begins = len(self._batch)
+            try:
+                for piece in reader.read(file.path):
+                    self._add(piece)
+            except NotText as error:
+                if file.is_named:
+                    raise
+                self._take_back()
+                refused.append((file.path, str(error)))
+        self._flush()
+        lines = (_refused_line(refused),) if refused else ()
+        left_out = {**self._left_out, **({"files": len(refused)} if refused else {})}
+        if not self._writer.num_documents:
+            counted = ", ".join(f"{n} {why}" for why, n in left_out.items() if why != "files")
+            raise DataError("; ".join(filter(None, ("[data] has no text at all", counted, *lines))))
+        self._writer.finish(left_out, lines)
+
+    def _add(self, piece: Piece) -> None:
+        self._batch.append(piece)
+        self._batch_bytes += len(piece.text)
+        most = BATCH_PIECES if piece.messages is None else DIALOGUES
+        if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= most:
+            self._flush()
+
+    def _take_back(self) -> None:
+        """Nothing of the present file stays."""
+        if self._file_begins is None:
+            self._batch.clear()
+            self._writer.take_back()
+        else:
+            del self._batch[self._file_begins :]
+        self._batch_bytes = sum(len(piece.text) for piece in self._batch)
+
+    def _flush(self) -> None:
+        begins = self._file_begins
+        if begins == 0:
+            self._writer.mark()
+        write = self._write_texts if self._template is None else self._write_dialogues
+        write(self._batch[:begins] if begins else self._batch)
+        if begins:
+            self._writer.mark()
+            write(self._batch[begins:])
+        self._file_begins = None
+        self._batch.clear()
+        self._batch_bytes = 0
+
+    def _write_texts(self, batch: Sequence[Piece]) -> None:
+        encoded = self._encoder.encode([piece.text for piece in batch])
+        for piece, ids in zip(batch, encoded, strict=True):
+            self._writer.write(ids, len(piece.text))
+            if piece.ends and not self._writer.end_document():
+                self._left_out["empty"] += 1
+
+    def _write_dialogues(self, batch: Sequence[Piece]) -> None:
+        assert self._template is not None
+        assert isinstance(self._encoder, FileEncoder)
+        dialogues = [(piece.messages or [], piece.where) for piece in batch]
+        for found in self._encoder.encode_dialogues(self._template, dialogues, self._longest):
+            if found is None:
+                self._left_out["too long, or nothing of the assistant"] += 1
+                continue
+            if found.is_cut:
+                self._left_out["cut at a turn"] += 1
+            self._writer.write(found.ids, found.num_bytes, found.learned)
+            self._writer.end_document()
+
+
+def _refused_line(refused: Sequence[tuple[Path, str]]) -> str:
+    """Which files of folders were left out, and why the first was."""
+    names = ", ".join(path.name for path, _ in refused[:SHOWN_NAMES])
+    more = ", ..." if len(refused) > SHOWN_NAMES else ""
+    files = f"{len(refused)} file" + "s" * (len(refused) != 1)
+    return f"[data] {files} left out: {names}{more} (the first: {refused[0][1][:300]})"

@@ -1,0 +1,91 @@
+"""What a model sees of a run's data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from peer.cli import app
+from tests.training.data.making import CHATML, tokenizer_folder, write_records
+
+RUN = """
+[model]
+hidden_size = 32
+num_hidden_layers = 4
+num_attention_heads = 4
+intermediate_size = 48
+vocab_size = 400
+max_position_embeddings = 64
+[data]
+held_out_fraction = 0.0
+tokenizer = "{tokenizer}"
+epochs = 2
+[[data.source]]
+name = "talks"
+paths = "{folder}/talks.jsonl"
+messages_field = "messages"
+[[data.source]]
+name = "notes"
+paths = "{folder}/notes"
+[optimizer]
+learning_rate = 1e-2
+[pipeline]
+num_stages = 2
+global_batch = 4
+microbatch = 2
+"""
+
+
+def run_in(folder: Path) -> Path:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you"}]
+    records = [{"messages": m} for m in (messages, messages[:1], messages, messages)]
+    write_records(folder / "talks.jsonl", records)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").write_text("a note of [some] length. " * 20)
+    (folder / "notes" / "b.txt").write_bytes(b"\0\1")
+    tokenizer = tokenizer_folder(folder / "t", CHATML)
+    path = folder / "run.toml"
+    path.write_text(RUN.format(folder=folder, tokenizer=tokenizer))
+    return path
+
+
+def test_what_a_model_sees_of_each_source(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["data", str(run_in(tmp_path)), "--samples", "1"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    talks, notes = (
+        lines.index(f"talks: {tmp_path}/talks.jsonl"),
+        lines.index(f"notes: {tmp_path}/notes"),
+    )
+    assert lines[talks + 1].startswith("  3 documents, ")
+    assert "what the assistant says" in lines[talks + 2]
+    assert any("1 too long, or nothing of the assistant" in line for line in lines[talks:notes])
+    text = "\n".join(lines[talks:notes])
+    assert "⟦<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧hello you<|im_end|>\n" in text
+    assert "places are empty)" in text
+    assert "  1 documents, " in lines[notes + 1]
+    assert "1 files" in "\n".join(lines[notes:])
+    assert "a note of [some] length. a note" in result.stdout
+    assert "⟦" not in "\n".join(lines[notes:])
+    assert lines[-2].endswith("epochs")
+    assert lines[-1].startswith("fingerprint ")
+
+
+def test_for_programs(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["data", str(run_in(tmp_path)), "--json"])
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert [source["name"] for source in values["sources"]] == ["talks", "notes"]
+    assert values["sources"][0]["left_out"] == {"too long, or nothing of the assistant": 1}
+    assert values["rounds"] >= 1
+
+
+def test_bad_data_is_one_line(tmp_path: Path) -> None:
+    path = run_in(tmp_path)
+    (tmp_path / "talks.jsonl").write_text("{")
+    result = CliRunner().invoke(app, ["data", str(path)])
+    assert result.exit_code != 0
+    assert "line 1 is no JSON" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

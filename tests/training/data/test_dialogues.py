@@ -1,0 +1,241 @@
+"""Of a dialogue only what the assistant says is learned, and it never falls apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from swarmnet.errors import DataError
+from swarmnet.swarm.batch import IGNORED
+from swarmnet.training.arrays import to_tensor
+from swarmnet.training.data import TextData
+from swarmnet.training.data.chat import ChatTemplate
+from tests.training.data.making import (
+    CHATML,
+    REWRITES,
+    SPECIAL,
+    WITH_MARKS,
+    opened,
+    tokenizer_folder,
+    write_records,
+)
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    """A user's and an assistant's texts in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate({"chat_template.jinja": text.encode()})
+
+
+def dialogues(folder: Path, *texts: list[dict[str, Any]], **data: Any) -> TextData:
+    path = write_records(folder / "d.jsonl", [{"messages": messages} for messages in texts])
+    data = {"template": CHATML, "length": 48, **data}
+    tokenizer = tokenizer_folder(folder / "t", data.pop("template"))
+    values = {"held_out_fraction": 0.0, "messages_field": "messages", **data}
+    return opened(path, tokenizer=tokenizer, **values)
+
+
+def learned_texts(data: TextData) -> list[str]:
+    """What is learned, by sample."""
+    samples = data.sources[0].samples
+    found = []
+    for i in range(samples.num_samples):
+        targets = samples.sample(i).targets
+        found.append(data.encoder.decode(targets[targets != IGNORED].tolist()))
+    return found
+
+
+def test_what_the_assistant_says_by_differences_of_prefixes() -> None:
+    rendered = template(CHATML).render(turns("hi", "yo", "bye", "so long"), "")
+    said = [rendered.text[a:b] for a, b in rendered.spans]
+    assert said == ["yo<|im_end|>\n", "so long<|im_end|>\n"]
+
+
+def test_what_the_assistant_says_by_marks() -> None:
+    messages = turns("hi \ufdd0x\ufdd1", "yo", "bye", "so long")
+    rendered = template(WITH_MARKS).render(messages, "")
+    assert [rendered.text[a:b] for a, b in rendered.spans] == ["yo<|im_end|>", "so long<|im_end|>"]
+    assert (
+        rendered.text == template(CHATML).render(turns("hi x", *("yo", "bye", "so long")), "").text
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rewrites earlier turns") as raised:
+        dialogues(tmp_path, turns("a", "b", "c", "d"), template=REWRITES)
+    assert "line 1" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", [CHATML, WITH_MARKS])
+def test_only_what_the_assistant_says_is_learned(tmp_path: Path, text: str) -> None:
+    data = dialogues(tmp_path, turns("hi", "yo there"), template=text)
+    end = "" if text == WITH_MARKS else "\n"
+    assert learned_texts(data) == ["yo there<|im_end|>" + end]
+    batch = data.microbatch([0, 0])
+    assert int((to_tensor(batch.targets) != IGNORED).sum()) == 2 * data.sources[0].about.num_learned
+
+
+def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
+    messages = turns("how many bottles?", "99 bottles of ink", "and now?", "write 98.")
+    data = dialogues(tmp_path, messages, template=WITH_MARKS, length=200)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "t" / "tokenizer.json"))
+    found = theirs.apply_chat_template(
+        messages,
+        chat_template=WITH_MARKS,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    ids, mask = np.asarray(found["input_ids"]), np.asarray(found["assistant_masks"])
+    sample = data.sources[0].samples.sample(0)
+    assert sample.inputs[: len(ids)].tolist() == ids.tolist()
+    expected = np.where(mask[1:] == 1, ids[1:], IGNORED)
+    assert sample.targets[: len(ids) - 1].tolist() == expected.tolist()
+    assert set(sample.targets[len(ids) - 1 :].tolist()) == {IGNORED}
+    assert sample.inputs[len(ids)] == theirs.convert_tokens_to_ids("<|endoftext|>")
+    assert sum(sample.documents) == 200
+
+
+def test_a_long_dialogue_is_cut_at_a_turn_or_left_out(tmp_path: Path) -> None:
+    data = dialogues(
+        tmp_path,
+        turns("a", "one", "b", "two", "c", "three " * 40),
+        turns("a " * 90, "never"),
+        turns("only the user"),
+        turns("x", "short"),
+        length=72,
+    )
+    about = data.sources[0].about
+    assert about.left_out == {"cut at a turn": 1, "too long, or nothing of the assistant": 2}
+    texts = sorted(learned_texts(data))
+    assert texts in (
+        ["one<|im_end|>\ntwo<|im_end|>\n", "short<|im_end|>\n"],
+        ["one<|im_end|>\ntwo<|im_end|>\nshort<|im_end|>\n"],
+        ["short<|im_end|>\none<|im_end|>\ntwo<|im_end|>\n"],
+    )
+
+
+TEXTS = st.lists(st.text("abc \n", max_size=12), min_size=2, max_size=6)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=12), st.integers(32, 90))
+def test_dialogues_are_packed_whole(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[list[str]], length: int
+) -> None:
+    folder = tmp_path_factory.mktemp("packed")
+    messages = [turns("a", "b"), *(turns(*(f"{t}x" for t in text)) for text in texts)]
+    data = dialogues(folder, *messages, length=length, document_mask=True)
+    tokenizer = Tokenizer.from_file(str(folder / "t" / "tokenizer.json"))
+    end = tokenizer.token_to_id(SPECIAL[0])
+    fitting = []
+    for one in messages:
+        rendered = template(CHATML).render(one, "").text
+        ids = tokenizer.encode(rendered).ids
+        if len(ids) + 1 <= length and len(one) % 2 == 0:
+            fitting.append(ids)
+    samples = data.sources[0].samples
+    found = []
+    for i in range(samples.num_samples):
+        sample, place = samples.sample(i), 0
+        assert sum(sample.documents) == length
+        for size in sample.documents:
+            ids = sample.inputs[place : place + size].tolist()
+            assert sample.targets[place + size - 1] == IGNORED, "nothing across documents"
+            place += size
+            if set(ids) != {end}:
+                assert ids[-1] == end
+                found.append(ids[:-1])
+    for ids in fitting:
+        assert ids in found
+    assert len(found) == data.sources[0].about.num_documents, "each once"
+
+
+def test_a_template_runs_in_a_sandbox() -> None:
+    for text in (
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ raise_exception('no system role') }}",
+    ):
+        with pytest.raises(DataError, match="the chat template fails"):
+            template(text).render(turns("a", "b"), "here")
+    with pytest.raises(DataError, match="the chat template is broken"):
+        template("{% for x in %}")
+
+
+@pytest.mark.parametrize(
+    ("record", "wanted"),
+    [
+        ({"messages": "text"}, "are no list"),
+        ({"messages": [{"role": "user"}, 5]}, "needs role and content"),
+        ({"messages": [{"content": "x"}]}, "needs role and content"),
+        ({"text": "x"}, "no field 'messages'; it has text"),
+    ],
+)
+def test_wrong_messages_are_named_by_their_line(
+    tmp_path: Path, record: dict[str, Any], wanted: str
+) -> None:
+    path = write_records(tmp_path / "d.jsonl", [{"messages": turns("a", "b")}, record])
+    tokenizer = tokenizer_folder(tmp_path / "t", CHATML)
+    with pytest.raises(DataError, match=wanted) as raised:
+        opened(path, tokenizer=tokenizer, messages_field="messages")
+    assert "line 2" in str(raised.value)
+
+
+def test_what_messages_need(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "d.jsonl", [{"messages": turns("a", "b")}])
+    with pytest.raises(DataError, match='tokenizer = "bytes" has none'):
+        opened(path, messages_field="messages")
+    tokenizer = tokenizer_folder(tmp_path / "t")
+    with pytest.raises(DataError, match="needs a tokenizer with a chat template"):
+        opened(path, messages_field="messages", tokenizer=tokenizer)
+    (tmp_path / "t" / "chat_template.jinja").write_text(CHATML)
+    assert (
+        opened(
+            path, length=48, messages_field="messages", tokenizer=tokenizer, held_out_fraction=0.0
+        ).num_samples
+        == 1
+    )
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"has no messages; give \.jsonl"):
+        opened(str(tmp_path / "a.txt"), messages_field="messages", tokenizer=tokenizer)
+
+
+def test_dialogues_are_held_out_whole(tmp_path: Path) -> None:
+    texts = [turns(f"question {n}", f"answer {n}") for n in range(60)]
+    data = dialogues(tmp_path, *texts, held_out_fraction=0.2)
+    held = data.sources[0].held_out
+    assert 0.15 < held.num_tokens / data.sources[0].about.num_tokens < 0.35
+    kept = "".join(learned_texts(data))
+    batch = to_tensor(data.held_out(0).targets)
+    assert (batch != IGNORED).any()
+    for n in range(60):
+        is_kept = f"answer {n}<" in kept
+        rows = [held.sample(i).targets for i in range(held.num_samples)]
+        shown = "".join(data.encoder.decode(r[r != IGNORED].tolist()) for r in rows)
+        assert is_kept != (f"answer {n}<" in shown)
+
+
+def test_a_text_ends_with_the_token_that_ends_texts(tmp_path: Path) -> None:
+    """Not with that which ends a turn, though the tokenizer's config names that one."""
+    name = tokenizer_folder(tmp_path / "t")
+    for n in range(3):
+        (tmp_path / f"{n}.txt").write_text(f"text {n} ")
+    data = opened(str(tmp_path), length=16, tokenizer=name, held_out_fraction=0.0)
+    row = to_tensor(data.microbatch(range(data.num_samples or 0)).targets).flatten().tolist()
+    end = Tokenizer.from_file(name).token_to_id("<|endoftext|>")
+    assert row.count(end) == 3
+    config = tmp_path / "t" / "tokenizer_config.json"
+    assert json.loads(config.read_text())["eos_token"] == "<|im_end|>"

@@ -1,0 +1,243 @@
+"""Every format gives the same documents, and what cannot be read is one clear line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from swarmnet.errors import DataError
+from swarmnet.spec import SourceSpec
+from swarmnet.training.data.readers import PIECE_BYTES, Reader, end_of_piece
+from tests.training.data.making import documents_of, opened, tokenizer_folder, write_records
+from tests.training.specs import TEXT
+
+DOCUMENTS = [f"document {n}: " + "x" * (n % 7) + " ünï\ncode" for n in range(60)]
+
+
+def write_parquet(path: Path, documents: list[Any], name: str = "text") -> None:
+    parquet.write_table(pyarrow.table({name: documents}), path, row_group_size=7)
+
+
+def write_lines(path: Path, documents: list[Any], name: str = "text") -> None:
+    lines = b"".join(json.dumps({name: d, "id": 1}).encode() + b"\n" for d in documents)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".zst":
+        half = len(lines) // 2  # two frames, as `cat a.zst b.zst` makes them
+        path.write_bytes(zstandard.compress(lines[:half]) + zstandard.compress(lines[half:]))
+    else:
+        path.write_bytes(lines)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.parquet"])
+@pytest.mark.parametrize("field", ["text", "body"])
+def test_records_of_every_format(tmp_path: Path, name: str, field: str) -> None:
+    write = write_parquet if name.endswith("parquet") else write_lines
+    write(tmp_path / name, DOCUMENTS, field)
+    data = opened(str(tmp_path / name), text_field=field, held_out_fraction=0.0)
+    assert sorted(documents_of(data)) == sorted(d.encode() for d in DOCUMENTS)
+
+
+def test_all_formats_of_a_folder_are_read_each_file_once(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "one.txt").write_text("of text, one")
+    (folder / "two.md.gz").write_bytes(gzip.compress(b"of text, two"))
+    (folder / "three.py.zst").write_bytes(zstandard.compress(b"of text, three"))
+    write_lines(folder / "four.jsonl", ["of records, four"])
+    write_parquet(folder / "five.parquet", ["of records, five"])
+    (folder / "not.html").write_text("not this")
+    (folder / "loop").symlink_to(folder)
+    (folder / "link.txt").symlink_to(folder / "one.txt")
+    (tmp_path / "other.txt").symlink_to(folder / "one.txt")
+    paths = [str(folder), str(folder / "one.txt"), str(tmp_path / "other.txt"), str(folder)]
+    data = opened(paths, held_out_fraction=0.0)
+    assert len(documents_of(data)) == 5
+    one = opened(str(folder), held_out_fraction=0.0)
+    assert one.fingerprint == data.fingerprint
+
+
+def test_order_and_fingerprint_are_of_the_content_alone(tmp_path: Path) -> None:
+    for root, names in (("one", "abcdef"), ("two", "fedcba")):
+        (tmp_path / root).mkdir()
+        for name, text in zip(names, ("1", "2", "3", "4", "5", "6"), strict=True):
+            (tmp_path / root / f"{name}.txt").write_text(text * 30)
+    one, two = (opened(str(tmp_path / root)) for root in ("one", "two"))
+    assert one.fingerprint == two.fingerprint
+    assert one.microbatch([3]) == two.microbatch([3])
+    (tmp_path / "two" / "a.txt").write_bytes(b"6" * 29 + b"\r\n")
+    assert opened(str(tmp_path / "two")).fingerprint != one.fingerprint
+
+
+UTF16 = TEXT.encode("utf-16")
+NUL_LATER = TEXT.encode() * 60 + b"\0" + TEXT.encode()
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20
+COMPRESSED = zstandard.compress(os.urandom(5000)).replace(b"\0", b"\1")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("wide.txt", UTF16, "is UTF-16 text; convert it"),
+        ("wide.jsonl", UTF16, "is UTF-16 text; convert it"),
+        ("nul.txt", NUL_LATER, "has a NUL byte"),
+        ("image.txt", PNG, "NUL byte"),
+        ("packed.txt", COMPRESSED, "is no "),
+        ("bad.txt.gz", b"no gzip" * 9, "is damaged, or not compressed"),
+        ("cut.txt.gz", gzip.compress(TEXT.encode())[:-20], "is damaged, or not compressed"),
+        ("bad.txt.zst", b"no zstd" * 9, "is damaged, or not compressed"),
+        ("bad.parquet", b"PAR1" + b"x" * 99, "cannot be read as parquet"),
+        ("p.parquet.gz", gzip.compress(b"PAR1"), "unpack the file"),
+    ],
+)
+def test_what_is_no_text_is_refused_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: bytes, wanted: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=wanted) as raised:
+        opened(str(tmp_path / name))
+    assert "\n" not in str(raised.value)
+    (tmp_path / "good.txt").write_text(TEXT)
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        data = opened(str(tmp_path), held_out_fraction=0.0)
+    lines = [r.message for r in caplog.records]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"[data] 1 file left out: {name} (")
+    assert documents_of(data) == [TEXT.encode()], "nothing of the other file stays"
+
+
+def test_many_files_that_are_left_out_are_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "good.txt").write_text(TEXT)
+    for n in range(9):
+        (tmp_path / f"bad-{n}.txt").write_bytes(b"\0" + bytes([n]) * 9)
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        opened(str(tmp_path))
+        opened(str(tmp_path))  # of the cache: the line comes too
+    assert len(caplog.records) == 2
+    assert caplog.records[0].message == caplog.records[1].message
+    assert "9 files left out" in caplog.records[0].message
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ('{"text": "a"', "line 3 is no JSON"),
+        ("[1]", "line 3: no table of fields"),
+        ('{"other": "a", "more": 1}', "line 3: no field 'text'; it has other, more"),
+        ('{"text": 5}', "line 3: field 'text' is int, not a text"),
+    ],
+)
+def test_a_wrong_record_is_named_by_its_number(tmp_path: Path, line: str, wanted: str) -> None:
+    good = json.dumps({"text": TEXT})
+    (tmp_path / "d.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
+    for path in (tmp_path / "d.jsonl", tmp_path):
+        with pytest.raises(DataError, match=wanted.replace("[", "\\[")):
+            opened(str(path))
+
+
+def test_a_null_field_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "d.jsonl", [{"text": t} for t in (TEXT, None, "", "a\0b" * 9)])
+    data = opened(path, held_out_fraction=0.0)
+    assert data.sources[0].about.left_out == {"null": 1, "empty": 1}
+    assert sorted(documents_of(data)) == [TEXT.encode(), b"ab" * 9]
+
+
+def test_a_parquet_file_without_the_field_says_what_it_has(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "d.parquet", DOCUMENTS, "content")
+    with pytest.raises(DataError, match="no field 'text'; it has content"):
+        opened(str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "write"),
+    [("pyarrow", "d.parquet", write_parquet), ("zstandard", "d.jsonl.zst", write_lines)],
+)
+def test_a_missing_reader_says_how_to_get_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    module: str,
+    name: str,
+    write: Callable[[Path, list[str]], None],
+) -> None:
+    write(tmp_path / name, [TEXT])
+    for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=r"pip install 'swarmnet\[data\]'"):
+        opened(str(tmp_path / name))
+    (tmp_path / "good.txt").write_text(TEXT)
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        opened(str(tmp_path))
+    assert "1 file left out" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x.txt", "dangling.txt"])
+def test_paths_that_lead_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(DataError, match=r"no such user|a link that leads nowhere"):
+        opened(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    (tmp_path / "b.txt").write_text(TEXT)
+    a, b = (opened(str(tmp_path / f"{x}.txt")).fingerprint for x in "ab")
+    assert a == b
+
+
+@given(st.text(st.sampled_from("ab \n\tüß€\U0001f600"), min_size=1), st.integers(1, 40))
+def test_pieces_of_text_are_cut_between_characters(text: str, size: int) -> None:
+    data = text.encode()
+    parts = []
+    while len(data) > size + 4:
+        end = end_of_piece(data[: size + 4])
+        assert 0 < end <= size + 4
+        parts.append(data[:end])
+        data = data[end:]
+    parts.append(data)
+    assert "".join(part.decode() for part in parts) == text
+
+
+@pytest.mark.parametrize("line_end", ["\n", ""])
+def test_a_long_text_comes_in_pieces_and_whole(tmp_path: Path, line_end: str) -> None:
+    text = f"word ünï {line_end}".encode() * (PIECE_BYTES // 2)
+    (tmp_path / "a.txt").write_bytes(text)
+    pieces = list(Reader(SourceSpec(paths=("x",))).read(tmp_path / "a.txt"))
+    assert len(pieces) > 5
+    assert all(len(piece.text) <= PIECE_BYTES for piece in pieces)
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert b"".join(piece.text for piece in pieces) == text
+    data = opened(str(tmp_path / "a.txt"), length=4096, held_out_fraction=0.0)
+    assert documents_of(data) == [text]
+
+
+def test_a_tokenizer_with_truncation_and_padding_is_used_without(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    name = tokenizer_folder(tmp_path / "t")
+    (tmp_path / "a.txt").write_text(TEXT)
+    expected = opened(str(tmp_path / "a.txt"), tokenizer=name).num_train_tokens
+    tokenizer = Tokenizer.from_file(name)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(name)
+    assert opened(str(tmp_path / "a.txt"), tokenizer=name).num_train_tokens == expected

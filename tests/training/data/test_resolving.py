@@ -1,0 +1,144 @@
+"""Whoever starts a run counts its rounds and names its data, for peers that have none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.errors import DataError, SpecError
+from swarmnet.runtime.joining.starting import start_run
+from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.training.data import Place, open_data, open_data_at
+from swarmnet.training.data.resolving import is_same
+from swarmnet.training.models.resolving import resolve_run
+from tests.training.data.making import tokenizer_folder, write_records
+from tests.training.specs import TEXT, small_spec, write_text
+
+RUN = """
+[model]
+hidden_size = 32
+num_hidden_layers = 4
+num_attention_heads = 4
+intermediate_size = 48
+vocab_size = 256
+max_position_embeddings = 16
+[data]
+{data}
+[optimizer]
+learning_rate = 1e-2
+{optimizer}
+[pipeline]
+num_stages = 2
+global_batch = 8
+microbatch = 2
+"""
+
+
+def run_of(folder: Path, data: str, optimizer: str = "") -> Path:
+    path = folder / "run.toml"
+    path.write_text(RUN.format(data=data, optimizer=optimizer))
+    return path
+
+
+@pytest.mark.parametrize(("epochs", "shorter"), [(1, 1.0), (3, 3.0), (0.5, 0.5)])
+def test_epochs_become_rounds(tmp_path: Path, epochs: float, shorter: float) -> None:
+    text = write_text(tmp_path)
+    started = start_run(run_of(tmp_path, f'paths = "{text}"\nepochs = {epochs}')).spec
+    data = open_data(started)
+    assert data.num_samples is not None
+    rounds = started.optimizer.rounds
+    assert (rounds - 1) * 8 < shorter * data.num_samples <= rounds * 8
+    assert started.data.epochs == 0
+    assert started.open_keys == ()
+    assert RunSpec.from_canonical(started.canonical()) == started
+    again = start_run(run_of(tmp_path, f'paths = ["{text}"]', f"rounds = {rounds}")).spec
+    assert again.run_id == started.run_id, "epochs are another way to write rounds"
+
+
+def test_one_of_rounds_and_epochs(tmp_path: Path) -> None:
+    data = 'paths = ["x"]'
+    with pytest.raises(SpecError, match=r"\[optimizer\] rounds is missing"):
+        parse_spec(RUN.format(data=data, optimizer=""))
+    with pytest.raises(SpecError, match="both say how long the run is"):
+        parse_spec(RUN.format(data=f"{data}\nepochs = 2", optimizer="rounds = 5"))
+    spec = parse_spec(RUN.format(data=f"{data}\nepochs = 2", optimizer=""))
+    assert "[data] epochs" in spec.open_keys
+    assert spec.with_rounds(7).optimizer.rounds == 7
+    with pytest.raises(DataError, match="needs the data for that"):
+        resolve_run(spec)
+
+
+def test_epochs_need_data_that_end(tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples" / "custom_model.py"
+    values: dict[str, Any] = {
+        "model": {"kind": "custom", "builder": f"{example}:build"},
+        "data": {"epochs": 1},
+        "optimizer": {"learning_rate": 1e-2},
+        "pipeline": {"num_stages": 2, "global_batch": 64, "microbatch": 64},
+    }
+    with pytest.raises(DataError, match="have no end"):
+        resolve_run(RunSpec.model_validate(values), "", Place())
+
+
+def test_epochs_of_several_sources(tmp_path: Path) -> None:
+    for name, count in (("few", 40), ("many", 300)):
+        write_records(tmp_path / f"{name}.jsonl", [{"text": "a" * 15} for _ in range(count)])
+    sources = "".join(
+        f'[[data.source]]\nname = "{name}"\npaths = "{tmp_path / name}.jsonl"\nweight = {weight}\n'
+        for name, weight in (("few", 1), ("many", 3))
+    )
+    head = "held_out_fraction = 0.0\nepochs = 2\n"
+    rounds = [
+        start_run(run_of(tmp_path, head + of + sources)).spec.optimizer.rounds
+        for of in ("", 'epoch_of = "few"\n', 'epoch_of = "many"\n')
+    ]
+    assert rounds[0] == rounds[1] == pytest.approx(2 * 40 * 4 / 8, abs=1)
+    assert rounds[2] == pytest.approx(2 * 300 * 4 / 3 / 8, abs=1)
+
+
+def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    spec = resolve_run(small_spec(text), "", Place()).spec
+    assert len(spec.data.fingerprint) == 32
+    assert is_same(spec, open_data(spec))
+    other = tmp_path / "other.txt"
+    other.write_bytes(TEXT.replace("\n", "\r\n").encode())
+    assert not is_same(spec, open_data(spec, [str(other)]))
+    other.write_text(TEXT)
+    assert is_same(spec, open_data(spec, [str(other)]))
+
+
+def test_a_tokenizer_of_the_same_size_is_another(tmp_path: Path) -> None:
+    text, name = write_text(tmp_path), tokenizer_folder(tmp_path / "t")
+    written = small_spec(text, model={"vocab_size": 400}, data={"tokenizer": name})
+    resolved = resolve_run(written, "", Place())
+    spec = resolved.spec
+    assert sorted(resolved.contents) == ["tokenizer.json", "tokenizer_config.json"]
+    place = Place((text,), "", resolved.contents)
+    assert is_same(spec, open_data_at(spec, place)), "of the run's own files"
+    tokenizer = Path(tokenizer_folder(tmp_path / "other"))
+    values = json.loads(tokenizer.read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["9"], vocabulary["8"] = vocabulary["8"], vocabulary["9"]
+    tokenizer.write_text(json.dumps(values))
+    assert not is_same(spec, open_data_at(spec, Place((text,), str(tokenizer), resolved.contents)))
+
+
+def test_paths_of_several_sources(tmp_path: Path) -> None:
+    for name in ("a", "b", "h"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
+    sources = [{"name": "one", "paths": "/not/here"}, {"paths": "/not/there"}]
+    data = {"paths": (), "source": sources, "held_out_paths": "/nor/this"}
+    spec = small_spec("", data=data)
+    paths = (f"one={tmp_path}/a.txt", f"2={tmp_path}/b.txt")
+    found = open_data_at(spec, Place(paths, reads_held_out=False))
+    assert found.num_held_out == 0
+    found = open_data_at(spec, Place((*paths, f"held-out={tmp_path}/h.txt"), reads_held_out=False))
+    assert found.num_held_out == 2
+    with pytest.raises(DataError, match="say NAME=PATH"):
+        open_data_at(spec, Place((f"{tmp_path}/a.txt",)))
+    with pytest.raises(DataError, match="where is 2"):
+        open_data_at(spec, Place(paths[:1]))
