@@ -80,7 +80,8 @@ def choose_computing(
     if device.type == "cpu":
         on_device += exchange + (optimizer if spec.sync.optimizer_store == "memory" else 0)
     free = free_bytes_of(device)
-    _check_room(stage, on_device, free)
+    # Ranks with devices of their own share the stage; those on CPUs share the memory.
+    _check_room(stage, on_device, free * (len(devices) if device.type == "cuda" else 1))
     if options.stages.isdecimal():  # those to come need their parts
         free //= max(1, int(options.stages))
     left = max(0.0, FREE_PART * free - on_device) * len(devices if device.type == "cuda" else [0])

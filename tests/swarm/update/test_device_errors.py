@@ -140,11 +140,11 @@ def test_a_pass_that_fails_while_it_takes_a_microbatch_out_ends_no_peer(tmp_path
         def build(stage_index: int) -> tuple[Any, Any]:
             stage, optimizer = swarm.build(stage_index)
 
-            def run(key: Any, inputs: Any, **options: Any) -> Any:
+            def run(key: Any, inputs: Any, *more: Any) -> Any:
                 if is_retracting and not failed:
                     failed.append(key)
                     raise torch.OutOfMemoryError("no memory left")
-                return passed(key, inputs, **options)
+                return passed(key, inputs, *more)
 
             def retract(key: Any) -> None:
                 is_retracting.append(True)
