@@ -1,0 +1,85 @@
+"""A swarm trains adapters as a plain loop of PEFT does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from swarmnet.protocol.membership.records import RoundCount
+from swarmnet.spec import RunSpec
+from swarmnet.training.models.base import build_layer, own_parameters
+from swarmnet.training.models.initial_weights import ModelWeights
+from swarmnet.training.models.registry import model_plan
+from swarmnet.training.models.resolving import resolve_run
+from tests.oracles.plain_peft import PlainPeftTrainer
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
+from tests.swarm.initial.test_weights import folder_of
+
+ROUNDS = 20
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora_run(
+    folder: Path, tmp_path: Path, *, rounds: int = ROUNDS, lora: Any = LORA, **changes: Any
+) -> tuple[RunSpec, bytes]:
+    """A run of two stages over a folder's model, and the list of its initial shards' hashes."""
+    values = tiny_spec(tmp_path, num_stages=2, rounds=rounds, **changes).model_dump()
+    values["model"] = {"from": str(folder)}
+    values["lora"] = lora
+    values["data"] |= {"sequence_length": 16, "tokenizer": "bytes"}
+    values["optimizer"] |= {"learning_rate": 1e-2}
+    resolved = resolve_run(RunSpec.model_validate(values))
+    return resolved.spec, resolved.contents["weights.sha256"]
+
+
+def initial_adapters(spec: RunSpec) -> dict[str, torch.Tensor]:
+    plan = model_plan(spec)
+    modules = [build_layer(plan, layer, spec.seed) for layer in plan.layers]
+    return {n: p.detach() for n, p in own_parameters(plan.layers, modules)}
+
+
+class Losses:
+    """Mean losses of a swarm's rounds, from the records of its feeders as they come."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._counts: dict[tuple[str, int], RoundCount] = {}
+
+    def until(self, rounds: int) -> bool:
+        """Whether all peers have come to a round; to be asked often."""
+        for name, member in self._swarm.members.items():
+            for count in member.peer.gossip.own.counts:
+                self._counts[name, count.round] = count
+        return all(r >= rounds for r in self._swarm.rounds())
+
+    def of(self, round_index: int) -> float:
+        counts = [c for (_, r), c in self._counts.items() if r == round_index]
+        return sum(c.loss_sum for c in counts) / sum(c.tokens for c in counts)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_losses_and_adapters_are_those_of_peft(tmp_path: Path, is_tied: bool) -> None:
+    folder = folder_of(tmp_path / "model", tie_word_embeddings=is_tied)
+    spec, hashes = lora_run(folder, tmp_path)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("has", stage=0, weights=ModelWeights(spec, hashes, folder))
+        for name, stage in (("a", 0), ("b", 1), ("c", 1)):
+            swarm.start(name, stage=stage, weights=ModelWeights(spec, hashes, None))
+        losses = Losses(swarm)
+        await swarm.until(lambda: losses.until(ROUNDS))
+        await swarm.until_round(ROUNDS)
+        losses.until(ROUNDS)
+        start = LlamaForCausalLM.from_pretrained(folder).state_dict()
+        trainer = PlainPeftTrainer(spec, start, initial_adapters(spec), swarm.data)
+        for r in range(ROUNDS):
+            expected = trainer.step(r, sorted(swarm.counted[r]))
+            assert losses.of(r) == pytest.approx(expected, rel=1e-4)
+        assert losses.of(ROUNDS - 1) < losses.of(0) - 0.1, "it has learnt something"
+        assert relative_difference(swarm.parameters(), trainer.parameters()) < 1e-3
+
+    in_virtual_time(scenario, spec)
