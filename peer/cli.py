@@ -460,6 +460,22 @@ def export(
         bool, typer.Option("--best", help="The saved round with the lowest held-out loss.")
     ] = False,
     dtype: DtypeOption = "",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Where adapters are trained ([lora]), write the whole model: adapters are added "
+            "to the weights. Without it they are written alone, as a PEFT adapter.",
+        ),
+    ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --merge: where this machine has the model that the run began from. Else it "
+            "comes from the peers, or from what they have kept.",
+        ),
+    ] = None,
     run_id: Annotated[
         str,
         typer.Option(
@@ -479,9 +495,11 @@ def export(
             raise UsageError("--run-id goes with --state-dir; an address is of one run")
         if best and round_index is not None:
             raise UsageError("give --round or --best, not both")
+        if weights is not None and not merge:
+            raise UsageError("--weights goes with --merge")
         from peer.commands.export import Wanted, export_checkpoints, export_live
 
-        wanted = Wanted(round_index, run_id, best, dtype)
+        wanted = Wanted(round_index, run_id, best, dtype, merge, weights)
         if state_dir:
             typer.echo(export_checkpoints(state_dir, out, wanted))
             return

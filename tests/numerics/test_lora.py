@@ -68,12 +68,15 @@ def test_losses_and_adapters_are_those_of_peft(tmp_path: Path, is_tied: bool) ->
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("has", stage=0, weights=ModelWeights(spec, hashes, folder))
-        for name, stage in (("a", 0), ("b", 1), ("c", 1)):
+        swarm.start("a", stage=1, weights=ModelWeights(spec, hashes, None))
+        await swarm.until_round(0)
+        for name, stage in (("b", 0), ("c", 1)):
             swarm.start(name, stage=stage, weights=ModelWeights(spec, hashes, None))
         losses = Losses(swarm)
         await swarm.until(lambda: losses.until(ROUNDS))
         await swarm.until_round(ROUNDS)
         losses.until(ROUNDS)
+        assert swarm.total("samples_lost") == 0
         start = LlamaForCausalLM.from_pretrained(folder).state_dict()
         trainer = PlainPeftTrainer(spec, start, initial_adapters(spec), swarm.data)
         for r in range(ROUNDS):

@@ -147,21 +147,16 @@ class WeightService:
 
     async def _ask(self, peer_id: str, replica: Replica, number: int) -> Array:
         """Raises `SwarmnetError`."""
-        reply = await self.transport.call(
+        values = await fetch_initial(
+            self.transport,
             peer_id,
-            "initial_shard",
-            Message(FetchRequest(0, replica.index, number)),
-            timeout_s=self.limits.fetch_timeout_s,
+            self.weights,
+            self.worker,
+            replica.index,
+            number,
+            (*replica.stage.base_shards, *replica.stage.shard_sizes)[number],
+            self.limits.fetch_timeout_s,
         )
-        size = (*replica.stage.base_shards, *replica.stage.shard_sizes)[number]
-        if len(reply.arrays) != 1 or (reply.arrays[0].dtype, reply.arrays[0].shape) != (
-            "float32",
-            (size,),
-        ):
-            raise ProtocolViolation(f"initial shard {number} has {size} parameters")
-        values = reply.arrays[0]
-        if not await self.worker.run(lambda: self.weights.is_right(replica.index, number, values)):
-            raise ProtocolViolation(f"initial shard {number} does not match its hash")
         if peer_id not in self._givers:
             self._givers.append(peer_id)
         return values
@@ -179,3 +174,29 @@ class WeightService:
         if not self._has_said_disk:
             self._has_said_disk = True
             log.warning("%s; the base is fetched again when this peer starts again", error)
+
+
+async def fetch_initial(
+    transport: Transport,
+    peer_id: str,
+    weights: InitialWeights,
+    worker: Worker,
+    stage: int,
+    number: int,
+    size: int,
+    timeout_s: float,
+) -> Array:
+    """An initial shard from a peer, checked. `number`: as in `InitialWeights.shard`. `size`: its
+    elements. Raises `SwarmnetError`."""
+    reply = await transport.call(
+        peer_id, "initial_shard", Message(FetchRequest(0, stage, number)), timeout_s=timeout_s
+    )
+    if len(reply.arrays) != 1 or (reply.arrays[0].dtype, reply.arrays[0].shape) != (
+        "float32",
+        (size,),
+    ):
+        raise ProtocolViolation(f"initial shard {number} has {size} parameters")
+    values = reply.arrays[0]
+    if not await worker.run(lambda: weights.is_right(stage, number, values)):
+        raise ProtocolViolation(f"initial shard {number} does not match its hash")
+    return values

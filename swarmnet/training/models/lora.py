@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -149,19 +149,12 @@ def _linear_names(module: nn.Module) -> list[str]:
 
 
 def merge(
-    named: Mapping[str, Tensor], base: Callable[[str], Tensor], names: Sequence[str], lora: LoraSpec
+    named: Mapping[str, Tensor], base: Mapping[str, Tensor], lora: LoraSpec
 ) -> dict[str, Tensor]:
-    """The whole model, by name of the base: W + s B A where there is an adapter, else W.
-
-    Args:
-        named: the adapters' parameters.
-        base: a parameter of the base, fp32, by its name.
-        names: of all of the base.
-        lora: resolved.
-    """
+    """The whole model, by name: W + s B A where there is an adapter, else W. `named`: the adapters'
+    parameters. `base`: all others, fp32. `lora`: resolved."""
     merged = {}
-    for name in names:
-        value = base(name)
+    for name, value in base.items():
         module = name.removesuffix(".weight")
         a, b = named.get(f"{module}.{A}.weight"), named.get(f"{module}.{B}.weight")
         if a is not None and b is not None:
