@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from swarmnet.protocol.membership.records import RoundCount
-from swarmnet.spec import RunSpec
-from swarmnet.training.models.base import build_layer, own_parameters
 from swarmnet.training.models.initial_weights import ModelWeights
-from swarmnet.training.models.registry import model_plan
-from swarmnet.training.models.resolving import resolve_run
 from tests.oracles.plain_peft import PlainPeftTrainer
-from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference
 from tests.swarm.initial.test_weights import folder_of
+from tests.swarm.lora_runs import initial_adapters, lora_run
 
 ROUNDS = 20
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-
-
-def lora_run(
-    folder: Path, tmp_path: Path, *, rounds: int = ROUNDS, lora: Any = LORA, **changes: Any
-) -> tuple[RunSpec, bytes]:
-    """A run of two stages over a folder's model, and the list of its initial shards' hashes."""
-    values = tiny_spec(tmp_path, num_stages=2, rounds=rounds, **changes).model_dump()
-    values["model"] = {"from": str(folder)}
-    values["lora"] = lora
-    values["data"] |= {"sequence_length": 16, "tokenizer": "bytes"}
-    values["optimizer"] |= {"learning_rate": 1e-2}
-    resolved = resolve_run(RunSpec.model_validate(values))
-    return resolved.spec, resolved.contents["weights.sha256"]
-
-
-def initial_adapters(spec: RunSpec) -> dict[str, torch.Tensor]:
-    plan = model_plan(spec)
-    modules = [build_layer(plan, layer, spec.seed) for layer in plan.layers]
-    return {n: p.detach() for n, p in own_parameters(plan.layers, modules)}
 
 
 class Losses:
@@ -64,7 +39,7 @@ class Losses:
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_losses_and_adapters_are_those_of_peft(tmp_path: Path, is_tied: bool) -> None:
     folder = folder_of(tmp_path / "model", tie_word_embeddings=is_tied)
-    spec, hashes = lora_run(folder, tmp_path)
+    spec, hashes = lora_run(folder, tmp_path, rounds=ROUNDS)
 
     async def scenario(swarm: Swarm) -> None:
         swarm.start("has", stage=0, weights=ModelWeights(spec, hashes, folder))

@@ -83,9 +83,12 @@ class AdapterWeights:
         path = folder / ADAPTER_FILE
         self._stored = {one.name.removeprefix(PREFIX): one for one in stored_tensors(path)}
         wanted = {r.name: r for ranges in stages for r in ranges}
-        for name in sorted(wanted.keys() ^ self._stored.keys()):
-            what = "lacks" if name in wanted else "has more than the run's adapters:"
-            raise SpecError(f"[lora] from: {path} {what} {name[:120]}")
+        missing, more = wanted.keys() - self._stored.keys(), self._stored.keys() - wanted.keys()
+        if missing:
+            raise SpecError(f"[lora] from: {path} lacks {min(missing)[:120]}")
+        if more:
+            name = min(more)[:120]
+            raise SpecError(f"[lora] from: {path} has more than the run's adapters: {name}")
         for name, r in wanted.items():
             shape = self._stored[name].shape
             if shape != r.shape:
