@@ -29,14 +29,19 @@ from peer.options import (
     LocalGroup,
     LocalMachineGroup,
     LocalOutputGroup,
+    MergeOption,
+    ModelFolderOption,
     ModelGroup,
     NetworkGroup,
     OutputGroup,
     PauseGroup,
     PolicyGroup,
+    RoundOption,
     RoundsOption,
     RunGroup,
+    RunIdOption,
     SeedOption,
+    StateDirsOption,
     StateGroup,
     SwarmGroup,
     TransportOption,
@@ -442,46 +447,15 @@ def export(
         list[str] | None,
         typer.Option(metavar="ADDR", help="Take the model from the live run behind this address."),
     ] = None,
-    state_dir: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Take it from the checkpoints in these peers' state folders; repeat it until "
-            "every stage is there.",
-        ),
-    ] = None,
-    round_index: Annotated[
-        int | None,
-        typer.Option(
-            "--round", min=0, help="Of the rounds that were saved, this one. Default: the newest."
-        ),
-    ] = None,
+    state_dir: StateDirsOption = None,
+    round_index: RoundOption = None,
     best: Annotated[
         bool, typer.Option("--best", help="The saved round with the lowest held-out loss.")
     ] = False,
     dtype: DtypeOption = "",
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge",
-            help="Where adapters are trained ([lora]), write the whole model: adapters are added "
-            "to the weights. Without it they are written alone, as a PEFT adapter.",
-        ),
-    ] = False,
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="With --merge: where this machine has the model that the run began from. Else it "
-            "comes from the peers, or from what they have kept.",
-        ),
-    ] = None,
-    run_id: Annotated[
-        str,
-        typer.Option(
-            "--run-id", help="Of the run (its beginning will do), where the folders hold several."
-        ),
-    ] = "",
+    merge: MergeOption = False,
+    weights: ModelFolderOption = None,
+    run_id: RunIdOption = "",
     invite: InviteOption = "",
     transport: TransportOption = "p2pd",
     debug: DebugOption = False,

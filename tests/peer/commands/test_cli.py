@@ -148,6 +148,8 @@ COMMANDS = {
         "--run-id",
         "--best",
         "--dtype",
+        "--merge",
+        "--weights",
         "--invite",
         "--transport",
         "--debug",
