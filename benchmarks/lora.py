@@ -86,7 +86,9 @@ def main() -> None:
         number, by_method = measure(options.folder, table)
         results.append((number, sum(by_method.values())))
         parts = ", ".join(f"{method} {size(n)}" for method, n in by_method.items())
-        print(f"{what}: {number:,} parameters, {size(results[-1][1])} a round ({parts})", flush=True)
+        print(
+            f"{what}: {number:,} parameters, {size(results[-1][1])} a round ({parts})", flush=True
+        )
     (few, small), (all_, large) = results
     print(f"{100 * small / large:.3f} % of the bytes, {100 * few / all_:.3f} % of the parameters")
 

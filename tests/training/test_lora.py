@@ -15,11 +15,13 @@ from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
+from swarmnet.training.layer_costs import measure_layers
 from swarmnet.training.memory.activation_choice import known_activations
 from swarmnet.training.memory.plan import BF16, FP32, base_bytes, plan_memory
 from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, ModelWeights
 from swarmnet.training.models.model_folder import find_folder
+from swarmnet.training.models.registry import model_plan
 from swarmnet.training.models.resolving import described
 from swarmnet.training.ranks.fsdp import check_split
 from swarmnet.training.ranks.tensor_parallel import check_cut
@@ -195,6 +197,13 @@ def test_the_memory_plan_counts_the_base_once(tmp_path: Path) -> None:
         assert row.gradients == 4 * trained
         assert row.unsharded == 4 * base + 16 * trained
         assert known_activations(spec, k, FP32) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_layers_are_measured(tmp_path: Path, dtype: torch.dtype) -> None:
+    spec, _ = lora_run(folder_of(tmp_path / "model"), tmp_path)
+    plan = model_plan(spec)
+    assert len(measure_layers(plan, microbatch=2, dtype=dtype)) == len(plan.layers)
 
 
 def test_the_base_is_kept_in_the_state_folder(tmp_path: Path) -> None:
