@@ -29,14 +29,19 @@ from peer.options import (
     LocalGroup,
     LocalMachineGroup,
     LocalOutputGroup,
+    MergeOption,
+    ModelFolderOption,
     ModelGroup,
     NetworkGroup,
     OutputGroup,
     PauseGroup,
     PolicyGroup,
+    RoundOption,
     RoundsOption,
     RunGroup,
+    RunIdOption,
     SeedOption,
+    StateDirsOption,
     StateGroup,
     SwarmGroup,
     TransportOption,
@@ -469,30 +474,15 @@ def export(
         list[str] | None,
         typer.Option(metavar="ADDR", help="Take the model from the live run behind this address."),
     ] = None,
-    state_dir: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Take it from the checkpoints in these peers' state folders; repeat it until "
-            "every stage is there.",
-        ),
-    ] = None,
-    round_index: Annotated[
-        int | None,
-        typer.Option(
-            "--round", min=0, help="Of the rounds that were saved, this one. Default: the newest."
-        ),
-    ] = None,
+    state_dir: StateDirsOption = None,
+    round_index: RoundOption = None,
     best: Annotated[
         bool, typer.Option("--best", help="The saved round with the lowest held-out loss.")
     ] = False,
     dtype: DtypeOption = "",
-    run_id: Annotated[
-        str,
-        typer.Option(
-            "--run-id", help="Of the run (its beginning will do), where the folders hold several."
-        ),
-    ] = "",
+    merge: MergeOption = False,
+    weights: ModelFolderOption = None,
+    run_id: RunIdOption = "",
     invite: InviteOption = "",
     transport: TransportOption = "p2pd",
     debug: DebugOption = False,
@@ -506,9 +496,11 @@ def export(
             raise UsageError("--run-id goes with --state-dir; an address is of one run")
         if best and round_index is not None:
             raise UsageError("give --round or --best, not both")
+        if weights is not None and not merge:
+            raise UsageError("--weights goes with --merge")
         from peer.commands.export import Wanted, export_checkpoints, export_live
 
-        wanted = Wanted(round_index, run_id, best, dtype)
+        wanted = Wanted(round_index, run_id, best, dtype, merge, weights)
         if state_dir:
             typer.echo(export_checkpoints(state_dir, out, wanted))
             return

@@ -73,6 +73,42 @@ DtypeOption = Annotated[
         show_default=False,
     ),
 ]
+StateDirsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="DIR",
+        help="Take it from the checkpoints in these peers' state folders; repeat it until "
+        "every stage is there.",
+    ),
+]
+RoundOption = Annotated[
+    int | None,
+    typer.Option(
+        "--round", min=0, help="Of the rounds that were saved, this one. Default: the newest."
+    ),
+]
+MergeOption = Annotated[
+    bool,
+    typer.Option(
+        "--merge",
+        help="Where adapters are trained ([lora]), write the whole model: adapters are added "
+        "to the weights. Without it they are written alone, as a PEFT adapter.",
+    ),
+]
+ModelFolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="With --merge: where this machine has the model that the run began from. Else it "
+        "comes from the peers, or from what they have kept.",
+    ),
+]
+RunIdOption = Annotated[
+    str,
+    typer.Option(
+        "--run-id", help="Of the run (its beginning will do), where the folders hold several."
+    ),
+]
 DashboardOption = Annotated[
     int | None,
     typer.Option(min=0, max=MAX_PORT, metavar="PORT", help="Show the run as a web page; 0 = any."),

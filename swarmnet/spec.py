@@ -62,6 +62,10 @@ RUN_FILES = (
 """Files that a run may have. The last one is the list of its initial shards' hashes."""
 DEFAULT_SEQUENCE = 1024
 """Tokens of a sample where a model has been trained on longer ones and the run says nothing."""
+ALL_LINEAR = "all-linear"
+"""As the only entry of `[lora] target_modules`: every linear layer of the decoder layers."""
+LORA_RANK, LORA_ALPHA = 8, 8.0
+"""PEFT's defaults."""
 NUM_BYTE_TOKENS = 256
 SYNC_WARMUP_PART, MAX_SYNC_WARMUP_ROUNDS = 3, 1000
 """Where `[sync] warmup_rounds` is left to the program: one in so many rounds, and at most so
@@ -326,6 +330,67 @@ def _check_include(include: tuple[str, ...]) -> None:
     for glob in include:
         if "/" in glob or "\\" in glob:
             raise ValueError(f"include {glob!r} must be a file name's glob, without folders")
+
+
+class LoraSpec(_Table):
+    """`[lora]`: the model that `[model] from` names stays as it is, and adapters beside some of its
+    linear layers are trained (Hu et al., 2022). Names and defaults are those of PEFT's
+    `LoraConfig`."""
+
+    source: Text = Field(default="", alias="from")
+    """A PEFT adapter's folder on the machine that starts the run, to go on from: `r`, `lora_alpha`,
+    `target_modules` and `use_rslora` come from there. Left out: adapters begin at random."""
+
+    r: int | None = Field(default=None, ge=1, le=1 << 14)
+    """Rank of the adapters: 8 where it is left out."""
+
+    lora_alpha: float | None = Field(default=None, gt=0, le=1e6)
+    """Adapters are scaled by `lora_alpha / r`: 8 where it is left out."""
+
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Part of an adapter's inputs that is left out in training."""
+
+    target_modules: Texts = ()
+    """Which linear layers get one, by their names' ends, such as `q_proj`; `["all-linear"]` means
+    all in the decoder layers. Left out: what PEFT takes for the family, mostly `q_proj` and
+    `v_proj`."""
+
+    use_rslora: bool = False
+    """Scale by `lora_alpha / sqrt(r)` instead."""
+
+    base_dtype: Literal["", "bfloat16"] = ""
+    """`bfloat16`: the model's own weights are rounded to that once, and linear layers keep them so
+    also where passes are fp32. Left out: they are kept in the precision of the passes."""
+
+    adapter: Digest = ""
+    """SHA-256 of the adapter that the run began from; empty for random ones. Filled in."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("target_modules") == ALL_LINEAR:
+            return {**values, "target_modules": (ALL_LINEAR,)}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraSpec:
+        if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
+            raise ValueError(f'target_modules: "{ALL_LINEAR}" goes alone')
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.r or LORA_RANK
+
+    @property
+    def alpha(self) -> float:
+        return self.lora_alpha or LORA_ALPHA
+
+    @property
+    def is_open(self) -> bool:
+        """Whoever starts the run is to fill in something."""
+        is_named = self.target_modules not in ((), (ALL_LINEAR,))
+        return bool(self.source) or self.r is None or self.lora_alpha is None or not is_named
 
 
 class DataSpec(_Table):
@@ -606,6 +671,7 @@ class RunSpec(_Table):
     """Of the initial weights and of the order of the data."""
 
     model: ModelSpec
+    lora: LoraSpec | None = None
     data: DataSpec = DataSpec()
     optimizer: OptimizerSpec
     pipeline: PipelineSpec
@@ -646,6 +712,7 @@ class RunSpec(_Table):
         keys = {
             "[model] from": bool(self.model.source),
             "[data] epochs": self.data.epochs > 0,
+            "[lora]": self.lora is not None and self.lora.is_open,
             "[data] sequence_length": self.model.kind == "transformers"
             and self.data.sequence_length == 0,
             "[pipeline] layers": not self.pipeline.layers,
@@ -692,6 +759,10 @@ class RunSpec(_Table):
         if self.optimizer.rounds and data.epochs:
             raise ValueError(
                 "[optimizer] rounds and [data] epochs both say how long the run is; remove one"
+            )
+        if self.lora is not None and not (model.source or model.weights):
+            raise ValueError(
+                "[lora] trains adapters beside a model's weights: name its folder with [model] from"
             )
         if model.kind != "custom" and not data.sources:
             raise ValueError(
@@ -802,6 +873,7 @@ class RunSpec(_Table):
 
 TABLES: dict[str, type[_Table]] = {
     "model": ModelSpec,
+    "lora": LoraSpec,
     "data": DataSpec,
     "optimizer": OptimizerSpec,
     "pipeline": PipelineSpec,
@@ -849,6 +921,9 @@ def describe(spec: RunSpec) -> str:
             f"{model.base or model.source} ({model.config.get('model_type', 'a folder')}, "
             f"sequences of {spec.sequence_length})"
         )
+    if spec.lora is not None:
+        targets = ", ".join(spec.lora.target_modules) or "some layers"
+        what += f", LoRA of rank {spec.lora.rank} on {targets}"
     epochs = f"{spec.data.epochs:g} epoch" + "s" * (spec.data.epochs != 1)
     length = f"{spec.optimizer.rounds} rounds" if spec.optimizer.rounds else epochs
     stages = f"{pipeline.num_stages} stage" + "s" * (pipeline.num_stages != 1)

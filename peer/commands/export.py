@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from peer.commands.base_weights import fetch_base, kept_base
 from peer.commands.model_folder import Trained, check_out, write_folder
 from swarmnet.errors import SpecError, UserError
 from swarmnet.runtime.options import TransportName
@@ -57,6 +58,15 @@ class Wanted:
     dtype: str = ""
     """Of the weights: a key of `model_folder.DTYPES`; empty for that of the model which the run
     began from."""
+    merge: bool = False
+    """Adapters are added to the model that they were trained for."""
+    weights: Path | None = None
+    """That model's folder, where it is on this machine."""
+
+    def check(self, spec: RunSpec) -> None:
+        """Raises `UserError` where it does not go with the run."""
+        if self.merge and spec.lora is None:
+            raise UserError("--merge: this run trains the whole model; leave it out")
 
     def choose(self, keys: Sequence[Key], held_out: Mapping[int, float]) -> Key | None:
         """Of some rounds, the newest first. None where the wanted one is not among them. Raises
@@ -89,14 +99,20 @@ async def export_live(
     check_out(out)
     async with await Observer.join(addresses, transport=transport, invite=invite) as observer:
         spec, gossip = observer.spec, observer.gossip
+        wanted.check(spec)
         parts = DiskParts(out.with_name(f".{out.name}{PARTS}"), spec.run_id)
         disk = WorkerThread("disk")
         try:
             trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
+            trained = replace(trained, files=await observer.fetch_files())
+            if wanted.merge:
+                base = await fetch_base(
+                    spec, observer.transport, gossip, disk, trained.files, wanted.weights
+                )
+                trained = trained.merged(base)
         finally:
             await disk.close()
-        files = await observer.fetch_files()
-        line = write_folder(out, replace(trained, files=files), wanted.dtype)
+        line = write_folder(out, trained, wanted.dtype)
         parts.drop()
         return line
 
@@ -227,9 +243,12 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
                 further,
             )
         spec = RunSpec.from_checkpoint(chosen.spec, chosen.run_id)
+        wanted.check(spec)
         trained = Trained(
             spec, chosen.round, named, chosen.run_id, _run_files(spec, folders), held_out
         )
+        if wanted.merge:
+            trained = trained.merged(kept_base(spec, folders, wanted.weights))
         return write_folder(out, trained, wanted.dtype)
     raise UserError("no undamaged round; name the --state-dir of more peers")
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from swarmnet.training.end_tokens import (
 )
 
 MODEL_FILE, CONFIG_FILE, README_FILE = "model.safetensors", "config.json", "README.md"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 WEIGHTS_LIST = "weights.sha256"
 """Of a run's files, the one that is no part of a model."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SHOWN_PATHS = 5
 CARD = """---
-library_name: transformers
+library_name: {library}
 {front}---
 
 # {name}
@@ -58,6 +59,20 @@ class Trained:
     """Of the run, by name."""
     held_out: Mapping[int, float] = field(default_factory=dict)
     """Measured losses, by round."""
+    is_merged: bool = False
+    """Adapters are in the weights."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Adapters alone."""
+        return self.spec.lora is not None and not self.is_merged
+
+    def merged(self, base: Mapping[str, Tensor]) -> Trained:
+        """The whole model. `base`: what was not trained, by name."""
+        from swarmnet.training.models.lora import merge
+
+        assert self.spec.lora is not None
+        return replace(self, named=merge(self.named, base, self.spec.lora), is_merged=True)
 
 
 def check_out(out: Path) -> None:
@@ -77,7 +92,9 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
     from safetensors.torch import save_file
 
     spec = trained.spec
-    written = DTYPES.get(dtype) or spec.model.dtype or "float32"
+    of_model = "float32" if trained.is_adapter else spec.model.dtype
+    written = DTYPES.get(dtype) or of_model or "float32"
+    weights_file = ADAPTER_FILE if trained.is_adapter else MODEL_FILE
     beside = out.with_name(f".{out.name}.{os.getpid()}")
     about = {
         "format": "pt",
@@ -90,12 +107,12 @@ def write_folder(out: Path, trained: Trained, dtype: str = "") -> str:
             tensors = {n: t.to(getattr(torch, written)) for n, t in _tensors(trained).items()}
             save_file(
                 {n: tensors[n].contiguous() for n in sorted(tensors)},
-                beside / MODEL_FILE,
+                beside / weights_file,
                 metadata=about,
             )
             for name, data in _files(trained, written).items():
                 (beside / name).write_bytes(data)
-            shutil.copymode(beside / README_FILE, beside / MODEL_FILE)  # it is to be shared
+            shutil.copymode(beside / README_FILE, beside / weights_file)  # it is to be shared
             if out.is_dir():
                 out.rmdir()
             beside.rename(out)
@@ -111,6 +128,10 @@ def _tensors(trained: Trained) -> Mapping[str, Tensor]:
     """Under the names that the family's files have."""
     if trained.spec.model.kind != "transformers":
         return trained.named
+    if trained.is_adapter:
+        from swarmnet.training.models.lora_folder import adapter_tensors
+
+        return adapter_tensors(trained.named)
     from swarmnet.training.models.source_weights import TIED, saved_tensors
 
     config = trained.spec.model.config
@@ -129,6 +150,11 @@ def _files(trained: Trained, dtype: str) -> dict[str, bytes]:
         files |= byte_tokenizer_files(spec.model.max_position_embeddings)
     elif TOKENIZER_FILE in files and TOKENIZER_CONFIG_FILE not in files:
         files[TOKENIZER_CONFIG_FILE] = _json(_tokenizer_config(files[TOKENIZER_FILE]))
+    if spec.lora is not None and trained.is_adapter:
+        from swarmnet.training.models.lora_folder import adapter_config
+
+        files.pop(GENERATION_FILE, None)
+        return {**files, ADAPTER_CONFIG: _json(adapter_config(spec.lora, spec.model.base))}
     ends = end_tokens(spec, files)
     files[CONFIG_FILE] = _json(_config(spec, dtype, ends))
     files[GENERATION_FILE] = _json(_generation_config(spec, files, ends))
@@ -217,6 +243,7 @@ def _card(trained: Trained, dtype: str) -> str:
         front += f"base_model: {spec.model.base}\n"
     return CARD.format(
         front=front,
+        library="peft" if trained.is_adapter else "transformers",
         name=spec.name,
         round=trained.round,
         run_id=trained.run_id or spec.run_id,
@@ -231,6 +258,10 @@ def _about(trained: Trained) -> list[str]:
     if model.kind == "transformers":
         licence = f" (licence: {model.license})" if model.license else " (licence: see there)"
         lines.append(f"Base model: {model.base}{licence}")
+    if spec.lora is not None:
+        what = "merged into the weights" if trained.is_merged else "which `peft` loads beside it"
+        targets = ", ".join(spec.lora.target_modules)
+        lines.append(f"LoRA adapters of rank {spec.lora.rank} on {targets}, {what}")
     if model.kind == "custom":
         lines.append("A custom model: load `model.safetensors` into what the run's builder makes.")
     elif spec.is_bytes:

@@ -54,7 +54,7 @@ def choose_computing(
         expected_in_flight,
         known_activations,
     )
-    from swarmnet.training.memory.plan import PRECISIONS, state_bytes
+    from swarmnet.training.memory.plan import PRECISIONS, base_bytes, state_bytes
     from swarmnet.training.stage import stage_parameter_ranges
 
     device = torch.device(devices[0])
@@ -72,11 +72,11 @@ def choose_computing(
         policies = POLICIES
     else:  # a disk is so slow that it should be somebody's wish
         policies = POLICIES[:-1]
-    num_parameters = stage_parameter_ranges(spec, stage)[-1].stop
+    ranges = stage_parameter_ranges(spec, stage)
     weights, gradients, optimizer, exchange = state_bytes(
-        num_parameters, 1, spec.sync.replication, numbers, spec.sync.mode
+        ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode
     )
-    on_device = weights + gradients
+    on_device = weights + gradients + base_bytes(spec, stage, numbers)
     if device.type == "cpu":
         on_device += exchange + (optimizer if spec.sync.optimizer_store == "memory" else 0)
     free = free_bytes_of(device)

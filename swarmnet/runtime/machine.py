@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UserError
@@ -38,6 +38,8 @@ class Origin:
     files: RunFiles
     model_folder: str = ""
     """As `[model] from`, where this peer starts the run."""
+    adapter_folder: str = ""
+    """Likewise, as `[lora] from`."""
 
 
 def build_machine(
@@ -144,7 +146,8 @@ def open_initial_weights(
     folder = options.weights
     if folder is None and origin.model_folder:
         folder = find_folder(origin.model_folder)
-    return ModelWeights(spec, hashes, folder)
+    adapter = Path(origin.adapter_folder).expanduser() if origin.adapter_folder else None
+    return ModelWeights(spec, hashes, folder, adapter=adapter, state_dir=options.state_dir)
 
 
 def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data | None:

@@ -41,7 +41,7 @@ def choose_devices(spec: RunSpec, options: PeerOptions) -> list[str]:
         (check_split if is_sharded else check_cut)(spec, options.tp)
         kind = "cuda" if num_gpus >= options.tp else "cpu"
         return [f"cuda:{i}" if kind == "cuda" else "cpu" for i in range(options.tp)]
-    if num_gpus < 2 or (spec.model.kind != "llama" and not is_sharded):
+    if num_gpus < 2 or spec.lora is not None or (spec.model.kind != "llama" and not is_sharded):
         return ["cuda:0" if num_gpus else "cpu"]
 
     def is_possible(num_ranks: int) -> bool:

@@ -97,7 +97,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
             stack.push_async_callback(asyncio.to_thread, group.close)
-        origin = Origin(entry.files, entry.model_folder)
+        origin = Origin(entry.files, entry.model_folder, entry.adapter_folder)
         machine = await asyncio.to_thread(build_machine, spec, options, group, None, origin)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)

@@ -120,6 +120,7 @@ class SyntheticStage:
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
         self.tied_shards = 0
+        self.base_shards: tuple[int, ...] = ()
         self.can_open_ahead = True
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
@@ -133,6 +134,12 @@ class SyntheticStage:
         self._ahead: _Round | None = None
         self._kept: dict[StepKey, _Kept] = {}
         self.weights = _digest_of(self._parameters)
+
+    def missing_base(self) -> list[int]:
+        return []
+
+    def put_base(self, shard_index: int, values: Array) -> None:
+        raise ProtocolViolation("a synthetic stage has no base")
 
     def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         if len(inputs.data) != _KEY.size:

@@ -96,6 +96,9 @@ class Stage(Protocol):
     tied_shards: int
     """The first so many shards are those of another stage too, which holds a copy: those of the
     first stage at the last one, and the other way round. Their gradient is the sum of both."""
+    base_shards: tuple[int, ...]
+    """Elements of each shard of the base, the parameters that are not trained: they are in no other
+    shard, and come from what the run began from. None where all are trained."""
     max_in_flight: int
     """Microbatches between their passes that memory has room for."""
     can_open_ahead: bool
@@ -131,6 +134,13 @@ class Stage(Protocol):
     ) -> Array | LossResult:
         """*device* Forward without gradient. A stage before the last returns its activation; the
         last returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
+
+    def missing_base(self) -> list[int]:
+        """Shards of the base that have not come yet, ascending."""
+
+    def put_base(self, shard_index: int, values: Array) -> None:
+        """*averaging* Takes in a shard of the base, before the first round. Raises
+        `ProtocolViolation` where dtype or length is wrong or a value is not finite."""
 
     def gradient_shard(self, shard_index: int) -> Array:
         """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""
@@ -273,16 +283,22 @@ class LocalSteps(Protocol):
 
 
 class InitialWeights(Protocol):
-    """The weights that a run began from, as shards of its stages. Blocks."""
+    """The weights that a run began from, as shards of its stages: those of a stage's base come
+    first, then those of its trained parameters, unless these begin at random. Blocks."""
 
     is_here: bool
-    """This machine can give them."""
+    """This machine can give some of them."""
+    has_trained: bool
+    """Trained parameters are among them."""
 
     def shard(self, stage_index: int, shard_index: int) -> Array | None:
         """A shard, flat fp32; None where it is unknown or not what the run began from."""
 
     def is_right(self, stage_index: int, shard_index: int, values: Array) -> bool:
         """Whether these are the values of the shard."""
+
+    def keep(self, stage_index: int, shard_index: int, values: Array) -> None:
+        """Keeps a right shard of a base on the disk, so that `shard` has it from now on."""
 
 
 class Data(Protocol):

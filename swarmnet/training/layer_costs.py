@@ -85,7 +85,8 @@ def _pass_s(
     started = clock()
     outputs = module(inputs)
     if targets is None:
-        outputs.backward(torch.ones_like(outputs))
+        if outputs.requires_grad:  # not an embedding that is not trained
+            outputs.backward(torch.ones_like(outputs))
     else:
         plan.loss(outputs.float(), targets).backward()
     _wait_for(inputs.device)

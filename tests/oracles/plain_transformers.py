@@ -22,12 +22,13 @@ class PlainTrainer:
         self._spec, self._settings, self._data = spec, run_settings(spec), data
         values = dict(spec.model.config)
         config = CONFIG_MAPPING[values.pop("model_type")](**values)
-        self.model = AutoModelForCausalLM.from_config(config)
-        missing, unexpected = self.model.load_state_dict(dict(weights), strict=False)
+        model = AutoModelForCausalLM.from_config(config)
+        missing, unexpected = model.load_state_dict(dict(weights), strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}
-        self.model.tie_weights()
-        parameters = list(self.model.parameters())
+        model.tie_weights()
+        self.model = self.prepared(model)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = spec.optimizer
         self._optimizer = torch.optim.AdamW(
             [
@@ -40,6 +41,10 @@ class PlainTrainer:
             betas=(optimizer.beta1, optimizer.beta2),
             eps=optimizer.eps,
         )
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """What is trained."""
+        return model
 
     def step(self, round_index: int, slots: Sequence[int]) -> float:
         """One update from these slots of the round; the mean loss before it, nats per token."""

@@ -42,6 +42,8 @@ class Entry:
     """Of the run; all are here."""
     model_folder: str = ""
     """With the weights that the run begins from, where this peer starts it."""
+    adapter_folder: str = ""
+    """Of the adapter that the run begins from, likewise."""
     former_ids: tuple[str, ...] = ()
     """Ids that the run had, or may have had, in earlier versions of swarmnet."""
 
@@ -86,8 +88,8 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     if started is not None:
         await asyncio.to_thread(files.save, started.contents)
     await files.fetch(net.transport, neighbours)
-    model = "" if started is None else started.model
-    return Entry(key, net, spec, known, ways, neighbours, beside, files, model, former_ids)
+    model, adapter = ("", "") if started is None else (started.model, started.adapter)
+    return Entry(key, net, spec, known, ways, neighbours, beside, files, model, adapter, former_ids)
 
 
 def _start(options: PeerOptions) -> StartedRun | None:

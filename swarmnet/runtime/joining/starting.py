@@ -23,6 +23,8 @@ class StartedRun:
     """Of the run's files, by name."""
     model: str = ""
     """`[model] from`."""
+    adapter: str = ""
+    """`[lora] from`."""
 
 
 def start_run(
@@ -51,6 +53,7 @@ def start_run(
         () if former is None else (former,),
         resolved.contents,
         written.model.source,
+        "" if written.lora is None else written.lora.source,
     )
 
 

@@ -1,15 +1,19 @@
 """The weights that a run begins from: given shard by shard by whoever has the model's folder, and
 fetched by the first replica of a stage. All later ones fetch the stage from it, as in any round
-(`swarm.recovery.state_sync`)."""
+(`swarm.recovery.state_sync`).
+
+Where only adapters are trained, every replica of a stage fetches the base, once, and gives it to
+others from then on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError, UserError
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.ports import InitialWeights, Worker
@@ -40,6 +44,7 @@ class WeightService:
         self._givers: list[str] = []
         """Peers that have given a shard."""
         self._said_at = float("-inf")
+        self._has_said_disk = False
         self.transport.handle("initial_shard", self._on_fetch)
 
     async def _on_fetch(self, request: Request) -> Message:
@@ -61,30 +66,63 @@ class WeightService:
     async def fill(self, replica: Replica) -> bool:
         """Puts the initial parameters of a stage aside, ready for `Replica.open_round`. False where
         some of them are not to be had now, which is said; what has come stays."""
-        missing = [j for j in range(replica.num_shards) if not await self._is_there(replica, j)]
-        if missing:
-            log.info("stage %d: %d initial shards to fetch", replica.index, len(missing))
+        if not self.weights.has_trained:
+            return True
+        first = len(replica.stage.base_shards)
+        shards = range(replica.num_shards)
+        missing = [j for j in shards if not await self._is_there(replica, j, first + j)]
+
+        def put(number: int, values: Array) -> None:
+            replica.put_common(number - first, values)
+
+        return await self._take_all(replica, [first + j for j in missing], put)
+
+    async def fill_base(self, replica: Replica) -> bool:
+        """Puts the base of a stage in its place, where it has one. False as `fill`."""
+
+        def put(number: int, values: Array) -> None:
+            replica.stage.put_base(number, values)
+            try:
+                self.weights.keep(replica.index, number, values)
+            except UserError as e:
+                self._say_once(e)
+
+        return await self._take_all(replica, replica.stage.missing_base(), put)
+
+    async def _take_all(
+        self, replica: Replica, numbers: Sequence[int], put: Callable[[int, Array], None]
+    ) -> bool:
+        if numbers:
+            log.info("stage %d: %d initial shards to fetch", replica.index, len(numbers))
         at_once = asyncio.Semaphore(self.limits.max_fetching)
-        found = await asyncio.gather(*(self._take(replica, j, at_once) for j in missing))
+        found = await asyncio.gather(*(self._take(replica, n, put, at_once) for n in numbers))
         if all(found):
             return True
         self._say(f"stage {replica.index} waits for {found.count(False)} of its initial shards")
         await self.gossip.changed.wait(LOOK_LESS_S)
         return False
 
-    async def _is_there(self, replica: Replica, j: int) -> bool:
-        """Whether an earlier try has put the shard aside."""
+    async def _is_there(self, replica: Replica, j: int, number: int) -> bool:
+        """Whether an earlier try has put a shard of the trained parameters aside. `number`: its own
+        among the initial shards."""
         coming = replica.stage.coming_shard(j)
         if coming is None:
             return False
-        return await self.worker.run(lambda: self.weights.is_right(replica.index, j, coming))
+        return await self.worker.run(lambda: self.weights.is_right(replica.index, number, coming))
 
-    async def _take(self, replica: Replica, j: int, at_once: asyncio.Semaphore) -> bool:
+    async def _take(
+        self,
+        replica: Replica,
+        number: int,
+        put: Callable[[int, Array], None],
+        at_once: asyncio.Semaphore,
+    ) -> bool:
         async with at_once:
-            values = await self._own(replica.index, j) or await self._from_others(replica, j)
+            own = await self._own(replica.index, number)
+            values = own or await self._from_others(replica, number)
             if values is None:
                 return False
-            await self.worker.run(lambda: replica.put_common(j, values))
+            await self.worker.run(lambda: put(number, values))
             return True
 
     async def _own(self, stage: int, j: int) -> Array | None:
@@ -92,7 +130,7 @@ class WeightService:
             return None
         return await self.worker.run(lambda: self.weights.shard(stage, j))
 
-    async def _from_others(self, replica: Replica, j: int) -> Array | None:
+    async def _from_others(self, replica: Replica, number: int) -> Array | None:
         now = asyncio.get_running_loop().time()
         own = self.gossip.own.peer_id
         others = [r.peer_id for r in self.gossip.view.live(now) if r.peer_id != own]
@@ -100,28 +138,23 @@ class WeightService:
         self._givers = [p for p in self._givers if p in others]
         for peer_id in (*self._givers, *(p for p in others if p not in self._givers)):
             try:
-                return await self._ask(peer_id, replica, j)
+                return await self._ask(peer_id, replica, number)
             except SwarmnetError as e:
-                log.debug("initial shard %d from %s: %s", j, peer_id[-8:], e)
+                log.debug("initial shard %d from %s: %s", number, peer_id[-8:], e)
         return None
 
-    async def _ask(self, peer_id: str, replica: Replica, j: int) -> Array:
+    async def _ask(self, peer_id: str, replica: Replica, number: int) -> Array:
         """Raises `SwarmnetError`."""
-        reply = await self.transport.call(
+        values = await fetch_initial(
+            self.transport,
             peer_id,
-            "initial_shard",
-            Message(FetchRequest(0, replica.index, j)),
-            timeout_s=self.limits.fetch_timeout_s,
+            self.weights,
+            self.worker,
+            replica.index,
+            number,
+            (*replica.stage.base_shards, *replica.stage.shard_sizes)[number],
+            self.limits.fetch_timeout_s,
         )
-        size = replica.stage.shard_sizes[j]
-        if len(reply.arrays) != 1 or (reply.arrays[0].dtype, reply.arrays[0].shape) != (
-            "float32",
-            (size,),
-        ):
-            raise ProtocolViolation(f"initial shard {j} has {size} parameters")
-        values = reply.arrays[0]
-        if not await self.worker.run(lambda: self.weights.is_right(replica.index, j, values)):
-            raise ProtocolViolation(f"initial shard {j} does not match its hash")
         if peer_id not in self._givers:
             self._givers.append(peer_id)
         return values
@@ -134,3 +167,34 @@ class WeightService:
                 "waiting: %s; a peer that has the model's folder gives them (--weights FOLDER)",
                 reason,
             )
+
+    def _say_once(self, error: UserError) -> None:
+        if not self._has_said_disk:
+            self._has_said_disk = True
+            log.warning("%s; the base is fetched again when this peer starts again", error)
+
+
+async def fetch_initial(
+    transport: Transport,
+    peer_id: str,
+    weights: InitialWeights,
+    worker: Worker,
+    stage: int,
+    number: int,
+    size: int,
+    timeout_s: float,
+) -> Array:
+    """An initial shard from a peer, checked. `number`: as in `InitialWeights.shard`. `size`: its
+    elements. Raises `SwarmnetError`."""
+    reply = await transport.call(
+        peer_id, "initial_shard", Message(FetchRequest(0, stage, number)), timeout_s=timeout_s
+    )
+    if len(reply.arrays) != 1 or (reply.arrays[0].dtype, reply.arrays[0].shape) != (
+        "float32",
+        (size,),
+    ):
+        raise ProtocolViolation(f"initial shard {number} has {size} parameters")
+    values = reply.arrays[0]
+    if not await worker.run(lambda: weights.is_right(stage, number, values)):
+        raise ProtocolViolation(f"initial shard {number} does not match its hash")
+    return values

@@ -122,6 +122,8 @@ class ServedStage:
         replica, averaging = self.replica, self.averaging
         await replica.measure_digests()
         try:
+            while self._weights is not None and not await self._weights.fill_base(replica):
+                pass  # it has waited, and said for what
             while True:
                 try:
                     await self._join()

@@ -113,7 +113,7 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
             (batch, *plan.targets.shape), dtype=getattr(torch, plan.targets.dtype)
         )
     if x.is_floating_point():
-        x = x.to(dtype)
+        x = x.to(dtype).requires_grad_()
     inputs = x
     parameters = {_memory_of(p) for module in modules for p in module.parameters()}
     borders, parts = [x], []

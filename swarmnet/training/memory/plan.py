@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from swarmnet.errors import SpecError
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
+from swarmnet.training.models.base import describe_base, num_parameters
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.stage import stage_parameter_ranges
 
@@ -130,6 +131,17 @@ def state_bytes(
     )
 
 
+def base_bytes(spec: RunSpec, stage: int, precision: Precision) -> float:
+    """Of what is not trained at a stage: on every replica, in the precision of the passes, or of
+    `[lora] base_dtype` where linear layers keep it so (the few others are counted alike)."""
+    plan = model_plan(spec)
+    if not plan.has_base:
+        return 0.0
+    layers = split_stages(plan, spec.pipeline.num_stages)[stage]
+    is_low = precision is not FP32 or plan.base_dtype is not None
+    return float((LOW_BYTES if is_low else FP32_BYTES) * num_parameters(describe_base(layers)))
+
+
 def exchange_bytes(mode: str, share: float, precision: Precision = FP32) -> float:
     """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
     if mode in (DELAYED, AUTO):
@@ -213,23 +225,24 @@ def plan_memory(
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     rows = []
     for k in range(len(stages)):
-        num_parameters = stage_parameter_ranges(spec, k)[-1].stop
-        of_stage = num_parameters, num_replicas, copies
+        trained = num_parameters(stage_parameter_ranges(spec, k))
+        base = base_bytes(spec, k, precision)
+        of_stage = trained, num_replicas, copies
         weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode)
         one = (known or stage_activations)(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
             StageMemory(
                 stage=k,
-                num_parameters=num_parameters,
-                weights=weights,
+                num_parameters=trained,
+                weights=weights + base,
                 gradients=gradients,
                 optimizer=optimizer,
                 exchange=exchange,
                 sent=sent_bytes(*of_stage, mode, spec.sync.local_steps),
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
-                unsharded=sum(state_bytes(num_parameters, 1, copies, precision, mode)),
+                unsharded=sum(state_bytes(trained, 1, copies, precision, mode)) + base,
             )
         )
     return rows

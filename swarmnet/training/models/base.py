@@ -137,6 +137,12 @@ class ModelPlan:
     """Some layers are a `TakesContext`."""
     takes_ignored: bool = False
     """Loss and count leave out int32 targets that are `IGNORED`."""
+    has_base: bool = False
+    """Parameters that require no gradient are the *base*: they come from a model's folder and stay
+    as they are, so they are in no vector of a stage, and in no update. What a stage trains, and
+    what its shards, digests, checkpoints and downloads are made of, are the others."""
+    base_dtype: torch.dtype | None = None
+    """Precision that the base is rounded to, once; None for as it comes."""
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
     pass done again is the same."""
@@ -159,6 +165,8 @@ def build_layer(plan: ModelPlan, layer: LayerBuilder, seed: int) -> nn.Module:
         module = layer.build()
     for name, parameter in module.named_parameters():
         full_name = f"{layer.name}.{name}"
+        if plan.has_base and not parameter.requires_grad:
+            continue
         if parameter.dtype != torch.float32 or not parameter.requires_grad:
             raise SpecError(f"{full_name} must be a float32 parameter that requires a gradient")
         if plan.initialize is not None:
@@ -191,9 +199,14 @@ def parameter_ranges(
 ) -> tuple[ParameterRange, ...]:
     """The canonical order of the parameters of some consecutive layers: as the layers run, and
     within a layer as torch names them."""
+    return ranges_of(own_parameters(layers, modules))
+
+
+def ranges_of(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[ParameterRange, ...]:
+    """Where parameters lie that come one after the other."""
     ranges: list[ParameterRange] = []
     start = 0
-    for name, p in own_parameters(layers, modules):
+    for name, p in named:
         ranges.append(ParameterRange(name, start, tuple(p.shape), p.numel()))
         start += p.numel()
     return tuple(ranges)
@@ -202,15 +215,28 @@ def parameter_ranges(
 def own_parameters(
     layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters of some consecutive layers in canonical order; one that is tied to an
-    earlier layer among them comes once, under that layer's name. Those that are tied to a layer
-    elsewhere come first, so that both stages can have the same shards of them."""
+    """Names and parameters of some consecutive layers in canonical order: what is trained. One that
+    is tied to an earlier layer among them comes once, under that layer's name. Those that are tied
+    to a layer elsewhere come first, so that both stages can have the same shards of them."""
+    return _own(layers, modules, is_trained=True)
+
+
+def base_parameters(
+    layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]
+) -> list[tuple[str, nn.Parameter]]:
+    """`own_parameters` of what is not trained (`ModelPlan.has_base`)."""
+    return _own(layers, modules, is_trained=False)
+
+
+def _own(
+    layers: Sequence[LayerBuilder], modules: Sequence[nn.Module], *, is_trained: bool
+) -> list[tuple[str, nn.Parameter]]:
     found: dict[str, nn.Parameter] = {}
     elsewhere: dict[str, nn.Parameter] = {}
     for layer, module in zip(layers, modules, strict=True):
         for name, p in module.named_parameters():
             owner = layer.tied.get(name)
-            if owner in found:
+            if owner in found or p.requires_grad != is_trained:
                 continue
             (found if owner is None else elsewhere)[f"{layer.name}.{name}"] = p
     return [*elsewhere.items(), *found.items()]
@@ -230,6 +256,29 @@ def tie(layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]) -> None:
 
 def describe_parameters(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
     """`parameter_ranges` of layers that nobody built: no memory is taken."""
+    return parameter_ranges(layers, _described(layers))
+
+
+def describe_base(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
+    """Where each parameter of the base of some layers lies, one after the other in canonical order;
+    none where all of them are trained. No memory is taken."""
+    return ranges_of(base_parameters(layers, _described(layers)))
+
+
+def cut_shards(num_parameters: int, size: int, num_tied: int = 0) -> tuple[int, ...]:
+    """Elements of each shard of a stage; the last one may be shorter. `num_tied`: the first so many
+    elements are another stage's too, and have shards of their own."""
+    if num_tied:
+        return (*cut_shards(num_tied, size), *cut_shards(num_parameters - num_tied, size))
+    full, rest = divmod(num_parameters, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def num_parameters(ranges: Sequence[ParameterRange]) -> int:
+    """Elements of all of them."""
+    return ranges[-1].stop if ranges else 0
+
+
+def _described(layers: Sequence[LayerBuilder]) -> list[nn.Module]:
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        modules = [layer.build() for layer in layers]
-    return parameter_ranges(layers, modules)
+        return [layer.build() for layer in layers]

@@ -1,16 +1,30 @@
-"""The weights that a run began from, on one machine; implements `swarm.ports.InitialWeights`."""
+"""The weights that a run began from, on one machine; implements `swarm.ports.InitialWeights`.
+
+Where a model is trained whole, these are the first parameters of its stages. Where adapters are
+trained they are the base, which every replica of a stage needs: what has come of it is kept in the
+state folder, so that nobody has to have the model's folder when a run goes on.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
-from swarmnet.errors import ProtocolViolation, SpecError
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from swarmnet.errors import ProtocolViolation, SpecError, UserError
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
-from swarmnet.training.models.base import describe_parameters
+from swarmnet.training.models.base import ParameterRange, describe_base, describe_parameters
+from swarmnet.training.models.frozen import base_shards
+from swarmnet.training.models.lora_folder import AdapterWeights
 from swarmnet.training.models.model_folder import open_weights
 from swarmnet.training.models.registry import (
     model_plan,
@@ -24,37 +38,124 @@ from swarmnet.wire import Array
 log = logging.getLogger("swarmnet.models")
 
 HASH_BYTES = 32
+FOLDER = "base"
+"""In the state folder."""
+NAME_CHARACTERS = 16
+"""Of the hash of the list of hashes, in the name of a base's folder."""
+VALUES = "values"
+
+
+@dataclass(frozen=True, slots=True)
+class InitialLayout:
+    """Which shards a run began from."""
+
+    base: list[tuple[ParameterRange, ...]]
+    """By stage."""
+    base_sizes: list[tuple[int, ...]]
+    """By stage, the elements of each shard."""
+    trained: list[tuple[ParameterRange, ...]]
+    trained_sizes: list[tuple[int, ...]]
+    """By stage; none where trained parameters begin at random."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> InitialLayout:
+        """`spec`: what its model's folder and adapter say is in it. Raises `SpecError`."""
+        plan = model_plan(spec)
+        num_stages = spec.pipeline.num_stages
+        stages = split_stages(plan, num_stages)
+        size = shard_parameters(spec, plan)
+        sizes = [stage_shards(plan, num_stages, k, size) for k in range(num_stages)]
+        is_random = spec.lora is not None and not spec.lora.adapter
+        return cls(
+            [describe_base(layers) if plan.has_base else () for layers in stages],
+            [base_shards(layers) if plan.has_base else () for layers in stages],
+            [describe_parameters(layers) for layers in stages],
+            [()] * num_stages if is_random else sizes,
+        )
+
+    @property
+    def num_shards(self) -> list[int]:
+        """Of each stage."""
+        return [len(b) + len(t) for b, t in zip(self.base_sizes, self.trained_sizes, strict=True)]
+
+    def of_model(self) -> list[tuple[ParameterRange, ...]]:
+        """By stage, what the model's folder has."""
+        return self.base if any(self.base) else self.trained
+
+
+class InitialSources:
+    """Initial shards, from the folders of a model and an adapter."""
+
+    def __init__(
+        self, spec: RunSpec, layout: InitialLayout, folder: Path | None, adapter: Path | None
+    ) -> None:
+        """Raises `SpecError` where a folder is not of the run's model."""
+        self._layout = layout
+        self.model: SourceWeights | None = None
+        if folder is not None:
+            self.model = open_weights(folder, spec.model.config, layout.of_model())
+        self.adapter: AdapterWeights | None = None
+        if adapter is not None:
+            self.adapter = AdapterWeights(adapter, layout.trained)
+
+    def read(self, stage: int, shard: int) -> torch.Tensor | None:
+        """A shard, flat fp32; None where its folder is not here. Raises `SpecError`."""
+        layout = self._layout
+        num_base = len(layout.base_sizes[stage])
+        if shard < num_base:
+            return _part(self.model, layout.base[stage], layout.base_sizes[stage], shard)
+        source = self.adapter if num_base else self.model
+        trained, sizes = layout.trained[stage], layout.trained_sizes[stage]
+        return _part(source, trained, sizes, shard - num_base)
+
+
+def _part(
+    source: SourceWeights | AdapterWeights | None,
+    ranges: Sequence[ParameterRange],
+    sizes: Sequence[int],
+    shard: int,
+) -> torch.Tensor | None:
+    start = sum(sizes[:shard])
+    return None if source is None else source.flat(ranges, start, start + sizes[shard])
 
 
 class ModelWeights:
-    """Initial shards by their hashes, from a model's folder where this machine has it."""
+    """Initial shards by their hashes: from the folders of a model and an adapter where this machine
+    has them, and of a base also from the state folder."""
 
-    def __init__(self, spec: RunSpec, hashes: bytes, folder: Path | None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        hashes: bytes,
+        folder: Path | None,
+        *,
+        adapter: Path | None = None,
+        state_dir: Path | None = None,
+    ) -> None:
         """`hashes`: the run's file of them. `folder`: of the model; None where it is not here.
+        `adapter`: likewise, of the adapter that the run began from. `state_dir`: where a base is
+        kept.
 
         Raises:
-            SpecError: the hashes are not those of the run's shards, or the folder is not of its
+            SpecError: the hashes are not those of the run's shards, or a folder is not of its
                 model.
         """
-        plan = model_plan(spec)
-        self._stages = [
-            describe_parameters(layers) for layers in split_stages(plan, spec.pipeline.num_stages)
-        ]
-        size = shard_parameters(spec, plan)
-        num_stages = spec.pipeline.num_stages
-        self._sizes = [stage_shards(plan, num_stages, k, size) for k in range(num_stages)]
-        self._first = [0, *accumulate(len(sizes) for sizes in self._sizes)]
+        self._layout = layout = InitialLayout.of(spec)
+        self._first = [0, *accumulate(layout.num_shards)]
         self._hashes = hashes
         if len(hashes) != HASH_BYTES * self._first[-1]:
             raise SpecError("the list of the run's initial shards has another length than the run")
-        self._source: SourceWeights | None = None
-        if folder is not None:
-            self._source = open_weights(folder, spec.model.config, self._stages)
-        self.is_here = folder is not None
+        self._folder = folder
+        self._sources: InitialSources | None = InitialSources(spec, layout, folder, adapter)
+        self._kept: Path | None = None
+        if state_dir is not None and any(layout.base):
+            self._kept = state_dir / FOLDER / spec.model.weights[:NAME_CHARACTERS]
+        self.is_here = folder is not None or (self._kept is not None and self._kept.is_dir())
+        self.has_trained = any(layout.trained_sizes)
         self._shard = lru_cache(maxsize=1)(self._read)
 
     def shard(self, stage_index: int, shard_index: int) -> Array | None:
-        if self._source is None or not self._has(stage_index, shard_index):
+        if not self._has(stage_index, shard_index):
             return None
         return self._shard(stage_index, shard_index)
 
@@ -66,29 +167,74 @@ class ModelWeights:
         except ProtocolViolation:
             return False
 
+    def keep(self, stage_index: int, shard_index: int, values: Array) -> None:
+        if self._kept is None or shard_index >= len(self._layout.base_sizes[stage_index]):
+            return
+        path = self._path(stage_index, shard_index)
+        if path.is_file():
+            return
+        tensor = to_tensor(values)
+        low = tensor.bfloat16()
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._kept.mkdir(parents=True, exist_ok=True)
+            # Most models are in bf16: half of the bytes are enough then.
+            exact = low if torch.equal(low.float(), tensor) else tensor
+            save_file({VALUES: exact}, beside)
+            beside.replace(path)
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"cannot write {path}: {' '.join(str(e).split())[:120]}") from None
+        self._shard.cache_clear()
+        self.is_here = True
+
     def _has(self, stage_index: int, shard_index: int) -> bool:
-        known = 0 <= stage_index < len(self._sizes)
-        return known and 0 <= shard_index < len(self._sizes[stage_index])
+        numbers = self._layout.num_shards
+        return 0 <= stage_index < len(numbers) and 0 <= shard_index < numbers[stage_index]
 
     def _hash(self, stage_index: int, shard_index: int) -> bytes:
         at = HASH_BYTES * (self._first[stage_index] + shard_index)
         return self._hashes[at : at + HASH_BYTES]
 
     def _read(self, stage_index: int, shard_index: int) -> Array | None:
-        assert self._source is not None
-        sizes = self._sizes[stage_index]
-        start = sum(sizes[:shard_index])
+        """From the state folder, else from the model's."""
+        kept = self._read_kept(stage_index, shard_index)
+        if kept is not None or self._sources is None:
+            return kept
         try:
-            values = self._source.flat(self._stages[stage_index], start, start + sizes[shard_index])
+            values = self._sources.read(stage_index, shard_index)
         except SpecError as error:
             log.warning("%s", error)
-            self.is_here = False
+            self._give_up_sources()
+            return None
+        if values is None:
             return None
         if shard_hash(values) != self._hash(stage_index, shard_index):
             log.warning(
                 "%s: its weights are not those that this run began from; they are not used",
-                self._source.folder,
+                self._folder,
             )
-            self.is_here = False
+            self._give_up_sources()
             return None
         return from_tensor(values)
+
+    def _give_up_sources(self) -> None:
+        self._sources = None
+        self.is_here = self._kept is not None and self._kept.is_dir()
+
+    def _read_kept(self, stage_index: int, shard_index: int) -> Array | None:
+        if self._kept is None:
+            return None
+        path = self._path(stage_index, shard_index)
+        try:
+            values = load_file(path)[VALUES].float()
+        except (OSError, SafetensorError, KeyError):
+            return None
+        if shard_hash(values) != self._hash(stage_index, shard_index):
+            log.warning("%s is damaged: it is fetched again", path)
+            path.unlink(missing_ok=True)
+            return None
+        return from_tensor(values)
+
+    def _path(self, stage_index: int, shard_index: int) -> Path:
+        assert self._kept is not None
+        return self._kept / f"{stage_index}-{shard_index}.safetensors"

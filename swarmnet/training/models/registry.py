@@ -15,7 +15,13 @@ from typing import Any
 from swarmnet.errors import SpecError, UserError
 from swarmnet.protocol.membership.assignment import split_layers
 from swarmnet.spec import RunSpec
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, describe_parameters
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    ModelPlan,
+    cut_shards,
+    describe_parameters,
+    num_parameters,
+)
 from swarmnet.training.models.llama import llama_plan
 
 AUTO_SHARDS = 64
@@ -41,6 +47,10 @@ def model_plan(spec: RunSpec) -> ModelPlan:
             from swarmnet.training.models.document_probe import check_documents_apart
 
             check_documents_apart(spec.model.config, spec.sequence_length)
+        if spec.lora is not None:
+            from swarmnet.training.models.lora import lora_plan
+
+            plan = lora_plan(plan, spec.lora)
     else:
         plan = _call_builder(spec.model.builder, spec.model.options)
         _check_plan(plan, spec.model.builder)
@@ -91,30 +101,22 @@ def shard_parameters(spec: RunSpec, plan: ModelPlan) -> int:
     if spec.sync.shard_parameters:
         return spec.sync.shard_parameters
     largest = max(
-        sum(r.num_elements for r in describe_parameters(layers))
+        num_parameters(describe_parameters(layers))
         for layers in split_stages(plan, spec.pipeline.num_stages)
     )
     wanted = max(MIN_SHARD_PARAMETERS, -(-largest // AUTO_SHARDS))
     return -(-wanted // SHARD_MULTIPLE) * SHARD_MULTIPLE
 
 
-def cut_shards(num_parameters: int, size: int, num_tied: int = 0) -> tuple[int, ...]:
-    """Elements of each shard of a stage; the last one may be shorter. `num_tied`: the first so many
-    elements are another stage's too, and have shards of their own."""
-    if num_tied:
-        return (*cut_shards(num_tied, size), *cut_shards(num_parameters - num_tied, size))
-    full, rest = divmod(num_parameters, size)
-    return (size,) * full + ((rest,) if rest else ())
-
-
 def tied_elements(plan: ModelPlan, num_stages: int, stage_index: int) -> int:
-    """How many of a stage's parameters, the first ones, another stage has too.
+    """How many of a stage's parameters, the first ones, another stage has too. None where they are
+    of the base, for it does not change.
 
     Raises:
         SpecError: they are not the first ones of the first stage, tied to the last one.
     """
     stages = split_stages(plan, num_stages)
-    if num_stages == 1 or stage_index not in (0, num_stages - 1):
+    if num_stages == 1 or plan.has_base or stage_index not in (0, num_stages - 1):
         return 0
     at = {layer.name: k for k, layers in enumerate(stages) for layer in layers}
     total = 0
@@ -137,7 +139,13 @@ def stage_shards(plan: ModelPlan, num_stages: int, stage_index: int, size: int) 
     """Elements of each shard of a stage. Raises `SpecError`."""
     layers = split_stages(plan, num_stages)[stage_index]
     tied = tied_elements(plan, num_stages, stage_index)
-    return cut_shards(describe_parameters(layers)[-1].stop, size, tied)
+    total = num_parameters(describe_parameters(layers))
+    if total == 0:
+        raise SpecError(
+            f"[pipeline] num_stages: stage {stage_index} has no parameters to train; use fewer, or "
+            "set [pipeline] layers"
+        )
+    return cut_shards(total, size, tied)
 
 
 def _call_builder(builder: str, options: dict[str, Any]) -> ModelPlan:

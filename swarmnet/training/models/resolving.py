@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.errors import DataError
+from swarmnet.errors import DataError, SpecError
 from swarmnet.spec import BYTES_TOKENIZER, RunSpec
-from swarmnet.training.models.base import describe_parameters
+from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.models.lora import target_names
+from swarmnet.training.models.lora_folder import family_targets, read_adapter
 from swarmnet.training.models.model_folder import (
     BESIDE_TOKENIZER,
     find_folder,
     has_weights,
-    open_weights,
     read_bounded,
     read_folder,
     small_files,
@@ -25,7 +26,6 @@ from swarmnet.training.models.registry import (
     model_plan,
     shard_parameters,
     split_stages,
-    stage_shards,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def resolve_run(spec: RunSpec, builder: str = "", place: Place | None = None) ->
         SpecError: the model or its folder cannot be read, built or cut so.
     """
     spec, contents = with_files(spec, "" if place is None else place.tokenizer)
-    spec = _with_data(spec, builder, place, contents)
+    adapter = spec.lora.source if spec.lora is not None else ""
+    spec = _with_data(_with_lora(spec), builder, place, contents)
     if not spec.open_keys:
         return Resolved(spec.resolved(layers=(), shard_parameters=0), contents)
     model = spec.with_builder(builder or spec.model.builder)
@@ -67,10 +68,7 @@ def resolve_run(spec: RunSpec, builder: str = "", place: Place | None = None) ->
     stages = split_stages(plan, spec.pipeline.num_stages)
     size = shard_parameters(model, plan)
     if spec.model.source:
-        folder = find_folder(spec.model.source)
-        ranges = [describe_parameters(layers) for layers in stages]
-        sizes = [stage_shards(plan, len(stages), k, size) for k in range(len(stages))]
-        dtype, hashes = _weights(folder, spec.model.config, ranges, sizes)
+        dtype, hashes = _weights(spec, find_folder(spec.model.source), adapter)
         changes = {"source": "", "dtype": spec.model.dtype or dtype}
         spec = spec.model_copy(update={"model": spec.model.model_copy(update=changes)})
         if hashes:
@@ -108,7 +106,7 @@ def described(spec: RunSpec) -> RunSpec:
     folder = find_folder(spec.model.source)
     read = read_config(folder)
     values: dict[str, Any] = {"config": read.values, "base": spec.model.source}
-    return spec.model_copy(update={"model": spec.model.model_copy(update=values)})
+    return _with_lora(spec.model_copy(update={"model": spec.model.model_copy(update=values)}))
 
 
 def file_values(contents: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
@@ -144,14 +142,40 @@ def _with_file_specs(spec: RunSpec, contents: Mapping[str, bytes]) -> RunSpec:
     return spec.with_values(values)
 
 
-def _weights(
-    folder: Path, config: dict[str, Any], stages: list[Any], sizes: list[tuple[int, ...]]
-) -> tuple[str, bytes]:
+def _with_lora(spec: RunSpec) -> RunSpec:
+    """With all that `[lora]` leaves open. Raises `SpecError`."""
+    lora = spec.lora
+    if lora is None or not lora.is_open:
+        return spec
+    if lora.source:
+        lora = read_adapter(Path(lora.source).expanduser(), lora, spec.model.base)
+    kind = str(spec.model.config["model_type"])
+    values: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha}
+    whole = model_plan(spec.model_copy(update={"lora": None}))
+    values["target_modules"] = target_names(whole, lora.target_modules or family_targets(kind))
+    return spec.model_copy(update={"lora": lora.model_copy(update=values)})
+
+
+def _weights(spec: RunSpec, folder: Path, adapter: str) -> tuple[str, bytes]:
     """The dtype of a folder's weights and the list of the initial shards' hashes; empty where it
-    has no weights."""
-    from swarmnet.training.models.source_weights import shard_hashes
+    has no weights. `adapter`: the folder of an adapter, or empty."""
+    from swarmnet.training.models.source_weights import shard_hash
 
     if not has_weights(folder):
+        if spec.lora is not None:
+            raise SpecError(
+                f"[lora] trains adapters beside a model's weights, and {folder} has none; there is "
+                "nothing to adapt in random ones"
+            )
         return "", b""
-    weights = open_weights(folder, config, stages)
-    return weights.dtype, shard_hashes(weights, stages, sizes)
+    layout = InitialLayout.of(spec)
+    of_adapter = Path(adapter).expanduser() if adapter else None
+    sources = InitialSources(spec, layout, folder, of_adapter)
+    assert sources.model is not None
+    hashes = []
+    for stage, num_shards in enumerate(layout.num_shards):
+        for shard in range(num_shards):
+            values = sources.read(stage, shard)
+            assert values is not None
+            hashes.append(shard_hash(values))
+    return sources.model.dtype, b"".join(hashes)

@@ -89,22 +89,6 @@ class SourceWeights:
             at += one.num_elements
 
 
-def shard_hashes(
-    weights: SourceWeights,
-    stages: Sequence[Sequence[ParameterRange]],
-    sizes: Sequence[Sequence[int]],
-) -> bytes:
-    """SHA-256 of every initial shard (fp32, little endian), one after the other: stage by stage,
-    and in a stage in order. `sizes`: elements of each shard of each stage. Reads all weights."""
-    hashes = []
-    for ranges, shards in zip(stages, sizes, strict=True):
-        start = 0
-        for size in shards:
-            hashes.append(shard_hash(weights.flat(ranges, start, start + size)))
-            start += size
-    return b"".join(hashes)
-
-
 def shard_hash(values: Tensor) -> bytes:
     """32 bytes: SHA-256 of fp32 values."""
     return hashlib.sha256(values.contiguous().numpy().data).digest()

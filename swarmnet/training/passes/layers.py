@@ -36,6 +36,7 @@ from swarmnet.training.models.base import (
     tie,
     with_mask,
 )
+from swarmnet.training.models.frozen import StageBase, settle
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
 """Layers that keep no more than their input for the backward pass in any case."""
@@ -79,6 +80,8 @@ class StageLayers:
         self.parameter_copies = ParameterCopies(at_once=computing.precision != "fp16")
         self.modules = [self._build(builder) for builder in builders]
         tie(builders, self.modules)
+        self.base = StageBase(plan, builders, self.modules)
+        """What of the layers is not trained."""
         self.parameter_ranges = parameter_ranges(builders, self.modules)
         if not self.parameter_ranges or self.parameter_ranges[-1].stop == 0:
             raise SpecError(
@@ -177,6 +180,9 @@ class StageLayers:
 
     def _build(self, builder: LayerBuilder) -> nn.Module:
         module = build_layer(self.plan, builder, self._seed)
+        if self.plan.has_base:  # it comes later, also what is tied to a layer elsewhere
+            settle(module, self.dtype, self.device)
+            return module
         here = {layer.name for layer in self.builders}
         for name, owner in builder.tied.items():
             of, _, its_name = owner.rpartition(".")
@@ -236,4 +242,5 @@ class StageLayers:
 
     def _parameter_storages(self) -> frozenset[int]:
         """Addresses of what the layers compute with: it stays where it is in any case."""
-        return frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
+        parameters = (p for module in self.modules for p in module.parameters())
+        return frozenset(p.untyped_storage().data_ptr() for p in parameters)

@@ -43,7 +43,12 @@ TIED = (
 
 
 def check_split(spec: RunSpec, num_ranks: int) -> None:
-    """Raises `SpecError` unless a microbatch can be split evenly."""
+    """Raises `SpecError` unless the model can be sharded and a microbatch split evenly."""
+    if spec.lora is not None and num_ranks > 1:
+        raise SpecError(
+            f"--tp {num_ranks} --local fsdp does not go with [lora]; take --tp 1, or a peer for "
+            "each device"
+        )
     if spec.pipeline.microbatch % num_ranks:
         raise SpecError(
             f"--tp {num_ranks} --local fsdp: microbatches of {spec.pipeline.microbatch} samples "

@@ -67,6 +67,10 @@ def check_cut(spec: RunSpec, num_ranks: int) -> None:
     if num_ranks == 1:
         return
     model = spec.model
+    if spec.lora is not None:
+        raise SpecError(
+            f"--tp {num_ranks} does not go with [lora]; take --tp 1, or a peer for each device"
+        )
     if model.kind != "llama":
         raise SpecError(
             f"--tp {num_ranks}: tensor parallelism cuts the built-in Llama only; this run's model "

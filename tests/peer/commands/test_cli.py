@@ -149,6 +149,8 @@ COMMANDS = {
         "--run-id",
         "--best",
         "--dtype",
+        "--merge",
+        "--weights",
         "--invite",
         "--transport",
         "--debug",

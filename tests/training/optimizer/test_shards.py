@@ -14,8 +14,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.spec import OptimizerSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.data import open_data
-from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.models.registry import cut_shards
+from swarmnet.training.models.base import ParameterRange, cut_shards
 from swarmnet.training.optimizer.schedule import learning_rate
 from swarmnet.training.optimizer.shards import Segment, ShardedAdamW, cut_segments, lead
 from swarmnet.wire import Array

@@ -1,0 +1,170 @@
+"""A PEFT adapter's folder that a run begins from: what its config says, and its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnet.errors import SpecError
+from swarmnet.spec import LORA_ALPHA, LORA_RANK, LoraSpec
+from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
+from swarmnet.training.models.base import ParameterRange
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of a parameter's name in an adapter's file."""
+MAX_CONFIG_BYTES = 1 << 18
+MAX_TARGETS = 1024
+READ_BYTES = 1 << 22
+REFUSED = """
+    modules_to_save rank_pattern alpha_pattern layers_to_transform layers_pattern layer_replication
+    exclude_modules target_parameters trainable_token_indices use_dora use_qalora use_bdlora
+    lora_bias fan_in_fan_out alora_invocation_tokens eva_config corda_config lora_ga_config
+    velora_config monteclora_config arrow_config kasa_config
+"""
+"""Keys that make an adapter another one than `swarmnet.training.models.lora` has."""
+
+
+def read_adapter(folder: Path, lora: LoraSpec, base: str) -> LoraSpec:
+    """`[lora]` with what the folder says, and without `from`. `base`: the name of the model.
+
+    Raises:
+        SpecError: the folder cannot be read, it is of another model or kind of adapter, or
+            `[lora]` says something else.
+    """
+    config = _read(folder / ADAPTER_CONFIG)
+    where = f"[lora] from: {folder}"
+    if str(config.get("peft_type", "")).upper() != "LORA":
+        raise SpecError(f"{where} is no LoRA adapter")
+    refused = [key for key in REFUSED.split() if config.get(key)]
+    if refused or config.get("bias", "none") != "none":
+        raise SpecError(f"{where}: {refused[0] if refused else 'bias'} is not supported")
+    theirs = str(config.get("base_model_name_or_path") or "")
+    if theirs and base and Path(theirs).name != Path(base).name:
+        raise SpecError(
+            f"{where} is an adapter of {theirs[:80]}, not of {base[:80]}; where these are one "
+            f"model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        )
+    targets = config.get("target_modules")
+    if isinstance(targets, str) or not targets or len(targets) > MAX_TARGETS:
+        raise SpecError(f"{where}: target_modules must be a list of names")
+    found = {
+        "r": config.get("r", LORA_RANK),
+        "lora_alpha": float(config.get("lora_alpha", LORA_ALPHA)),
+        "target_modules": tuple(sorted(str(t) for t in targets)),
+        "use_rslora": bool(config.get("use_rslora")),
+    }
+    for key, value in found.items():
+        wanted = getattr(lora, key)
+        wanted = tuple(sorted(wanted)) if isinstance(wanted, tuple) else wanted
+        if wanted not in (None, (), False, value):
+            raise SpecError(f"{where} has {key} = {value}, not {wanted}; leave the key out")
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        raise SpecError(f"{where} has no {ADAPTER_FILE}")
+    values = {**lora.model_dump(), **found, "source": "", "adapter": _sha256(path)}
+    return LoraSpec.model_validate(values)
+
+
+class AdapterWeights:
+    """The parameters of an adapter, by name, as its folder has them."""
+
+    def __init__(self, folder: Path, stages: Sequence[Sequence[ParameterRange]]) -> None:
+        """`stages`: the trained parameters of each. Raises `SpecError` where they are not exactly
+        those of the folder."""
+        self.folder = folder
+        path = folder / ADAPTER_FILE
+        self._stored = {one.name.removeprefix(PREFIX): one for one in stored_tensors(path)}
+        wanted = {r.name: r for ranges in stages for r in ranges}
+        missing, more = wanted.keys() - self._stored.keys(), self._stored.keys() - wanted.keys()
+        if missing:
+            raise SpecError(f"[lora] from: {path} lacks {min(missing)[:120]}")
+        if more:
+            name = min(more)[:120]
+            raise SpecError(f"[lora] from: {path} has more than the run's adapters: {name}")
+        for name, r in wanted.items():
+            shape = self._stored[name].shape
+            if shape != r.shape:
+                raise SpecError(f"[lora] from: {path}: {name} is {shape}, not {r.shape}")
+        self._files = MappedFiles()
+
+    def flat(self, ranges: Sequence[ParameterRange], start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a stage's flat vector, fp32. Raises `SpecError`."""
+        found = np.empty(stop - start, dtype=np.float32)
+        for r in ranges:
+            first, last = max(start, r.start), min(stop, r.stop)
+            if first < last:
+                part = self._files.read(self._stored[r.name], first - r.start, last - r.start)
+                found[first - start : last - start] = part
+        return torch.from_numpy(found)
+
+
+def adapter_config(lora: LoraSpec, base: str) -> dict[str, Any]:
+    """adapter_config.json of a trained adapter. `lora`: resolved. `base`: the model's name."""
+    alpha = lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": list(lora.target_modules),
+        "use_rslora": lora.use_rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def adapter_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters' parameters under the names that PEFT's files have."""
+    return {PREFIX + name: tensor for name, tensor in named.items()}
+
+
+def family_targets(kind: str) -> tuple[str, ...]:
+    """The linear layers that PEFT adapts in a family where nothing is said; empty where it does not
+    know. Raises `SpecError` where PEFT is missing."""
+    try:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+    except ImportError:
+        raise SpecError(
+            "[lora] target_modules left out: PEFT knows them, pip install 'swarmnet[models]'; or "
+            'name them, such as ["q_proj", "v_proj"]'
+        ) from None
+    found = KNOWN.get(kind, ())
+    return () if isinstance(found, str) else tuple(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        values = json.loads(raw)
+        if len(raw) > MAX_CONFIG_BYTES or not isinstance(values, dict):
+            raise ValueError("it is no table, or too long")
+    except OSError as error:
+        raise SpecError(f"[lora] from: cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        text = " ".join(str(error).split())[:100]
+        raise SpecError(f"[lora] from: {path} is not valid JSON: {text}") from None
+    return values
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(READ_BYTES):
+                digest.update(part)
+    except OSError as error:
+        raise SpecError(f"[lora] from: cannot read {path}: {error.strerror or error}") from None
+    return digest.hexdigest()
