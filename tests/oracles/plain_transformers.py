@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.batch import IGNORED
 from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.optimizer.schedule import learning_rate
@@ -55,10 +56,11 @@ class PlainTrainer:
             inputs, targets = (to_tensor(a).long() for a in self._data.microbatch(indices).arrays)
             logits = self.model(inputs).logits
             loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), reduction="sum"
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
             loss.backward()
-            loss_sum, num_tokens = loss_sum + loss.item(), num_tokens + targets.numel()
+            loss_sum += loss.item()
+            num_tokens += int((targets != IGNORED).sum())
         for p in self.model.parameters():
             if p.grad is not None:
                 p.grad /= num_tokens
