@@ -53,7 +53,7 @@ def test_free_memory_decides_and_the_person_is_told(
     seen = [with_free(megabytes * 1e6)[0].activations for megabytes in (400, 160, 110)]
     assert seen[0] == "keep"
     assert seen[1] in ("blocks", "recompute")
-    with pytest.raises(UserError, match=r"stage 0 needs 24\.7 MB of this machine's memory"):
+    with pytest.raises(UserError, match=r"stage 0 needs .* of this machine's memory"):
         with_free(1e6)
     computing, line = with_free(26e6)
     assert line.endswith("; no more than 2 are let in")
