@@ -2,7 +2,8 @@
 
 Hashes are those of a document's tokens, so the choice is the same wherever the document lies, and
 the same text is never on both sides. As many documents are taken as it needs for `[data]
-held_out_fraction` of all tokens, and for one sample at least. A text that is longer than half of
+held_out_fraction` of all tokens, and for one sample at least; many that are equal, and would be far
+more than that, are passed over. A text that is longer than half of
 that is cut into blocks, each with a hash of its own: else one long text would be held out whole or
 not at all. Dialogues are never cut.
 """
@@ -20,6 +21,8 @@ from swarmnet.training.data.store import Store
 BINS = 1 << 16
 BIN_SHIFT = np.uint64(48)
 GOLDEN = 0x9E3779B97F4A7C15
+MOST_TIMES = 1.5
+"""What is to be held out, at most so many times."""
 BLOCKS = 8
 """Of a long text, that together are what is to be held out."""
 
@@ -29,8 +32,8 @@ class Division:
     """Of a store's tokens into those that are trained on and those held out."""
 
     store: Store
-    bins: int = 0
-    """Hashes in the first so many of `BINS` bins are held out."""
+    held: np.ndarray
+    """bool, whether hashes in each of `BINS` bins are held out."""
     longest: int = 0
     """Documents of more tokens are cut into blocks; 0: none is."""
     block: int = 0
@@ -39,7 +42,7 @@ class Division:
     def lengths(self, documents: np.ndarray, *, held_out: bool) -> np.ndarray:
         """Tokens of documents that are held out, or that are not; int64."""
         lengths = self.store.lengths(documents)
-        is_held = _bins(self.store.hashes(documents)) < self.bins
+        is_held = self.held[_bins(self.store.hashes(documents))]
         found = np.where(is_held == held_out, lengths, 0)
         for i in np.flatnonzero(lengths > self.longest) if self.longest else ():
             parts = self.parts(int(documents[i]), held_out=held_out)
@@ -51,11 +54,11 @@ class Division:
         index = np.asarray([document], np.int64)
         start, length = int(self.store.starts(index)[0]), int(self.store.lengths(index)[0])
         if not self.longest or length <= self.longest:
-            is_held = _bins(self.store.hashes(index))[0] < self.bins
+            is_held = self.held[_bins(self.store.hashes(index))[0]]
             return [(start, start + length)] if is_held == held_out else []
         parts: list[tuple[int, int]] = []
         bins = _bins(_block_hashes(self.store.hashes(index), -(-length // self.block)))
-        for k, is_held in enumerate(bins < self.bins):
+        for k, is_held in enumerate(self.held[bins]):
             if is_held != held_out:
                 continue
             first = start + k * self.block
@@ -70,7 +73,7 @@ def divide(store: Store, fraction: float, sequence_length: int) -> Division:
     """Holds out a part of the store's tokens; none where `fraction` is 0."""
     total = store.about.num_tokens
     if fraction == 0:
-        return Division(store)
+        return Division(store, np.zeros(BINS, bool))
     wanted = max(math.ceil(total * fraction), sequence_length + 1)
     longest = 0 if store.about.is_dialogues else max(wanted // 2, 1)
     block = max(wanted // BLOCKS, sequence_length + 1)
@@ -84,8 +87,24 @@ def divide(store: Store, fraction: float, sequence_length: int) -> Division:
             sizes = np.full(num_blocks, block, np.int64)
             sizes[-1] = int(lengths[i]) - block * (num_blocks - 1)
             _add(tokens_of_bin, _block_hashes(hashes[i : i + 1], num_blocks), sizes)
-    bins = int(np.searchsorted(np.cumsum(tokens_of_bin), wanted)) + 1
-    return Division(store, bins, longest, block)
+    return Division(store, _chosen(tokens_of_bin, wanted), longest, block)
+
+
+def _chosen(tokens_of_bin: np.ndarray, wanted: int) -> np.ndarray:
+    """The first bins that have as many tokens together as wanted, and not far more; bool."""
+    held = np.zeros(BINS, bool)
+    filled = np.flatnonzero(tokens_of_bin)
+    total = 0
+    for k in filled.tolist():
+        size = int(tokens_of_bin[k])
+        if total + size <= MOST_TIMES * wanted:
+            held[k] = True
+            total += size
+        if total >= wanted:
+            break
+    if not total and len(filled) > 1:
+        held[filled[np.argmin(tokens_of_bin[filled])]] = True
+    return held
 
 
 def _add(tokens_of_bin: np.ndarray, hashes: np.ndarray, lengths: np.ndarray) -> None:
