@@ -312,7 +312,7 @@ def test_an_adapter_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> No
     refused("an adapter of org/Other, not of model", base_model_name_or_path="org/Other")
     refused("lacks model.layers.0.self_attn.k_proj", target_modules=["q_proj", "k_proj"])
     refused("has more than the run's adapters", target_modules=["q_proj"])
-    refused(r"lora_A.weight is \(4, 64\), not \(2, 64\)", r=2)
+    refused(r"lora_A.weight is \(4, 32\), not \(2, 32\)", r=2)
     refused("there are: down_proj", target_modules=["c_attn"])
     refused("cannot read", {"from": str(tmp_path / "nowhere")})
 
