@@ -120,6 +120,7 @@ class SyntheticStage:
         self.max_in_flight = 1 << 16
         self.tied_shards = 0
         self.can_open_ahead = True
+        self.generation = None
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
         self._observe = observer

@@ -125,6 +125,7 @@ ACCESS: Mapping[str, Access] = {
     "commit": Access(Caller.ADMITTED, messages.Commit, body_bytes=LIST_BYTES),
     "committed": Access(Caller.ADMITTED, messages.CommittedRequest, body_bytes=LIST_BYTES),
     "infer": Access(Caller.ADMITTED, messages.InferRequest, arrays=Arrays.MICROBATCH),
+    "generate": Access(Caller.ADMITTED, messages.GenerateRequest, arrays=Arrays.MICROBATCH),
     "initial_shard": Access(Caller.ADMITTED, messages.FetchRequest),
     "saved": Access(Caller.ADMITTED, messages.SavedRequest),
     "saved_shard": Access(Caller.ADMITTED, messages.FetchRequest),

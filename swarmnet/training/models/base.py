@@ -93,6 +93,18 @@ class TakesContext(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How layers that are a `TakesContext` keep keys and values of earlier tokens."""
+
+    make: Callable[[], Any]
+    """An empty cache of one text, for all layers of a stage (`LayerContext.cache`)."""
+    numbers: int
+    """That one such layer keeps of a token."""
+    max_tokens: int = 0
+    """Of a text; 0: the model has no limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelPlan:
     """A model: layers in order, and a loss."""
 
@@ -116,7 +128,9 @@ class ModelPlan:
     is_sequence: bool = False
     """The first dimension of a sample is a sequence that may be shorter in evaluation."""
     takes_context: bool = False
-    """Some layers are a `TakesContext`."""
+    """Some layers are a `TakesContext`, and take positions."""
+    cache: CachePlan | None = None
+    """None: the model cannot go on with a text without computing all of it again."""
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
     pass done again is the same."""

@@ -15,10 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarmnet.spec import ModelSpec
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
+from swarmnet.training.models.base import (
+    CachePlan,
+    LayerBuilder,
+    LayerContext,
+    ModelPlan,
+    TakesContext,
+    TensorSpec,
+)
 
 ROTARY_TABLES = 16
 """Tables of cosines and sines kept, one a sequence length."""
+ROTARY_STEP = 256
+"""Beside a cache lengths grow by one: their tables come in multiples of this."""
 LOSS_FLOPS_PER_LOGIT = 10
 """An estimate: maximum, exponential, sum, logarithm and their gradients."""
 
@@ -40,6 +49,27 @@ class Embedding(nn.Embedding):
         pass
 
 
+class KeyValues:
+    """Keys and values of one text, by layer."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def num_tokens(self, layer: nn.Module) -> int:
+        """That a layer has keys and values of."""
+        kept = self._kept.get(layer)
+        return 0 if kept is None else kept[0].shape[1]
+
+    def extend(self, layer: nn.Module, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds those of further tokens; returns those of all."""
+        kept = self._kept.get(layer)
+        if kept is not None:
+            k_BSKE = torch.cat((kept[0], k_BSKE), dim=1)
+            v_BSKE = torch.cat((kept[1], v_BSKE), dim=1)
+        self._kept[layer] = k_BSKE, v_BSKE
+        return k_BSKE, v_BSKE
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -54,21 +84,33 @@ class Attention(nn.Module):
         self.v_proj = Linear(spec.hidden_size, kv_width)
         self.o_proj = Linear(spec.hidden_size, spec.hidden_size)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cache: KeyValues | None = None) -> Tensor:
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_size)
-        cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
+        before = 0 if cache is None else cache.num_tokens(self)
+        cos, sin = self._tables(before, length, x_BSD.device, is_growing=cache is not None)
         q_BSHE = _rotate(self.q_proj(x_BSD).view(heads), cos, sin)
         k_BSKE = _rotate(self.k_proj(x_BSD).view(heads), cos, sin)
         v_BSKE = self.v_proj(x_BSD).view(heads)
+        if cache is not None:
+            k_BSKE, v_BSKE = cache.extend(self, k_BSKE, v_BSKE)
         y_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
             k_BSKE.transpose(1, 2),
             v_BSKE.transpose(1, 2),
-            is_causal=True,
+            attn_mask=_mask(before, length, x_BSD.device) if before and length > 1 else None,
+            is_causal=not before,
             enable_gqa=self.is_grouped,
         )
         return self.o_proj(y_BHSE.transpose(1, 2).reshape(batch, length, -1))
+
+    def _tables(
+        self, before: int, length: int, device: torch.device, *, is_growing: bool
+    ) -> tuple[Tensor, Tensor]:
+        end = before + length
+        whole = -(-end // ROTARY_STEP) * ROTARY_STEP if is_growing else length
+        cos, sin = rotary_tables(whole, self.head_size, self.rope_theta, device)
+        return (cos[before:end], sin[before:end]) if is_growing else (cos, sin)
 
 
 class FeedForward(nn.Module):
@@ -84,7 +126,7 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(TakesContext):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -94,8 +136,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = _norm(spec)
         self.post_attention_layernorm = _norm(spec)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD))
+    def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
+        cache = None if context is None else context.cache
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cache)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -137,6 +180,7 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         count=count_tokens,
         initialize=initialize,
         is_sequence=True,
+        cache=CachePlan(KeyValues, 2 * spec.num_key_value_heads * spec.head_size),
     )
 
 
@@ -162,6 +206,12 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 def count_tokens(targets: Tensor) -> int:
     return targets.numel()
+
+
+def _mask(before: int, length: int, device: torch.device) -> Tensor:
+    """Each of `length` tokens looks at those before them all, and at those up to itself."""
+    everything = torch.ones(length, before + length, dtype=torch.bool, device=device)
+    return everything.tril(diagonal=before)
 
 
 @functools.lru_cache(maxsize=ROTARY_TABLES)
