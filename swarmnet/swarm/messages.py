@@ -710,9 +710,9 @@ class RelayGrant:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Some tokens of a text go through one stage, whose replica keeps their keys and values. Arrays:
-    the tokens, or what the stage before made of them; none to open a session, to keep or to end
-    it."""
+    """Some tokens of a text go through one stage, whose replica keeps their keys and values.
+    Arrays: the tokens, or what the stage before made of them; none to open a session, to keep or to
+    end it."""
 
     stage: int
     session: str

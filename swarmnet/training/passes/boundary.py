@@ -123,8 +123,8 @@ class Boundary:
         fits = len(shape) == 1 + len(sample) and shape[0] == 1 and shape[2:] == sample[1:]
         if inputs.dtype != self._inputs.dtype or not fits or not 1 <= shape[1] <= most:
             raise ProtocolViolation(
-                f"inputs: {str(inputs.dtype)[:16]} of shape {str(shape)[:64]}; {self._inputs.dtype} "
-                f"of shape {(1, most, *sample[1:])} at most"
+                f"inputs: {str(inputs.dtype)[:16]} of shape {str(shape)[:64]}; at most "
+                f"{self._inputs.dtype} of shape {(1, most, *sample[1:])}"
             )
         return self.receive_inputs(inputs)
 
