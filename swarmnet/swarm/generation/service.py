@@ -174,6 +174,8 @@ class GenerateService:
 
     def _has_room(self, replica: Replica, num_bytes: float) -> bool:
         limits = self._limits
+        if limits.is_memory_full:
+            return False
         may_be = limits.room_bytes(replica.index) - limits.text_bytes
         return num_bytes <= min(may_be, FREE_PART * self._free_bytes())
 

@@ -3,6 +3,7 @@ all, by the copy that was taken, whatever has become of the round."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
+from swarmnet.training.memory.plan import BF16, FP32, Precision, copy_bytes
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 from tests.training.specs import small_spec
@@ -95,9 +97,7 @@ def test_token_by_token_is_the_same_as_at_once(tmp_path: Path, family: str) -> N
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_copy_outlives_its_round_and_leaves_the_next_one_alone(
-    tmp_path: Path, precision: str
-) -> None:
+def test_a_copy_outlives_its_round_and_leaves_the_next_one_alone(precision: str) -> None:
     spec = small_spec()
     stages, tokens = built(spec, precision), tokens_of(spec)
     copy_all(stages)
@@ -112,7 +112,41 @@ def test_a_copy_outlives_its_round_and_leaves_the_next_one_alone(
     )
 
 
-def test_the_largest_logits_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "precision"), [("fp32", FP32), ("bf16", BF16)])
+def test_what_is_kept_is_what_is_counted(name: str, precision: Precision) -> None:
+    stages, tokens = built(small_spec(), name), tokens_of(small_spec())
+    through(stages, tokens, 0, is_copied=False)  # tables of positions are there from now on
+    expected = sum(copy_bytes(stage.num_parameters, precision) for stage in stages)
+    cached = 0
+    for stage in stages:
+        assert stage.generation is not None
+        stage.generation.drop(TEXT)
+        cached += LENGTH * stage.generation.token_bytes
+    before = all_bytes()
+    copy_all(stages)
+    assert all_bytes() - before == expected
+    through(stages, tokens, 0)
+    assert all_bytes() - before == expected + cached
+    for stage in stages:
+        assert stage.generation is not None
+        assert stage.generation.copy_bytes == copy_bytes(stage.num_parameters, precision)
+        stage.generation.drop(TEXT)
+        stage.generation.drop_copy()
+    assert all_bytes() == before
+
+
+def all_bytes() -> int:
+    """Of all tensors that there are; each storage once."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def test_the_largest_logits_alone() -> None:
     spec = small_spec()
     stages, tokens = built(spec), tokens_of(spec)
     copy_all(stages)
@@ -127,7 +161,7 @@ def test_the_largest_logits_alone(tmp_path: Path) -> None:
     assert torch.equal(everything[0, to_tensor(ids)[0].long()], to_tensor(values)[0])
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused() -> None:
     first = built(small_spec())[0].generation
     assert first is not None
     assert first.pass_tokens == 2 * LENGTH  # of a microbatch
