@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
@@ -16,7 +16,7 @@ from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
-from swarmnet.wire import Message, convert
+from swarmnet.wire import Array, Message, convert
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class GenerateService:
             raise ProtocolViolation(f"a pass has at most {generation.pass_tokens} tokens here")
         loop, sessions = asyncio.get_running_loop(), self._sessions
         session = sessions.begin(key, asked.position, count, loop.time())
-        made = ()
+        made: tuple[Array, ...] = ()
         try:
             if arrays:
                 made = await self._on_device(
@@ -152,10 +152,10 @@ class GenerateService:
     async def _on_device(self, replica: Replica, work: Callable[[], T]) -> T:
         """Runs work for a text when the device has nothing else to do, and as soon as texts have
         had less of its time than they may."""
-        once = _Once(work)
+        once = _Once[T](work)
         loop = asyncio.get_running_loop()
         wait_s = self._turn.wait_s(loop.time())
-        tries = []
+        tries: list[asyncio.Future[tuple[T, float]]] = []
         try:
             if wait_s:
                 tries.append(asyncio.ensure_future(replica.device.timed(OTHER, once, LAST_TURN)))
@@ -211,7 +211,7 @@ class GenerateService:
             self._limits.hold_texts(self._peer_id, 0.0)
 
 
-class _Once:
+class _Once(Generic[T]):
     """Work that stands in a queue twice, and is done where its turn comes first."""
 
     def __init__(self, work: Callable[[], T]) -> None:
