@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.swarm.ports import Generation, LossResult, StepKey
 from swarmnet.wire import Array
 
 NUMBERS = 4
@@ -120,7 +120,7 @@ class SyntheticStage:
         self.max_in_flight = 1 << 16
         self.tied_shards = 0
         self.can_open_ahead = True
-        self.generation = None
+        self.generation: Generation | None = None
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
         self._observe = observer
