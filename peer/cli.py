@@ -40,10 +40,12 @@ from peer.options import (
     RoundsOption,
     RunGroup,
     RunIdOption,
+    SamplingGroup,
     SeedOption,
     StateDirsOption,
     StateGroup,
     SwarmGroup,
+    TextGroup,
     TransportOption,
 )
 from swarmnet.errors import SwarmnetError, UserError
@@ -172,6 +174,22 @@ def status(
             _run(show_status(address, as_json=as_json, transport=transport, console=Console()))
 
     _guarded(work, debug)
+
+
+@grouped(app, "generate", (TextGroup, SamplingGroup))
+def generate(text: TextGroup, sampling: SamplingGroup) -> None:
+    """Let the model of a live run go on with a text, or answer, while it trains.
+
+    The peers of the run see the text.
+    """
+
+    def work() -> None:
+        from peer.commands.generate import check_options, generate_text
+
+        check_options(text)
+        _run(generate_text(text, asdict(sampling)))
+
+    _guarded(work, text.debug)
 
 
 @grouped(app, "simulate", (SwarmGroup, PolicyGroup, CheckGroup))

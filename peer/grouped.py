@@ -10,13 +10,13 @@ from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 
 def parameters(group: type[Any]) -> list[inspect.Parameter]:
     """A parameter for each field of a group, in their order. A group is a dataclass with a class
     attribute `panel`, the group's name in `--help`; each of its fields is annotated with a
-    `typer.Option` and has a default."""
+    `typer.Option` (or a `typer.Argument`) and has a default."""
     hints = get_type_hints(group, include_extras=True)
     found = []
     for field in fields(group):
@@ -25,7 +25,7 @@ def parameters(group: type[Any]) -> list[inspect.Parameter]:
             raise TypeError(f"{group.__name__}.{field.name} needs an option and a default")
         kind, option = get_args(hint)
         option = copy(option)
-        if not isinstance(option, OptionInfo):
+        if not isinstance(option, (OptionInfo, ArgumentInfo)):
             raise TypeError(f"{group.__name__}.{field.name} is no option")
         option.rich_help_panel = group.panel
         found.append(

@@ -653,3 +653,82 @@ class CheckGroup:
     ] = None
     as_json: JsonOption = False
     debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextGroup:
+    """What the model is asked to write, and where the run is."""
+
+    panel: ClassVar[str] = "The text"
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="A text to go on with; with --chat a message to answer."),
+    ] = None
+    join: Annotated[list[str] | None, typer.Option(metavar="ADDR", help="Any peer of the run.")] = (
+        None
+    )
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Converse, by the model's chat template: answer the prompt, or else each line "
+            "that is typed.",
+        ),
+    ] = False
+    system: Annotated[
+        str, typer.Option(metavar="TEXT", help="With --chat: what the model is told first.")
+    ] = ""
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A tokenizer.json, where the run has none of its own; its folder's chat template "
+            "counts too.",
+        ),
+    ] = None
+    serve: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_PORT,
+            metavar="PORT",
+            help="Answer programs on this machine as the OpenAI API does; 0 = any port.",
+        ),
+    ] = None
+    invite: InviteOption = ""
+    transport: TransportOption = "p2pd"
+    debug: DebugOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingGroup:
+    """How each token is chosen: transformers' names. None: as the model's files say."""
+
+    panel: ClassVar[str] = "Each token"
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Longest answer. Default: 256.")
+    ] = None
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--do-sample/--no-do-sample",
+            help="Draw tokens, or take the likeliest. Default: as the model's files say; drawn "
+            "where one of the next four is given.",
+            show_default=False,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(metavar="X", help="Below 1 likely tokens are likelier yet.")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Draw from so many; 0 = all.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(metavar="X", help="Draw from the likeliest, together so likely.")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Draw the same each time.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="X", help="Above 1: repeat less.")
+    ] = None

@@ -18,6 +18,7 @@ from swarmnet.training.memory.plan import (
     PRECISIONS,
     Precision,
     StageMemory,
+    copy_bytes,
     exchange_bytes,
     optimizer_share,
     plan_memory,
@@ -185,6 +186,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
         f'activations = "{spec.pipeline.activations}" (auto: each machine by its free memory; here '
         "as keep); offload moves the rest out of the device's memory.",
+        f"Texts (swarmnet generate): a copy of the weights, {copy_bytes(1, p)} a parameter, at a "
+        "replica that has room for it, while one is written; keys and values of its tokens.",
     ]
 
 

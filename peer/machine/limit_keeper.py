@@ -77,7 +77,10 @@ class Keeper:
             if all(reasons):
                 raise UserError(min(reasons, key=len))
         self.limited.unfit = lambda k: self.memory.unfit(k, self._beside(k))
-        self.limited.max_open_steps = lambda k: self.memory.max_open_steps(k, self._beside(k))
+        self.limited.max_open_steps = lambda k: self.memory.max_open_steps(
+            k, self._beside(k), self.limited.text_bytes
+        )
+        self.limited.room_bytes = lambda k: self.memory.text_room_bytes([k, *self._beside(k)])
         self._decide()
 
     async def run(self) -> None:

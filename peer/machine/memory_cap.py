@@ -15,6 +15,8 @@ MIB = float(1 << 20)
 WORKING_COPIES_BYTES = 8
 """A parameter, beside its weight, gradient and optimizer state: the next round's parameters, and a
 shard of each as it is summed, sent and received."""
+KEPT_FREE_MICROBATCHES = 4
+"""That each stage keeps room for, whatever texts the model writes: training goes first."""
 UNTIL_LARGEST = 1_000_000
 """More microbatches are no bound."""
 
@@ -76,15 +78,28 @@ class MemoryCap:
             "(--max-memory none for no limit), or join a smaller run"
         )
 
-    def max_open_steps(self, stage_index: int, beside: Sequence[int] = ()) -> int | None:
+    def max_open_steps(
+        self, stage_index: int, beside: Sequence[int] = (), text_bytes: float = 0.0
+    ) -> int | None:
         """Microbatches that may be inside the stage; None = no bound. Stages `beside` it get as
-        much of what is left."""
+        much of what is left. `text_bytes`: what texts that the model writes take."""
         each = self.needs[stage_index].microbatch
         if self.cap_bytes is None or not each:
             return None
         states = sum(self.needs[k].state for k in (stage_index, *beside))
-        room = (self.cap_bytes - self.base_bytes - states) / (1 + len(beside))
+        room = (self.cap_bytes - self.base_bytes - states - text_bytes) / (1 + len(beside))
         return max(1, min(int(room / each), UNTIL_LARGEST))
+
+    def text_room_bytes(self, stages: Sequence[int]) -> float:
+        """For texts that the model writes at these stages: copies of parameters
+        (`training.memory.plan.copy_bytes`), keys and values."""
+        if self.cap_bytes is None:
+            return float("inf")
+        needs = [self.needs[k] for k in stages]
+        training = sum(
+            need.state + KEPT_FREE_MICROBATCHES * (need.microbatch or 0.0) for need in needs
+        )
+        return max(0.0, self.cap_bytes - self.base_bytes - training)
 
     @property
     def room_bytes(self) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UserError
-from swarmnet.runtime.computing import choose_computing
+from swarmnet.runtime.computing import choose_computing, free_bytes_of
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
@@ -96,6 +96,7 @@ def build_machine(
         disk,
         build_local,
         free=free_memory,
+        free_bytes=lambda: float(free_bytes_of(choose_devices(spec, options)[0])),
         measure=measure,
         weights=open_initial_weights(spec, options, origin),
         read_file=origin.files.read,

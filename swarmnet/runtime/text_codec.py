@@ -17,7 +17,8 @@ class TextCodec(Protocol):
     num_tokens: int
     """Tokens from this one on mean nothing."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        """`adds_special`: also what the model expects around a text (a token that begins it)."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -27,8 +28,8 @@ class ByteCodec:
 
     num_tokens = NUM_BYTE_TOKENS
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        return list(text.encode(errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -48,8 +49,8 @@ class FileCodec:
             raise UserError(f"the run's {TOKENIZER} cannot be used: {text}") from None
         self.num_tokens = self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:

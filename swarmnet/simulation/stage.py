@@ -25,7 +25,7 @@ import xxhash
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.swarm.batch import Batch, Documents
-from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.swarm.ports import Generation, LossResult, StepKey
 from swarmnet.wire import Array
 
 NUMBERS = 4
@@ -122,6 +122,7 @@ class SyntheticStage:
         self.tied_shards = 0
         self.base_shards: tuple[int, ...] = ()
         self.can_open_ahead = True
+        self.generation: Generation | None = None
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
         self._sizes = sizes
         self._observe = observer

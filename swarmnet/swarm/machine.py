@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class Machine:
     share one device."""
     free: Callable[[], None] = lambda: None
     """Gives memory that is not used any more back to the machine; runs on the worker."""
+    free_bytes: Callable[[], float] = lambda: math.inf
+    """Of the device's memory, now."""
     measure: Callable[[], float] = lambda: 0.0
     """Device seconds that a microbatch is likely to take in a stage of middle cost, before any was
     served; 0 where that is unknown. Runs on the worker."""

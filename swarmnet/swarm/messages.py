@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.swarm.batch import Documents, check_lengths
 from swarmnet.wire import MAX_ARRAYS
@@ -25,6 +26,7 @@ MAX_ADDRESS_CHARS = 512
 MAX_PROBE_BYTES = 4 << 20
 """Of an answer about bandwidth."""
 MAX_LINEAGE_BYTES = 16
+MAX_SESSION_CHARS = 64
 SHA256_CHARS = 64
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
 """Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
@@ -711,3 +713,47 @@ class RelayGrant:
             raise ValueError("addresses are too many or too long")
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ValueError("a time is no time")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Some tokens of a text go through one stage, whose replica keeps their keys and values.
+    Arrays: the tokens, or what the stage before made of them; none to open a session, to keep or to
+    end it."""
+
+    stage: int
+    session: str
+    """Named by the caller."""
+    position: int = 0
+    """Tokens of the text before these."""
+    num_logits: int = 0
+    """The last stage gives only so many, the largest; 0: all."""
+    opens: bool = False
+    ends: bool = False
+    round: int = 0
+    """To open: of the parameters that are to make the whole text."""
+    max_tokens: int = 0
+    """To open: of the whole text."""
+    mixes: bool = False
+    """To open: where those parameters cannot be kept, the present ones will do."""
+
+    def __post_init__(self) -> None:
+        _index(self.stage, self.position, self.num_logits, self.round, self.max_tokens)
+        if not 0 < len(self.session) <= MAX_SESSION_CHARS:
+            raise ValueError("a name of a session that is none")
+        if self.opens and (self.ends or not 0 < self.max_tokens <= MAX_TOKENS_OF_TEXT):
+            raise ValueError(f"a text has 1 to {MAX_TOKENS_OF_TEXT} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReply:
+    """Arrays: what the stage made of the tokens; of the last stage, for the last token alone, the
+    logits (float32) and, where not all were asked for, which tokens' they are (int32)."""
+
+    round: int
+    """Of the parameters that did it."""
+    is_copied: bool
+    """The same parameters will make the rest of the text."""
+
+    def __post_init__(self) -> None:
+        _index(self.round)

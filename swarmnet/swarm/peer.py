@@ -30,6 +30,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
+from swarmnet.swarm.generation.service import GenerateService
 from swarmnet.swarm.initial.files import FileService
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.meeting import meet
@@ -182,6 +183,9 @@ class Peer:
             on_measured=self._measured,
         )
         self.inference = InferService(self.wiring, self.limits, self.steps.serving)
+        self.generation = GenerateService(
+            self.transport, self.steps.serving, self.resource_limits, self.machine.free_bytes
+        )
         self.feeder = (
             Feeder(
                 self.transport,
@@ -286,6 +290,7 @@ class Peer:
         self.gossip.update(addresses=tuple(self.transport.addresses()[:MAX_ADDRESSES]))
         gossiping = self._tasks.start(self.gossip.run())
         living = self._tasks.start(self._live(neighbours))
+        self._tasks.start(self.generation.run())
         stopping = self._tasks.start(self._stopping.wait())
         if self.gossip.own.peer_id == machine_of(self.gossip.own.peer_id):  # once a machine
             self._tasks.start(self.reconnecting.run())

@@ -6,7 +6,7 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +37,38 @@ class LossResult:
     num_tokens: int
     """Targets that have a loss (`batch`): 0 where none has."""
     grad_inputs: Array | None = None
+
+
+class Generation(Protocol):
+    """What a stage does for texts that its model writes: passes over a few tokens, whose keys and
+    values stay, by session, for those that follow. All *device*."""
+
+    pass_tokens: int
+    """Tokens that one pass may have."""
+    max_tokens: int
+    """Of a text, as far as the model says."""
+    copy_bytes: int
+    """Of a copy of the parameters, as passes need them."""
+    token_bytes: int
+    """That stay of a token."""
+
+    def copy(self, shards: Sequence[Array]) -> None:
+        """Keeps the parameters that these shards (flat fp32) are, in place of others."""
+
+    def drop_copy(self) -> None:
+        """Forgets what `copy` kept."""
+
+    def extend(
+        self, session: Hashable, inputs: Array, position: int, *, is_copied: bool, num_logits: int
+    ) -> tuple[Array, ...]:
+        """One pass over tokens (1, n) or activations (1, n, width), by the copy or by the present
+        parameters. `position`: tokens of the session before; 0 begins it anew. The activation for
+        the next stage; at the last stage the logits after the last token, shape (1, V), or the
+        largest `num_logits` of them and their tokens (int32). Raises `ProtocolViolation` where the
+        inputs do not fit."""
+
+    def drop(self, session: Hashable) -> None:
+        """Forgets the keys and values of a session."""
 
 
 class Device(Protocol):
@@ -103,6 +135,8 @@ class Stage(Protocol):
     """Microbatches between their passes that memory has room for."""
     can_open_ahead: bool
     """Whether it can work on two rounds at a time (`open_ahead`)."""
+    generation: Generation | None
+    """None where the model, or this replica, cannot write texts token by token."""
 
     def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap.

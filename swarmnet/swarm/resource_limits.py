@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,11 +16,24 @@ class ResourceLimits:
     """Why a stage does not fit into the memory that may be taken; empty where it does."""
     max_open_steps: Callable[[int], int | None] = lambda stage_index: None
     """Microbatches inside a replica of a stage at a time; None = no bound."""
+    room_bytes: Callable[[int], float] = lambda stage_index: math.inf
+    """Memory beside what training takes where a stage is served, of that which may be taken."""
     is_memory_full: bool = False
     """The memory that may be taken is taken: one microbatch at a time, until it is not."""
     why_paused: str = ""
     """Why this peer must not work now; empty where it may."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _texts: dict[str, float] = field(default_factory=dict)
+    """By seat."""
+
+    @property
+    def text_bytes(self) -> float:
+        """Memory that texts which the model writes take now, at all seats."""
+        return sum(self._texts.values())
+
+    def hold_texts(self, peer_id: str, num_bytes: float) -> None:
+        """Texts at a seat take so much from now on."""
+        self._texts[peer_id] = num_bytes
 
     def tell(self) -> None:
         """Something changed."""

@@ -6,7 +6,8 @@ The parts of a stage, each with a state of its own:
 - `memory.round_vectors`: the flat parameters and gradients by round, and their shards;
 - `passes.kept`: what is kept of each microbatch between its passes and after them;
 - `passes.backward`: how gradients come into the round's sum, in every precision;
-- `passes.boundary`: checks of what arrives, and the way to the device and back.
+- `passes.boundary`: checks of what arrives, and the way to the device and back;
+- `passes.generation`: passes over a few tokens, for texts that the model writes.
 
 Where exchanges run beside a round there are two pairs of vectors: parameters and gradient of the
 round, and those of the round before (its gradient is being exchanged) or of the next one
@@ -49,6 +50,7 @@ from swarmnet.training.models.registry import (
 from swarmnet.training.optimizer.loss_scale import LossScale
 from swarmnet.training.passes.backward import BackwardPasses
 from swarmnet.training.passes.boundary import Boundary, finite_loss
+from swarmnet.training.passes.generation import StageGeneration
 from swarmnet.training.passes.kept import Kept, KeptMicrobatches
 from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.passes.refusals import Fp16Refusals
@@ -138,6 +140,11 @@ class TorchStage:
             copies=copies,
             refusals=refusals,
             document_mask=document_mask,
+        )
+        self.generation = (
+            StageGeneration(self.layers, self._boundary, self.vectors, plan.cache, microbatch)
+            if plan.cache is not None and self.layers.generates
+            else None
         )
 
     @property

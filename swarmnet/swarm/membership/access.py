@@ -127,6 +127,7 @@ ACCESS: Mapping[str, Access] = {
     "infer": Access(
         Caller.ADMITTED, messages.InferRequest, body_bytes=LIST_BYTES, arrays=Arrays.MICROBATCH
     ),
+    "generate": Access(Caller.ADMITTED, messages.GenerateRequest, arrays=Arrays.MICROBATCH),
     "initial_shard": Access(Caller.ADMITTED, messages.FetchRequest),
     "saved": Access(Caller.ADMITTED, messages.SavedRequest),
     "saved_shard": Access(Caller.ADMITTED, messages.FetchRequest),

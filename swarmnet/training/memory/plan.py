@@ -23,6 +23,9 @@ The other sync modes need more:
   parameters of the last exchange, 4; the owners' outer momentum, 4 R / N.
 - `gossip`: the same, with an outer momentum of everybody's own, 4.
 
+While the model writes a text (`swarmnet generate`) a replica may keep, where there is room, one
+copy of its parameters as passes need them: `copy_bytes`.
+
 What a replica sends in a round on average: `sent_bytes`.
 
 Beside it there are activations, by microbatch in flight: what the stage keeps between the passes by
@@ -149,6 +152,11 @@ def exchange_bytes(mode: str, share: float, precision: Precision = FP32) -> floa
     if mode == LOCAL:
         return FP32_BYTES * (1 + share)
     return 2.0 * FP32_BYTES if mode == GOSSIP else 0.0
+
+
+def copy_bytes(num_parameters: int, precision: Precision = FP32) -> int:
+    """Of the copy of a stage's parameters that the texts of one round hold."""
+    return (FP32_BYTES if precision is FP32 else LOW_BYTES) * num_parameters
 
 
 def sent_bytes(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec
 from swarmnet.training.models.base import (
+    CachePlan,
     LayerBuilder,
     LayerContext,
     ModelPlan,
@@ -209,7 +210,25 @@ def adapter_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         is_random=_draws(config),
         takes_context=True,
         takes_ignored=True,
+        cache=CachePlan(
+            functools.partial(_cache, _key(config)),
+            _cached_numbers(config),
+            getattr(config, "max_position_embeddings", None) or 0,
+        ),
     )
+
+
+def _cache(key: str) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=load_config(json.loads(key)))
+
+
+def _cached_numbers(config: Any) -> int:
+    """Keys and values that a layer keeps of a token."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = max(_head_size(config), getattr(config, "qk_head_dim", None) or 0)
+    return 2 * heads * size
 
 
 def _layers(config: Any, length: int, *, has_weights: bool) -> tuple[LayerBuilder, ...]:

@@ -111,6 +111,18 @@ class TakesContext(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How layers that are a `TakesContext` keep keys and values of earlier tokens."""
+
+    make: Callable[[], Any]
+    """An empty cache of one text, for all layers of a stage (`LayerContext.cache`)."""
+    numbers: int
+    """That one such layer keeps of a token."""
+    max_tokens: int = 0
+    """Of a text; 0: the model has no limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelPlan:
     """A model: layers in order, and a loss."""
 
@@ -143,6 +155,8 @@ class ModelPlan:
     what its shards, digests, checkpoints and downloads are made of, are the others."""
     base_dtype: torch.dtype | None = None
     """Precision that the base is rounded to, once; None for as it comes."""
+    cache: CachePlan | None = None
+    """None: the model cannot go on with a text without computing all of it again."""
     is_random: bool = False
     """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
     pass done again is the same."""

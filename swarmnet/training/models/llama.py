@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from swarmnet.spec import ModelSpec
 from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.models.base import (
+    CachePlan,
     LayerBuilder,
     LayerContext,
     ModelPlan,
@@ -26,6 +27,8 @@ from swarmnet.training.models.base import (
 
 ROTARY_TABLES = 16
 """Tables of cosines and sines kept, one a sequence length."""
+ROTARY_STEP = 256
+"""Beside a cache lengths grow by one: their tables come in multiples of this."""
 LOSS_FLOPS_PER_LOGIT = 10
 """An estimate: maximum, exponential, sum, logarithm and their gradients."""
 
@@ -47,6 +50,27 @@ class Embedding(nn.Embedding):
         pass
 
 
+class KeyValues:
+    """Keys and values of one text, by layer."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def num_tokens(self, layer: nn.Module) -> int:
+        """That a layer has keys and values of."""
+        kept = self._kept.get(layer)
+        return 0 if kept is None else kept[0].shape[1]
+
+    def extend(self, layer: nn.Module, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds those of further tokens; returns those of all."""
+        kept = self._kept.get(layer)
+        if kept is not None:
+            k_BSKE = torch.cat((kept[0], k_BSKE), dim=1)
+            v_BSKE = torch.cat((kept[1], v_BSKE), dim=1)
+        self._kept[layer] = k_BSKE, v_BSKE
+        return k_BSKE, v_BSKE
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -64,8 +88,13 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, context: LayerContext | None = None) -> Tensor:
         batch, length, _ = x_BSD.shape
         heads = (batch, length, -1, self.head_size)
-        if context is None or context.positions is None:
-            mask = None
+        cache: KeyValues | None = None if context is None else context.cache
+        before, mask = 0, None
+        if cache is not None:
+            before = cache.num_tokens(self)
+            cos, sin = self._growing_tables(before, length, x_BSD.device)
+            mask = _mask(before, length, x_BSD.device) if before and length > 1 else None
+        elif context is None or context.positions is None:
             cos, sin = rotary_tables(length, self.head_size, self.rope_theta, x_BSD.device)
         else:
             mask = context.mask
@@ -73,15 +102,25 @@ class Attention(nn.Module):
         q_BSHE = _rotate(self.q_proj(x_BSD).view(heads), cos, sin)
         k_BSKE = _rotate(self.k_proj(x_BSD).view(heads), cos, sin)
         v_BSKE = self.v_proj(x_BSD).view(heads)
+        if cache is not None:
+            k_BSKE, v_BSKE = cache.extend(self, k_BSKE, v_BSKE)
         y_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
             k_BSKE.transpose(1, 2),
             v_BSKE.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and not before,
             enable_gqa=self.is_grouped,
         )
         return self.o_proj(y_BHSE.transpose(1, 2).reshape(batch, length, -1))
+
+    def _growing_tables(
+        self, before: int, length: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        end = before + length
+        whole = -(-end // ROTARY_STEP) * ROTARY_STEP
+        cos, sin = rotary_tables(whole, self.head_size, self.rope_theta, device)
+        return cos[before:end], sin[before:end]
 
 
 class FeedForward(nn.Module):
@@ -152,6 +191,7 @@ def llama_plan(spec: ModelSpec, sequence_length: int) -> ModelPlan:
         is_sequence=True,
         takes_context=True,
         takes_ignored=True,
+        cache=CachePlan(KeyValues, 2 * spec.num_key_value_heads * spec.head_size),
     )
 
 
@@ -179,6 +219,12 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 def count_tokens(targets: Tensor) -> int:
     """Tokens that have a target."""
     return int((targets != IGNORED).sum())
+
+
+def _mask(before: int, length: int, device: torch.device) -> Tensor:
+    """Each of `length` tokens looks at those before them all, and at those up to itself."""
+    everything = torch.ones(length, before + length, dtype=torch.bool, device=device)
+    return everything.tril(diagonal=before)
 
 
 @functools.lru_cache(maxsize=ROTARY_TABLES)

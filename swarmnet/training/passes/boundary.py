@@ -128,6 +128,18 @@ class Boundary:
             raise ProtocolViolation("targets of another batch or length than the inputs")
         return x, self.receive_targets(targets)
 
+    def receive_text(self, inputs: Array, most: int) -> Tensor:
+        """A few tokens of one text, or what the stage before made of them, on the device: (1, n) or
+        (1, n, width), n from 1 to `most`."""
+        shape, sample = inputs.shape, self._inputs.shape
+        fits = len(shape) == 1 + len(sample) and shape[0] == 1 and shape[2:] == sample[1:]
+        if inputs.dtype != self._inputs.dtype or not fits or not 1 <= shape[1] <= most:
+            raise ProtocolViolation(
+                f"inputs: {str(inputs.dtype)[:16]} of shape {str(shape)[:64]}; at most "
+                f"{self._inputs.dtype} of shape {(1, most, *sample[1:])}"
+            )
+        return self.receive_inputs(inputs)
+
     def is_whole_batch(self, inputs: Tensor) -> bool:
         """Whether inputs have the shape of a microbatch."""
         return tuple(inputs.shape) == self._batch(self._inputs)

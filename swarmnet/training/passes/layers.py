@@ -45,6 +45,8 @@ KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
 class StageLayers:
     """The modules of a stage with their parameters in flat vectors."""
 
+    generates = True
+    """False where a pass takes others that do not know of texts."""
     overlaps_rounds = True
     """False where the layers hold parameters in a way of their own: they can show one pair of
     vectors only, so no round is opened ahead."""
@@ -109,6 +111,35 @@ class StageLayers:
             p.data = shown
             p.grad = added if adds_itself else None
         self.parameter_copies.show(vectors.values, vectors.added)
+
+    @contextlib.contextmanager
+    def showing(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Passes without gradients in this context compute with other values of the parameters, in
+        canonical order, of the dtype and on the device of the passes."""
+        parameters = self.parameters()
+        held = [p.data for p in parameters]
+        try:
+            for p, value in zip(parameters, values, strict=True):
+                p.data = value
+            yield
+        finally:
+            for p, value in zip(parameters, held, strict=True):
+                p.data = value
+
+    def extend(self, x: Tensor, context: LayerContext) -> Tensor:
+        """The outputs for the last tokens of a text, of which the context has the keys and values
+        of those before. Of the last stage, for the last token alone. In `evaluating` only.
+
+        Args:
+            x: tokens, shape (1, n), or a hidden state, shape (1, n, width).
+        """
+        last_cached = max((i for i, m in enumerate(self.modules) if isinstance(m, TakesContext)),
+                          default=-1)  # fmt: skip
+        for i, module in enumerate(self.modules):
+            if self.is_last and i == last_cached + 1:  # the rest looks at each token by itself
+                x = x[:, -1:]
+            x = module(x, context) if isinstance(module, TakesContext) else module(x)
+        return x
 
     def refresh_copies(self) -> None:
         """Brings changed parameters into the copies that the layers compute with."""

@@ -20,6 +20,7 @@ from swarmnet.training.stage import TorchStage
 class RankLayers(StageLayers):
     """The layers of one rank. How they hold their part of the parameters, subclasses say."""
 
+    generates = False
     overlaps_rounds = False
 
     def __init__(

@@ -276,6 +276,11 @@ def test_the_needs_of_a_real_run() -> None:
     assert all(need.state > 0 and need.microbatch for need in needs)
     cap = MemoryCap(needs, 0.0, needs[0].state + 3.5 * (needs[0].microbatch or 0))
     assert cap.max_open_steps(0) == 3
+    assert cap.max_open_steps(0, text_bytes=needs[0].microbatch or 0) == 2
+    assert cap.text_room_bytes([0]) == 0.0
+    cap.cap_bytes = needs[0].state + 6.0 * (needs[0].microbatch or 0)
+    assert cap.text_room_bytes([0]) == 2.0 * (needs[0].microbatch or 0)
+    assert MemoryCap(needs, 0.0).text_room_bytes([0]) == float("inf")
 
 
 def test_what_others_use_is_the_machines_load_without_ours() -> None:

@@ -167,6 +167,7 @@ def test_a_bad_step_is_refused_and_costs_nothing(tmp_path: Path) -> None:
                     "step",
                     "commit",
                     "infer",
+                    "generate",
                     "gossip",
                     "records",
                     "reduce",

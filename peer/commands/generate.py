@@ -1,0 +1,137 @@
+"""`swarmnet generate`: the model of a live run goes on with a text, or answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from peer.options import LOOPBACK, TextGroup
+from swarmnet.errors import UserError
+from swarmnet.runtime.observer import Observer
+from swarmnet.runtime.options import UsageError
+from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, codec_of
+from swarmnet.runtime.writing.chat import TEMPLATE_FILE, Message, chat_prompt, chat_template
+from swarmnet.runtime.writing.sampling import Sampling
+from swarmnet.runtime.writing.writer import Writer, longest_text
+from swarmnet.training.end_tokens import GENERATION_FILE, TOKENIZER_CONFIG_FILE
+from swarmnet.training.models.model_folder import read_bounded
+
+log = logging.getLogger("swarmnet.generate")
+
+BESIDE = (TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, GENERATION_FILE)
+"""Files that count where they lie beside a tokenizer that a person names."""
+
+Put = Callable[[str], None]
+
+
+def check_options(text: TextGroup) -> None:
+    """Raises `UsageError`."""
+    if not text.join:
+        raise UsageError("give --join ADDR: any peer of the run")
+    if text.serve is not None and (text.prompt is not None or text.chat or text.system):
+        raise UsageError("--serve takes its prompts from programs: leave prompt and --chat out")
+    if text.system and not text.chat:
+        raise UsageError("--system goes with --chat")
+    if text.serve is None and text.prompt is None and not text.chat:
+        raise UsageError('give a text to go on with: swarmnet generate --join ADDR "Once"')
+
+
+async def generate_text(text: TextGroup, options: Mapping[str, Any]) -> None:
+    """Does what was asked for. `options`: of `Sampling`, None for what was not said. Raises
+    `SwarmnetError`."""
+    Sampling().with_options(options)  # wrong ones are known at once
+    async with await Observer.join(
+        text.join or (), transport=text.transport, invite=text.invite
+    ) as observer:
+        longest_text(observer.spec)
+        writer = await open_writer(observer, text.tokenizer)
+        sampling = writer.sampling.with_options(options)
+        if text.serve is not None:
+            await _serve(writer, sampling, observer.spec.name, text.serve)
+        elif text.chat:
+            await converse(writer, sampling, text.prompt, text.system, put=_put)
+        else:
+            prompt = writer.codec.encode(text.prompt or "", adds_special=True)
+            await _write(writer, prompt, sampling, _put)
+
+
+async def open_writer(observer: Observer, tokenizer: Path | None) -> Writer:
+    """The tokenizer that a person named, or the run's. Raises `SwarmnetError`."""
+    spec = observer.spec
+    if tokenizer is None:
+        files = await observer.fetch_files()
+        codec = codec_of(spec, files)
+        if codec is None:
+            name = Path(spec.data.tokenizer).name
+            raise UserError(f"the run's tokenizer is a file: name it (--tokenizer {name})")
+    else:
+        beside = (tokenizer.with_name(name) for name in BESIDE)
+        files = {p.name: read_bounded(p) for p in beside if p.is_file()}
+        files[TOKENIZER] = read_bounded(tokenizer)
+        codec = FileCodec(files[TOKENIZER])
+    return Writer(spec, observer.gossip, codec, files)
+
+
+async def converse(
+    writer: Writer, sampling: Sampling, prompt: str | None, system: str, *, put: Put
+) -> None:
+    """Answers the prompt; without one, each line that is typed until there is no more."""
+    chat_template(writer.files)  # that there is none is known before anything is typed
+    said: list[Message] = [{"role": "system", "content": system}] if system else []
+    line: str | None = prompt if prompt is not None else await _typed()
+    while line is not None:
+        said.append({"role": "user", "content": line})
+        tokens = writer.codec.encode(chat_prompt(writer.files, said))
+        answer = await _write(writer, tokens, sampling, put)
+        said.append({"role": "assistant", "content": answer})
+        line = None if prompt is not None else await _typed()
+
+
+async def _write(writer: Writer, prompt: Sequence[int], sampling: Sampling, put: Put) -> str:
+    text = writer.text(prompt, sampling, tell=_tell)
+    pieces = []
+    async for piece in text:
+        put(piece)
+        pieces.append(piece)
+    put("\n")
+    return "".join(pieces)
+
+
+async def _typed() -> str | None:
+    """The next line that is not empty; None at the end."""
+    while True:
+        if sys.stdin.isatty():
+            _put("> ")
+        line = await asyncio.to_thread(sys.stdin.readline)
+        if not line:
+            return None
+        if line.strip():
+            return line.strip()
+
+
+async def _serve(writer: Writer, sampling: Sampling, name: str, port: int) -> None:
+    """Until it is stopped."""
+    from peer.commands.openai_api import api_app
+    from peer.observe.dashboard.server import listen, serving
+
+    listener = listen(LOOPBACK, port)
+    async with AsyncExitStack() as stack:
+        app = api_app(writer, sampling, name)
+        address = await stack.enter_async_context(serving(app, listener))
+        _put(f"the run's model answers at {address}v1 (any key); Ctrl-C ends it\n")
+        await asyncio.get_running_loop().create_future()
+
+
+def _put(text: str) -> None:
+    """Control characters of a text that a model wrote are no business of the terminal."""
+    sys.stdout.write("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text))
+    sys.stdout.flush()
+
+
+def _tell(line: str) -> None:
+    log.warning("%s", line)

@@ -1,0 +1,204 @@
+"""What a replica may spend on texts that others let its model write (`swarmnet generate`).
+
+A *session* is one text at one replica: the keys and values of its tokens so far stay there until
+the text is over, or nobody has gone on with it for `IDLE_S`. All tokens of a text are to come from
+the parameters of one round. So a session holds a *copy* of them; a replica keeps one copy at most,
+which the sessions of that round share, and which goes with the last of them.
+
+Training goes first: a pass for a text waits until the device has nothing else to do, but for no
+longer than keeps these passes at `DEVICE_SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from swarmnet.errors import Busy, NotReady, Refused, Stale
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.rate import RateLimiter
+from swarmnet.protocol.timing import UPKEEP_S
+
+MAX_TOKENS = 4096
+"""Of a text, the prompt included."""
+MAX_PASS_TOKENS = 512
+"""In one pass, where a microbatch has no fewer: the device does nothing else meanwhile."""
+MAX_SESSIONS = 16
+"""At a replica, of all callers."""
+MAX_SESSIONS_EACH = 4
+"""Of one calling machine."""
+IDLE_S = UPKEEP_S
+"""A session that nobody goes on with is dropped after this
+(tests/protocol/test_generation.py)."""
+LONGEST_S = 600.0
+"""A session is dropped after this, whatever comes (tests/protocol/test_generation.py)."""
+TOKENS_PER_S, BURST_TOKENS = 256.0, 4.0 * MAX_TOKENS
+"""Of one calling machine at a replica."""
+DEVICE_SHARE = 0.1
+"""Of the device's time, while training wants it too."""
+
+Key = tuple[str, str]
+"""Of a session: peer id of the caller, and the name that it gave."""
+
+
+def pass_tokens(microbatch_tokens: int) -> int:
+    """Tokens that one pass may have, in a run whose microbatches have so many: a pass is not to
+    hold the device for longer than training does."""
+    return max(1, min(MAX_PASS_TOKENS, microbatch_tokens))
+
+
+class Parameters(Enum):
+    """Which parameters a new session computes with."""
+
+    SHARED = "the copy that is there"
+    COPIED = "a copy, which is to be made now"
+    PRESENT = "those of the present round, whichever that is"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller says of a new session."""
+
+    round: int
+    """Of the parameters."""
+    max_tokens: int
+    mixes: bool = False
+    """Where there is no copy of that round to be had, the present parameters will do."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One text at one replica."""
+
+    key: Key
+    machine: str
+    """Of the caller."""
+    round: int
+    """Of the parameters; of those that it began with, where it has no copy."""
+    is_copied: bool
+    max_tokens: int
+    began_at: float
+    """Seconds, of the caller's clock; the same for the next one."""
+    used_at: float
+    num_tokens: int = 0
+    """So many are in its cache."""
+    is_busy: bool = False
+
+
+@dataclass(slots=True)
+class Sessions:
+    """The sessions of one replica. Times are seconds of one clock."""
+
+    copied_round: int | None = None
+    """Of the copy of parameters that is kept; None: none is."""
+    _open: dict[Key, Session] = field(default_factory=dict)
+    _rates: RateLimiter = field(default_factory=lambda: RateLimiter(TOKENS_PER_S, BURST_TOKENS))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def max_tokens(self) -> int:
+        """That may come into all caches."""
+        return sum(s.max_tokens for s in self._open.values())
+
+    def choose(
+        self, key: Key, machine: str, wish: Wish, present: int, has_room: bool
+    ) -> Parameters:
+        """Which parameters a new session gets. `present`: the replica's round. `has_room`: for a
+        copy.
+
+        Raises:
+            Busy: too many sessions.
+            Stale: the round is not to be had here; `details["round"]`: one that is, and
+                `details["is_full"]`: there is no room for a copy.
+        """
+        others = [s for s in self._open.values() if s.key != key]
+        if len(others) >= MAX_SESSIONS:
+            raise Busy("too many texts are being written here", backlog_s=FIRST_PAUSE_S)
+        if sum(s.machine == machine for s in others) >= MAX_SESSIONS_EACH:
+            raise Busy("you have too many texts being written here", backlog_s=FIRST_PAUSE_S)
+        if self.copied_round == wish.round:
+            return Parameters.SHARED
+        if self.copied_round is None and has_room and wish.round == present:
+            return Parameters.COPIED
+        if wish.mixes:
+            return Parameters.PRESENT
+        if self.copied_round is not None:
+            other = self.copied_round
+            raise Stale(f"a text is being written here by round {other}", round=other)
+        if not has_room:
+            text = "there is no room here for a copy of the parameters"
+            raise Stale(text, round=present, is_full=True)
+        raise Stale(f"round {wish.round} is over here", round=present)
+
+    def open(self, key: Key, machine: str, wish: Wish, chosen: Parameters, present: int,
+             now: float) -> Session:  # fmt: skip
+        """Begins a session, in place of one of the same name. A copy that was to be made is
+        there."""
+        is_copied = chosen is not Parameters.PRESENT
+        r = wish.round if is_copied else present
+        if is_copied:
+            self.copied_round = r
+        session = Session(key, machine, r, is_copied, wish.max_tokens, now, now)
+        self._open[key] = session
+        return session
+
+    def begin(self, key: Key, position: int, num_tokens: int, now: float) -> Session:
+        """A pass of so many tokens, from this position on, begins; `done` ends it.
+
+        Raises:
+            NotReady: there is no such session, or it is elsewhere: its text has to be begun anew.
+            Refused: more tokens than the session said.
+            Busy: a pass of it is under way, or its caller asks for more tokens than it may.
+        """
+        session = self._open.get(key)
+        if session is None:
+            raise NotReady("this text is not known here")
+        if session.is_busy:
+            raise Busy("the token before is not done", backlog_s=FIRST_PAUSE_S)
+        if session.num_tokens != position:
+            raise NotReady(f"this text has {session.num_tokens} tokens here, not {position}")
+        if position + num_tokens > session.max_tokens:
+            raise Refused(f"the text was to have at most {session.max_tokens} tokens")
+        if num_tokens and not self._rates.allows(session.machine, now, float(num_tokens)):
+            backlog_s = num_tokens / TOKENS_PER_S
+            raise Busy("you ask for too many tokens", backlog_s=backlog_s)
+        session.used_at, session.is_busy = now, True
+        return session
+
+    def done(self, session: Session, num_tokens: int, now: float) -> None:
+        """A pass is over, and its tokens are in the cache."""
+        session.num_tokens += num_tokens
+        session.used_at, session.is_busy = now, False
+
+    def end(self, key: Key) -> bool:
+        """Forgets a session; whether there was one. The copy goes with the last that has it."""
+        found = self._open.pop(key, None)
+        if not any(s.is_copied for s in self._open.values()):
+            self.copied_round = None
+        return found is not None
+
+    def expired(self, now: float) -> list[Key]:
+        """Sessions that are to be ended: nobody goes on with them, or they take too long."""
+        return [
+            s.key
+            for s in self._open.values()
+            if not s.is_busy and (now - s.used_at >= IDLE_S or now - s.began_at >= LONGEST_S)
+        ]
+
+
+@dataclass(slots=True)
+class DeviceTurn:
+    """When a pass for a text may go before training."""
+
+    _next_at: float = 0.0
+
+    def wait_s(self, now: float) -> float:
+        """How long a pass is to wait for the device to be idle, before it goes first."""
+        return max(0.0, self._next_at - now)
+
+    def worked(self, work_s: float, now: float) -> None:
+        """A pass took so long, and is over now."""
+        self._next_at = max(self._next_at, now + work_s * (1.0 / DEVICE_SHARE - 1.0))

@@ -1,0 +1,1 @@
+"""Texts in words: tokenizer, sampling and chat template around a `RemoteText`."""

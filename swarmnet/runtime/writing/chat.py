@@ -1,0 +1,103 @@
+"""A conversation as a prompt, by the chat template that a model's files have.
+
+A template is a program in a language of its own, from whoever made the model. It is run by jinja2's
+immutable sandbox, as `transformers` does it, with the same names."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swarmnet.errors import UserError
+from swarmnet.training.end_tokens import TOKENIZER_CONFIG_FILE, json_table
+
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_PROMPT_CHARS = 1 << 20
+
+Message = Mapping[str, str]
+"""`role` (system, user, assistant) and `content`."""
+
+
+def chat_template(files: Mapping[str, bytes]) -> str:
+    """The template in a model's files, by name. Raises `UserError` where there is none."""
+    if TEMPLATE_FILE in files:
+        return files[TEMPLATE_FILE].decode(errors="replace")
+    found = json_table(files.get(TOKENIZER_CONFIG_FILE, b"")).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise UserError(
+            "this run's model has no chat template (tokenizer_config.json or "
+            f"{TEMPLATE_FILE}): leave --chat out and give it a text to go on with"
+        )
+    return found
+
+
+def chat_prompt(files: Mapping[str, bytes], messages: Sequence[Message]) -> str:
+    """The text that an answer to the last message follows. Raises `UserError`."""
+    template = chat_template(files)
+    try:
+        from jinja2.exceptions import TemplateError
+    except ImportError:
+        raise UserError("--chat needs jinja2: pip install 'swarmnet[models]'") from None
+    try:
+        text = _environment().from_string(template).render(
+            messages=[dict(m) for m in messages],
+            add_generation_prompt=True,
+            **_special_tokens(files),
+        )  # fmt: skip
+    except TemplateError as e:
+        raise UserError(f"the model's chat template does not take this: {_line(e)}") from None
+    except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError) as e:
+        raise UserError(f"the model's chat template cannot be used: {_line(e)}") from None
+    if len(text) > MAX_PROMPT_CHARS:
+        raise UserError("the model's chat template makes too long a prompt of this")
+    return text
+
+
+def _environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`: marks what an assistant says; here it is nothing but its content."""
+
+        tags = {"generation"}  # noqa: RUF012  as jinja2 has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    def raise_exception(text: str) -> None:
+        raise TemplateError(text)
+
+    def tojson(value: Any, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = time.strftime
+    return environment
+
+
+def _special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and so on."""
+    found = {}
+    for name, value in json_table(files.get(TOKENIZER_CONFIG_FILE, b"")).items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

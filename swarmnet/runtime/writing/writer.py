@@ -1,0 +1,170 @@
+"""Writes texts with the model of a run, as their pieces come."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+
+from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
+from swarmnet.runtime.text_codec import TextCodec
+from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.generation.remote_text import RemoteText, Tell
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.training.end_tokens import GENERATION_FILE, end_tokens, json_table
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""At the end of what is decoded: some bytes of the last character are to come."""
+MAX_STOPS, MAX_STOP_CHARS = 8, 256
+
+
+def longest_text(spec: RunSpec) -> int:
+    """Tokens that a text of the run's model may have. Raises `UserError` where it writes none."""
+    if spec.model.kind == "custom":
+        raise UserError("this run trains a custom model: only language models write texts")
+    most = spec.model.config.get("max_position_embeddings") or MAX_TOKENS
+    return min(MAX_TOKENS, most) if isinstance(most, int) else MAX_TOKENS
+
+
+class Text:
+    """One text; iterate over it for its pieces. `finish_reason` and the counts are known then."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        remote: RemoteText,
+        codec: TextCodec,
+        ends: Sequence[int],
+        sampling: Sampling,
+        *,
+        vocabulary: int,
+        stops: Sequence[str] = (),
+    ) -> None:
+        """As `Writer.text`; `remote`: a new one. `vocabulary`: of the model."""
+        self.finish_reason = ""
+        """"stop" or "length"."""
+        self.num_prompt_tokens, self.num_new_tokens = len(prompt), 0
+        self._prompt, self._remote, self._codec = list(prompt), remote, codec
+        self._ends, self._sampling, self._stops = frozenset(ends), sampling, tuple(stops)
+        self._vocabulary = vocabulary
+        self._shown = 0
+        """Characters that have been given."""
+
+    @property
+    def round(self) -> int:
+        """Whose parameters write it; known with the first piece."""
+        return self._remote.round
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Pieces of text. Raises `SwarmnetError`."""
+        rng = np.random.default_rng(self._sampling.seed)
+        seen, new, tokens = set(self._prompt), self._prompt, list[int]()
+        self.finish_reason = "length"
+        try:
+            while self.num_new_tokens < self._sampling.max_new_tokens:
+                arrays = await self._remote.extend(new, self._sampling.num_logits(len(seen)))
+                logits, of_tokens = read_logits(arrays, self._vocabulary)
+                token = choose(logits, of_tokens, seen, self._sampling, rng)
+                self.num_new_tokens += 1
+                if token in self._ends:
+                    self.finish_reason = "stop"
+                    break
+                new = [token]
+                seen.add(token)
+                tokens.append(token)
+                piece, is_stopped = self._piece(tokens, is_last=False)
+                if piece:
+                    yield piece
+                if is_stopped:
+                    self.finish_reason = "stop"
+                    return
+            piece, _ = self._piece(tokens, is_last=True)
+            if piece:
+                yield piece
+        finally:
+            await self._remote.close()
+
+    def _piece(self, tokens: Sequence[int], *, is_last: bool) -> tuple[str, bool]:
+        """What has not been given of the text yet, and whether it ends with a stop."""
+        text = self._codec.decode([t for t in tokens if t < self._codec.num_tokens])
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        end = min(found, default=len(text))
+        if not found and not is_last:
+            if text.endswith(UNFINISHED):
+                end -= 1
+            end -= max((_begun(text[:end], stop) for stop in self._stops), default=0)
+        piece, self._shown = text[self._shown : end], max(self._shown, end)
+        return piece, bool(found)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters at the end of a text which `stop` may begin with."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Writer:
+    """Writes with the model of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        gossip: Gossip,
+        codec: TextCodec,
+        files: Mapping[str, bytes],
+    ) -> None:
+        """`files`: of the run, or beside the tokenizer that a person named. Raises `UserError`
+        where the run's model writes no texts."""
+        self.codec, self.files = codec, files
+        self.sampling = sampling_of(json_table(files.get(GENERATION_FILE, b"")))
+        """By the model's own files."""
+        self._spec, self._gossip = spec, gossip
+        self._longest = longest_text(spec)
+        self._ends = end_tokens(spec, files)
+        self._names = itertools.count()
+
+    def text(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        tell: Tell = lambda line: None,
+        stops: Sequence[str] = (),
+    ) -> Text:
+        """A text that begins with these tokens. `stops`: it ends before the first of them.
+        `tell`: takes lines for people. Raises `UserError` where it would be too long."""
+        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+            raise UserError(f"at most {MAX_STOPS} stops, of 1 to {MAX_STOP_CHARS} characters")
+        vocabulary = self._vocabulary()
+        if not prompt:
+            raise UserError("an empty prompt: give the model a text to go on with")
+        if max(prompt) >= vocabulary:
+            raise UserError("the tokenizer has more tokens than the run's model: it is another's")
+        room = self._longest - len(prompt)
+        if room < 1:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; with the answer at most {self._longest}"
+            )
+        pipeline = self._spec.pipeline
+        sampling = sampling.with_options({"max_new_tokens": min(sampling.max_new_tokens, room)})
+        remote = RemoteText(
+            self._gossip,
+            pipeline.num_stages,
+            f"text {next(self._names)}",
+            pass_tokens=pass_tokens(pipeline.microbatch * self._spec.sequence_length),
+            max_tokens=len(prompt) + sampling.max_new_tokens,
+            tell=tell,
+        )
+        return Text(
+            prompt, remote, self.codec, self._ends, sampling, vocabulary=vocabulary, stops=stops
+        )
+
+    def _vocabulary(self) -> int:
+        model = self._spec.model
+        size = model.config.get("vocab_size") or model.vocab_size
+        if not isinstance(size, int):
+            raise ProtocolViolation("a model without a vocabulary")
+        return size

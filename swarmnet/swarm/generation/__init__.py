@@ -1,0 +1,1 @@
+"""Texts that the model writes while it trains (`swarmnet generate`)."""

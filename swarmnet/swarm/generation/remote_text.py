@@ -1,0 +1,344 @@
+"""A text that a run's model goes on with, as the one who asks for it sees it.
+
+The tokens go to one replica of each stage, and from stage to stage through here: so all that a
+stage has been given is known here. Where a replica dies, another one is given the same again, and
+the text goes on as if nothing had happened. It has to have the parameters of the same round: a
+second replica of each stage keeps them too, in reserve. Where no replica has them any more, the
+text goes on with those of another round, and that is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnet.errors import (
+    Busy,
+    NoRoute,
+    NotReady,
+    ProtocolViolation,
+    Refused,
+    Stale,
+    SwarmnetError,
+    TransportError,
+    UserError,
+)
+from swarmnet.protocol.generation import IDLE_S, LONGEST_S
+from swarmnet.protocol.timing import BULK_S, PATIENCE_S
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import GenerateReply, GenerateRequest
+from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
+from swarmnet.wire import Array, Message, convert
+
+TOKEN_BYTES = 4
+KEPT_REPLICAS = 2
+"""Of each stage: one that works, and one in reserve."""
+KEEP_S = IDLE_S / 3
+"""How often those in reserve are told that the text goes on."""
+ONE_ROUND_S = 5.0
+"""For finding a round that all stages have; then the text mixes rounds
+(tests/swarm/generation/test_generating.py)."""
+REFUSED_S = 3.0
+"""For an invite to become known to the peers that refuse."""
+
+Tell = Callable[[str], None]
+
+
+class RoundLost(SwarmnetError):
+    """No replica of a stage has the parameters of the round any more."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What is known of one stage."""
+
+    given: bytearray = field(default_factory=bytearray)
+    """All inputs of this text, of shape (1, tokens, `shape`)."""
+    dtype: str = "int32"
+    shape: tuple[int, ...] = ()
+    peers: list[str] = field(default_factory=list)
+    """Replicas that have a session: the first works, others are in reserve."""
+    is_copied: bool = True
+
+    def part(self, start: int, stop: int) -> Array:
+        """The inputs of some tokens."""
+        each = TOKEN_BYTES
+        for n in self.shape:
+            each *= n
+        data = bytes(self.given[start * each : stop * each])
+        return Array(self.dtype, (1, stop - start, *self.shape), data)
+
+    def give(self, array: Array) -> None:
+        """The next tokens'."""
+        self.dtype, self.shape = array.dtype, array.shape[2:]
+        self.given += memoryview(array.data).cast("B")
+
+
+@dataclass(slots=True)
+class _Found:
+    """What came of asking the replicas of a stage for a session."""
+
+    peers: list[str] = field(default_factory=list)
+    offers: list[int] = field(default_factory=list)
+    """Rounds that those have which refused."""
+    is_full: bool = False
+    """One that refused had no room for a copy."""
+    error: SwarmnetError = field(default_factory=lambda: NoRoute("nobody was asked"))
+
+
+class RemoteText:
+    """One text. Not for several tasks at a time."""
+
+    def __init__(
+        self,
+        gossip: Gossip,
+        num_stages: int,
+        name: str,
+        *,
+        pass_tokens: int,
+        max_tokens: int,
+        tell: Tell,
+    ) -> None:
+        """
+        Args:
+            name: of the session; no other open one of this peer may have it.
+            pass_tokens: that a peer of the run takes at a time.
+            max_tokens: of the text, with its prompt.
+            tell: takes lines for people.
+        """
+        self.round = -1
+        """Of the parameters that make the text."""
+        self._gossip, self._name, self._tell = gossip, name, tell
+        self._pass_tokens, self._max_tokens = pass_tokens, max_tokens
+        self._stages = [_Stage() for _ in range(num_stages)]
+        self._tokens: list[int] = []
+        self._done = 0
+        """Tokens that have gone through all stages."""
+        self._is_open = False
+        self._kept_at = 0.0
+        self._told: set[str] = set()
+        self._until = asyncio.get_running_loop().time() + LONGEST_S
+
+    async def extend(self, tokens: Sequence[int], num_logits: int = 0) -> tuple[Array, ...]:
+        """Takes the next tokens; returns the logits after the last one: float32 (1, V), or the
+        largest `num_logits` of them and, int32, whose they are. Raises `UserError` where the run
+        cannot say it."""
+        self._tokens += tokens
+        while True:
+            try:
+                if not self._is_open:
+                    await self._open()
+                await self._keep()
+                return await self._catch_up(num_logits)
+            except RoundLost as e:
+                await self.close()
+                lost = self.round
+                await self._open()
+                self._say(f"{e}: the text goes on with round {self.round} instead of {lost}")
+
+    async def close(self) -> None:
+        """Ends the sessions. Never raises."""
+        self._is_open = False
+        for k, stage in enumerate(self._stages):
+            for peer_id in stage.peers:
+                self._end(k, peer_id)
+            self._stages[k] = _Stage()
+
+    # ---- opening ----------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Finds replicas of all stages that have the parameters of one round."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        wanted, mixes = self._newest(), False
+        while True:
+            asking = (self._ask(k, wanted, mixes) for k in range(len(self._stages)))
+            found = await asyncio.gather(*asking)
+            if all(f.peers for f in found):
+                break
+            self._give_up(found, loop.time() - began)
+            bounds = [max(f.offers) for f in found if not f.peers and f.offers]
+            wanted = min(bounds) if bounds else self._newest()
+            mixes = loop.time() - began >= ONE_ROUND_S or any(f.is_full for f in found)
+            if not bounds:
+                await self._gossip.changed.wait(LOOK_AGAIN_S)
+        self._stages = [_Stage(peers=f.peers) for f in found]
+        self.round, self._done, self._is_open = wanted, 0, True
+        self._kept_at = loop.time()
+
+    def _give_up(self, found: Sequence[_Found], waited_s: float) -> None:
+        """Ends the sessions of a try that failed. Raises `UserError` where waiting is of no use."""
+        for k, f in enumerate(found):
+            for peer_id in f.peers:
+                self._end(k, peer_id)
+        for k, f in enumerate(found):
+            if f.peers:
+                continue
+            if isinstance(f.error, Refused) and waited_s >= REFUSED_S:
+                raise UserError(f"stage {k} does not write: {f.error}")
+            if waited_s >= PATIENCE_S:
+                raise UserError(f"stage {k} does not write now: {f.error}; try again")
+
+    def _newest(self) -> int:
+        """The newest round that every stage has, or will have."""
+        now = asyncio.get_running_loop().time()
+        rounds = [
+            {r.round for r in self._gossip.view.in_reach(k, now)} for k in range(len(self._stages))
+        ]
+        common = set.intersection(*rounds)
+        return max(common) if common else min(max(r, default=0) for r in rounds)
+
+    async def _ask(self, k: int, round_index: int, mixes: bool) -> _Found:
+        """Opens a session at one replica of a stage, and at another one in reserve."""
+        found = _Found(error=NoRoute(f"no replica of stage {k} is known"))
+        for peer_id in self._replicas(k):
+            try:
+                reply = await self._call(
+                    peer_id,
+                    GenerateRequest(
+                        k,
+                        self._name,
+                        opens=True,
+                        round=round_index,
+                        max_tokens=self._max_tokens,
+                        mixes=mixes and not found.peers,
+                    ),
+                )
+            except SwarmnetError as e:
+                self._failed(peer_id, e)
+                found.error = e
+                theirs = getattr(e, "details", {}).get("round")
+                if isinstance(theirs, int) and isinstance(e, (Stale, NotReady)):
+                    found.offers.append(theirs)
+                    found.is_full |= e.details.get("is_full") is True
+                continue
+            said = convert(reply.body, GenerateReply)
+            if not said.is_copied and found.peers:  # it would be of no use
+                self._end(k, peer_id)
+                continue
+            found.peers.append(peer_id)
+            if not said.is_copied:
+                break
+            if len(found.peers) == KEPT_REPLICAS:
+                break
+        return found
+
+    def _replicas(self, k: int) -> list[str]:
+        """Of a stage, in an order drawn anew."""
+        now = asyncio.get_running_loop().time()
+        peers = [r.peer_id for r in self._gossip.view.in_reach(k, now)]
+        return self._gossip.rng.sample(peers, len(peers))
+
+    # ---- going on ---------------------------------------------------------------------------
+
+    async def _catch_up(self, num_logits: int) -> tuple[Array, ...]:
+        """Sends the tokens through all stages that have not been through them yet."""
+        made: tuple[Array, ...] = ()
+        while self._done < len(self._tokens):
+            part = self._tokens[self._done : self._done + self._pass_tokens]
+            data = b"".join(t.to_bytes(TOKEN_BYTES, "little") for t in part)
+            made = (Array("int32", (1, len(part)), data),)
+            for k in range(len(self._stages)):
+                if len(made) != 1 or made[0].shape[:2] != (1, len(part)):
+                    raise ProtocolViolation("an activation of another shape than the tokens")
+                made = await self._through(k, made[0], num_logits)
+            self._done += len(part)
+        return made
+
+    async def _through(self, k: int, array: Array, num_logits: int) -> tuple[Array, ...]:
+        """A pass through one stage, at whichever replica does it."""
+        stage = self._stages[k]
+        stage.give(array)
+        while True:
+            try:
+                return await self._pass(k, stage.peers[0], self._done, array, num_logits)
+            except UserError:
+                raise
+            except SwarmnetError as e:
+                self._failed(stage.peers[0], e)
+                self._end(k, stage.peers.pop(0))
+                await self._replace(k, e)
+
+    async def _pass(
+        self, k: int, peer_id: str, position: int, array: Array, num_logits: int
+    ) -> tuple[Array, ...]:
+        request = GenerateRequest(k, self._name, position, num_logits)
+        while True:
+            try:
+                reply = await self._call(peer_id, request, (array,))
+                break
+            except Busy as e:
+                self._check_time(e)
+                await asyncio.sleep(max(RETRY_S, min(e.backlog_s, KEEP_S)))
+        if not convert(reply.body, GenerateReply).is_copied:
+            self._say(f"stage {k} keeps no copy of round {self.round}: this text mixes rounds")
+            self._stages[k].is_copied = False
+        return reply.arrays
+
+    async def _replace(self, k: int, why: SwarmnetError) -> None:
+        """Gives another replica of a stage what the one that failed has been given. Raises
+        `RoundLost` where none has the round, `UserError` where time is over."""
+        stage = self._stages[k]
+        loop = asyncio.get_running_loop()
+        until = loop.time() + ONE_ROUND_S
+        while True:
+            self._check_time(why)
+            if not stage.peers:
+                found = await self._ask(k, self.round, mixes=not stage.is_copied)
+                stage.peers, why = found.peers, why if found.peers else found.error
+                if not stage.peers:
+                    if loop.time() >= until or (found.offers and min(found.offers) > self.round):
+                        raise RoundLost(f"stage {k} has lost the replicas of this text")
+                    await self._gossip.changed.wait(LOOK_AGAIN_S)
+                    continue
+            try:
+                for start in range(0, self._done, self._pass_tokens):
+                    stop = min(start + self._pass_tokens, self._done)
+                    await self._pass(k, stage.peers[0], start, stage.part(start, stop), 1)
+                return
+            except UserError:
+                raise
+            except SwarmnetError as e:
+                why = e
+                self._failed(stage.peers[0], e)
+                self._end(k, stage.peers.pop(0))
+
+    async def _keep(self) -> None:
+        """Tells those in reserve that the text goes on."""
+        now = asyncio.get_running_loop().time()
+        if now - self._kept_at < KEEP_S:
+            return
+        self._kept_at = now
+        reserves = [(k, p) for k, stage in enumerate(self._stages) for p in stage.peers[1:]]
+        asking = (self._call(p, GenerateRequest(k, self._name)) for k, p in reserves)
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        for (k, peer_id), answer in zip(reserves, answers, strict=True):
+            if isinstance(answer, SwarmnetError):
+                self._stages[k].peers.remove(peer_id)
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    async def _call(
+        self, peer_id: str, request: GenerateRequest, arrays: tuple[Array, ...] = ()
+    ) -> Message:
+        message = Message(request, arrays)
+        return await self._gossip.liveness.call_while_live(
+            peer_id, "generate", message, timeout_s=BULK_S
+        )
+
+    def _end(self, k: int, peer_id: str) -> None:
+        request = GenerateRequest(k, self._name, ends=True)
+        self._gossip.transport.notify(peer_id, "generate", Message(request))
+
+    def _failed(self, peer_id: str, error: SwarmnetError) -> None:
+        if isinstance(error, TransportError):
+            self._gossip.probe(peer_id)
+
+    def _check_time(self, why: SwarmnetError) -> None:
+        if asyncio.get_running_loop().time() >= self._until:
+            raise UserError(f"the text was not done in {LONGEST_S:.0f} s: {why}")
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._tell(line)

@@ -1,0 +1,224 @@
+"""Serves `generate`: tokens of a text go through the stage of this peer, beside its training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
+from swarmnet.protocol.backoff import FIRST_PAUSE_S
+from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Sessions, Wish
+from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.swarm.messages import GenerateReply, GenerateRequest
+from swarmnet.swarm.ports import OTHER, Generation
+from swarmnet.swarm.resource_limits import ResourceLimits
+from swarmnet.swarm.timing import LOOK_LESS_S
+from swarmnet.swarm.update.replica import Replica
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+T = TypeVar("T")
+
+LAST_TURN, FIRST_TURN = 1 << 62, -1
+"""Rounds before which, and after which, the device takes a pass for a text."""
+OPEN_WAIT_S = 2.0
+"""For the round that is asked for to begin."""
+FREE_PART = 0.5
+"""Of the memory that is free, for one text and a copy of the parameters."""
+
+
+class GenerateService:
+    """The texts at the replica of this peer."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        serving: Callable[[int], Replica],
+        resource_limits: ResourceLimits,
+        free_bytes: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            serving: the replica of a stage here; raises `NotReady` where that is not served.
+            resource_limits: of the machine.
+            free_bytes: of the device's memory, now.
+        """
+        self._serving, self._limits, self._free_bytes = serving, resource_limits, free_bytes
+        self._peer_id = transport.peer_id
+        self._of: Replica | None = None
+        """The replica that the sessions are of."""
+        self._sessions = Sessions()
+        self._turn = DeviceTurn()
+        self._copying = asyncio.Lock()
+        self._opened = asyncio.Event()
+        transport.handle("generate", self.on_generate)
+
+    async def run(self) -> None:
+        """Ends sessions that nobody goes on with; until cancelled."""
+        while True:
+            await self._opened.wait()
+            while self._sessions.num_open:
+                await asyncio.sleep(LOOK_LESS_S)
+                self._look()
+            self._opened.clear()
+
+    async def on_generate(self, request: Request) -> Message:
+        """Opens a session, goes on with it, or ends it."""
+        asked = convert(request.message.body, GenerateRequest)
+        replica = self._serving(asked.stage)
+        generation = replica.stage.generation
+        if generation is None:
+            raise Refused(
+                "this peer writes no texts: its model or its ranks keep no keys and values"
+            )
+        key = (request.remote, asked.session)
+        if self._of is not replica:  # those of another stage went with it
+            self._of, self._sessions = replica, Sessions()
+        if asked.ends:
+            self._end(key)
+            return Message(GenerateReply(replica.round, False))
+        if asked.opens:
+            await self._open(replica, generation, key, asked)
+        return await self._extend(replica, generation, key, request)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    async def _open(
+        self, replica: Replica, generation: Generation, key: Key, asked: GenerateRequest
+    ) -> None:
+        if asked.max_tokens > generation.max_tokens:
+            raise Refused(f"a text of this model has at most {generation.max_tokens} tokens")
+        wish = Wish(asked.round, asked.max_tokens, asked.mixes)
+        machine = machine_of(key[0])
+
+        def begun() -> bool:
+            return replica.synced and (asked.mixes or replica.round >= asked.round)
+
+        if not await replica.changed.until(begun, OPEN_WAIT_S):
+            raise NotReady(f"round {asked.round} has not begun here", round=replica.round)
+        async with self._copying:
+            self._end(key)
+            cache_bytes = generation.token_bytes * wish.max_tokens
+            if not self._has_room(replica, cache_bytes):
+                raise Busy("no memory here for another text", backlog_s=FIRST_PAUSE_S)
+            has_room = self._has_room(replica, cache_bytes + generation.copy_bytes)
+            chosen = self._sessions.choose(key, machine, wish, replica.round, has_room)
+            if chosen is Parameters.COPIED:
+                await self._on_device(replica, lambda: self._copy(replica, generation, wish.round))
+            now = asyncio.get_running_loop().time()
+            self._sessions.open(key, machine, wish, chosen, replica.round, now)
+        self._hold(generation)
+        self._opened.set()
+
+    def _copy(self, replica: Replica, generation: Generation, round_index: int) -> None:
+        """On the device thread, on which rounds change too."""
+        if replica.round != round_index:
+            raise NotReady(f"round {round_index} is over here", round=replica.round)
+        generation.copy([replica.common_shard(j) for j in range(replica.num_shards)])
+
+    async def _extend(
+        self, replica: Replica, generation: Generation, key: Key, request: Request
+    ) -> Message:
+        asked, arrays = convert(request.message.body, GenerateRequest), request.message.arrays
+        if len(arrays) > 1 or (arrays and len(arrays[0].shape) < 2):
+            raise ProtocolViolation("generate takes the tokens of one text, or an activation")
+        count = arrays[0].shape[1] if arrays else 0
+        if count > generation.pass_tokens:
+            raise ProtocolViolation(f"a pass has at most {generation.pass_tokens} tokens here")
+        loop, sessions = asyncio.get_running_loop(), self._sessions
+        session = sessions.begin(key, asked.position, count, loop.time())
+        made: tuple[Array, ...] = ()
+        try:
+            if arrays:
+                made = await self._on_device(
+                    replica,
+                    lambda: generation.extend(
+                        key,
+                        arrays[0],
+                        asked.position,
+                        is_copied=session.is_copied,
+                        num_logits=asked.num_logits,
+                    ),
+                )
+        except BaseException:
+            if sessions is self._sessions:
+                self._end(key)
+            raise
+        sessions.done(session, count, loop.time())
+        of_round = session.round if session.is_copied else replica.round
+        return Message(GenerateReply(of_round, session.is_copied), made)
+
+    async def _on_device(self, replica: Replica, work: Callable[[], T]) -> T:
+        """Runs work for a text when the device has nothing else to do, and as soon as texts have
+        had less of its time than they may."""
+        once = _Once[T](work)
+        loop = asyncio.get_running_loop()
+        wait_s = self._turn.wait_s(loop.time())
+        tries: list[asyncio.Future[tuple[T, float]]] = []
+        try:
+            if wait_s:
+                tries.append(asyncio.ensure_future(replica.device.timed(OTHER, once, LAST_TURN)))
+                await asyncio.wait(tries, timeout=wait_s)
+            if not any(t.done() for t in tries):
+                tries.append(asyncio.ensure_future(replica.device.timed(OTHER, once, FIRST_TURN)))
+            done, _ = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
+            # Where both have had their turn, the later one has only found that all is done.
+            did = next((t for t in done if t.exception() is None), tries[0])
+            result, worked_s = did.result()
+        finally:
+            for each in tries:
+                each.cancel()
+        self._turn.worked(worked_s, loop.time())
+        return result
+
+    def _has_room(self, replica: Replica, num_bytes: float) -> bool:
+        limits = self._limits
+        if limits.is_memory_full:
+            return False
+        may_be = limits.room_bytes(replica.index) - limits.text_bytes
+        return num_bytes <= min(may_be, FREE_PART * self._free_bytes())
+
+    def _end(self, key: Key) -> None:
+        """Forgets a session, and the copy where it was the last one with it."""
+        replica = self._of
+        generation = None if replica is None else replica.stage.generation
+        if generation is None or not self._sessions.end(key):
+            return
+        generation.drop(key)
+        if self._sessions.copied_round is None:
+            generation.drop_copy()
+        self._hold(generation)
+
+    def _hold(self, generation: Generation) -> None:
+        """Counts what texts take of the machine's memory."""
+        is_copied = self._sessions.copied_round is not None
+        cached = generation.token_bytes * self._sessions.max_tokens
+        self._limits.hold_texts(self._peer_id, cached + is_copied * generation.copy_bytes)
+
+    def _look(self) -> None:
+        for key in self._sessions.expired(asyncio.get_running_loop().time()):
+            self._end(key)
+        replica = self._of
+        if replica is None:
+            return
+        try:
+            is_here = self._serving(replica.index) is replica
+        except NotReady:
+            is_here = False
+        if not is_here:  # the stage went, and all of this with it
+            self._of, self._sessions = None, Sessions()
+            self._limits.hold_texts(self._peer_id, 0.0)
+
+
+class _Once(Generic[T]):
+    """Work that stands in a queue twice, and is done where its turn comes first."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+
+    def __call__(self) -> T:
+        work, self._work = self._work, None
+        if work is None:
+            raise NotReady("this is done already")
+        return work()

@@ -1,0 +1,112 @@
+"""Texts that a stage helps to write: passes over a few tokens, beside the keys and values of those
+before, by one copy of the parameters that outlives its round."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnet.errors import NotReady, RemoteError
+from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.memory.round_vectors import RoundVectors
+from swarmnet.training.models.base import CachePlan, LayerContext, TakesContext
+from swarmnet.training.passes.boundary import Boundary
+from swarmnet.training.passes.layers import StageLayers
+from swarmnet.wire import Array
+
+
+@dataclass(slots=True)
+class _Text:
+    cache: Any
+    num_tokens: int = 0
+
+
+class StageGeneration:
+    """Implements `swarm.ports.Generation`; all on the device thread."""
+
+    def __init__(
+        self,
+        layers: StageLayers,
+        boundary: Boundary,
+        vectors: RoundVectors,
+        plan: CachePlan,
+        microbatch: int,
+    ) -> None:
+        """`plan`: of the model's caches. `microbatch`: samples."""
+        element = torch.finfo(layers.dtype).bits // 8
+        cached = sum(isinstance(module, TakesContext) for module in layers.modules)
+        self.pass_tokens = pass_tokens(microbatch * layers.plan.inputs.shape[0])
+        self.max_tokens = min(MAX_TOKENS, plan.max_tokens or MAX_TOKENS)
+        self.copy_bytes = element * layers.num_parameters
+        self.token_bytes = element * plan.numbers * cached
+        self._layers, self._boundary, self._vectors = layers, boundary, vectors
+        self._plan = plan
+        self._copy: list[Tensor] = []
+        self._texts: dict[Hashable, _Text] = {}
+
+    def copy(self, shards: Sequence[Array]) -> None:
+        """As the port says."""
+        layers = self._layers
+        flat = torch.empty(layers.num_parameters, dtype=layers.dtype, device=layers.device)
+        start = 0
+        for shard in shards:
+            values = to_tensor(shard)
+            flat[start : start + values.numel()].copy_(values)
+            start += values.numel()
+        self._copy = [r.part_of(flat) for r in layers.parameter_ranges]
+
+    def drop_copy(self) -> None:
+        self._copy = []
+
+    def extend(
+        self, session: Hashable, inputs: Array, position: int, *, is_copied: bool, num_logits: int
+    ) -> tuple[Array, ...]:
+        """As the port says. Raises `NotReady` where the text, or the copy, is not here."""
+        x = self._boundary.receive_text(inputs, self.pass_tokens)
+        if position == 0:
+            self._texts[session] = _Text(self._plan.make())
+        text = self._texts.get(session)
+        if text is None or text.num_tokens != position or (is_copied and not self._copy):
+            raise NotReady("this text is not known here")
+        count = x.shape[1]
+        positions = torch.arange(position, position + count, device=x.device).unsqueeze(0)
+        try:
+            outputs = self._pass(x, LayerContext(positions, text.cache), is_copied)
+        except BaseException:
+            self.drop(session)  # some layers may have these tokens, and others not
+            raise
+        text.num_tokens += count
+        return self._logits(outputs, num_logits) if self._layers.is_last else self._sent(outputs)
+
+    def drop(self, session: Hashable) -> None:
+        self._texts.pop(session, None)
+
+    def _pass(self, x: Tensor, context: LayerContext, is_copied: bool) -> Tensor:
+        self._layers.show(self._vectors.present)
+        with self._layers.evaluating(is_whole_batch=False, wants_outputs=True):
+            if not is_copied:
+                return self._layers.extend(x, context).float()
+            with self._layers.showing(self._copy):
+                return self._layers.extend(x, context).float()
+
+    def _sent(self, outputs: Tensor) -> tuple[Array, ...]:
+        _check(outputs)
+        return (from_tensor(outputs),)
+
+    def _logits(self, outputs: Tensor, num_logits: int) -> tuple[Array, ...]:
+        logits = outputs[:, -1]
+        _check(logits)
+        if not 0 < num_logits < logits.shape[-1]:
+            return (from_tensor(logits),)
+        values, tokens = torch.topk(logits, num_logits)
+        return from_tensor(values), from_tensor(tokens.to(torch.int32))
+
+
+def _check(outputs: Tensor) -> None:
+    if not bool(torch.isfinite(outputs).all()):
+        raise RemoteError("the model's outputs are not finite here")

@@ -1,0 +1,373 @@
+"""Texts in words: what is drawn, how pieces come, what a chat looks like, and the API for programs
+(through the `openai` client), over a whole swarm in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from peer.cli import run_command
+from peer.commands.generate import converse
+from peer.commands.openai_api import api_app
+from swarmnet.errors import ProtocolViolation, UserError
+from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.text_codec import ByteCodec
+from swarmnet.runtime.writing.chat import chat_prompt
+from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
+from swarmnet.runtime.writing.writer import Text, Writer
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.wire import Array
+from tests.swarm.harness import OpenSigner, Swarm, tiny_spec
+
+VOCABULARY = 24
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{% generation %}<assistant>{% endgeneration %}{% endif %}"
+)
+
+
+# ---- sampling -------------------------------------------------------------------------------
+
+
+def drawn_odds(logits: Any, seen: list[int], sampling: Sampling, num_logits: int) -> Any:
+    """How often each token is chosen, of the largest logits that come over the wire."""
+    kept = np.argsort(-logits, kind="stable")[: num_logits or None].astype(np.int32)
+
+    class Rng:
+        """Tells the odds."""
+
+        def choice(self, n: int, p: Any) -> int:
+            self.odds = p
+            return 0
+
+    rng: Any = Rng()
+    choose(logits[kept], kept, seen, sampling, rng)
+    found = np.zeros(len(logits))
+    scores = logits[kept].astype(np.float64)
+    punished = np.where(scores < 0, scores * sampling.repetition_penalty,
+                        scores / sampling.repetition_penalty)  # fmt: skip
+    scores = np.where(np.isin(kept, seen), punished, scores) / sampling.temperature
+    order = np.argsort(-scores, kind="stable")[: sampling.top_k or None]
+    found[kept[order]] = rng.odds
+    return found
+
+
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.sampled_from([0, 1, 5, 50]),
+    st.sampled_from([0.2, 0.9, 1.0]),
+    st.sampled_from([0.7, 1.0, 1.3]),
+)
+def test_tokens_are_as_likely_as_transformers_has_them(
+    seed: int, temperature: float, top_k: int, top_p: float, penalty: float
+) -> None:
+    """Though only the largest logits come over the wire."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=VOCABULARY).astype(np.float32) * 3
+    seen = sorted({int(t) for t in rng.integers(0, VOCABULARY, 6)})
+    sampling = Sampling(True, temperature, top_k, top_p, penalty)
+    found = drawn_odds(logits, seen, sampling, sampling.num_logits(len(seen)))
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+    chain.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        chain.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        chain.append(TopPLogitsWarper(top_p))
+    scores = chain(torch.tensor([seen]), torch.tensor(logits)[None])
+    np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), atol=1e-5)
+    greedy = Sampling(repetition_penalty=penalty)
+    kept = np.argsort(-logits)[: greedy.num_logits(len(seen)) or None].astype(np.int32)
+    assert choose(logits[kept], kept, seen, greedy, rng) == int(
+        RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([seen]), torch.tensor(logits)[None]
+        ).argmax()
+    )
+
+
+def test_a_seed_draws_the_same_and_another_one_does_not() -> None:
+    logits, tokens = np.zeros(VOCABULARY, np.float32), np.arange(VOCABULARY, dtype=np.int32)
+
+    def drawn(seed: int) -> list[int]:
+        rng = np.random.default_rng(seed)
+        return [choose(logits, tokens, (), Sampling(True), rng) for _ in range(20)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"max_new_tokens": 10**6}, "max_new_tokens"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        Sampling().with_options(options)
+
+
+def test_the_model_s_own_file_says_what_is_usual() -> None:
+    said = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": "x", "min_p": 0.1}
+    assert sampling_of(said) == Sampling(True, 0.6, 20)
+    assert sampling_of({"temperature": -1, "do_sample": 1}) == Sampling()
+    assert Sampling().with_options({"top_k": None, "seed": 3}).do_sample
+    assert not Sampling().with_options({"seed": 3, "do_sample": False}).do_sample
+
+
+def floats(*values: float) -> Array:
+    return Array("float32", (1, len(values)), np.array(values, np.float32).tobytes())
+
+
+def ints(*values: int) -> Array:
+    return Array("int32", (1, len(values)), np.array(values, np.int32).tobytes())
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        (),
+        (floats(0.0, 1.0),),
+        (floats(0.0, float("nan")), ints(0, 1)),
+        (floats(0.0, 1.0), ints(0, 3)),
+        (floats(0.0, 1.0), ints(-1, 0)),
+        (floats(0.0, 1.0), ints(0)),
+        (floats(), ints()),
+        (ints(0, 1), ints(0, 1)),
+    ],
+)
+def test_logits_of_a_peer_are_checked(arrays: tuple[Array, ...]) -> None:
+    with pytest.raises(ProtocolViolation):
+        read_logits(arrays, 3)
+
+
+# ---- pieces ---------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A remote text whose tokens are known."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.round, self.closed = 7, False
+        self._left: Iterator[int] = iter(tokens)
+
+    async def extend(self, tokens: list[int], num_logits: int) -> tuple[Array, ...]:
+        return floats(1.0), ints(next(self._left))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def pieces_of(text: str, stops: tuple[str, ...] = (), length: int = 100) -> tuple[list[str], str]:
+    remote: Any = Scripted([*text.encode(), 0])
+    written = Text([1], remote, ByteCodec(), [0], Sampling(max_new_tokens=length),
+                   vocabulary=256, stops=stops)  # fmt: skip
+
+    async def gather() -> list[str]:
+        return [piece async for piece in written]
+
+    pieces = asyncio.run(gather())
+    assert remote.closed
+    return pieces, written.finish_reason
+
+
+def test_pieces_are_whole_characters_and_together_the_text() -> None:
+    pieces, reason = pieces_of("né € \N{GRINNING FACE}.")
+    assert "".join(pieces) == "né € \N{GRINNING FACE}."
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert len(pieces) == 7
+    assert reason == "stop"
+    assert pieces_of("abcdef", length=3) == (["a", "b", "c"], "length")
+
+
+def test_a_stop_and_its_beginning_are_not_given() -> None:
+    pieces, reason = pieces_of("one\nUsual\nUser: two", stops=("\nUser:", "xyz"))
+    assert "".join(pieces) == "one\nUsual"
+    assert reason == "stop"
+    assert "".join(pieces_of("one\nUs", stops=("\nUser:",))[0]) == "one\nUs"
+
+
+# ---- chat -----------------------------------------------------------------------------------
+
+
+def test_a_template_makes_the_prompt_and_can_do_no_harm() -> None:
+    said = [{"role": "user", "content": "hello"}]
+    files = {"chat_template.jinja": TEMPLATE.encode()}
+    assert chat_prompt(files, said) == "<user>hello\n<assistant>"
+    config = {
+        "chat_template": [
+            {"name": "default", "template": "{{ bos_token }}{{ messages | tojson }}"}
+        ],
+        "bos_token": {"content": "<s>"},
+    }
+    files = {"tokenizer_config.json": json.dumps(config).encode()}
+    assert chat_prompt(files, said) == '<s>[{"role": "user", "content": "hello"}]'
+    for template, line in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for", "chat template"),
+        ("{{ messages[0].content + 1 }}", "chat template"),
+        ("{{ 'x' * 3000000 }}", "too long"),
+    ):
+        with pytest.raises(UserError, match=line):
+            chat_prompt({"chat_template.jinja": template.encode()}, said)
+    with pytest.raises(UserError, match="no chat template"):
+        chat_prompt({}, said)
+
+
+# ---- a whole swarm --------------------------------------------------------------------------
+
+
+@dataclass
+class Talk:
+    writer: Writer
+    swarm: Swarm
+
+
+@asynccontextmanager
+async def talking(folder: Path) -> AsyncIterator[Talk]:
+    """In real time, since clients have threads of their own."""
+    spec = tiny_spec(folder, num_stages=2, rounds=2000)
+    swarm = Swarm(spec)
+    swarm.start("peer-0", stage=0)
+    swarm.start("peer-1", stage=1)
+    transport = swarm.hub.transport("asker")
+    transport.set_run(spec.run_id)
+    own = Record("asker", spec.run_id, 1, 0, state=OBSERVING)
+    gossip = Gossip(transport, View("asker"), OpenSigner(), own, random.Random(0), quiet=True)
+    try:
+        await swarm.until_round(1)
+        await gossip.reconcile("peer-0")
+        life = asyncio.ensure_future(gossip.run())
+        files = {"chat_template.jinja": TEMPLATE.encode()}
+        yield Talk(Writer(spec, gossip, ByteCodec(), files), swarm)
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+    finally:
+        await swarm.close()
+
+
+def in_real_time(scenario: Callable[[Talk], Coroutine[Any, Any, None]], folder: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(120), talking(folder) as talk:
+            await scenario(talk)
+
+    asyncio.run(main())
+
+
+def test_programs_ask_through_the_openai_client(tmp_path: Path) -> None:
+    async def scenario(talk: Talk) -> None:
+        app = api_app(talk.writer, talk.writer.sampling, "a run")
+        async with openai.AsyncOpenAI(
+            api_key="any",
+            base_url="http://127.0.0.1/v1",
+            max_retries=0,
+            http_client=httpx.AsyncClient(transport=httpx.ASGITransport(app)),
+        ) as client:
+            assert [m.id for m in (await client.models.list()).data] == ["a run"]
+            whole = await client.completions.create(
+                model="a run", prompt="abc def", max_tokens=12, temperature=0
+            )
+            assert whole.usage is not None
+            assert whole.usage.prompt_tokens == 7
+            assert 1 <= whole.usage.completion_tokens <= 12
+            assert whole.choices[0].finish_reason in ("length", "stop")
+            said = [{"role": "user", "content": "abc"}]
+            chat: Any = client.chat.completions
+            answer = await chat.create(
+                model="a run", messages=said, max_completion_tokens=6, temperature=0.5, seed=1
+            )
+            assert answer.choices[0].message.role == "assistant"
+            assert answer.usage.prompt_tokens == len("<user>abc\n<assistant>")
+            stream = await chat.create(
+                model="a run", messages=said, max_completion_tokens=6, temperature=0.5, seed=1,
+                stream=True, stream_options={"include_usage": True},
+            )  # fmt: skip
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].usage.completion_tokens <= 6
+            reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
+            assert set(reasons[:-1]) <= {None}
+            assert reasons[-1] in ("length", "stop")
+            for wrong in ({"prompt": ""}, {"prompt": "a", "top_p": 2.0}, {"prompt": "a" * 5000},
+                          {"prompt": "a", "n": 2}, {"prompt": [300]}):  # fmt: skip
+                with pytest.raises(openai.BadRequestError):
+                    await client.completions.create(model="a run", **wrong)  # type: ignore[call-overload]
+
+    in_real_time(scenario, tmp_path)
+
+
+def test_pages_elsewhere_cannot_ask(tmp_path: Path) -> None:
+    async def scenario(talk: Talk) -> None:
+        app = api_app(talk.writer, talk.writer.sampling, "a run")
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            body = {"prompt": "abc", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            text = json.dumps(body)
+            assert (await client.post("/v1/completions", content=text)).status_code == 415
+            elsewhere = {"host": "evil.example"}
+            answer = await client.post("/v1/completions", json=body, headers=elsewhere)
+            assert answer.status_code == 400
+            long = {"prompt": "a" * (2 << 20)}
+            assert (await client.post("/v1/completions", json=long)).status_code == 413
+            broken = {"content-type": "application/json"}
+            answer = await client.post("/v1/completions", content="{", headers=broken)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"]
+
+    in_real_time(scenario, tmp_path)
+
+
+def test_a_chat_answers_the_prompt(tmp_path: Path) -> None:
+    async def scenario(talk: Talk) -> None:
+        put: list[str] = []
+        await converse(talk.writer, Sampling(max_new_tokens=4), "hello", "be short", put=put.append)
+        assert put[-1] == "\n"
+
+    in_real_time(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["abc"], "give --join"),
+        (["--join", "x"], "give a text"),
+        (["--join", "x", "--serve", "0", "--chat"], "--serve takes"),
+        (["--join", "x", "abc", "--system", "y"], "--system goes with --chat"),
+        (["--join", "x", "abc", "--temperature", "0"], "temperature"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["generate", *arguments]) != 0
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1

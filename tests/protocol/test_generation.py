@@ -1,0 +1,160 @@
+"""What a replica spends on texts: who may have how many, which parameters, and until when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet.errors import Busy, NotReady, Refused, Stale, SwarmnetError
+from swarmnet.protocol.generation import (
+    BURST_TOKENS,
+    DEVICE_SHARE,
+    IDLE_S,
+    LONGEST_S,
+    MAX_PASS_TOKENS,
+    MAX_SESSIONS,
+    MAX_SESSIONS_EACH,
+    MAX_TOKENS,
+    TOKENS_PER_S,
+    DeviceTurn,
+    Key,
+    Parameters,
+    Session,
+    Sessions,
+    Wish,
+    pass_tokens,
+)
+
+KEY = ("caller", "text")
+
+
+def opened(
+    sessions: Sessions, key: Key = KEY, *, present: int = 3, now: float = 0.0, **wish: object
+) -> Session:
+    said = Wish(**{"round": 3, "max_tokens": 100, **wish})  # type: ignore[arg-type]
+    chosen = sessions.choose(key, key[0], said, present, has_room=True)
+    return sessions.open(key, key[0], said, chosen, present, now)
+
+
+def test_sessions_of_a_round_share_its_copy_which_goes_with_the_last() -> None:
+    sessions, other = Sessions(), ("caller", "another")
+    wish = Wish(3, 100)
+    assert sessions.choose(KEY, "caller", wish, 3, True) is Parameters.COPIED
+    opened(sessions)
+    # The replica has gone on; the copy is still there.
+    assert sessions.choose(other, "caller", wish, 5, False) is Parameters.SHARED
+    opened(sessions, other, present=5)
+    with pytest.raises(Stale) as refused:
+        sessions.choose(("caller", "third"), "caller", Wish(5, 100), 5, True)
+    assert refused.value.details["round"] == 3
+    assert sessions.end(KEY)
+    assert not sessions.end(KEY)
+    assert sessions.copied_round == 3
+    assert sessions.end(other)
+    assert sessions.copied_round is None
+    assert sessions.choose(KEY, "caller", Wish(5, 100), 5, True) is Parameters.COPIED
+
+
+def test_rounds_are_mixed_only_where_the_caller_says_so() -> None:
+    sessions = Sessions()
+    for present, has_room, is_full in ((3, False, True), (4, True, None)):
+        with pytest.raises(Stale) as refused:
+            sessions.choose(KEY, "caller", Wish(3, 100), present, has_room)
+        assert refused.value.details["round"] == present
+        assert refused.value.details.get("is_full") is is_full
+        mixed = Wish(3, 100, mixes=True)
+        assert sessions.choose(KEY, "caller", mixed, present, has_room) is Parameters.PRESENT
+    session = sessions.open(KEY, "caller", mixed, Parameters.PRESENT, 4, 0.0)
+    assert not session.is_copied
+    assert session.round == 4
+    assert sessions.copied_round is None
+
+
+def test_callers_have_few_sessions_and_a_replica_has_not_many() -> None:
+    sessions = Sessions()
+    for i in range(MAX_SESSIONS):
+        caller = f"caller {i // MAX_SESSIONS_EACH}"
+        if i and i % MAX_SESSIONS_EACH == 0:
+            with pytest.raises(Busy, match="you have"):
+                opened(sessions, (f"caller {i // MAX_SESSIONS_EACH - 1}", "one more"))
+        opened(sessions, (caller, f"text {i}"))
+    with pytest.raises(Busy, match="too many texts are"):
+        opened(sessions, ("nobody yet", "text"))
+    opened(sessions, ("caller 0", "text 0"))  # anew, in its own place
+    assert sessions.num_open == MAX_SESSIONS
+
+
+def test_a_text_goes_on_where_it_is() -> None:
+    sessions = Sessions()
+    with pytest.raises(NotReady):
+        sessions.begin(KEY, 0, 10, 0.0)
+    session = opened(sessions)
+    with pytest.raises(NotReady):
+        sessions.begin(("another caller", KEY[1]), 0, 10, 0.0)
+    sessions.begin(KEY, 0, 10, 0.0)
+    with pytest.raises(Busy):
+        sessions.begin(KEY, 0, 10, 0.0)
+    sessions.done(session, 10, 0.0)
+    for position in (0, 9, 11):
+        with pytest.raises(NotReady):
+            sessions.begin(KEY, position, 1, 0.0)
+    with pytest.raises(Refused):
+        sessions.begin(KEY, 10, 91, 0.0)
+    sessions.done(sessions.begin(KEY, 10, 90, 0.0), 90, 0.0)
+
+
+def test_a_machine_may_have_so_many_tokens_and_no_more() -> None:
+    sessions = Sessions()
+    for i in range(MAX_SESSIONS_EACH):
+        session = opened(sessions, ("caller", f"{i}"), max_tokens=MAX_TOKENS)
+        sessions.done(sessions.begin(session.key, 0, MAX_TOKENS, 0.0), MAX_TOKENS, 0.0)
+    assert BURST_TOKENS == MAX_TOKENS * MAX_SESSIONS_EACH
+    sessions.end(("caller", "0"))
+    opened(sessions, ("caller", "0"))
+    with pytest.raises(Busy) as refused:
+        sessions.begin(("caller", "0"), 0, 64, 0.0)
+    assert refused.value.backlog_s == 64 / TOKENS_PER_S
+    opened(sessions, ("another", "0"))
+    sessions.begin(("another", "0"), 0, 64, 0.0)
+    sessions.begin(("caller", "0"), 0, 64, refused.value.backlog_s)
+
+
+def test_sessions_that_rest_or_never_end_are_dropped() -> None:
+    sessions = Sessions()
+    opened(sessions)
+    assert sessions.expired(IDLE_S - 0.1) == []
+    assert sessions.expired(IDLE_S) == [KEY]
+    at, session = 0.0, None
+    while at < LONGEST_S:
+        assert sessions.expired(at) == []
+        session = sessions.begin(KEY, 0, 0, at)
+        assert sessions.expired(at + 2 * IDLE_S) == []  # it is at work
+        sessions.done(session, 0, at)
+        at += IDLE_S / 2
+    assert sessions.expired(at) == [KEY]
+
+
+@given(st.integers(1, 1 << 20))
+def test_a_pass_is_no_longer_than_that_of_a_microbatch(tokens: int) -> None:
+    assert 1 <= pass_tokens(tokens) <= min(tokens, MAX_PASS_TOKENS)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=20, max_size=60), st.floats(0.0, 1.0))
+def test_texts_have_their_share_of_a_busy_device(works: list[float], first_at: float) -> None:
+    """A pass that always has to wait as long as it must."""
+    turn, now, worked_s = DeviceTurn(), first_at, 0.0
+    assert turn.wait_s(now) == 0.0
+    for work_s in works:
+        now += turn.wait_s(now) + work_s
+        turn.worked(work_s, now)
+        worked_s += work_s
+    now += turn.wait_s(now)
+    assert worked_s / (now - first_at) == pytest.approx(DEVICE_SHARE)
+
+
+def test_only_known_errors_reach_a_caller() -> None:
+    sessions = Sessions()
+    for position, count in ((0, 1), (1 << 62, 1), (0, 1 << 62)):
+        with pytest.raises(SwarmnetError):
+            sessions.begin(KEY, position, count, 0.0)

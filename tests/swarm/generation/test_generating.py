@@ -1,0 +1,303 @@
+"""Texts that the model writes while it trains: production peers, virtual time, memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from peer.commands.export import Wanted, export_checkpoints
+from swarmnet.errors import UserError
+from swarmnet.protocol.generation import IDLE_S, MAX_SESSIONS_EACH, pass_tokens
+from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.view import View
+from swarmnet.simulation.device import InlineWorker
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.generation.remote_text import RemoteText
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.training.checkpoint import CheckpointStore
+from tests.swarm.harness import (
+    OpenSigner,
+    Swarm,
+    in_virtual_time,
+    relative_difference,
+    tiny_spec,
+)
+
+ROUNDS = 20
+PROMPT = list(b"abc def gh\nabcde fgh")
+LONG_PROMPT = PROMPT * 5
+"""More than fits into one pass."""
+NEW_TOKENS = 24
+
+
+class Asker:
+    """An observer of the run."""
+
+    def __init__(self, swarm: Swarm, name: str = "asker") -> None:
+        transport = swarm.hub.transport(name)
+        transport.set_run(swarm.spec.run_id)
+        own = Record(name, swarm.spec.run_id, 1, 0, state=OBSERVING)
+        self.gossip = Gossip(transport, View(name), OpenSigner(), own, random.Random(0), quiet=True)
+        self.spec, self.lines = swarm.spec, list[str]()
+
+    async def __aenter__(self) -> Asker:
+        await self.gossip.reconcile("peer-0")
+        self._life = asyncio.ensure_future(self.gossip.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._life.cancel()
+        await asyncio.gather(self._life, return_exceptions=True)
+
+    def text(self, name: str = "text", max_tokens: int = 200) -> RemoteText:
+        pipeline = self.spec.pipeline
+        return RemoteText(
+            self.gossip,
+            pipeline.num_stages,
+            name,
+            pass_tokens=pass_tokens(pipeline.microbatch * self.spec.sequence_length),
+            max_tokens=max_tokens,
+            tell=self.lines.append,
+        )
+
+
+async def write(text: RemoteText, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedily."""
+    written: list[int] = []
+    new = list(prompt)
+    for _ in range(num_tokens):
+        values, tokens = await text.extend(new, num_logits=1)
+        assert values.shape == tokens.shape == (1, 1)
+        new = [struct.unpack("<i", bytes(memoryview(tokens.data).cast("B")))[0]]
+        written += new
+    return written
+
+
+def start(swarm: Swarm, folder: Path | None = None, num_peers: int = 4) -> None:
+    """`folder`: where each round is saved."""
+    for i in range(num_peers):
+        disk = None
+        if folder is not None:
+            store = CheckpointStore(folder / f"peer-{i}", swarm.spec, every=1, keep=ROUNDS)
+            disk = Disk(store, InlineWorker(), 1)
+        swarm.start(f"peer-{i}", stage=i % 2, disk=disk)
+
+
+def exported(folder: Path, round_index: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the exported model of a round writes."""
+    out = folder / f"model-{round_index}"
+    dirs = sorted(folder.glob("peer-*"))
+    export_checkpoints(dirs, out, Wanted(round=round_index, dtype="fp32"))
+    model: Any = AutoModelForCausalLM.from_pretrained(out)
+    inputs = torch.tensor([list(prompt)])
+    made = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(t) for t in made[0, len(prompt) :]]
+
+
+def spec_of(folder: Path, mode: str = "zero", rounds: int = ROUNDS) -> RunSpec:
+    sync: dict[str, Any] = {"mode": mode}
+    if mode == "local":
+        sync["local_steps"] = 3
+    return tiny_spec(folder, num_stages=2, rounds=rounds, sync=sync)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+def test_the_text_is_that_of_the_exported_model_of_one_round(tmp_path: Path, mode: str) -> None:
+    """Though rounds end while it is written, with whole numbers of passes and parts of one."""
+    found: dict[int, list[int]] = {}
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path)
+        await swarm.until_round(5)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            written = await write(text, LONG_PROMPT, NEW_TOKENS)
+            found[text.round] = written
+            assert min(swarm.rounds()) > text.round, "no round has ended meanwhile"
+            assert asker.lines == []
+            await text.close()
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec_of(tmp_path, mode))
+    for round_index, written in found.items():
+        assert written == exported(tmp_path, round_index, LONG_PROMPT, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_dies_costs_no_token_and_changes_none(tmp_path: Path, victim: int) -> None:
+    """The replica in reserve has the same round's parameters, though the others are further."""
+    found: dict[int, list[int]] = {}
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path, 6)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            written = await write(text, PROMPT, 8)
+            await swarm.until(lambda: min(swarm.rounds()) > text.round)
+            swarm.kill(working(swarm, victim))
+            written += await write(text, written[-1:], NEW_TOKENS - 8)
+            found[text.round] = written
+            assert asker.lines == []
+        await swarm.until_round(ROUNDS)
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+    for round_index, written in found.items():
+        assert written == exported(tmp_path, round_index, PROMPT, NEW_TOKENS)
+
+
+def test_where_no_replica_has_the_round_the_text_goes_on_with_another(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            written = await write(text, PROMPT, 4)
+            first = text.round
+            await swarm.until(lambda: min(swarm.rounds()) > first + 1)
+            for name in ("peer-1", "peer-3"):  # both of stage 1
+                swarm.kill(name)
+            swarm.start("peer-5", stage=1)
+            written += await write(text, written[-1:], 4)
+            assert len(written) == 8
+            assert text.round > first
+            assert any(f"instead of {first}" in line for line in asker.lines)
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
+def test_without_room_for_a_copy_rounds_are_mixed_and_that_is_said(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        for i in (1, 3):
+            peer = swarm.members[f"peer-{i}"].peer
+            peer.resource_limits.room_bytes = lambda stage_index: 50_000.0
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            written = await write(text, PROMPT, NEW_TOKENS)
+            assert len(written) == NEW_TOKENS
+            assert len(asker.lines) == 1
+            assert "stage 1 keeps no copy" in asker.lines[0]
+            for i in range(4):
+                peer = swarm.members[f"peer-{i}"].peer
+                assert peer.resource_limits.text_bytes <= peer.resource_limits.room_bytes(i % 2)
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
+def test_what_nobody_goes_on_with_is_dropped(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            await write(text, PROMPT, 4)
+            held = [m.peer.resource_limits.text_bytes for m in swarm.members.values()]
+            assert min(held) > 0
+            parameters = 4.0 * max(map(num_parameters, (m.peer for m in swarm.members.values())))
+            assert max(held) < 2 * parameters  # one copy, and little beside
+            await asyncio.sleep(IDLE_S + 5.0)
+            assert not any(m.peer.resource_limits.text_bytes for m in swarm.members.values())
+            written = await write(text, PROMPT, 4)  # a new round, and no token is missing
+            assert len(written) == 4
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def test_texts_share_a_round_and_end_their_sessions(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            first, second = asker.text("first"), asker.text("second")
+            one = await write(first, PROMPT, 4)
+            await swarm.until(lambda: min(swarm.rounds()) > first.round)
+            assert await write(second, PROMPT, 4) == one
+            assert second.round == first.round
+            await first.close()
+            await second.close()
+            await asyncio.sleep(1.0)
+            assert not any(m.peer.resource_limits.text_bytes for m in swarm.members.values())
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
+def test_one_machine_may_not_have_many_texts(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            texts = [asker.text(f"text {i}") for i in range(MAX_SESSIONS_EACH + 1)]
+            for text in texts[:-1]:
+                await write(text, PROMPT, 1)
+            with pytest.raises(UserError, match="too many texts"):
+                await write(texts[-1], PROMPT, 1)
+            await texts[0].close()
+            assert await write(texts[-1], PROMPT, 1)
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def test_training_goes_first_and_its_numbers_stay(tmp_path: Path) -> None:
+    """Three texts at a time for the whole run: the same parameters, hardly later."""
+    ends: list[float] = []
+    parameters: list[dict[str, torch.Tensor]] = []
+
+    async def scenario(swarm: Swarm, with_texts: bool) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        loop = asyncio.get_running_loop()
+        async with Asker(swarm) as asker:
+            writing = [
+                asyncio.ensure_future(write(asker.text(f"text {i}", 4000), PROMPT, 3000))
+                for i in range(3 * with_texts)
+            ]
+            begin = loop.time()
+            await swarm.until_round(ROUNDS)
+            ends.append(loop.time() - begin)
+            parameters.append(swarm.parameters())
+            for each in writing:
+                assert not each.done()
+                each.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
+
+    for with_texts in (False, True):
+        spec = spec_of(tmp_path)
+        in_virtual_time(lambda swarm, w=with_texts: scenario(swarm, w), spec)  # type: ignore[misc]
+    assert relative_difference(parameters[1], parameters[0]) < 1e-5
+    assert ends[1] < 1.3 * ends[0]
+
+
+def working(swarm: Swarm, stage: int) -> str:
+    """The peer of a stage that has been sent most of the text."""
+    names = [n for n, m in swarm.members.items() if m.peer.gossip.own.stage == stage]
+
+    def sent_bytes(name: str) -> int:
+        return swarm.members[name].peer.transport.traffic.received_bytes.get("generate", 0)
+
+    assert max(map(sent_bytes, names)) > min(map(sent_bytes, names))
+    return max(names, key=sent_bytes)
+
+
+def num_parameters(peer: Peer) -> int:
+    assert peer.replica is not None
+    return sum(peer.replica.stage.shard_sizes)
