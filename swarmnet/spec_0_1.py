@@ -112,6 +112,8 @@ def possible_run_ids_of_0_1(spec: BaseModel) -> tuple[str, ...]:
 def _values(spec: BaseModel) -> dict[str, Any] | None:
     used, given = written_values(spec), spec.model_dump(mode="json")
     used.pop("files", None)  # a later version adds them when it resolves a spec
+    if used["pipeline"].get("codec") == "auto":
+        del used["pipeline"]["codec"]  # likewise for a file that does not say
     values: dict[str, Any] = {}
     if used.keys() - KEYS.keys():
         return None

@@ -104,6 +104,10 @@ class Stage(Protocol):
         `positions`: int32 (samples, length), of each token in its document, where these are not
         0, 1, ...; where they do not go on by one, another document begins."""
 
+    def check_gradient(self, grad_outputs: Array) -> None:
+        """The same of what `backward` takes. Activations and their gradients are coded
+        (`protocol.codecs`): what a stage takes and gives here is what is on the wire."""
+
     def forward(self, key: StepKey, inputs: Array, positions: Array | None = None) -> Array:
         """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarmnet.spec import BYTES_TOKENIZER, RunSpec
+from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEY, RunSpec
 from swarmnet.training.models.base import describe_parameters
 from swarmnet.training.models.model_folder import (
     find_folder,
@@ -51,7 +51,7 @@ def resolve_run(spec: RunSpec, builder: str = "") -> Resolved:
         SpecError: the model or its folder cannot be read, built or cut so.
     """
     spec, contents = _with_files(spec)
-    if not spec.open_keys:
+    if set(spec.open_keys) <= {CODEC_KEY}:  # it takes no model
         return Resolved(spec.resolved(layers=(), shard_parameters=0), contents)
     model = spec.with_builder(builder or spec.model.builder)
     plan = model_plan(model)

@@ -1,4 +1,5 @@
-"""Arrays that enter and leave a stage: checked, and moved between the host and its device.
+"""Arrays that enter and leave a stage: checked, coded (`crossing`), and moved between the host and
+its device.
 
 A value that is not finite is refused before anything is added. Values are also bounded by
 `arrays.LARGEST_VALUE`: products of two such values still fit into fp32, so that a finite input
@@ -11,16 +12,11 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, RemoteError
-from swarmnet.training.arrays import (
-    LARGEST_VALUE,
-    check_finite,
-    check_shape,
-    from_tensor,
-    is_finite,
-    to_tensor,
-)
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
+from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import ModelPlan, TensorSpec
+from swarmnet.training.passes.crossing import Crossing
 from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.wire import Array
 
@@ -42,6 +38,7 @@ class Boundary:
         dtype: torch.dtype,
         copies: DeviceCopies,
         refusals: Fp16Refusals | None,
+        codec: BoundaryCodec = BOUNDARY_CODECS[NONE],
     ) -> None:
         """
         Args:
@@ -53,6 +50,7 @@ class Boundary:
             dtype: of the passes.
             copies: between the host and the stage's device.
             refusals: in fp16; None in other precisions.
+            codec: of what comes from other stages and goes to them.
         """
         self._plan = plan
         self._inputs = inputs
@@ -62,15 +60,24 @@ class Boundary:
         self._dtype = dtype
         self._copies = copies
         self._refusals = refusals
+        below = codec if stage_index else BOUNDARY_CODECS[NONE]  # samples are not coded
+        self._inputs_in = self._crossing(below.activations, inputs)
+        self._input_gradients_out = self._crossing(below.gradients, inputs)
+        self._outputs_out = self._crossing(codec.activations, outputs)
+        self._output_gradients_in = self._crossing(codec.gradients, outputs)
 
     def check_inputs(self, inputs: Array) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are those of a microbatch. Cheap."""
-        check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
+        check_shape("inputs", inputs, *self._input_form())
 
     def check_targets(self, targets: Array) -> None:
         """As `check_inputs`, for targets."""
         spec = self._plan.targets
         check_shape("targets", targets, spec.dtype, self._batch(spec))
+
+    def check_gradient(self, grad_outputs: Array) -> None:
+        """As `check_inputs`, for the gradient of the outputs."""
+        self._output_gradients_in.check_form("gradient", grad_outputs, self._microbatch)
 
     def check_positions(self, positions: Array) -> None:
         """As `check_inputs`, for positions; of a model whose layers take some."""
@@ -87,18 +94,22 @@ class Boundary:
 
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
-        x = self._receive("inputs", inputs, self._inputs)
-        return x.to(self._dtype) if self._inputs.dtype == "float32" else x
+        if self._inputs.dtype != "float32":
+            return self._receive_integers("inputs", inputs, self._inputs)
+        return self._inputs_in.receive("inputs", inputs).to(self._dtype)
 
     def receive_targets(self, targets: Array) -> Tensor:
         """Targets whose shape was checked, on the device."""
-        return self._receive("targets", targets, self._plan.targets)
+        spec = self._plan.targets
+        if spec.dtype != "float32":
+            return self._receive_integers("targets", targets, spec)
+        return self._crossing(NONE, spec).receive("targets", targets)
 
     def receive_gradient(self, grad_outputs: Array) -> Tensor:
         """The gradient of the outputs, on the device, in the precision of the passes; in fp16 it
         stays fp32 until it is scaled."""
-        check_shape("gradient", grad_outputs, "float32", self._batch(self._outputs))
-        grad = self._receive("gradient", grad_outputs, self._outputs)
+        self.check_gradient(grad_outputs)
+        grad = self._output_gradients_in.receive("gradient", grad_outputs)
         return grad if self._refusals is not None else grad.to(self._dtype)
 
     def receive_evaluation(
@@ -106,12 +117,13 @@ class Boundary:
     ) -> tuple[Tensor, Tensor | None]:
         """Inputs, and targets where there are some, of a batch that may be smaller than a
         microbatch, with sequences that may be shorter."""
-        self._check_sizes("inputs", inputs, self._inputs)
+        self._check_sizes("inputs", inputs, self._inputs, *self._input_form())
         x = self.receive_inputs(inputs)
         if targets is None:
             return x, None
-        self._check_sizes("targets", targets, self._plan.targets)
-        num_free = 2 if self._plan.is_sequence and self._plan.targets.shape else 1
+        spec = self._plan.targets
+        self._check_sizes("targets", targets, spec, spec.dtype, self._batch(spec))
+        num_free = self._num_free(spec)
         if targets.shape[:num_free] != inputs.shape[:num_free]:
             raise ProtocolViolation("targets of another batch or length than the inputs")
         return x, self.receive_targets(targets)
@@ -121,7 +133,7 @@ class Boundary:
         return tuple(inputs.shape) == self._batch(self._inputs)
 
     def send_outputs(self, outputs: Tensor) -> Array:
-        """The activation for the next stage, fp32.
+        """The activation for the next stage, coded.
 
         Raises:
             ProtocolViolation: a value is not finite; the inputs are to blame.
@@ -133,43 +145,62 @@ class Boundary:
                 f"stage {self._stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        sent = self._copies.to_host(outputs.detach().float()).wait()
-        if self._refusals is not None and not is_finite(sent, LARGEST_VALUE):
-            raise self._refusals.refuse("an activation of")
-        check_finite("activation", sent)
-        return from_tensor(sent)
+        try:
+            return self._outputs_out.send("activation", outputs)
+        except ProtocolViolation:
+            if self._refusals is None:
+                raise
+            raise self._refusals.refuse("an activation of") from None
+
+    def send_evaluation(self, outputs: Tensor) -> Array:
+        """As `send_outputs`, of inputs that `receive_evaluation` gave. Raises `ProtocolViolation`
+        where a value is not finite."""
+        return self._outputs_out.send("activation", outputs)
 
     def send_input_gradient(self, grad: Tensor) -> Array:
-        """The gradient for the stage before, fp32.
+        """The gradient for the stage before, coded.
 
         Raises:
             RemoteError: a value is not finite; the parameters of this stage are to blame, not who
                 sent.
         """
-        grad = self._copies.to_host(grad).wait()
-        if not is_finite(grad, LARGEST_VALUE):
-            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite")
-        return from_tensor(grad)
+        try:
+            return self._input_gradients_out.send("gradient", grad)
+        except ProtocolViolation:
+            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite") from None
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
 
-    def _receive(self, what: str, array: Array, spec: TensorSpec) -> Tensor:
+    def _num_free(self, spec: TensorSpec) -> int:
+        """Dimensions of a batch of which an evaluation may have less: samples and, in sequences,
+        tokens."""
+        return 2 if self._plan.is_sequence and spec.shape else 1
+
+    def _crossing(self, codec: str, spec: TensorSpec) -> Crossing:
+        return Crossing(codec, spec.shape, self._num_free(spec), self._copies)
+
+    def _input_form(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the inputs of a microbatch."""
+        if self._inputs.dtype != "float32":
+            return self._inputs.dtype, self._batch(self._inputs)
+        return self._inputs_in.form(self._microbatch)
+
+    def _receive_integers(self, what: str, array: Array, spec: TensorSpec) -> Tensor:
         """The array as a tensor on the device, its values checked."""
         tensor = to_tensor(array)
-        if spec.dtype == "float32":
-            check_finite(what, tensor)
-        else:
-            _check_range(what, tensor, spec.num_values)
+        _check_range(what, tensor, spec.num_values)
         return self._copies.to_device(tensor)
 
-    def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
-        """As `check_inputs`, for evaluation: at most a microbatch of sequences of full length."""
-        largest = self._batch(spec)
+    def _check_sizes(
+        self, what: str, array: Array, spec: TensorSpec, dtype: str, largest: tuple[int, ...]
+    ) -> None:
+        """As `check_inputs`, for evaluation: at most a microbatch of sequences of full length.
+        `dtype` and `largest`: the form of a microbatch of `spec`."""
         shape = array.shape
-        num_free = 2 if self._plan.is_sequence and spec.shape else 1
+        num_free = self._num_free(spec)
         fits = (
-            array.dtype == spec.dtype
+            array.dtype == dtype
             and len(shape) == len(largest)
             and all(1 <= n <= most for n, most in zip(shape[:num_free], largest[:num_free]))
             and shape[num_free:] == largest[num_free:]
@@ -177,7 +208,7 @@ class Boundary:
         if not fits:
             raise ProtocolViolation(
                 f"{what}: {str(array.dtype)[:16]} of shape {str(shape)[:64]}; "
-                f"at most {spec.dtype} of shape {largest}"
+                f"at most {dtype} of shape {largest}"
             )
 
 
