@@ -11,7 +11,7 @@ from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE
 from swarmnet.spec import RunSpec
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
-ROUNDS, CODED_ROUNDS = 14, 14
+ROUNDS, CODED_ROUNDS = 14, 8
 
 
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (3, 1), (2, 2), (3, 3)])

@@ -126,6 +126,7 @@ COMMANDS = {
         "--service",
         "--microbatches",
         "--sequences",
+        "--codec",
         "--sync",
         "--local-steps",
         "--assignment",
