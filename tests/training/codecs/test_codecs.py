@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,44 @@ def test_what_is_not_finite_is_found_in_the_coded_rows(name: str, value: float) 
     values[1, 70] = value
     with pytest.raises(ProtocolViolation, match="not finite"):
         codec.check("rows", codec.encode(values), 96)
+
+
+def read_row(name: str, row: bytes, num_values: int) -> list[float]:
+    """A coded row by the words of docs/protocol.md, a number at a time."""
+    size = BLOCK if name == INT8 else TILE
+    num_scales = -(-num_values // size)
+    scales = [struct.unpack("<f", b"\0\0" + row[2 * i : 2 * i + 2])[0] for i in range(num_scales)]
+    codes = row[2 * num_scales :]
+    if name == INT8:
+        signed = struct.unpack(f"{num_values}b", codes)
+        return [code * scales[i // BLOCK] for i, code in enumerate(signed)]
+    numbers: list[float] = []
+    for i, scale in enumerate(scales):
+        bits = 4 if name == INT4 else 6
+        tile = codes[i * TILE * bits // 8 : (i + 1) * TILE * bits // 8]
+        if name == INT4:
+            us = [u % 16 for u in tile] + [u // 16 for u in tile]
+        else:
+            parts = tile[:8], tile[8:16], tile[16:]
+            us = [u % 64 for u in tile]
+            us += [a // 64 + 4 * (b // 64) + 16 * (c // 64) for a, b, c in zip(*parts, strict=True)]
+        q = [u - (1 << (bits - 1)) for u in us]
+        if scale < 0:
+            signs = [[(-1) ** (j & k).bit_count() for k in range(TILE)] for j in range(TILE)]
+            q = [sum(s * c for s, c in zip(line, q, strict=True)) for line in signs]
+        numbers += [abs(scale) * c for c in q]
+    return numbers[:num_values]
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_coded_row_is_what_the_protocol_says(name: str) -> None:
+    values = torch.randn(2, 100, generator=torch.Generator().manual_seed(3))
+    values[0, 40] = 20.0  # an outlier: that tile is rotated
+    coded, codec = codec_of(name).encode(values), codec_of(name)
+    decoded = codec.decode(coded, 100)
+    for row, numbers in zip(coded, decoded, strict=True):
+        expected = torch.tensor(read_row(name, bytes(row.tolist()), 100), dtype=torch.float32)
+        assert torch.equal(numbers, expected)
 
 
 def spoilt(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
