@@ -210,6 +210,7 @@ def simulate(swarm: SwarmGroup, policy: PolicyGroup, check: CheckGroup) -> None:
             service_s=swarm.service,
             sequences=swarm.sequences,
             microbatches=swarm.microbatches,
+            codec=swarm.codec,
             trace=swarm.trace,
             sync=policy.sync or "",
             local_steps=policy.local_steps,

@@ -591,6 +591,10 @@ class SwarmGroup:
     microbatches: Annotated[
         int, typer.Option(min=1, metavar="N", help="Of a round, for each replica of a stage.")
     ] = 200
+    codec: Annotated[
+        Literal["none", "bf16", "int8", "int6", "int4"],
+        typer.Option(help="Of what goes from stage to stage: [pipeline] codec of the run."),
+    ] = "int8"
 
 
 @dataclass(frozen=True, slots=True)

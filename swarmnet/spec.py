@@ -35,6 +35,7 @@ from rfc8785 import IntegerDomainError
 from swarmnet.errors import SpecError
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 from swarmnet.llama_keys import honoured
+from swarmnet.protocol.codecs import AUTO, AUTO_BOUNDARY_CODEC
 from swarmnet.protocol.pipeline.mixing import check_weights
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
@@ -48,6 +49,7 @@ MAX_TEXT = 1024
 MAX_LIST = 1024
 """Entries of one list in a spec."""
 MAX_STAGES = 4096
+CODEC_KEY = "[pipeline] codec"
 MAX_FILE_BYTES = 64 << 20
 """Of a tokenizer or another file of a run."""
 RUN_FILES = (
@@ -553,7 +555,7 @@ class PipelineSpec(_Table):
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of the passes, where a machine has no wish of its own (`--precision`). `auto`: bf16 on GPUs
-    that have it, else fp32. What peers exchange, sums of gradients and the optimizer are fp32."""
+    that have it, else fp32. Sums of gradients and the optimizer are fp32."""
 
     activations: Literal["auto", "keep", "blocks", "recompute", "offload"] = "auto"
     """Between forward and backward: `keep` the graph; keep the input of each layer (`blocks`) or
@@ -562,6 +564,11 @@ class PipelineSpec(_Table):
 
     max_in_flight: int = Field(default=0, ge=0, le=1 << 16)
     """Microbatches that a feeder has under way at a time; 0 = each feeder chooses."""
+
+    codec: Literal["auto", "none", "bf16", "int8", "int6", "int4"] = "none"
+    """Of activations and their gradients between stages: `none` (fp32), `bf16`, `int8`, `int6`, or
+    `int4` (gradients in 6 bits). All peers of the run, and held-out losses, go by it. A file that
+    does not say has `auto`: whoever starts the run takes what was shown to be harmless."""
 
     evaluate_every: int = Field(default=10, ge=0, le=1 << 40)
     """Rounds between held-out measurements; 0 = only at the end."""
@@ -716,6 +723,7 @@ class RunSpec(_Table):
             "[data] sequence_length": self.model.kind == "transformers"
             and self.data.sequence_length == 0,
             "[pipeline] layers": not self.pipeline.layers,
+            CODEC_KEY: self.pipeline.codec == AUTO,
             "[sync] shard_parameters": self.sync.shard_parameters == 0,
             "[sync] warmup_rounds": self.sync.warmup_rounds < 0,
         }
@@ -730,6 +738,8 @@ class RunSpec(_Table):
         if self.model.kind == "transformers":
             values["data"]["sequence_length"] = self.sequence_length
         pipeline["layers"] = pipeline["layers"] or tuple(layers)
+        if pipeline["codec"] == AUTO:
+            pipeline["codec"] = AUTO_BOUNDARY_CODEC
         sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
         sync["warmup_rounds"] = self._chosen_warmup
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
@@ -903,6 +913,9 @@ def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SpecError(f"{source}: not valid TOML: {_one_line(str(error))}") from None
+    if isinstance(values.get("pipeline"), dict):
+        # A canonical spec that does not say has `none`, for ever; who writes a file leaves it open.
+        values["pipeline"].setdefault("codec", AUTO)
     return _validate(values, source)
 
 

@@ -18,6 +18,7 @@ from textwrap import fill
 from typing import Any
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
@@ -67,6 +68,8 @@ class SimulateOptions:
     """Of a microbatch."""
     microbatches: int = MICROBATCHES_PER_REPLICA
     """Of a round, for each replica of a stage."""
+    codec: str = INT8
+    """`[pipeline] codec`."""
     sync: str = ""
     """A mode of `protocol.update.sync_modes`; empty for `delayed`, and for `zero` in the small
     swarms."""
@@ -199,6 +202,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         service_s=options.service_s,
         microbatches_per_replica=options.microbatches,
         sequences=options.sequences,
+        codec=options.codec,
     )
     return replace(
         scenario,

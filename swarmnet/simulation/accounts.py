@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.records import LEFT
-from swarmnet.simulation.bound import Capacity, Integral, best_flow, max_flow, replica_rate
+from swarmnet.simulation.bound import (
+    Capacity,
+    Integral,
+    SampleBytes,
+    best_flow,
+    max_flow,
+    replica_rate,
+)
 from swarmnet.simulation.breakdown import Breakdown
 from swarmnet.simulation.invariants import Monitor
 from swarmnet.simulation.network import SimulatedNetwork
@@ -69,7 +76,8 @@ class Accounts:
     def look(self) -> None:
         """Takes down the bound from now on, and a point of the curve where it is time."""
         scenario, monitor, now = self._scenario, self._monitor, self._monitor.now()
-        per_sample = scenario.sizes.activation_bytes / scenario.samples_per_microbatch
+        sizes, samples = scenario.sizes, scenario.samples_per_microbatch
+        per_sample = SampleBytes(sizes.activation_bytes / samples, sizes.gradient_bytes / samples)
         alive, serving = [], []
         for name, m in monitor.members.items():
             capacity = self._capacity(self._population.hosts[name])

@@ -25,37 +25,50 @@ class Capacity:
     down_bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SampleBytes:
+    """Bytes between two stages for one sample."""
+
+    activation: float
+    gradient: float
+    """On the way back."""
+
+
 def replica_rate(
-    machine: Capacity, stage_index: int, num_stages: int, bytes_per_sample: float
+    machine: Capacity, stage_index: int, num_stages: int, per_sample: SampleBytes
 ) -> float:
     """Samples/s through one replica. A middle stage receives an activation and a gradient for each
     sample and sends as much; the first stage has its data locally, the last has no successor."""
-    neighbours = (stage_index > 0) + (stage_index < num_stages - 1)
-    if not neighbours or not bytes_per_sample:
-        return machine.samples_per_s
-    moved = neighbours * bytes_per_sample
-    return min(
-        machine.samples_per_s, machine.up_bytes_per_s / moved, machine.down_bytes_per_s / moved
-    )
+    has_before, has_after = stage_index > 0, stage_index < num_stages - 1
+    sent = has_after * per_sample.activation + has_before * per_sample.gradient
+    received = has_before * per_sample.activation + has_after * per_sample.gradient
+    rate = machine.samples_per_s
+    if sent:
+        rate = min(rate, machine.up_bytes_per_s / sent)
+    if received:
+        rate = min(rate, machine.down_bytes_per_s / received)
+    return rate
 
 
 def max_flow(
-    machines: Iterable[tuple[int, Capacity]], num_stages: int, bytes_per_sample: float
+    machines: Iterable[tuple[int, Capacity]], num_stages: int, per_sample: SampleBytes
 ) -> float:
     """Samples/s of a swarm of pairs (stage, machine that serves it)."""
     rates = [0.0] * num_stages
     for stage_index, machine in machines:
-        rates[stage_index] += replica_rate(machine, stage_index, num_stages, bytes_per_sample)
+        rates[stage_index] += replica_rate(machine, stage_index, num_stages, per_sample)
     return min(rates)
 
 
-def best_flow(machines: Sequence[Capacity], num_stages: int, bytes_per_sample: float) -> float:
+def best_flow(machines: Sequence[Capacity], num_stages: int, per_sample: SampleBytes) -> float:
     """Samples/s that no assignment of the machines to stages exceeds: as if each could divide its
     time among the stages, at its rate in the easiest one."""
     if len(machines) < num_stages:
         return 0.0
     edge = (
-        max(replica_rate(m, s, num_stages, bytes_per_sample) for s in {0, num_stages // 2})
+        max(
+            replica_rate(m, s, num_stages, per_sample) for s in (0, num_stages // 2, num_stages - 1)
+        )
         for m in machines
     )
     return sum(edge) / num_stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.pipeline.slots import num_slots_of
 from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
@@ -17,9 +18,10 @@ from swarmnet.swarm.settings import Limits
 
 SERVICE_S = 4.0
 MICROBATCHES_PER_REPLICA = 200
-STAGE_BYTES = 50_000_000
+STAGE_PARAMETERS = 50_000_000
 STAGE_SHARDS = 64
-ACTIVATION_BYTES = 1 << 20
+SEQUENCE_NUMBERS = 1 << 20
+"""Of an activation: 1,024 tokens of width 1,024."""
 CHECK_S = 10.0
 """`Scenario.check_s` of `large_swarm`."""
 CHAOS_FROM_S, REPLACED_AFTER_S = 20.0, 2.0
@@ -279,14 +281,15 @@ def large_swarm(
     service_s: float = SERVICE_S,
     microbatches_per_replica: int = MICROBATCHES_PER_REPLICA,
     sequences: int = 1,
+    codec: str = INT8,
 ) -> Scenario:
     """A swarm of volunteers: heterogeneous machines on home links, peers that join and leave.
 
-    A stage has 50 million parameters, exchanged in 8 bits. A microbatch is `sequences` sequences of
-    1,024 tokens of width 1,024, sent in 8 bits too. Each sequence takes a machine of middle speed
-    `service_s` seconds in its stage (4 s: about 0.1 TFLOP/s that reach the model). A round has
-    `microbatches_per_replica` microbatches for each replica of a stage; its exchange runs beside
-    the next round."""
+    A stage has 50 million parameters, exchanged in fp32. A microbatch is `sequences` sequences of
+    1,024 tokens of width 1,024, sent in `codec` (`[pipeline] codec`). Each sequence takes a machine
+    of middle speed `service_s` seconds in its stage (4 s: about 0.1 TFLOP/s that reach the model).
+    A round has `microbatches_per_replica` microbatches for each replica of a stage; its exchange
+    runs beside the next round."""
     return Scenario(
         seed=seed,
         peers=peers,
@@ -296,8 +299,9 @@ def large_swarm(
         samples_per_microbatch=sequences,
         sizes=Sizes(
             num_shards=STAGE_SHARDS,
-            shard_parameters=STAGE_BYTES // 4 // STAGE_SHARDS,
-            activation_numbers=sequences * ACTIVATION_BYTES // 4,
+            shard_parameters=STAGE_PARAMETERS // STAGE_SHARDS,
+            activation_numbers=sequences * SEQUENCE_NUMBERS,
+            codec=codec,
         ),
         sync_mode=DELAYED,
         service_s=sequences * service_s,

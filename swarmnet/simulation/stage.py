@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import NONE, BoundaryCodec, boundary_codec, coded_form, row_bytes
 from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.swarm.ports import Generation, LossResult, StepKey
 from swarmnet.wire import Array
@@ -52,12 +53,25 @@ class Sizes:
     shard_parameters: int = 4096
     """fp32 numbers a shard."""
     activation_numbers: int = 4096
-    """fp32 numbers a microbatch between two stages."""
+    """Numbers a microbatch between two stages."""
+    codec: str = NONE
+    """`[pipeline] codec` of these numbers."""
     tokens_per_microbatch: int = 32
 
     @property
+    def boundary(self) -> BoundaryCodec:
+        """The codecs of both ways."""
+        return boundary_codec(self.codec)
+
+    @property
     def activation_bytes(self) -> int:
-        return 4 * self.activation_numbers
+        """Of the activation of a microbatch on the wire."""
+        return row_bytes(self.boundary.activations, self.activation_numbers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its gradient, on the way back."""
+        return row_bytes(self.boundary.gradients, self.activation_numbers)
 
 
 class Gradient(bytes):
@@ -89,8 +103,18 @@ def check_sum(stage_index: int, shard_index: int, gradient: Gradient) -> bool:
 
 
 def activation(key: StepKey, sizes: Sizes) -> Array:
-    """The activation, or the gradient of one, of a microbatch."""
-    return Array("float32", (sizes.activation_numbers,), _KEY.pack(*key))
+    """The activation of a microbatch."""
+    return _crossing(key, sizes.boundary.activations, sizes)
+
+
+def gradient(key: StepKey, sizes: Sizes) -> Array:
+    """The gradient of the activation of a microbatch."""
+    return _crossing(key, sizes.boundary.gradients, sizes)
+
+
+def _crossing(key: StepKey, codec: str, sizes: Sizes) -> Array:
+    dtype, shape = coded_form(codec, (sizes.activation_numbers,), 0)
+    return Array(dtype, shape, _KEY.pack(*key))
 
 
 @dataclass(slots=True)
@@ -146,6 +170,11 @@ class SyntheticStage:
         if len(inputs.data) != _KEY.size:
             raise ProtocolViolation("not an activation of a synthetic stage")
 
+    def check_gradient(self, grad_outputs: Array) -> None:
+        form = coded_form(self._sizes.boundary.gradients, (self._sizes.activation_numbers,), 0)
+        if (grad_outputs.dtype, grad_outputs.shape) != form:
+            raise ProtocolViolation("not a gradient of a synthetic stage")
+
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         self._check_key(key, inputs)
         weights = self._weights_of(key)
@@ -162,13 +191,15 @@ class SyntheticStage:
         self._observe("backward", key=key, weights=weights, forward_weights=kept.weights)
         kept.added = True
         self._ids_of(key)[key] += 1
-        return None if self.stage_index == 0 else activation(key, self._sizes)
+        if self.stage_index == 0:
+            return None
+        return gradient(key, self._sizes)
 
     def forward_backward(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
-        outputs = self.forward(key, inputs)
-        grads = self.backward(key, outputs)
+        self.forward(key, inputs)
+        grads = self.backward(key, gradient(key, self._sizes))
         return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
 
     def retract(self, key: StepKey) -> None:

@@ -142,6 +142,10 @@ class Stage(Protocol):
         """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap.
         `documents`: of each sample, where attention and positions stay inside a document."""
 
+    def check_gradient(self, grad_outputs: Array) -> None:
+        """The same of what `backward` takes. Activations and their gradients are coded
+        (`protocol.codecs`): what a stage takes and gives here is what is on the wire."""
+
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""

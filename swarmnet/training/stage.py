@@ -6,7 +6,7 @@ The parts of a stage, each with a state of its own:
 - `memory.round_vectors`: the flat parameters and gradients by round, and their shards;
 - `passes.kept`: what is kept of each microbatch between its passes and after them;
 - `passes.backward`: how gradients come into the round's sum, in every precision;
-- `passes.boundary`: checks of what arrives, and the way to the device and back;
+- `passes.boundary`: checks of what arrives, its coding, and the way to the device and back;
 - `passes.generation`: passes over a few tokens, for texts that the model writes.
 
 Where exchanges run beside a round there are two pairs of vectors: parameters and gradient of the
@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from swarmnet.errors import NotReady, SpecError
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
 from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import Documents
@@ -79,6 +80,7 @@ class TorchStage:
         inputs: what one sample looks like here; that of the plan for stage 0.
         document_mask: attention and positions stay inside a document, and microbatches come with
             their documents.
+        codec: of what crosses the boundaries between stages.
         reuses_gradient: the coming parameters of a shard may overwrite its gradient; not where
             microbatches add to it while an exchange goes on.
         copies: between the host and the device; those that suit the device where not given.
@@ -101,6 +103,7 @@ class TorchStage:
         computing: Computing = Computing(),  # noqa: B008  it is immutable
         device: torch.device | str = "cpu",
         inputs: TensorSpec | None = None,
+        codec: BoundaryCodec = BOUNDARY_CODECS[NONE],
         tied_shards: int = 0,
         document_mask: bool = False,
         reuses_gradient: bool = False,
@@ -139,6 +142,7 @@ class TorchStage:
             dtype=computing.dtype,
             copies=copies,
             refusals=refusals,
+            codec=codec,
             document_mask=document_mask,
         )
         self.generation = (
@@ -171,6 +175,9 @@ class TorchStage:
         self._boundary.check_inputs(inputs)
         self._boundary.check_targets(targets)
         self._boundary.check_documents(inputs, documents)
+
+    def check_gradient(self, grad_outputs: Array) -> None:
+        self._boundary.check_gradient(grad_outputs)
 
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         self._boundary.check_inputs(inputs)
@@ -241,6 +248,8 @@ class TorchStage:
             is_whole_batch=self._boundary.is_whole_batch(x), wants_outputs=targets is None
         ):
             outputs = self.layers.run(None, x, context).float()
+            if not self.is_last:
+                return self._boundary.send_evaluation(outputs)
             if expected is None:
                 return from_tensor(outputs)
             plan = self.layers.plan
@@ -346,6 +355,7 @@ def build_stage(
         device=device,
         inputs=TensorSpec("float32", before.output_shape) if before else None,
         document_mask=spec.data.document_mask,
+        codec=boundary_codec(spec.pipeline.codec),
         reuses_gradient=spec.sync.mode == "zero",
     )
 

@@ -2,26 +2,61 @@
 
 One process trains the whole model with `torch.optim.AdamW` and `clip_grad_norm_`. Of the swarm's
 code the loop uses the model's layers, the data and the learning rate. It uses nothing that a stage
-or a shard is made of, so that a mistake there is not in both.
+or a shard is made of, so that a mistake there is not in both. Where the run codes what crosses the
+boundaries between stages, so does the loop, at the same places.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from swarmnet.protocol.codecs import BoundaryCodec, boundary_codec
 from swarmnet.runtime.compose import run_settings
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.ports import Data
 from swarmnet.training.arrays import to_tensor
+from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.data import open_data
 from swarmnet.training.models.base import build_layer
-from swarmnet.training.models.registry import model_plan
+from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.optimizer.schedule import learning_rate
+
+
+class _Coded(torch.autograd.Function):
+    """Numbers as they are after a boundary; their gradient as it is after the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, row: int, codec: BoundaryCodec) -> Tensor:
+        ctx.row, ctx.codec = row, codec
+        return _rounded(values, row, codec.activations)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _rounded(gradients[0], ctx.row, ctx.codec.gradients), None, None
+
+
+def _rounded(values: Tensor, row: int, name: str) -> Tensor:
+    codec = codec_of(name)
+    return codec.decode(codec.encode(values.reshape(-1, row)), row).view(values.shape)
+
+
+class Cut(nn.Module):
+    """A boundary between two stages."""
+
+    def __init__(self, row: int, codec: BoundaryCodec) -> None:
+        """`row`: numbers of a token, or of a sample where there are no tokens."""
+        super().__init__()
+        self._row, self._codec = row, codec
+
+    def forward(self, values: Tensor) -> Tensor:
+        coded: Tensor = _Coded.apply(values, self._row, self._codec)  # type: ignore[no-untyped-call]
+        return coded
 
 
 class ReferenceTrainer:
@@ -44,7 +79,7 @@ class ReferenceTrainer:
         self._layers = {
             layer.name: build_layer(self.plan, layer, spec.seed) for layer in self.plan.layers
         }
-        self.model = nn.Sequential(*self._layers.values())
+        self.model = nn.Sequential(*self._layers_and_cuts())
         parameters = list(self.model.parameters())
         optimizer = spec.optimizer
         self._optimizer = torch.optim.AdamW(
@@ -59,6 +94,15 @@ class ReferenceTrainer:
             betas=(optimizer.beta1, optimizer.beta2),
             eps=optimizer.eps,
         )
+
+    def _layers_and_cuts(self) -> Iterator[nn.Module]:
+        stages = split_stages(self.plan, self._spec.pipeline.num_stages)
+        codec = boundary_codec(self._spec.pipeline.codec)
+        for index, stage in enumerate(stages):
+            yield from (self._layers[layer.name] for layer in stage)
+            if index + 1 < len(stages):
+                shape = stage[-1].output_shape
+                yield Cut(math.prod(shape[1:] if self.plan.is_sequence else shape), codec)
 
     def step(self, round_index: int, slots: Sequence[int]) -> float:
         """One update from these slots of the round; returns the mean loss before it, nats per

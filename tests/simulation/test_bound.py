@@ -4,37 +4,52 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnet.simulation.bound import Capacity, Integral, best_flow, max_flow, replica_rate
+from swarmnet.simulation.bound import (
+    Capacity,
+    Integral,
+    SampleBytes,
+    best_flow,
+    max_flow,
+    replica_rate,
+)
 
 FAST = Capacity(8.0, 1e9, 1e9)
+SIZES = SampleBytes(1000.0, 1000.0)
 
 
 def test_the_poorest_stage_bounds_the_swarm() -> None:
     machines = [(0, FAST), (0, FAST), (1, FAST), (2, FAST), (2, FAST)]
-    assert max_flow(machines, 3, 1000.0) == 8.0
+    assert max_flow(machines, 3, SIZES) == 8.0
 
 
 def test_a_stage_without_a_machine_stops_the_flow() -> None:
-    assert max_flow([(0, FAST)], 2, 1000.0) == 0.0
+    assert max_flow([(0, FAST)], 2, SIZES) == 0.0
 
 
 def test_a_slow_upload_bounds_a_machine_and_twice_in_the_middle() -> None:
     """It would compute 10 samples/s; its link carries 4 activations, or 2 and 2 gradients."""
     machine = Capacity(10.0, 4_000.0, 1e9)
-    assert replica_rate(machine, 0, 3, 1000.0) == 4.0
-    assert replica_rate(machine, 1, 3, 1000.0) == 2.0
-    assert replica_rate(machine, 2, 3, 1000.0) == 4.0
-    assert replica_rate(machine, 0, 1, 1000.0) == 10.0
+    assert replica_rate(machine, 0, 3, SIZES) == 4.0
+    assert replica_rate(machine, 1, 3, SIZES) == 2.0
+    assert replica_rate(machine, 2, 3, SIZES) == 4.0
+    assert replica_rate(machine, 0, 1, SIZES) == 10.0
+
+
+def test_activations_and_gradients_of_other_sizes_go_either_way() -> None:
+    """The first stage sends activations, the last one gradients, those between both."""
+    machine, sizes = Capacity(100.0, 4_000.0, 3_000.0), SampleBytes(200.0, 50.0)
+    rates = [replica_rate(machine, stage, 3, sizes) for stage in range(3)]
+    assert rates == [4_000 / 200, 3_000 / 250, 3_000 / 200]
 
 
 def test_no_assignment_beats_the_best() -> None:
     machines = [Capacity(float(s), 1e9, 1e9) for s in (1, 2, 3, 4)]
-    best = best_flow(machines, 2, 1000.0)
+    best = best_flow(machines, 2, SIZES)
     splits = [
-        max_flow([(i >> k & 1, m) for k, m in enumerate(machines)], 2, 1000.0) for i in range(16)
+        max_flow([(i >> k & 1, m) for k, m in enumerate(machines)], 2, SIZES) for i in range(16)
     ]
     assert max(splits) == best == 5.0
-    assert best_flow(machines[:1], 2, 1000.0) == 0.0
+    assert best_flow(machines[:1], 2, SIZES) == 0.0
 
 
 def test_an_integral_of_a_rate_that_changes() -> None:

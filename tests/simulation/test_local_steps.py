@@ -13,6 +13,7 @@ from swarmnet.simulation.stage import (
     SyntheticStage,
     activation,
     check_sum,
+    gradient,
 )
 
 SIZES = Sizes(num_shards=2)
@@ -34,7 +35,7 @@ class Replica:
     def round(self, r: int, ids: range) -> None:
         for i in ids:
             self.stage.forward((r, i), activation((r, i), SIZES))
-            self.stage.backward((r, i), activation((r, i), SIZES))
+            self.stage.backward((r, i), gradient((r, i), SIZES))
         self.local.step(len(ids) * TOKENS, r)
 
     def finish(self) -> None:

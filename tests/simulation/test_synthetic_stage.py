@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, boundary_codec
 from swarmnet.simulation.stage import (
     Sizes,
     SyntheticData,
@@ -13,7 +16,9 @@ from swarmnet.simulation.stage import (
     SyntheticStage,
     activation,
     check_sum,
+    gradient,
 )
+from swarmnet.training.codecs.registry import codec_of
 
 SIZES = Sizes(num_shards=2, shard_parameters=1_000_000)
 
@@ -28,7 +33,7 @@ def stage() -> SyntheticStage:
 
 def pass_through(s: SyntheticStage, key: tuple[int, int]) -> None:
     s.forward(key, activation(key, SIZES))
-    s.backward(key, activation(key, SIZES))
+    s.backward(key, gradient(key, SIZES))
 
 
 def test_gradients_do_not_depend_on_the_order() -> None:
@@ -98,8 +103,24 @@ def test_what_it_hears_of() -> None:
     assert heard == ["forward", "backward", "retract"]
 
 
+@pytest.mark.parametrize("codec", BOUNDARY_CODECS)
+def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str) -> None:
+    """A torch stage of the same width gives arrays of the same size."""
+    sizes = Sizes(activation_numbers=3 * 128, codec=codec)
+    s = SyntheticStage(1, 3, sizes, ignore)
+    names = boundary_codec(codec)
+    values, key = torch.ones(3, 128), (0, 1)
+    sent = s.forward(key, activation(key, sizes))
+    assert sent.num_bytes == codec_of(names.activations).encode(values).nbytes
+    back = gradient(key, sizes)
+    s.check_gradient(back)
+    assert back.num_bytes == codec_of(names.gradients).encode(values).nbytes
+    with pytest.raises(ProtocolViolation):
+        s.check_gradient(gradient(key, Sizes(activation_numbers=128, codec=codec)))
+
+
 def test_a_backward_twice_is_an_error() -> None:
     s = stage()
     pass_through(s, (0, 1))
     with pytest.raises(AssertionError, match="twice"):
-        s.backward((0, 1), activation((0, 1), SIZES))
+        s.backward((0, 1), gradient((0, 1), SIZES))

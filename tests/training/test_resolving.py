@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from swarmnet.errors import SpecError
-from swarmnet.spec import RunSpec, load_spec
+from swarmnet.protocol import codecs
+from swarmnet.spec import CODEC_KEY, RunSpec, load_spec, parse_spec
 from swarmnet.training.models.registry import model_plan, shard_parameters, split_stages
 from swarmnet.training.models.resolving import resolve
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
+from tests.test_spec import LLAMA
 from tests.training.specs import small_spec
 
 ROOT = Path(__file__).parents[2]
@@ -81,3 +84,35 @@ def test_a_builder_gets_the_same_options_from_the_starter_as_from_joiners() -> N
     for options in (spec.model.options, joiner.model.options):
         assert options == {"scale": 2, "large": 1e20}
         assert [type(v) for v in options.values()] == [float, int]
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int6", "int4"])
+def test_the_codec_that_was_asked_for_stands_in_the_canonical_spec(codec: str) -> None:
+    spec = resolve(parse_spec(LLAMA.replace("[pipeline]\n", f'[pipeline]\ncodec = "{codec}"\n')))
+    assert spec.pipeline.codec == codec
+    assert RunSpec.from_canonical(spec.canonical()).pipeline.codec == codec
+    values = json.loads(spec.canonical())["pipeline"]
+    assert values.get("codec", "none") == codec  # a key at its default is left out
+
+
+def test_who_starts_a_run_chooses_a_codec_that_no_one_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = parse_spec(LLAMA)
+    assert CODEC_KEY in written.open_keys
+    assert resolve(written).pipeline.codec == codecs.AUTO_BOUNDARY_CODEC
+    monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "int8")
+    later = resolve(written)
+    assert later.pipeline.codec == "int8"
+    assert json.loads(later.canonical())["pipeline"]["codec"] == "int8"
+
+
+def test_a_run_of_before_the_codecs_stays_without_whatever_auto_means_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    canonical = resolve(parse_spec(LLAMA)).canonical()
+    assert b"codec" not in canonical
+    monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "int8")
+    spec = RunSpec.from_canonical(canonical)
+    assert spec.open_keys == ()
+    assert resolve(spec).pipeline.codec == "none"

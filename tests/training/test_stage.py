@@ -85,9 +85,11 @@ def test_microbatches_may_come_back_in_any_order(text: str) -> None:
     assert torch.equal(gradient(first), gradient(one_by_one[0]))
 
 
+@pytest.mark.parametrize("codec", ["none", "int4"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_retract_takes_exactly_one_microbatch_out(text: str, activations: str) -> None:
-    spec = small_spec(text, pipeline={"num_stages": 3, "activations": activations})
+def test_retract_takes_exactly_one_microbatch_out(text: str, activations: str, codec: str) -> None:
+    pipeline = {"num_stages": 3, "activations": activations, "codec": codec}
+    spec = small_spec(text, pipeline=pipeline)
     data = open_data(spec)
     stages, without = stages_of(spec), stages_of(spec)
     for i in range(3):
@@ -101,6 +103,33 @@ def test_retract_takes_exactly_one_microbatch_out(text: str, activations: str) -
         stage.retract((0, 77))  # unknown
         torch.testing.assert_close(gradient(stage), gradient(expected), rtol=0, atol=5e-6)
         assert stage.num_kept == 2
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int6", "int4"])
+def test_a_microbatch_has_the_same_codes_at_every_replica(text: str, codec: str) -> None:
+    spec = small_spec(text, pipeline={"num_stages": 2, "codec": codec})
+    inputs, targets = batch(open_data(spec), 0)
+    sent = []
+    for first, last in (stages_of(spec), stages_of(spec)):
+        activation = first.forward((0, 1), inputs)
+        result = last.forward_backward((0, 1), activation, targets)
+        assert result.grad_inputs is not None
+        first.check_gradient(result.grad_inputs)
+        sent.append([bytes(a.data) for a in (activation, result.grad_inputs)])
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int6", "int4"])
+def test_a_forward_pass_without_a_gradient_is_coded_as_one_with(text: str, codec: str) -> None:
+    spec = small_spec(text, pipeline={"num_stages": 2, "codec": codec})
+    inputs, targets = batch(open_data(spec), 0)
+    first, last = stages_of(spec)
+    activation = first.forward((0, 1), inputs)
+    evaluated = first.evaluate(inputs, None)
+    assert isinstance(evaluated, Array)
+    assert bytes(evaluated.data) == bytes(activation.data)
+    loss = last.evaluate(evaluated, targets)
+    assert loss.loss_sum == last.forward_backward((0, 1), activation, targets).loss_sum
 
 
 def fails_half_way(stage: TorchStage) -> Any:

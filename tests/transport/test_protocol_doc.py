@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet import errors, identity
-from swarmnet.protocol import backoff, timing, upgrade
+from swarmnet.protocol import backoff, codecs, timing, upgrade
 from swarmnet.protocol.membership import records
 from swarmnet.protocol.pipeline import slots
 from swarmnet.protocol.update import placement
@@ -116,6 +116,20 @@ MESSAGES = [
     for _, cls in inspect.getmembers(module, dataclasses.is_dataclass)
     if cls.__module__ == module.__name__
 ]
+
+
+def test_coded_rows_are_as_described() -> None:
+    text = section("#### Codes")
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.M) == [codecs.INT8, *codecs.TILE_BITS]
+    assert f"one of each block of {codecs.BLOCK} numbers" in text
+    for name, bits in codecs.TILE_BITS.items():
+        size = codecs.TILE * bits // 8
+        assert (
+            f"| `{name}` | one of each tile of {codecs.TILE} numbers | {size} bytes a tile" in text
+        )
+        assert codecs.row_bytes(name, codecs.TILE) == codecs.SCALE_BYTES + size
+    assert codecs.BOUNDARY_CODECS[codecs.INT4] == codecs.BoundaryCodec(codecs.INT4, codecs.INT6)
+    assert "activations have the form `int4` and gradients `int6`" in text
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)

@@ -235,11 +235,11 @@ class StepService:
             flight.check,
         )
         if not replica.measured.sent_bytes:
-            # The gradient for the stage before is as large as its inputs.
+            # The gradient for the stage before is about as large as its inputs.
             replica.measured.sent(outputs.num_bytes + (inputs.num_bytes if replica.index else 0))
         self._announce(replica)
         for attempt in range(MAX_TRIES):
-            passed = await self._pass_on(flight, step, outputs, targets)
+            passed = await self._pass_on(replica, flight, step, outputs, targets)
             grads = passed.grad_inputs
             assert grads is not None
             try:
@@ -265,7 +265,7 @@ class StepService:
         raise NotReady("the following stages gave no usable gradient")
 
     async def _pass_on(
-        self, flight: Flight, step: StepRequest, outputs: Array, targets: Array
+        self, replica: Replica, flight: Flight, step: StepRequest, outputs: Array, targets: Array
     ) -> Passed:
         """Sends an activation through the following stages; returns with its gradient."""
         key = (step.round, step.microbatch_id)
@@ -278,8 +278,7 @@ class StepService:
         def accept(reply: StepReply, arrays: tuple[Array, ...]) -> Array:
             if len(arrays) != 1:
                 raise ProtocolViolation("a step's reply without the gradient")
-            if (arrays[0].dtype, arrays[0].shape) != (outputs.dtype, outputs.shape):
-                raise ProtocolViolation("a gradient of another shape than the activation")
+            replica.stage.check_gradient(arrays[0])
             if step.num_samples:
                 check_tokens(reply, targets)
             return arrays[0]

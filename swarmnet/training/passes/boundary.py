@@ -1,4 +1,5 @@
-"""Arrays that enter and leave a stage: checked, and moved between the host and its device.
+"""Arrays that enter and leave a stage: checked, coded (`crossing`), and moved between the host and
+its device.
 
 A value that is not finite is refused before anything is added. Values are also bounded by
 `arrays.LARGEST_VALUE`: products of two such values still fit into fp32, so that a finite input
@@ -11,17 +12,12 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation, RemoteError
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
 from swarmnet.swarm.batch import IGNORED, Documents, check_documents
-from swarmnet.training.arrays import (
-    LARGEST_VALUE,
-    check_finite,
-    check_shape,
-    from_tensor,
-    is_finite,
-    to_tensor,
-)
+from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
 from swarmnet.training.models.base import ModelPlan, TensorSpec
+from swarmnet.training.passes.crossing import Crossing
 from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.wire import Array
 
@@ -44,6 +40,7 @@ class Boundary:
         copies: DeviceCopies,
         refusals: Fp16Refusals | None,
         document_mask: bool = False,
+        codec: BoundaryCodec = BOUNDARY_CODECS[NONE],
     ) -> None:
         """
         Args:
@@ -56,6 +53,7 @@ class Boundary:
             copies: between the host and the stage's device.
             refusals: in fp16; None in other precisions.
             document_mask: of the run: microbatches come with their documents.
+            codec: of what comes from other stages and goes to them.
         """
         self._plan = plan
         self._document_mask = document_mask
@@ -66,15 +64,24 @@ class Boundary:
         self._dtype = dtype
         self._copies = copies
         self._refusals = refusals
+        below = codec if stage_index else BOUNDARY_CODECS[NONE]  # samples are not coded
+        self._inputs_in = self._crossing(below.activations, inputs)
+        self._input_gradients_out = self._crossing(below.gradients, inputs)
+        self._outputs_out = self._crossing(codec.activations, outputs)
+        self._output_gradients_in = self._crossing(codec.gradients, outputs)
 
     def check_inputs(self, inputs: Array) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are those of a microbatch. Cheap."""
-        check_shape("inputs", inputs, self._inputs.dtype, self._batch(self._inputs))
+        check_shape("inputs", inputs, *self._input_form())
 
     def check_targets(self, targets: Array) -> None:
         """As `check_inputs`, for targets."""
         spec = self._plan.targets
         check_shape("targets", targets, spec.dtype, self._batch(spec))
+
+    def check_gradient(self, grad_outputs: Array) -> None:
+        """As `check_inputs`, for the gradient of the outputs."""
+        self._output_gradients_in.check_form("gradient", grad_outputs, self._microbatch)
 
     def check_documents(self, inputs: Array, documents: Documents | None) -> None:
         """Raises `ProtocolViolation` unless documents are there where the run wants them, and fill
@@ -96,19 +103,23 @@ class Boundary:
 
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
-        x = self._receive("inputs", inputs, self._inputs)
-        return x.to(self._dtype) if self._inputs.dtype == "float32" else x
+        if self._inputs.dtype != "float32":
+            return self._receive_integers("inputs", inputs, self._inputs)
+        return self._inputs_in.receive("inputs", inputs).to(self._dtype)
 
     def receive_targets(self, targets: Array) -> Tensor:
         """Targets whose shape was checked, on the device."""
-        takes_ignored = self._plan.takes_ignored
-        return self._receive("targets", targets, self._plan.targets, takes_ignored=takes_ignored)
+        spec = self._plan.targets
+        if spec.dtype != "float32":
+            takes_ignored = self._plan.takes_ignored
+            return self._receive_integers("targets", targets, spec, takes_ignored=takes_ignored)
+        return self._crossing(NONE, spec).receive("targets", targets)
 
     def receive_gradient(self, grad_outputs: Array) -> Tensor:
         """The gradient of the outputs, on the device, in the precision of the passes; in fp16 it
         stays fp32 until it is scaled."""
-        check_shape("gradient", grad_outputs, "float32", self._batch(self._outputs))
-        grad = self._receive("gradient", grad_outputs, self._outputs)
+        self.check_gradient(grad_outputs)
+        grad = self._output_gradients_in.receive("gradient", grad_outputs)
         return grad if self._refusals is not None else grad.to(self._dtype)
 
     def receive_evaluation(
@@ -117,26 +128,27 @@ class Boundary:
         """Inputs, and targets where there are some, of a batch that may be smaller than a
         microbatch, with sequences that may be shorter. Documents are checked: a sample may be one
         document."""
-        self._check_sizes("inputs", inputs, self._inputs)
+        self._check_sizes("inputs", inputs, self._inputs, *self._input_form())
         self._check_lengths(inputs, documents)
         x = self.receive_inputs(inputs)
         if targets is None:
             return x, None
-        self._check_sizes("targets", targets, self._plan.targets)
-        num_free = 2 if self._plan.is_sequence and self._plan.targets.shape else 1
+        spec = self._plan.targets
+        self._check_sizes("targets", targets, spec, spec.dtype, self._batch(spec))
+        num_free = self._num_free(spec)
         if targets.shape[:num_free] != inputs.shape[:num_free]:
             raise ProtocolViolation("targets of another batch or length than the inputs")
         return x, self.receive_targets(targets)
 
     def receive_text(self, inputs: Array, most: int) -> Tensor:
-        """A few tokens of one text, or what the stage before made of them, on the device: (1, n) or
-        (1, n, width), n from 1 to `most`."""
-        shape, sample = inputs.shape, self._inputs.shape
-        fits = len(shape) == 1 + len(sample) and shape[0] == 1 and shape[2:] == sample[1:]
-        if inputs.dtype != self._inputs.dtype or not fits or not 1 <= shape[1] <= most:
+        """A few tokens of one text, or what the stage before made of them (coded), on the device:
+        (1, n) or (1, n, width), n from 1 to `most`."""
+        shape, (dtype, largest) = inputs.shape, self._input_form()
+        fits = len(shape) == len(largest) and shape[0] == 1 and shape[2:] == largest[2:]
+        if inputs.dtype != dtype or not fits or not 1 <= shape[1] <= most:
             raise ProtocolViolation(
                 f"inputs: {str(inputs.dtype)[:16]} of shape {str(shape)[:64]}; at most "
-                f"{self._inputs.dtype} of shape {(1, most, *sample[1:])}"
+                f"{dtype} of shape {(1, most, *largest[2:])}"
             )
         return self.receive_inputs(inputs)
 
@@ -145,7 +157,7 @@ class Boundary:
         return tuple(inputs.shape) == self._batch(self._inputs)
 
     def send_outputs(self, outputs: Tensor) -> Array:
-        """The activation for the next stage, fp32.
+        """The activation for the next stage, coded.
 
         Raises:
             ProtocolViolation: a value is not finite; the inputs are to blame.
@@ -157,45 +169,64 @@ class Boundary:
                 f"stage {self._stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        sent = self._copies.to_host(outputs.detach().float()).wait()
-        if self._refusals is not None and not is_finite(sent, LARGEST_VALUE):
-            raise self._refusals.refuse("an activation of")
-        check_finite("activation", sent)
-        return from_tensor(sent)
+        try:
+            return self._outputs_out.send("activation", outputs)
+        except ProtocolViolation:
+            if self._refusals is None:
+                raise
+            raise self._refusals.refuse("an activation of") from None
+
+    def send_evaluation(self, outputs: Tensor) -> Array:
+        """As `send_outputs`, of inputs that `receive_evaluation` or `receive_text` gave. Raises
+        `ProtocolViolation` where a value is not finite."""
+        return self._outputs_out.send("activation", outputs)
 
     def send_input_gradient(self, grad: Tensor) -> Array:
-        """The gradient for the stage before, fp32.
+        """The gradient for the stage before, coded.
 
         Raises:
             RemoteError: a value is not finite; the parameters of this stage are to blame, not who
                 sent.
         """
-        grad = self._copies.to_host(grad).wait()
-        if not is_finite(grad, LARGEST_VALUE):
-            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite")
-        return from_tensor(grad)
+        try:
+            return self._input_gradients_out.send("gradient", grad)
+        except ProtocolViolation:
+            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite") from None
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
 
-    def _receive(
+    def _num_free(self, spec: TensorSpec) -> int:
+        """Dimensions of a batch of which an evaluation may have less: samples and, in sequences,
+        tokens."""
+        return 2 if self._plan.is_sequence and spec.shape else 1
+
+    def _crossing(self, codec: str, spec: TensorSpec) -> Crossing:
+        return Crossing(codec, spec.shape, self._num_free(spec), self._copies)
+
+    def _input_form(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the inputs of a microbatch."""
+        if self._inputs.dtype != "float32":
+            return self._inputs.dtype, self._batch(self._inputs)
+        return self._inputs_in.form(self._microbatch)
+
+    def _receive_integers(
         self, what: str, array: Array, spec: TensorSpec, *, takes_ignored: bool = False
     ) -> Tensor:
         """The array as a tensor on the device, its values checked."""
         tensor = to_tensor(array)
-        if spec.dtype == "float32":
-            check_finite(what, tensor)
-        else:
-            _check_range(what, tensor, spec.num_values, takes_ignored=takes_ignored)
+        _check_range(what, tensor, spec.num_values, takes_ignored=takes_ignored)
         return self._copies.to_device(tensor)
 
-    def _check_sizes(self, what: str, array: Array, spec: TensorSpec) -> None:
-        """As `check_inputs`, for evaluation: at most a microbatch of sequences of full length."""
-        largest = self._batch(spec)
+    def _check_sizes(
+        self, what: str, array: Array, spec: TensorSpec, dtype: str, largest: tuple[int, ...]
+    ) -> None:
+        """As `check_inputs`, for evaluation: at most a microbatch of sequences of full length.
+        `dtype` and `largest`: the form of a microbatch of `spec`."""
         shape = array.shape
-        num_free = 2 if self._plan.is_sequence and spec.shape else 1
+        num_free = self._num_free(spec)
         fits = (
-            array.dtype == spec.dtype
+            array.dtype == dtype
             and len(shape) == len(largest)
             and all(1 <= n <= most for n, most in zip(shape[:num_free], largest[:num_free]))
             and shape[num_free:] == largest[num_free:]
@@ -203,7 +234,7 @@ class Boundary:
         if not fits:
             raise ProtocolViolation(
                 f"{what}: {str(array.dtype)[:16]} of shape {str(shape)[:64]}; "
-                f"at most {spec.dtype} of shape {largest}"
+                f"at most {dtype} of shape {largest}"
             )
 
 

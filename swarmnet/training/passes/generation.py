@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnet.errors import NotReady, RemoteError
+from swarmnet.errors import NotReady, ProtocolViolation, RemoteError
 from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.memory.round_vectors import RoundVectors
@@ -95,8 +95,10 @@ class StageGeneration:
                 return self._layers.extend(x, context).float()
 
     def _sent(self, outputs: Tensor) -> tuple[Array, ...]:
-        _check(outputs)
-        return (from_tensor(outputs),)
+        try:
+            return (self._boundary.send_evaluation(outputs),)
+        except ProtocolViolation:
+            raise _not_finite() from None
 
     def _logits(self, outputs: Tensor, num_logits: int) -> tuple[Array, ...]:
         logits = outputs[:, -1]
@@ -109,4 +111,8 @@ class StageGeneration:
 
 def _check(outputs: Tensor) -> None:
     if not bool(torch.isfinite(outputs).all()):
-        raise RemoteError("the model's outputs are not finite here")
+        raise _not_finite()
+
+
+def _not_finite() -> RemoteError:
+    return RemoteError("the model's outputs are not finite here")

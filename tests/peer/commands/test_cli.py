@@ -127,6 +127,7 @@ COMMANDS = {
         "--service",
         "--microbatches",
         "--sequences",
+        "--codec",
         "--sync",
         "--local-steps",
         "--assignment",

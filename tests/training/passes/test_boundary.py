@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation, RemoteError
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, INT4, INT8, NONE
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.memory.device_copies import OneMemory
 from swarmnet.training.models.base import TensorSpec
@@ -98,6 +99,91 @@ def test_gradients_come_in_the_precision_of_the_passes_or_wait_to_be_scaled(
     assert (
         border.send_outputs(torch.ones(MICROBATCH, LENGTH, WIDTH, dtype=dtype)).dtype == "float32"
     )
+
+
+# ---- coded ------------------------------------------------------------------------------------
+
+
+def coded_boundary(codec: str, stage_index: int = 1, microbatch: int = MICROBATCH) -> Boundary:
+    """An activation in and out."""
+    plan = replace(
+        linear_plan(), targets=TensorSpec("int32", (LENGTH,), num_values=5), is_sequence=True
+    )
+    activation = TensorSpec("float32", (LENGTH, WIDTH))
+    return Boundary(
+        plan, activation, activation, stage_index=stage_index, microbatch=microbatch,
+        dtype=torch.float32, copies=OneMemory(), refusals=None, codec=BOUNDARY_CODECS[codec],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", BOUNDARY_CODECS)
+def test_what_one_stage_gives_the_next_one_takes(codec: str) -> None:
+    here, there = coded_boundary(codec, 1), coded_boundary(codec, 2)
+    values = torch.randn(MICROBATCH, LENGTH, WIDTH)
+    sent = here.send_outputs(values)
+    there.check_inputs(sent)
+    received = there.receive_inputs(sent)
+    assert received.shape == values.shape
+    assert (received - values).abs().max() < 0.5
+    assert torch.equal(received, coded_boundary(codec, 2).receive_inputs(here.send_outputs(values)))
+    back = there.send_input_gradient(values)
+    here.check_gradient(back)
+    assert (here.receive_gradient(back) - values).abs().max() < 0.5
+    assert torch.equal(received, values) == (codec == NONE)
+
+
+def test_samples_are_not_coded() -> None:
+    coded_boundary(INT8, 0).check_inputs(floats())
+    with pytest.raises(ProtocolViolation):
+        coded_boundary(INT8, 1).check_inputs(floats())
+
+
+def test_gradients_of_int4_have_more_bits_than_activations() -> None:
+    border, values = coded_boundary(INT4), torch.ones(MICROBATCH, LENGTH, WIDTH)
+    activation, back = border.send_outputs(values), border.send_input_gradient(values)
+    assert activation.num_bytes < back.num_bytes
+    with pytest.raises(ProtocolViolation, match="gradient: uint8 of shape"):
+        border.check_gradient(activation)
+
+
+@pytest.mark.parametrize("codec", BOUNDARY_CODECS)
+def test_coded_evaluation_takes_less_than_a_microbatch(codec: str) -> None:
+    here, there = coded_boundary(codec, 1), coded_boundary(codec, 2)
+    values = torch.randn(1, 2, WIDTH)
+    sent = here.send_evaluation(values)
+    received, _ = there.receive_evaluation(sent, tokens((1, 2)))
+    assert received.shape == values.shape
+    assert (received - values).abs().max() < 0.5
+    for wrong, wanted in (
+        (here.send_evaluation(torch.randn(1, LENGTH + 1, WIDTH)), None),
+        (Array(sent.dtype, (1, 2, sent.shape[2] + 1), bytes(2 * 100)), None),
+        (sent, tokens((1, 3))),
+    ):
+        with pytest.raises(ProtocolViolation):
+            there.receive_evaluation(wrong, wanted)
+
+
+@pytest.mark.parametrize("codec", BOUNDARY_CODECS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2e15])
+def test_coded_or_not_what_is_not_finite_is_refused(codec: str, value: float) -> None:
+    here, values = coded_boundary(codec), torch.full((MICROBATCH, LENGTH, WIDTH), value)
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        here.send_outputs(values)
+    with pytest.raises(RemoteError, match="the gradient at stage 1 is not finite"):
+        here.send_input_gradient(values)
+
+
+def test_codes_that_no_codec_makes_are_refused() -> None:
+    border = coded_boundary(INT8)
+    dtype, shape, data = (lambda a: (a.dtype, a.shape, bytearray(a.data)))(
+        border.send_outputs(torch.ones(MICROBATCH, LENGTH, WIDTH))
+    )
+    data[-1] = 0x80
+    spoilt = Array(dtype, shape, bytes(data))
+    with pytest.raises(ProtocolViolation, match="inputs: a code outside"):
+        border.receive_inputs(spoilt)
+    with pytest.raises(ProtocolViolation, match="gradient: a code outside"):
+        border.receive_gradient(spoilt)
 
 
 def test_outputs_of_another_shape_are_the_models_mistake() -> None:

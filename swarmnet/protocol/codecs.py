@@ -1,0 +1,87 @@
+"""How numbers are coded on their way between peers: names, forms and sizes, without torch.
+
+A codec codes *rows* of fp32 numbers, each row for itself. `swarmnet.training.codecs` has the
+mathematics and the error bounds. What is said here of sizes is what the wire carries, and what the
+simulator charges.
+
+| name | a row of n numbers |
+|---|---|
+| `none` | fp32 |
+| `bf16` | bfloat16 |
+| `int8` | for each block of `BLOCK` numbers a scale, then n bytes |
+| `int6`, `int4` | for each tile of `TILE` numbers a scale, then 24 or 16 bytes for each tile |
+
+Scales are bfloat16. The last block of a row may be shorter; the last tile is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NONE, BF16, INT8, INT6, INT4 = "none", "bf16", "int8", "int6", "int4"
+BLOCK = 64
+"""Numbers that share a scale in `int8`."""
+TILE = 32
+"""Numbers that share a scale in `int6` and `int4`; a power of two, for the rotation."""
+SCALE_BYTES = 2
+TILE_BITS = {INT6: 6, INT4: 4}
+"""Of one number, in the codecs that code tiles."""
+DTYPES = {NONE: "float32", BF16: "bfloat16"}
+"""Of coded arrays that have the shape of what was coded; all others are rows of bytes."""
+
+AUTO = "auto"
+AUTO_BOUNDARY_CODEC = NONE
+"""What `[pipeline] codec = "auto"` means for a run that is started now. It may be what
+docs/convergence.md has shown to be harmless."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryCodec:
+    """How what crosses a boundary between two stages is coded."""
+
+    activations: str
+    """Of the codecs above, on the way up."""
+    gradients: str
+    """Likewise, on the way back."""
+
+
+BOUNDARY_CODECS = {
+    NONE: BoundaryCodec(NONE, NONE),
+    BF16: BoundaryCodec(BF16, BF16),
+    INT8: BoundaryCodec(INT8, INT8),
+    INT6: BoundaryCodec(INT6, INT6),
+    INT4: BoundaryCodec(INT4, INT6),
+}
+"""By name in the spec. Gradients of `int4` have 6 bits, as in TAH-Quant (He et al., 2025, arXiv
+2506.01352)."""
+
+
+def boundary_codec(name: str) -> BoundaryCodec:
+    """By `[pipeline] codec`, `auto` included."""
+    return BOUNDARY_CODECS[AUTO_BOUNDARY_CODEC if name == AUTO else name]
+
+
+def row_bytes(codec: str, num_values: int) -> int:
+    """Bytes of a coded row of so many numbers. Raises `KeyError` for an unknown codec."""
+    if codec == NONE:
+        return 4 * num_values
+    if codec == BF16:
+        return 2 * num_values
+    if codec == INT8:
+        return SCALE_BYTES * num_blocks(num_values, BLOCK) + num_values
+    return num_blocks(num_values, TILE) * (SCALE_BYTES + TILE * TILE_BITS[codec] // 8)
+
+
+def num_blocks(num_values: int, size: int) -> int:
+    """Blocks of a row, the last one perhaps shorter."""
+    return -(-num_values // size)
+
+
+def coded_form(codec: str, shape: tuple[int, ...], num_free: int) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of a coded fp32 tensor. The first `num_free` dimensions stay as they are
+    (samples, and tokens of a sequence); the others together are a row."""
+    if codec in DTYPES:
+        return DTYPES[codec], shape
+    row = row_bytes(codec, math.prod(shape[num_free:]))
+    return "uint8", (*shape[:num_free], row)

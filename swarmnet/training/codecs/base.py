@@ -1,0 +1,89 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import SCALE_BYTES
+from swarmnet.training.arrays import LARGEST_VALUE
+
+SMALLEST = 2.0**-100
+"""What is smaller than this everywhere in a block becomes zero."""
+LARGEST_SCALED = 1.01 * LARGEST_VALUE
+"""Of a scale times the largest code, since the scale was rounded."""
+PIECE = 1 << 18
+"""Numbers that are coded at a time: what is between the steps then stays in a processor's cache."""
+
+
+class Codec(Protocol):
+    """All of it works on any device, and is exact to the bit on all of them alike."""
+
+    name: str
+
+    def encode(self, values: Tensor) -> Tensor:
+        """fp32 [rows, n], at least 1 x 1, as coded rows. What is not finite is found by `check`."""
+
+    def check(self, what: str, coded: Tensor, num_values: int) -> None:
+        """Raises `ProtocolViolation` unless these are coded rows of `num_values` numbers that are
+        finite and within `arrays.LARGEST_VALUE`. `what`: their name in the error's text. Meant for
+        the host, since it waits for the device."""
+
+    def decode(self, coded: Tensor, num_values: int) -> Tensor:
+        """fp32 [rows, num_values] of coded rows that were checked."""
+
+
+def pieces_of(rows: Tensor, num_values: int) -> tuple[Tensor, ...]:
+    """Rows, cut so that each piece has about `PIECE` numbers."""
+    return rows.split(max(1, PIECE // max(num_values, 1)))
+
+
+def in_blocks(values: Tensor, size: int) -> Tensor:
+    """[rows, n] as [rows, blocks, size], filled up with zeros."""
+    missing = -values.shape[1] % size
+    if missing:
+        values = functional.pad(values, (0, missing))
+    return values.reshape(values.shape[0], values.shape[1] // size, size)
+
+
+def largest_of(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block, [..., 1]; NaN where there is one."""
+    low, high = torch.aminmax(blocks, dim=-1, keepdim=True)
+    return torch.maximum(high, -low)
+
+
+def as_bytes(scales: Tensor) -> Tensor:
+    """bfloat16 [rows, k] as bytes [rows, 2 k]."""
+    return scales.contiguous().view(torch.uint8)
+
+
+def split_scales(coded: Tensor, num_scales: int) -> tuple[Tensor, Tensor]:
+    """The scales of coded rows as fp32 [rows, num_scales], and their codes, uint8."""
+    end = SCALE_BYTES * num_scales
+    # A copy: where rows have an odd number of bytes, the scales of most are not aligned.
+    scales = coded[:, :end].clone(memory_format=torch.contiguous_format)
+    return scales.view(torch.bfloat16).float(), coded[:, end:]
+
+
+def check_rows(what: str, coded: Tensor, num_bytes: int) -> None:
+    """Raises `ProtocolViolation` unless these are rows of so many bytes."""
+    if coded.dtype != torch.uint8 or coded.ndim != 2 or coded.shape[1] != num_bytes:
+        raise ProtocolViolation(
+            f"{what}: {coded.dtype} of shape {tuple(coded.shape)} instead of rows of "
+            f"{num_bytes} bytes"
+        )
+
+
+def check_scales(what: str, scales: Tensor, lowest: float, highest: float) -> None:
+    """Raises `ProtocolViolation` unless all scales are finite and within [lowest, highest]."""
+    if scales.numel() == 0:
+        return
+    low, high = torch.aminmax(scales)  # hands a NaN on, and no comparison with it is true
+    if not (low.item() >= lowest and high.item() <= highest):
+        raise ProtocolViolation(
+            f"{what}: a scale that is not finite (or of numbers beyond {LARGEST_VALUE:g})"
+        )

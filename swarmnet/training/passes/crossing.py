@@ -1,0 +1,68 @@
+"""What crosses a boundary between two stages one way, coded.
+
+Whoever sends gives away codes, and nothing else of its numbers. So all replicas that get a
+microbatch, now or after a failure, compute with the same decoded numbers, and so do receipts (which
+keep the codes) and retractions. Rounding is to the nearest: no random number is needed for the same
+tensor to have the same codes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from swarmnet.protocol.codecs import coded_form
+from swarmnet.training.arrays import check_shape, from_tensor, to_tensor
+from swarmnet.training.codecs.registry import codec_of
+from swarmnet.training.memory.device_copies import DeviceCopies
+from swarmnet.wire import Array
+
+
+class Crossing:
+    """fp32 tensors of one shape a sample, one way."""
+
+    def __init__(
+        self, codec: str, shape: tuple[int, ...], num_free: int, copies: DeviceCopies
+    ) -> None:
+        """
+        Args:
+            codec: its name, of `protocol.codecs`.
+            shape: of one sample.
+            num_free: dimensions of a batch that are not part of a coded row: samples and, for
+                sequences, tokens.
+            copies: between the host and the stage's device.
+        """
+        self._codec = codec_of(codec)
+        self._shape = shape
+        self._num_free = num_free
+        self._row_shape = shape[num_free - 1 :]
+        self._row_values = math.prod(self._row_shape)
+        self._copies = copies
+
+    def form(self, batch: int) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the array of so many samples."""
+        return coded_form(self._codec.name, (batch, *self._shape), self._num_free)
+
+    def check_form(self, what: str, array: Array, batch: int) -> None:
+        """Raises `ProtocolViolation` unless dtype and shape are those of so many samples. Cheap."""
+        check_shape(what, array, *self.form(batch))
+
+    def send(self, what: str, values: Tensor) -> Array:
+        """A tensor of the device, coded, as an array. Raises `ProtocolViolation` where a value is
+        not finite; `what` is its name in the error's text."""
+        rows = values.detach().float().reshape(-1, self._row_values)
+        coded = self._copies.to_host(self._codec.encode(rows)).wait()
+        self._codec.check(what, coded, self._row_values)
+        name = self._codec.name
+        return from_tensor(coded.view(coded_form(name, tuple(values.shape), self._num_free)[1]))
+
+    def receive(self, what: str, array: Array) -> Tensor:
+        """An array whose form was checked, decoded, fp32 on the device. Raises
+        `ProtocolViolation` where its values are none of this codec's, or not finite."""
+        coded = to_tensor(array)
+        free = coded.shape[: self._num_free]
+        rows = coded.reshape(math.prod(free), -1)
+        self._codec.check(what, rows, self._row_values)
+        decoded = self._codec.decode(self._copies.to_device(rows), self._row_values)
+        return decoded.view(*free, *self._row_shape)

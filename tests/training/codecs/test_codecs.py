@@ -1,0 +1,198 @@
+"""Codecs keep to their error bounds, and refuse what none of them has made."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import (
+    BF16,
+    BLOCK,
+    INT4,
+    INT6,
+    INT8,
+    NONE,
+    TILE,
+    coded_form,
+    row_bytes,
+)
+from swarmnet.training.codecs.base import PIECE, SMALLEST, in_blocks
+from swarmnet.training.codecs.registry import CODECS, codec_of
+from swarmnet.training.codecs.tiles import Tiles
+
+CODED = (INT8, INT6, INT4)
+TILE_ERRORS = {INT6: 0.0165, INT4: 0.0720}
+
+
+@st.composite
+def rows_of_numbers(draw: st.DrawFn) -> Tensor:
+    """Normal numbers of any size, with some outliers, some small rows and some zeros."""
+    rows, n = draw(st.integers(1, 5)), draw(st.integers(1, 200))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    values = torch.randn(rows, n, generator=rng) * 2.0 ** draw(st.integers(-130, 30))
+    outliers = torch.rand(rows, n, generator=rng) < draw(st.sampled_from((0.0, 0.01, 0.1)))
+    values = torch.where(outliers, values * draw(st.sampled_from((10.0, 1000.0))), values)
+    zeros = torch.rand(rows, n, generator=rng) < draw(st.sampled_from((0.0, 0.5, 1.0)))
+    return torch.where(zeros, torch.zeros(()), values)
+
+
+def there_and_back(name: str, values: Tensor) -> Tensor:
+    codec, n = codec_of(name), values.shape[1]
+    coded = codec.encode(values)
+    assert tuple(coded.shape) == coded_form(name, tuple(values.shape), 1)[1]
+    assert coded[:1].nbytes == row_bytes(name, n)
+    codec.check("rows", coded, n)
+    decoded = codec.decode(coded, n)
+    assert decoded.dtype == torch.float32
+    assert decoded.shape == values.shape
+    return decoded
+
+
+def errors_and_largest(values: Tensor, decoded: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """By block: what went wrong, and the largest magnitude, in fp64."""
+    errors = in_blocks(decoded.double() - values.double(), size)
+    largest = in_blocks(values, size).double().abs().amax(-1, keepdim=True)
+    return errors, largest.clamp_min(SMALLEST)
+
+
+@given(rows_of_numbers())
+def test_fp32_stays_as_it_is(values: Tensor) -> None:
+    assert torch.equal(there_and_back(NONE, values), values)
+
+
+@given(rows_of_numbers())
+def test_bf16_is_within_2_to_the_minus_8(values: Tensor) -> None:
+    error = (there_and_back(BF16, values).double() - values.double()).abs()
+    assert (error <= values.double().abs() * 2.0**-8 + 2.0**-134).all()
+
+
+@given(rows_of_numbers())
+def test_int8_is_within_half_a_scale(values: Tensor) -> None:
+    errors, largest = errors_and_largest(values, there_and_back(INT8, values), BLOCK)
+    assert (errors.abs() <= 0.00396 * largest).all()
+
+
+@pytest.mark.parametrize("name", TILE_ERRORS)
+@given(values=rows_of_numbers())
+def test_tiles_keep_to_their_mean_square_error(name: str, values: Tensor) -> None:
+    errors, largest = errors_and_largest(values, there_and_back(name, values), TILE)
+    bound = TILE_ERRORS[name] * largest
+    assert (errors.square().mean(-1, keepdim=True).sqrt() <= bound).all()
+    assert (errors.abs() <= math.sqrt(TILE) * bound).all()
+
+
+@pytest.mark.parametrize("name", TILE_ERRORS)
+def test_an_outlier_does_not_cost_the_others_of_its_tile_their_digits(name: str) -> None:
+    values = torch.randn(100, TILE, generator=torch.Generator().manual_seed(1))
+    values[:, 5] = 20.0
+    error = (there_and_back(name, values) - values).square().mean().sqrt()
+    unrotated = 20.0 / Tiles(name).largest_code / math.sqrt(12)
+    assert error < 0.4 * unrotated
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_equal_numbers_have_equal_bytes_wherever_they_stand(name: str) -> None:
+    codec = codec_of(name)
+    values = torch.randn(3 * PIECE // 97 + 7, 97, generator=torch.Generator().manual_seed(2))
+    coded = codec.encode(values)
+    assert torch.equal(coded[-9:], codec.encode(values[-9:].clone()))
+    decoded = codec.decode(coded, 97)
+    assert torch.equal(decoded[-9:], codec.decode(coded[-9:].clone(), 97))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e15])
+def test_what_is_not_finite_is_found_in_the_coded_rows(name: str, value: float) -> None:
+    codec = codec_of(name)
+    values = torch.ones(2, 96)
+    values[1, 70] = value
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        codec.check("rows", codec.encode(values), 96)
+
+
+def read_row(name: str, row: bytes, num_values: int) -> list[float]:
+    """A coded row by the words of docs/protocol.md, a number at a time."""
+    size = BLOCK if name == INT8 else TILE
+    num_scales = -(-num_values // size)
+    scales = [struct.unpack("<f", b"\0\0" + row[2 * i : 2 * i + 2])[0] for i in range(num_scales)]
+    codes = row[2 * num_scales :]
+    if name == INT8:
+        signed = struct.unpack(f"{num_values}b", codes)
+        return [code * scales[i // BLOCK] for i, code in enumerate(signed)]
+    numbers: list[float] = []
+    for i, scale in enumerate(scales):
+        bits = 4 if name == INT4 else 6
+        tile = codes[i * TILE * bits // 8 : (i + 1) * TILE * bits // 8]
+        if name == INT4:
+            us = [u % 16 for u in tile] + [u // 16 for u in tile]
+        else:
+            parts = tile[:8], tile[8:16], tile[16:]
+            us = [u % 64 for u in tile]
+            us += [a // 64 + 4 * (b // 64) + 16 * (c // 64) for a, b, c in zip(*parts, strict=True)]
+        q = [u - (1 << (bits - 1)) for u in us]
+        if scale < 0:
+            signs = [[(-1) ** (j & k).bit_count() for k in range(TILE)] for j in range(TILE)]
+            q = [sum(s * c for s, c in zip(line, q, strict=True)) for line in signs]
+        numbers += [abs(scale) * c for c in q]
+    return numbers[:num_values]
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_coded_row_is_what_the_protocol_says(name: str) -> None:
+    values = torch.randn(2, 100, generator=torch.Generator().manual_seed(3))
+    values[0, 40] = 20.0  # an outlier: that tile is rotated
+    coded, codec = codec_of(name).encode(values), codec_of(name)
+    decoded = codec.decode(coded, 100)
+    for row, numbers in zip(coded, decoded, strict=True):
+        expected = torch.tensor(read_row(name, bytes(row.tolist()), 100), dtype=torch.float32)
+        assert torch.equal(numbers, expected)
+
+
+def spoilt(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def spoil(coded: Tensor) -> Tensor:
+        coded = coded.clone()
+        change(coded)
+        return coded
+
+    return spoil
+
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "instead of": lambda coded: coded[:, :-1],
+    "rows of": lambda coded: coded.view(torch.int8),
+    "not finite": spoilt(lambda coded: coded[1, :2].fill_(0xFF)),  # a NaN
+    "a code outside": spoilt(lambda coded: coded[1, -1:].zero_()),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("said", WRONG)
+def test_what_none_has_coded_is_refused(name: str, said: str) -> None:
+    codec = codec_of(name)
+    coded = WRONG[said](codec.encode(torch.randn(3, 96)))
+    if name == INT8 and said == "a code outside":
+        coded[1, -1] = 0x80  # -128
+    with pytest.raises(ProtocolViolation, match=said):
+        codec.check("rows", coded, 96)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(CODED), st.binary(min_size=2 * 78, max_size=2 * 78))
+def test_whatever_is_taken_decodes_to_finite_numbers(name: str, noise: bytes) -> None:
+    codec = codec_of(name)
+    size = row_bytes(name, 64)
+    coded = torch.frombuffer(bytearray(noise[: 2 * size]), dtype=torch.uint8).view(2, size)
+    try:
+        codec.check("rows", coded, 64)
+    except ProtocolViolation:
+        return
+    assert codec.decode(coded, 64).abs().max() <= 1.02e15
