@@ -33,9 +33,9 @@ IDLE_S = UPKEEP_S
 LONGEST_S = 600.0
 """A session is dropped after this, whatever comes (tests/protocol/test_generation.py)."""
 TOKENS_PER_S, BURST_TOKENS = 256.0, 4.0 * MAX_TOKENS
-"""Of one calling machine at a replica."""
+"""Of one calling machine at a replica (tests/protocol/test_generation.py)."""
 DEVICE_SHARE = 0.1
-"""Of the device's time, while training wants it too."""
+"""Of the device's time, while training wants it too (tests/protocol/test_generation.py)."""
 
 Key = tuple[str, str]
 """Of a session: peer id of the caller, and the name that it gave."""

@@ -135,6 +135,16 @@ class _Round:
     weights: bytes = b""
 
 
+class NoBase:
+    """All parameters of a synthetic stage are trained."""
+
+    shard_sizes: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+
+    def put(self, shard_index: int, values: Array) -> None:
+        raise ProtocolViolation("a synthetic stage has no base")
+
+
 class SyntheticStage:
     """`ports.Stage`. `observer(event, **facts)` is called at every piece of work; see
     `invariants.Monitor`."""
@@ -144,7 +154,7 @@ class SyntheticStage:
         self.num_stages = num_stages
         self.max_in_flight = 1 << 16
         self.tied_shards = 0
-        self.base_shards: tuple[int, ...] = ()
+        self.base = NoBase()
         self.can_open_ahead = True
         self.generation: Generation | None = None
         self.shard_sizes = (sizes.shard_parameters,) * sizes.num_shards
@@ -159,12 +169,6 @@ class SyntheticStage:
         self._ahead: _Round | None = None
         self._kept: dict[StepKey, _Kept] = {}
         self.weights = _digest_of(self._parameters)
-
-    def missing_base(self) -> list[int]:
-        return []
-
-    def put_base(self, shard_index: int, values: Array) -> None:
-        raise ProtocolViolation("a synthetic stage has no base")
 
     def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         if len(inputs.data) != _KEY.size:

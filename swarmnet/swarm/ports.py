@@ -113,6 +113,23 @@ class Worker(Protocol):
     async def close(self) -> None: ...
 
 
+class Base(Protocol):
+    """The parameters of a stage that are not trained: they are in none of its shards, and come from
+    what the run began from."""
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Elements of each shard; none where all parameters are trained."""
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Shards that have not come yet, ascending."""
+
+    def put(self, shard_index: int, values: Array) -> None:
+        """*averaging* Takes in a shard, before the first round. Raises `ProtocolViolation` where
+        dtype or length is wrong or a value is not finite."""
+
+
 class Stage(Protocol):
     """One replica's copy of a stage, its gradient buffer and the shards of both.
 
@@ -128,15 +145,16 @@ class Stage(Protocol):
     tied_shards: int
     """The first so many shards are those of another stage too, which holds a copy: those of the
     first stage at the last one, and the other way round. Their gradient is the sum of both."""
-    base_shards: tuple[int, ...]
-    """Elements of each shard of the base, the parameters that are not trained: they are in no other
-    shard, and come from what the run began from. None where all are trained."""
     max_in_flight: int
     """Microbatches between their passes that memory has room for."""
     can_open_ahead: bool
     """Whether it can work on two rounds at a time (`open_ahead`)."""
     generation: Generation | None
     """None where the model, or this replica, cannot write texts token by token."""
+
+    @property
+    def base(self) -> Base:
+        """Its parameters that are not trained."""
 
     def check(self, inputs: Array, targets: Array, documents: Documents | None = None) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are what this stage takes. Cheap.
@@ -172,13 +190,6 @@ class Stage(Protocol):
     ) -> Array | LossResult:
         """*device* Forward without gradient. A stage before the last returns its activation; the
         last returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
-
-    def missing_base(self) -> list[int]:
-        """Shards of the base that have not come yet, ascending."""
-
-    def put_base(self, shard_index: int, values: Array) -> None:
-        """*averaging* Takes in a shard of the base, before the first round. Raises
-        `ProtocolViolation` where dtype or length is wrong or a value is not finite."""
 
     def gradient_shard(self, shard_index: int) -> Array:
         """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""

@@ -126,7 +126,7 @@ class TorchStage:
         self.num_parameters = self.layers.num_parameters
         self.vectors = RoundVectors(self.layers, reuses_gradient=reuses_gradient)
         self.shard_sizes = self.vectors.shard_sizes
-        self.base_shards = self.layers.base.shard_sizes
+        self.base = self.layers.base
         self.kept = KeptMicrobatches(needs_input_gradients=stage_index > 0)
         is_fp16 = computing.precision == "fp16"
         refusals = Fp16Refusals(stage_index) if is_fp16 else None
@@ -160,14 +160,6 @@ class TorchStage:
         """Views of the parameters by name (Hugging Face's for a Llama), until `finish_round`."""
         flat = self.vectors.present.parameters
         return {r.name: r.part_of(flat) for r in self.parameter_ranges}
-
-    # ---- the base ---------------------------------------------------------------------------
-
-    def missing_base(self) -> list[int]:
-        return self.layers.base.missing
-
-    def put_base(self, shard_index: int, values: Array) -> None:
-        self.layers.base.put(shard_index, values)
 
     # ---- microbatches -----------------------------------------------------------------------
 

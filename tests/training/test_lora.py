@@ -42,12 +42,12 @@ def stages_of(
     stages = []
     for k, sizes in enumerate(layout.base_sizes):
         stage = build_stage(spec, k, computing=computing)
-        assert stage.missing_base() == list(range(len(sizes)))
+        assert stage.base.missing == list(range(len(sizes)))
         for j in range(len(sizes)):
             values = sources.read(k, j)
             assert values is not None
-            stage.put_base(j, from_tensor(values))
-        assert not stage.missing_base()
+            stage.base.put(j, from_tensor(values))
+        assert not stage.base.missing
         stages.append(stage)
     return stages
 
@@ -87,7 +87,7 @@ def test_a_stage_s_vector_has_the_adapters_only(tmp_path: Path) -> None:
     stage = build_stage(spec, 1)
     assert stage.tied_shards == 0
     assert sum(stage.shard_sizes) == layout.trained[1][-1].stop
-    assert sum(stage.base_shards) == layout.base[1][-1].stop
+    assert sum(stage.base.shard_sizes) == layout.base[1][-1].stop
 
 
 def test_adapters_begin_with_the_same_bits_whatever_the_cut(tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ def test_a_bf16_model_is_kept_in_half_of_the_bytes(tmp_path: Path) -> None:
 def test_a_false_base_is_refused(tmp_path: Path) -> None:
     spec, _ = lora_run(folder_of(tmp_path / "model"), tmp_path)
     stage = build_stage(spec, 0)
-    size = stage.base_shards[0]
+    size = stage.base.shard_sizes[0]
     with pytest.raises(ProtocolViolation, match="no shard"):
-        stage.put_base(7, Array("float32", (size,), bytes(4 * size)))
+        stage.base.put(7, Array("float32", (size,), bytes(4 * size)))
     with pytest.raises(ProtocolViolation, match="the base"):
-        stage.put_base(0, Array("float32", (1,), bytes(4)))
-    assert stage.missing_base() == [0]
+        stage.base.put(0, Array("float32", (1,), bytes(4)))
+    assert stage.base.missing == [0]
 
 
 def peft_adapter(folder: Path, out: Path, **config: Any) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from swarmnet.errors import (
     UserError,
 )
 from swarmnet.protocol.generation import IDLE_S, LONGEST_S
-from swarmnet.protocol.timing import BULK_S, PATIENCE_S
+from swarmnet.protocol.timing import ANSWER_S, BULK_S, CONNECT_S, LAPSES, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import GenerateReply, GenerateRequest
 from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
@@ -33,12 +33,12 @@ from swarmnet.wire import Array, Message, convert
 TOKEN_BYTES = 4
 KEPT_REPLICAS = 2
 """Of each stage: one that works, and one in reserve."""
-KEEP_S = IDLE_S / 3
+KEEP_S = IDLE_S / LAPSES
 """How often those in reserve are told that the text goes on."""
-ONE_ROUND_S = 5.0
+ONE_ROUND_S = ANSWER_S
 """For finding a round that all stages have; then the text mixes rounds
 (tests/swarm/generation/test_generating.py)."""
-REFUSED_S = 3.0
+REFUSED_S = CONNECT_S
 """For an invite to become known to the peers that refuse."""
 
 Tell = Callable[[str], None]

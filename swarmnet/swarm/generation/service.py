@@ -10,6 +10,7 @@ from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Sessions, Wish
 from swarmnet.protocol.membership.peer_ids import machine_of
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.messages import GenerateReply, GenerateRequest
 from swarmnet.swarm.ports import OTHER, Generation
 from swarmnet.swarm.resource_limits import ResourceLimits
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 LAST_TURN, FIRST_TURN = 1 << 62, -1
 """Rounds before which, and after which, the device takes a pass for a text."""
-OPEN_WAIT_S = 2.0
+OPEN_WAIT_S = CONNECT_S
 """For the round that is asked for to begin."""
 FREE_PART = 0.5
 """Of the memory that is free, for one text and a copy of the parameters."""

@@ -68,7 +68,7 @@ class WeightService:
         some of them are not to be had now, which is said; what has come stays."""
         if not self.weights.has_trained:
             return True
-        first = len(replica.stage.base_shards)
+        first = len(replica.stage.base.shard_sizes)
         shards = range(replica.num_shards)
         missing = [j for j in shards if not await self._is_there(replica, j, first + j)]
 
@@ -79,15 +79,16 @@ class WeightService:
 
     async def fill_base(self, replica: Replica) -> bool:
         """Puts the base of a stage in its place, where it has one. False as `fill`."""
+        base = replica.stage.base
 
         def put(number: int, values: Array) -> None:
-            replica.stage.put_base(number, values)
+            base.put(number, values)
             try:
                 self.weights.keep(replica.index, number, values)
             except UserError as e:
                 self._say_once(e)
 
-        return await self._take_all(replica, replica.stage.missing_base(), put)
+        return await self._take_all(replica, base.missing, put)
 
     async def _take_all(
         self, replica: Replica, numbers: Sequence[int], put: Callable[[int, Array], None]
@@ -152,7 +153,7 @@ class WeightService:
             self.worker,
             replica.index,
             number,
-            (*replica.stage.base_shards, *replica.stage.shard_sizes)[number],
+            (*replica.stage.base.shard_sizes, *replica.stage.shard_sizes)[number],
             self.limits.fetch_timeout_s,
         )
         if peer_id not in self._givers:

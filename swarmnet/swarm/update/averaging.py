@@ -61,12 +61,8 @@ class Averaging:
     on_loss: OnLoss = lambda loss: None
 
     def __post_init__(self) -> None:
-        transport, gossip, settings, replica = (
-            self.transport,
-            self.gossip,
-            self.settings,
-            self.replica,
-        )
+        transport, gossip = self.transport, self.gossip
+        settings, replica = self.settings, self.replica
         self.changed = Condition()
         """A result is here, or an exchange is over."""
         self.lost = LostSamples(gossip, replica, settings, self.on_loss)
