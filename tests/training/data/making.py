@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ REWRITES = (
 """What Qwen3's does: only the last answer has a thought."""
 
 
-def tokenizer_folder(folder: Path, template: str = "") -> str:
-    """A byte-level tokenizer with a chat template beside it; returns the tokenizer.json."""
-    folder.mkdir(parents=True, exist_ok=True)
+@lru_cache
+def tokenizer_text() -> str:
+    """The tokenizer.json of a byte-level tokenizer with the tokens of ChatML."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevel()
@@ -53,8 +54,15 @@ def tokenizer_folder(folder: Path, template: str = "") -> str:
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    text: str = tokenizer.to_str()
+    return text
+
+
+def tokenizer_folder(folder: Path, template: str = "") -> str:
+    """That tokenizer, with a chat template beside it; returns the path of tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
-    tokenizer.save(str(path))
+    path.write_text(tokenizer_text())
     config: dict[str, Any] = {"eos_token": "<|im_end|>", "tokenizer_class": "TokenizersBackend"}
     if template:
         config["chat_template"] = template

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet.training.arrays import to_tensor
@@ -18,6 +18,7 @@ def numbered(count: int, length: int = 30) -> list[bytes]:
     return [f"{n:05} {'x' * length}".encode() for n in range(count)]
 
 
+@settings(max_examples=30)
 @given(st.integers(40, 400), st.sampled_from([0.02, 0.1, 0.5]))
 def test_whole_documents_are_held_out(
     tmp_path_factory: pytest.TempPathFactory, count: int, fraction: float
