@@ -36,6 +36,28 @@ def test_only_the_invited_train(running: Machine, capsys: pytest.CaptureFixture[
     assert guest.peer_id in look, "an observer may look without an invite"
 
 
+def test_the_invited_have_a_text_written_while_peers_train(
+    running: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, spec = str(running.folder / "owner.key"), tiny_run(running.folder, rounds=100_000)
+    spec.write_text(f"{spec.read_text()}\n{printed(capsys, 'invite', '--key', key)}\n")
+    invite = printed(capsys, "invite", "--key", key, "--spec", str(spec))
+    invited = ("--invite", invite)
+    first = running.start_peer("first", "--spec", str(spec), *invited, "--stage", "0")
+    running.until_ready(first)
+    second = running.start_peer("second", "--join", first.address, *invited, "--stage", "1")
+    running.until_round(second, 3)
+    asked = ("generate", "--join", second.address, "abc def", "--max-new-tokens", "12")
+    stranger = running.start("stranger", *asked)
+    assert running.wait(stranger) == 1
+    assert "you have shown no valid invite" in stranger.errors()[-1]
+    assert len(stranger.errors()) == 1
+    guest = running.start("guest", *asked, *invited)
+    assert running.wait(guest) == 0, guest.describe()
+    assert 1 < len(guest.output()) <= 13, "at most a character a token"
+    assert guest.errors() == []
+
+
 def test_the_doctor_asks_a_real_peer(running: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     first = running.start_peer("first", "--spec", str(tiny_run(running.folder)))
     running.until_ready(first)

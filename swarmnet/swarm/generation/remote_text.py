@@ -27,7 +27,7 @@ from swarmnet.protocol.generation import IDLE_S, LONGEST_S
 from swarmnet.protocol.timing import ANSWER_S, BULK_S, CONNECT_S, LAPSES, PATIENCE_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import GenerateReply, GenerateRequest
-from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
+from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES, RETRY_S
 from swarmnet.wire import Array, Message, convert
 
 TOKEN_BYTES = 4
@@ -131,6 +131,7 @@ class RemoteText:
                 await self._keep()
                 return await self._catch_up(num_logits)
             except RoundLost as e:
+                self._check_time(e)
                 await self.close()
                 lost = self.round
                 await self._open()
@@ -239,8 +240,6 @@ class RemoteText:
             data = b"".join(t.to_bytes(TOKEN_BYTES, "little") for t in part)
             made = (Array("int32", (1, len(part)), data),)
             for k in range(len(self._stages)):
-                if len(made) != 1 or made[0].shape[:2] != (1, len(part)):
-                    raise ProtocolViolation("an activation of another shape than the tokens")
                 made = await self._through(k, made[0], num_logits)
             self._done += len(part)
         return made
@@ -249,15 +248,18 @@ class RemoteText:
         """A pass through one stage, at whichever replica does it."""
         stage = self._stages[k]
         stage.give(array)
-        while True:
+        why: SwarmnetError = NoRoute("nobody was asked")
+        for _ in range(MAX_TRIES):
             try:
                 return await self._pass(k, stage.peers[0], self._done, array, num_logits)
             except UserError:
                 raise
             except SwarmnetError as e:
+                why = e
                 self._failed(stage.peers[0], e)
                 self._end(k, stage.peers.pop(0))
                 await self._replace(k, e)
+        raise UserError(f"stage {k} does not write: {why}")
 
     async def _pass(
         self, k: int, peer_id: str, position: int, array: Array, num_logits: int
@@ -273,7 +275,11 @@ class RemoteText:
         if not convert(reply.body, GenerateReply).is_copied:
             self._say(f"stage {k} keeps no copy of round {self.round}: this text mixes rounds")
             self._stages[k].is_copied = False
-        return reply.arrays
+        given, made = array.shape[:2], reply.arrays
+        is_last = k == len(self._stages) - 1
+        if not made or (not is_last and (len(made) > 1 or made[0].shape[:2] != given)):
+            raise ProtocolViolation("what a stage made is not of the tokens that it got")
+        return made
 
     async def _replace(self, k: int, why: SwarmnetError) -> None:
         """Gives another replica of a stage what the one that failed has been given. Raises
@@ -321,9 +327,9 @@ class RemoteText:
     async def _call(
         self, peer_id: str, request: GenerateRequest, arrays: tuple[Array, ...] = ()
     ) -> Message:
-        message = Message(request, arrays)
+        message, timeout_s = Message(request, arrays), BULK_S if arrays else PATIENCE_S
         return await self._gossip.liveness.call_while_live(
-            peer_id, "generate", message, timeout_s=BULK_S
+            peer_id, "generate", message, timeout_s=timeout_s
         )
 
     def _end(self, k: int, peer_id: str) -> None:

@@ -25,6 +25,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.training.checkpoint import CheckpointStore
+from tests.swarm import harness
 from tests.swarm.harness import (
     OpenSigner,
     Swarm,
@@ -112,10 +113,13 @@ def exported(folder: Path, round_index: int, prompt: Sequence[int], num_tokens: 
 
 
 def spec_of(folder: Path, mode: str = "zero", rounds: int = ROUNDS) -> RunSpec:
+    """The learning rate is such that the models of two rounds do not write the same."""
     sync: dict[str, Any] = {"mode": mode}
     if mode == "local":
         sync["local_steps"] = 3
-    return tiny_spec(folder, num_stages=2, rounds=rounds, sync=sync)
+    values = tiny_spec(folder, num_stages=2, rounds=rounds, sync=sync).model_dump()
+    values["optimizer"] |= {"learning_rate": 0.05, "warmup_rounds": 0}
+    return RunSpec.model_validate(values)
 
 
 @pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
@@ -139,6 +143,7 @@ def test_the_text_is_that_of_the_exported_model_of_one_round(tmp_path: Path, mod
     in_virtual_time(scenario, spec_of(tmp_path, mode))
     for round_index, written in found.items():
         assert written == exported(tmp_path, round_index, LONG_PROMPT, NEW_TOKENS)
+        assert written != exported(tmp_path, ROUNDS, LONG_PROMPT, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -162,6 +167,7 @@ def test_a_peer_that_dies_costs_no_token_and_changes_none(tmp_path: Path, victim
     in_virtual_time(scenario, spec_of(tmp_path))
     for round_index, written in found.items():
         assert written == exported(tmp_path, round_index, PROMPT, NEW_TOKENS)
+        assert written != exported(tmp_path, ROUNDS, PROMPT, NEW_TOKENS)
 
 
 def test_where_no_replica_has_the_round_the_text_goes_on_with_another(tmp_path: Path) -> None:
@@ -257,8 +263,12 @@ def test_one_machine_may_not_have_many_texts(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
 
 
-def test_training_goes_first_and_its_numbers_stay(tmp_path: Path) -> None:
-    """Three texts at a time for the whole run: the same parameters, hardly later."""
+def test_training_goes_first_and_its_numbers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three texts at a time for the whole run, with passes as long as those of microbatches: the
+    same parameters, hardly later."""
+    monkeypatch.setattr(harness, "OTHER_S", harness.FORWARD_S)
     ends: list[float] = []
     parameters: list[dict[str, torch.Tensor]] = []
 
