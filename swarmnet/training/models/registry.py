@@ -19,6 +19,7 @@ from swarmnet.training.models.base import (
     LayerBuilder,
     ModelPlan,
     cut_shards,
+    describe_base,
     describe_parameters,
     num_parameters,
 )
@@ -138,6 +139,8 @@ def tied_elements(plan: ModelPlan, num_stages: int, stage_index: int) -> int:
 def stage_shards(plan: ModelPlan, num_stages: int, stage_index: int, size: int) -> tuple[int, ...]:
     """Elements of each shard of a stage. Raises `SpecError`."""
     layers = split_stages(plan, num_stages)[stage_index]
+    if not plan.has_base and (frozen := describe_base(layers)):
+        raise SpecError(f"{frozen[0].name} must be a float32 parameter that requires a gradient")
     tied = tied_elements(plan, num_stages, stage_index)
     total = num_parameters(describe_parameters(layers))
     if total == 0:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnet.protocol.pipeline.ledger import StepKey
 from swarmnet.swarm.ports import LossResult
 from swarmnet.training.stage import TorchStage
-from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 FIRST, MIDDLE, LAST = 0, 1, 2
@@ -25,9 +25,9 @@ def test_the_work_behind_a_dead_replica_is_done_once(
     worked: Counter[StepKey] = Counter()
     compute = TorchStage.forward_backward
 
-    def count(self: TorchStage, key: StepKey, inputs: Array, targets: Array) -> LossResult:
+    def count(self: TorchStage, key: StepKey, *given: Any) -> LossResult:
         worked[key] += 1
-        return compute(self, key, inputs, targets)
+        return compute(self, key, *given)
 
     monkeypatch.setattr(TorchStage, "forward_backward", count)
 

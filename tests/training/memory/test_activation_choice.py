@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from swarmnet.spec import RunSpec
 from swarmnet.training.computing import Computing
+from swarmnet.training.custom_data import CustomData
 from swarmnet.training.memory.activation_choice import (
     MIN_IN_FLIGHT,
     POLICIES,
@@ -99,7 +100,7 @@ def test_a_custom_model_is_traced_without_memory(precision: Precision) -> None:
     spec = custom_spec(64)
     plan = model_plan(spec)
     assert plan.data is not None
-    data, targets = batch(plan.data(spec), 0)
+    data, targets = batch(CustomData(plan.data(spec)), 0)
     for k in range(3):
         one = known_activations(spec, k, precision)
         assert one is not None

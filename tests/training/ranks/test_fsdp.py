@@ -108,7 +108,7 @@ from tests.training.test_adapter import LENGTH, run_of, saved, tokens_of
 
 with tempfile.TemporaryDirectory() as folder:
     saved(Path(folder), "gemma3", True)
-    spec, whole = run_of(Path(folder)), run_of(Path(folder), 1)
+    spec, whole = run_of(Path(folder), document_mask=True), run_of(Path(folder), 1)
 group = LocalGroup(2, threads=1, options=rank_options(spec, mode="fsdp"),
                    open_group=open_default_group)
 try:
@@ -118,9 +118,8 @@ try:
         print(error)
     one, many = build_stage(spec, 0), build_fsdp_stage(spec, 0, group)
     tokens = from_tensor(tokens_of().int())
-    packed = from_tensor((torch.arange(LENGTH) % 9).int().repeat(2, 1))
-    for number, more in enumerate(((), (packed,))):
-        outputs = [stage.forward((0, number), tokens, *more) for stage in (one, many)]
+    for number, documents in enumerate((((LENGTH,),) * 2, ((9, LENGTH - 9),) * 2)):
+        outputs = [stage.forward((0, number), tokens, documents) for stage in (one, many)]
         assert torch.allclose(*map(to_tensor, outputs), rtol=1e-5, atol=1e-6)
         grad = from_tensor(torch.randn(to_tensor(outputs[0]).shape))
         one.backward((0, number), grad), many.backward((0, number), grad)
