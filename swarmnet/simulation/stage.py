@@ -317,6 +317,7 @@ class SyntheticOptimizer:
 
     def create(self, shard_index: int) -> None:
         self._state[shard_index] = (0, (0.0,) * NUMBERS)
+        self._observe("created", shard=shard_index)
 
     def drop(self, shard_index: int) -> None:
         self._state.pop(shard_index, None)

@@ -26,6 +26,8 @@ log = logging.getLogger("swarmnet.ownership")
 
 NOTHING = -2
 """Instead of the exchange whose step the state of a shard is after: there is no state here."""
+WHOLE, LATE, CREATED = "whole", "late", "created"
+"""What a step finds, see `OptimizerStates.make_ready`."""
 
 
 Holders = Callable[[int, int], list[str]]
@@ -70,10 +72,6 @@ class OptimizerStates:
     def is_before(self, shard_index: int, round_index: int) -> bool:
         """The state of the shard here is that before the step of the round: not a later one."""
         return self._applied.get(shard_index) == round_index - 1
-
-    def is_late(self, shard_index: int, round_index: int) -> bool:
-        """The state of the shard here lacks steps before that of the round."""
-        return self._applied.get(shard_index, round_index) < round_index - 1
 
     def follows(self, shard_index: int, round_index: int) -> bool:
         """The shard's state here is that of the beginning of the round (no exchange, but a round of
@@ -147,6 +145,18 @@ class OptimizerStates:
         self._spoiled[shard_index] = round_index
         self._applied[shard_index] = round_index - 2
         self._lineages.pop(shard_index, None)
+
+    async def make_ready(self, shard_index: int, round_index: int) -> str:
+        """For the step of the round: `CREATED` where there was no state here, or one that had seen
+        a step that does not hold; `LATE` where it lacks steps before that of the round; `WHOLE`."""
+        optimizer = self.replica.optimizer
+        is_spoiled = self._spoiled.get(shard_index) == round_index
+        if is_spoiled or optimizer.steps(shard_index) < 0:
+            await self.replica.worker.run(lambda: optimizer.create(shard_index))
+            self._spoiled.pop(shard_index, None)
+            self._lineages.pop(shard_index, None)
+            return CREATED
+        return LATE if self._applied.get(shard_index, round_index) < round_index - 1 else WHOLE
 
     def fail(self, error: UserError) -> None:
         """This machine cannot keep optimizer state."""

@@ -17,7 +17,7 @@ from swarmnet.swarm.messages import MirrorRequest
 from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.norms import Norms
-from swarmnet.swarm.update.optimizer_states import OptimizerStates, descended
+from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
 from swarmnet.swarm.update.replica import Replica, follows_tied
 from swarmnet.wire import Array
 
@@ -134,19 +134,17 @@ class ShardWork:
 
     async def before(self, exchange: int, shard: int, scale: float) -> Before:
         """The state that a step is made on. Created where every owner of it was lost."""
-        optimizer = self._replica.optimizer
-        if optimizer.steps(shard) < 0:
-            await self._replica.worker.run(lambda: optimizer.create(shard))
-            if exchange > 0:
-                self._gossip.add_total("shard_reset")
-                log.warning("shard %d: every owner of its optimizer state was lost", shard)
-        elif self._states.is_late(shard, exchange):  # who had made the steps between died with them
+        found = await self._states.make_ready(shard, exchange)
+        if found == CREATED and exchange > 0:
+            self._gossip.add_total("shard_reset")
+            log.warning("shard %d: every owner of its optimizer state was lost", shard)
+        elif found == LATE:  # who had made the steps between died with them
             self._gossip.add_total("shard_stale")
             log.warning("shard %d: its last owner missed steps; moments go on without", shard)
         maker = self._makers.pop(shard, None)
         if maker is not None and not self._gossip.liveness.is_live(maker):
             self._gossip.add_total("shard_promoted")
-        return Before(scale, optimizer.steps(shard), self._states.lineage(shard))
+        return Before(scale, self._replica.optimizer.steps(shard), self._states.lineage(shard))
 
     async def step(self, exchange: int, shard: int, total: Total, before: Before) -> Result:
         """The step of a primary. One that would overflow is not made, there or at the backups."""
