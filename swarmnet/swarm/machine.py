@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.ports import Data, Device, InitialWeights, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.recovery.checkpointing import Disk
 
@@ -19,6 +20,8 @@ class Machine:
     device: Device
     worker: Worker
     data: Data | None = None
+    shared: SharedData | None = None
+    """Of the data, what it gives to others or may get; None for nothing."""
     disk: Disk | None = None
     """Where checkpoints are kept; None for nowhere."""
     build_local: Callable[[Any, Any], LocalSteps | None] = lambda stage, optimizer: None
