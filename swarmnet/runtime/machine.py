@@ -93,7 +93,6 @@ def build_machine(
         device,
         WorkerThread(),
         data,
-        open_shared(spec, options, origin.files, data),
         disk,
         build_local,
         free=free_memory,
@@ -101,6 +100,7 @@ def build_machine(
         weights=open_initial_weights(spec, options, origin),
         read_file=origin.files.read,
         stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
+        shared=open_shared(spec, options, origin.files, data),
     )
 
 
@@ -196,8 +196,8 @@ def open_shared(
     asked = "--serve-data" if options.serve_data else "--fetch-data" if options.fetch_data else ""
     if asked and not spec.data.fingerprint:
         raise UserError(
-            f"{asked}: leave it out; this run's data have no fingerprint (they come out of a custom "
-            "model's code, or the run was started with --no-feed)"
+            f"{asked}: leave it out; this run's data have no fingerprint (they come out of a "
+            "custom model's code, or the run was started with --no-feed)"
         )
     if asked and not options.feed:
         raise UserError(f"{asked}: only a peer that feeds has data; leave out --no-feed")

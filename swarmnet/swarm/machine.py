@@ -20,8 +20,6 @@ class Machine:
     device: Device
     worker: Worker
     data: Data | None = None
-    shared: SharedData | None = None
-    """Of the data, what it gives to others or may get; None for nothing."""
     disk: Disk | None = None
     """Where checkpoints are kept; None for nowhere."""
     build_local: Callable[[Any, Any], LocalSteps | None] = lambda stage, optimizer: None
@@ -40,3 +38,5 @@ class Machine:
     """A file of the run; blocks."""
     stage_costs: tuple[float, ...] | None = None
     """Of each stage, in any unit; None where all are alike."""
+    shared: SharedData | None = None
+    """Of the data, what it gives to others or may get; None for nothing."""
