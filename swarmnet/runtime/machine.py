@@ -71,8 +71,7 @@ def build_machine(
             build_local=build_local,
         )
     origin = origin or Origin(RunFiles(options.state_dir, spec.files))
-    data = open_data_of(spec, options, origin.files)
-    disk = open_disk(run, spec, options)
+    data, disk = open_data_of(spec, options, origin.files), open_disk(run, spec, options)
     costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
 
     def measure() -> float:

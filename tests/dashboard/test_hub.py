@@ -19,6 +19,7 @@ def test_a_visitor_gets_everything_and_then_what_changes() -> None:
         assert (state["kind"], set(state["peers"])) == ("state", {"a", "b", "c"})
         assert [s["num_replicas"] for s in state["model"]["stages"]] == [1, 2]
         assert state["model"]["stages"][0]["risk"] == "stage 0: one failure from loss"
+        assert "the run hangs on" in state["model"]["data_risk"]
         assert [e["text"] for e in state["events"]] == [
             "peer a joined (stage 0)", "peer b joined (stage 1)", "peer c joined (stage 1)",
         ]  # fmt: skip
