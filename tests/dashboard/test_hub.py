@@ -19,7 +19,6 @@ def test_a_visitor_gets_everything_and_then_what_changes() -> None:
         assert (state["kind"], set(state["peers"])) == ("state", {"a", "b", "c"})
         assert [s["num_replicas"] for s in state["model"]["stages"]] == [1, 2]
         assert state["model"]["stages"][0]["risk"] == "stage 0: one failure from loss"
-        assert "the run hangs on" in state["model"]["data_risk"]
         assert [e["text"] for e in state["events"]] == [
             "peer a joined (stage 0)", "peer b joined (stage 1)", "peer c joined (stage 1)",
         ]  # fmt: skip
@@ -118,3 +117,13 @@ def test_a_peers_history() -> None:
     assert sent == sorted(sent)
     assert [e["kind"] for e in history["events"]] == ["peer_joined"]
     assert played.hub.history("nobody") == {"peer_id": "nobody", "points": [], "events": []}
+
+
+def test_a_visitor_is_told_that_the_run_hangs_on_one_feeder() -> None:
+    async def main() -> None:
+        played = Played()
+        played.look(replica("a", 0, has_data=True), replica("b", 1))
+        state = await anext(played.hub.visit())
+        assert state["model"]["data_risk"].startswith("the run hangs on a, its only feeder")
+
+    asyncio.run(main())
