@@ -202,6 +202,22 @@ class ModelGroup:
             "reads no files that you have not named.",
         ),
     ] = None
+    serve_data: Annotated[
+        bool,
+        typer.Option(
+            "--serve-data",
+            help="Give the run's data, as tokens, to its members, who can feed when you are gone.",
+        ),
+    ] = False
+    fetch_data: Annotated[
+        bool | None,
+        typer.Option(
+            "--fetch-data/--no-fetch-data",
+            help="Get the run's data from peers that give them. Default: up to 2 GiB, while few "
+            "peers have them.",
+            show_default=False,
+        ),
+    ] = None
     tokenizer: Annotated[
         str,
         typer.Option(

@@ -59,6 +59,8 @@ def serve(
             **_of_run(run),
             **_of_network(network, link),
             data=tuple(model.data or ()),
+            serve_data=model.serve_data,
+            fetch_data=model.fetch_data,
             tokenizer=model.tokenizer,
             weights=model.weights,
             builder=model.builder,

@@ -30,7 +30,9 @@ from peer.observe.events import (
     RoundFinished,
     SyncMode,
 )
+from peer.observe.text import short_id
 from peer.observe.view_model import PeerRow, RoundSplit, StageRow, Summary, ViewModel
+from swarmnet.protocol.membership.data_holders import only_holder
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -361,6 +363,9 @@ class Monitor:
             spread=self._spread(),
             samples_per_s=sum(e.samples for e in self._recent) / seconds if seconds > 0 else None,
             split=self._split(),
+            data_risk=""
+            if self.done
+            else data_risk(s.record for s in self._seen.values() if s.live),
         )
 
     def _stage_rows(self) -> tuple[StageRow, ...]:
@@ -492,6 +497,19 @@ def risk(
     if len(machines) == 1:
         return f"stage {stage}: all its replicas are one machine"
     return ""
+
+
+def data_risk(live: Iterable[Record]) -> str:
+    """What the loss of one peer would mean for the data, in words; empty where others have them."""
+    only = only_holder(live)
+    if only is None:
+        return ""
+    what = (
+        "start another peer with --fetch-data, which gets the data from it"
+        if only.serves_data
+        else "restart it with --serve-data, or give another peer the data (--data)"
+    )
+    return f"the run hangs on {short_id(only.peer_id)}, its only feeder: {what}"
 
 
 def _state(seen: _Seen) -> str:

@@ -130,6 +130,8 @@ class Screen:
 def dashboard(spec: RunSpec, model: ViewModel, limits: str = "") -> RenderableType:
     """The live screen. `limits`: of this machine's peer."""
     parts: list[RenderableType] = [_numbers(model), Text(), _stages(model.stages)]
+    if model.data_risk:
+        parts += [Text(), Text(model.data_risk, "yellow")]
     if limits:
         parts += [Text(), Text(f"limits: {limits}", "yellow")]
     if model.peers:

@@ -99,6 +99,8 @@ class ViewModel:
     samples_per_s: float | None = None
     """Committed, over the last finished rounds."""
     split: RoundSplit | None = None
+    data_risk: str = ""
+    """That the run hangs on one feeder, and what to do, in words; empty where it does not."""
 
     @property
     def num_live(self) -> int:

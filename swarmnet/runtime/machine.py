@@ -17,7 +17,8 @@ from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
 from swarmnet.runtime.speed import expected_stage_s
-from swarmnet.spec import RunSpec
+from swarmnet.spec import BYTES_TOKENIZER, RunSpec
+from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.peer import Machine
 from swarmnet.swarm.recovery.checkpointing import Disk
 
@@ -67,12 +68,12 @@ def build_machine(
             build=build,
             device=beside.device.seat(),
             data=None,
+            shared=None,
             disk=open_disk(run, spec, options),
             build_local=build_local,
         )
     origin = origin or Origin(RunFiles(options.state_dir, spec.files))
-    data = open_data_of(spec, options, origin.files)
-    disk = open_disk(run, spec, options)
+    data, disk = open_data_of(spec, options, origin.files), open_disk(run, spec, options)
     costs, device = stage_costs(model_plan(spec), spec.pipeline.num_stages), DeviceThread()
 
     def measure() -> float:
@@ -101,6 +102,7 @@ def build_machine(
         weights=open_initial_weights(spec, options, origin),
         read_file=origin.files.read,
         stage_costs=tuple(costs) if all(cost > 0 for cost in costs) else None,
+        shared=open_shared(spec, options, origin.files, data),
     )
 
 
@@ -182,6 +184,37 @@ def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data |
         )
         return None
     return data
+
+
+def open_shared(
+    spec: RunSpec, options: PeerOptions, files: RunFiles, data: Data | None
+) -> SharedData | None:
+    """What this machine gives of the data, or may get. Raises `UserError` where a person wants what
+    cannot be."""
+    from swarmnet.training.data import TextData
+    from swarmnet.training.data.coming import ComingText
+    from swarmnet.training.data.opening import Place
+    from swarmnet.training.device import WorkerThread
+
+    asked = "--serve-data" if options.serve_data else "--fetch-data" if options.fetch_data else ""
+    if asked and not spec.data.fingerprint:
+        raise UserError(
+            f"{asked}: leave it out; this run's data have no fingerprint (they come out of a "
+            "custom model's code, or the run was started with --no-feed)"
+        )
+    if asked and not options.feed:
+        raise UserError(f"{asked}: only a peer that feeds has data; leave out --no-feed")
+    if isinstance(data, TextData):
+        return SharedData(WorkerThread("data"), given=data) if options.serve_data else None
+    if options.serve_data:
+        raise UserError("--serve-data: this machine has not the run's data; name them (--data)")
+    has_tokenizer = spec.data.tokenizer == BYTES_TOKENIZER or files.path(TOKENIZER) is not None
+    if not (options.feed and spec.data.fingerprint and has_tokenizer):
+        return None
+    if options.fetch_data is False:
+        return None
+    coming = ComingText(spec, Place(files=files.contents()))
+    return SharedData(WorkerThread("data"), coming=coming, at_once=bool(options.fetch_data))
 
 
 def open_disk(run: RunSpec, model: RunSpec, options: PeerOptions) -> Disk | None:

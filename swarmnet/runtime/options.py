@@ -58,6 +58,10 @@ class PeerOptions:
     """Where to listen for them; 0 = any that is free."""
     data: tuple[str, ...] = ()
     """Where this machine has the data, in place of the spec's `paths`."""
+    serve_data: bool = False
+    """Give the data, as tokens, to members of the run that ask."""
+    fetch_data: bool | None = None
+    """Get them from others; None: where they are not large and few peers have them."""
     tokenizer: str = ""
     """Where this machine has the run's tokenizer.json, in place of the spec's `tokenizer`."""
     weights: Path | None = None

@@ -101,8 +101,9 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         machine = await asyncio.to_thread(build_machine, spec, options, group, None, origin)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
-        if machine.disk is not None:
-            stack.push_async_callback(machine.disk.worker.close)
+        for own in (machine.disk, machine.shared):
+            if own is not None:
+                stack.push_async_callback(own.worker.close)
         crew = Crew(entry, options, admitted, machine, group, stack)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)

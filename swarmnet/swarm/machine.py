@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.ports import Data, Device, InitialWeights, LocalSteps, Optimizer, Stage, Worker
 from swarmnet.swarm.recovery.checkpointing import Disk
 
@@ -40,3 +41,5 @@ class Machine:
     """A file of the run; blocks."""
     stage_costs: tuple[float, ...] | None = None
     """Of each stage, in any unit; None where all are alike."""
+    shared: SharedData | None = None
+    """Of the data, what it gives to others or may get; None for nothing."""

@@ -6,12 +6,14 @@ Every body is checked on arrival by `wire.convert`; ranges are checked here.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.swarm.batch import Documents, check_lengths
+from swarmnet.swarm.ports import DATA_FILES, DATA_PART_BYTES
 from swarmnet.wire import MAX_ARRAYS
 
 MAX_PATH = 1024
@@ -128,6 +130,51 @@ class SpecReply:
 
     run_id: str
     spec: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """One source of `DataSizes`."""
+
+    fingerprint: str
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{32}", self.fingerprint):
+            raise ValueError("a fingerprint that is none")
+        if not 1 <= self.num_documents <= self.num_tokens < 2**48:
+            raise ValueError("data of an impossible size")
+        if not 0 <= self.num_bytes < 2**56:
+            raise ValueError("data of an impossible size")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSizes:
+    """How much the run's data are, as tokens: of each source, in the order of the spec."""
+
+    sources: tuple[DataSource, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.sources) <= MAX_IDS:
+            raise ValueError("too many sources, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPartRequest:
+    """A piece of a source's tokens. Reply: one uint8 array, of `length` at most."""
+
+    source: int
+    file: str
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        _index(self.source)
+        _index(self.offset)
+        if self.file not in DATA_FILES or not 1 <= self.length <= DATA_PART_BYTES:
+            raise ValueError("a part that there cannot be")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED
 from swarmnet.swarm.generation.service import GenerateService
+from swarmnet.swarm.initial.data import DataService, LateData
 from swarmnet.swarm.initial.files import FileService
 from swarmnet.swarm.initial.weights import WeightService
 from swarmnet.swarm.lifecycle.meeting import meet
@@ -52,6 +53,7 @@ from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.pipeline.step import StepService
 from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.ports import Data
 from swarmnet.swarm.recovery.checkpointing import Checkpointing
 from swarmnet.swarm.recovery.handover import Handover
 from swarmnet.swarm.recovery.lost_samples import OnLoss
@@ -129,6 +131,7 @@ class Peer:
             incarnation=self.identity.incarnation,
             version=0,
             has_data=self.feeds and self.machine.data is not None,
+            serves_data=self.machine.shared is not None and self.machine.shared.given is not None,
             agent=self.identity.agent,
             started_unix_s=self.identity.started_unix_s,
             credential=self.identity.credential,
@@ -186,6 +189,13 @@ class Peer:
         self.generation = GenerateService(
             self.transport, self.steps.serving, self.resource_limits, self.machine.free_bytes
         )
+        data: Data | None = self.machine.data
+        self._sharing = None
+        if (shared := self.machine.shared) is not None:
+            late = LateData()
+            self._sharing = DataService(self.transport, self.gossip, shared, late, self.rng)
+            if data is None and shared.coming is not None:
+                data = late
         self.feeder = (
             Feeder(
                 self.transport,
@@ -194,10 +204,10 @@ class Peer:
                 self.steps,
                 self.settings,
                 self.limits,
-                self.machine.data,
+                data,
                 self.on_round,
             )
-            if self.machine.data is not None and self.feeds
+            if data is not None and self.feeds
             else None
         )
 
@@ -294,6 +304,8 @@ class Peer:
         stopping = self._tasks.start(self._stopping.wait())
         if self.gossip.own.peer_id == machine_of(self.gossip.own.peer_id):  # once a machine
             self._tasks.start(self.reconnecting.run())
+        if self._sharing is not None:
+            self._tasks.start(self._sharing.run())
         try:
             await asyncio.wait((gossiping, living, stopping), return_when=asyncio.FIRST_COMPLETED)
             for task in (gossiping, living):

@@ -353,12 +353,17 @@ class InitialWeights(Protocol):
 class Data(Protocol):
     """Samples. Pure: the same index is the same sample on every machine."""
 
-    samples_per_microbatch: int
-    bytes_per_token: float
-    """Average bytes of text behind one target that has a loss; 0 where that is not known, or the
-    data is not text."""
-    num_held_out: int
-    """Microbatches of held-out data."""
+    @property
+    def samples_per_microbatch(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Average bytes of text behind one target that has a loss; 0 where that is not known, or
+        the data is not text."""
+
+    @property
+    def num_held_out(self) -> int:
+        """Microbatches of held-out data."""
 
     @property
     def num_samples(self) -> int | None:
@@ -370,6 +375,72 @@ class Data(Protocol):
 
     def held_out(self, index: int) -> Batch:
         """A held-out microbatch."""
+
+
+DATA_FILES = ("tokens", "learned", "ends", "hashes")
+"""Of a source's tokens (see `training.data.store`)."""
+DATA_PART_BYTES = 1 << 20
+"""Of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSize:
+    """How much one source of a run's data is, as tokens."""
+
+    fingerprint: str
+    """Of its tokens, 32 hex digits."""
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    """Of the text behind the learned tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPart:
+    """A piece of a source's tokens, to be asked of another peer."""
+
+    source: int
+    file: str
+    """One of `DATA_FILES`."""
+    offset: int
+    length: int
+
+
+class GivenData(Protocol):
+    """Data whose tokens can be given to others. Blocks."""
+
+    def sizes(self) -> tuple[SourceSize, ...]:
+        """Of the sources that are trained on."""
+
+    def part(self, source: int, file: str, offset: int, length: int) -> bytes | None:
+        """A piece of a file, shorter at its end; None where there is no such source."""
+
+
+class SharableData(Data, GivenData, Protocol):
+    """Data that are fed, and can be given."""
+
+
+class ComingData(Protocol):
+    """Tokens that come from others, kept on the disk. Blocks. Every method raises `DataError` where
+    the disk cannot take them, and nothing but that helps."""
+
+    def open_if_whole(self) -> SharableData | None:
+        """What an earlier time has brought."""
+
+    def begin(self, sizes: Sequence[SourceSize], *, unasked: bool) -> bool:
+        """Takes up what a peer says of its data. False where another process of this machine is
+        fetching the same, or they are too large to be fetched `unasked`, which is said. Raises
+        `ProtocolViolation` where they are not the run's data."""
+
+    def wanted(self, giver: str) -> WantedPart | None:
+        """The next piece, if this giver is asked; None where all is here."""
+
+    def take(self, giver: str, part: WantedPart, data: bytes) -> None:
+        """Keeps a piece. Raises `ProtocolViolation` where it shows that the giver's data are not
+        the run's; that of which nobody knows who gave it is dropped without a word."""
+
+    def finish(self) -> SharableData:
+        """All is here."""
 
 
 @dataclass(frozen=True, slots=True)

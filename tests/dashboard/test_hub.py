@@ -117,3 +117,13 @@ def test_a_peers_history() -> None:
     assert sent == sorted(sent)
     assert [e["kind"] for e in history["events"]] == ["peer_joined"]
     assert played.hub.history("nobody") == {"peer_id": "nobody", "points": [], "events": []}
+
+
+def test_a_visitor_is_told_that_the_run_hangs_on_one_feeder() -> None:
+    async def main() -> None:
+        played = Played()
+        played.look(replica("a", 0, has_data=True), replica("b", 1))
+        state = await anext(played.hub.visit())
+        assert state["model"]["data_risk"].startswith("the run hangs on a, its only feeder")
+
+    asyncio.run(main())

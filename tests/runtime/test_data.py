@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import DataError
-from swarmnet.runtime.machine import open_data_of
+from swarmnet.errors import DataError, UserError
+from swarmnet.runtime.machine import open_data_of, open_shared
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.initial.data import SharedData
 from swarmnet.training.data import Place
 from swarmnet.training.models.resolving import Resolved, resolve_run
 from tests.training.data.making import CHATML, tokenizer_folder, write_records
@@ -98,3 +99,43 @@ def test_data_that_a_person_named_must_be_there(tmp_path: Path) -> None:
     resolved = run_on(write_text(tmp_path))
     with pytest.raises(DataError, match="no such file"):
         opened(resolved.spec, joiner(tmp_path, data=("/not/here",)), RunFiles(tmp_path, {}))
+
+
+def shared(spec: RunSpec, options: PeerOptions, files: RunFiles) -> SharedData | None:
+    return open_shared(spec, options, files, opened(spec, options, files))
+
+
+def test_data_are_given_only_where_the_owner_says_so(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    resolved = run_on(text)
+    files = files_in(tmp_path, resolved)
+    assert shared(resolved.spec, joiner(tmp_path, data=(text,)), files) is None
+    found = shared(resolved.spec, joiner(tmp_path, data=(text,), serve_data=True), files)
+    assert found is not None
+    assert found.given is not None
+    assert found.coming is None
+    with pytest.raises(UserError, match="--serve-data: this machine has not the run's data"):
+        shared(resolved.spec, joiner(tmp_path, serve_data=True), files)
+    with pytest.raises(UserError, match="leave out --no-feed"):
+        shared(resolved.spec, joiner(tmp_path, serve_data=True, feed=False), files)
+
+
+def test_a_joiner_without_data_may_fetch_them(tmp_path: Path) -> None:
+    resolved = run_on(write_text(tmp_path))
+    files = files_in(tmp_path, resolved)
+    for fetch, at_once in ((None, False), (True, True)):
+        found = shared(resolved.spec, joiner(tmp_path, fetch_data=fetch), files)
+        assert found is not None
+        assert found.coming is not None
+        assert (found.given, found.at_once) == (None, at_once)
+    assert shared(resolved.spec, joiner(tmp_path, fetch_data=False), files) is None
+    assert shared(resolved.spec, joiner(tmp_path, feed=False), files) is None
+
+
+@pytest.mark.parametrize("option", ["serve_data", "fetch_data"])
+def test_data_without_a_fingerprint_are_not_given(tmp_path: Path, option: str) -> None:
+    spec = small_spec(write_text(tmp_path))
+    assert open_shared(spec, joiner(tmp_path), RunFiles(tmp_path, {}), None) is None
+    asked = joiner(tmp_path, **{option: True})
+    with pytest.raises(UserError, match="leave it out; this run's data have no fingerprint"):
+        open_shared(spec, asked, RunFiles(tmp_path, {}), None)

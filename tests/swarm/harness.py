@@ -26,6 +26,7 @@ from swarmnet.simulation.stage import (
     check_sum,
 )
 from swarmnet.spec import RunSpec, parse_spec
+from swarmnet.swarm.initial.data import SharedData
 from swarmnet.swarm.peer import Identity, Machine, Peer
 from swarmnet.swarm.ports import Data, InitialWeights
 from swarmnet.swarm.recovery.checkpointing import Disk
@@ -171,18 +172,21 @@ class Swarm:
         is_measured: bool = False,
         begin_anew: bool = False,
         weights: InitialWeights | None = None,
+        shared: SharedData | None = None,
     ) -> Peer:
         """Starts a peer; it joins through the first one that lives. `beside`: another seat of its
-        machine, whose device it shares. `is_measured`: it knows its speed before it serves."""
+        machine, whose device it shares. `is_measured`: it knows its speed before it serves.
+        `shared`: what it gives of its data; with `coming`, it has none yet."""
 
         machine = Machine(
             build or self.build,
             SyntheticDevice(lambda kind: self._work_s(kind, peer.replica, speed)),
             InlineWorker(),
-            data or self.data,
+            None if shared is not None and shared.coming is not None else data or self.data,
             disk,
             self.build_local,
             weights=weights,
+            shared=shared,
             measure=lambda: (FORWARD_S + BACKWARD_S) / speed if is_measured else 0.0,
         )
         if beside is not None:

@@ -192,6 +192,8 @@ class Record:
     unreached: tuple[str, ...] = ()
     """Peers that live, by the news of them, and that this one cannot call; ascending, the first
     `MAX_UNREACHED`."""
+    serves_data: bool = False
+    """Gives the tokens of the run's data to members that ask."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:

@@ -73,6 +73,8 @@ STRANGERS = Quota(20.0, 200.0)
 PROBES = Quota(0.1, 6.0, of_members=True)
 FILES = Quota(10.0, 100.0)
 """For parts of 1 MiB."""
+DATA = Quota(8.0, 16.0, of_members=True)
+"""For parts of 1 MiB: what a fetching peer takes of an uplink at most."""
 LOOKS = Quota(0.05, 6.0, of_members=True)
 """For what costs the callee an own connection."""
 
@@ -129,6 +131,8 @@ ACCESS: Mapping[str, Access] = {
     ),
     "generate": Access(Caller.ADMITTED, messages.GenerateRequest, arrays=Arrays.MICROBATCH),
     "initial_shard": Access(Caller.ADMITTED, messages.FetchRequest),
+    "data_sizes": Access(Caller.ADMITTED, None, quota=DATA),
+    "data_part": Access(Caller.ADMITTED, messages.DataPartRequest, quota=DATA),
     "saved": Access(Caller.ADMITTED, messages.SavedRequest),
     "saved_shard": Access(Caller.ADMITTED, messages.FetchRequest),
     "fetch_parameters": Access(Caller.ADMITTED, messages.FetchRequest, Callee.STAGE),

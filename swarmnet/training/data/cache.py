@@ -33,6 +33,8 @@ log = logging.getLogger("swarmnet.data")
 FORMAT = 1
 """To be raised whenever the same files give other tokens or another store."""
 UNUSED_DAYS = 30
+SIZES = "sizes.json"
+"""In the folder of what comes from other peers (see `coming`)."""
 REMEMBERED_BYTES = 1 << 24
 """The hash of a file of this size and more is remembered, by path, size and time."""
 SETTLED_S = 2.0
@@ -63,7 +65,7 @@ def key_of(hashes: Iterable[str], *options: object) -> str:
 def cached(key: str, write: Callable[[Path], None]) -> Store:
     """The store of a key; `write` makes it in an empty folder where it is not there. Raises
     `DataError` of one line, and what `write` raises."""
-    root = _usable_root()
+    root = usable_root()
     folder = root / key
     try:
         if (found := _load(folder)) is not None:
@@ -93,7 +95,8 @@ def _load(folder: Path) -> Store | None:
     return store
 
 
-def _usable_root() -> Path:
+def usable_root() -> Path:
+    """Where entries can be written. Raises `DataError`."""
     root = cache_root() / "data"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -122,7 +125,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _remove_unused(root: Path) -> None:
     oldest = time.time() - UNUSED_DAYS * 86_400
-    for about in root.glob(f"*/{ABOUT}"):
+    for about in (*root.glob(f"*/{ABOUT}"), *root.glob(f"*/{SIZES}")):
         if about.stat().st_mtime < oldest:
             shutil.rmtree(about.parent, ignore_errors=True)
             about.parent.with_suffix(".lock").unlink(missing_ok=True)
@@ -136,7 +139,7 @@ def _content_hash(path: Path) -> str:
             return xxhash.xxh3_128_hexdigest(path.read_bytes())
         text = f"{path.resolve()}|{stat.st_dev}|{stat.st_ino}|{stat.st_size}|{stat.st_mtime_ns}"
         name = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-        remembered = _usable_root() / "hashes" / name
+        remembered = usable_root() / "hashes" / name
         if remembered.is_file() and len(found := remembered.read_text()) == 32:
             return found
         digest = xxhash.xxh3_128()

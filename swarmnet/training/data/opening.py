@@ -84,28 +84,48 @@ def open_text(spec: RunSpec, place: Place, *, sequence_length: int, vocab_size: 
     if not sources:
         raise DataError("[data] paths is missing; name text files or folders")
     held_out = held_out_source(spec.data, place, sources[0])
-    opened = []
-    for k, source in enumerate((*sources, *held_out)):
-        store = open_store(source, encoder, files, sequence_length)
+    stores = [
+        (source, open_store(source, encoder, files, sequence_length))
+        for source in (*sources, *held_out)
+    ]
+    for _, store in stores:
         for line in store.about.lines:
             log.warning("%s", line)
+    return text_of(
+        spec, encoder, stores, len(sources), sequence_length=sequence_length, vocab_size=vocab_size
+    )
+
+
+def text_of(
+    spec: RunSpec,
+    encoder: Encoder,
+    stores: Sequence[tuple[SourceSpec, Store]],
+    num_trained: int,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+) -> TextData:
+    """Samples of sources that are tokens already: the first `num_trained` are trained on. Raises
+    `DataError`."""
+    opened = []
+    for k, (source, store) in enumerate(stores):
         check_vocabulary(encoder, store.about.highest, vocab_size)
         fraction = spec.data.held_out_fraction
         if spec.data.held_out_paths or not spec.data.held_out_microbatches:
             fraction = 0.0
         division = divide(store, fraction, sequence_length)
         packer = Packer(sequence_length, encoder.end or 0, spec.data.document_mask)
-        if k < len(sources):
+        if k < num_trained:
             trained, rest = packer.both(division, seed_of(spec.seed, "documents", k))
             most = 0 if store.about.is_dialogues else sequence_length
             if trained.num_samples < 1 or trained.num_tokens <= most:
                 raise too_few(source, store, sequence_length)
         else:
             rest, trained = packer.both(division, 0)
-        opened.append(SourceData(source, store.about, trained, rest))
+        opened.append(SourceData(source, store, trained, rest))
     return TextData(
         opened,
-        Mixture.of([source.weight for source in sources]),
+        Mixture.of([source.weight for source, _ in stores[:num_trained]]),
         encoder,
         seed=spec.seed,
         samples_per_microbatch=spec.pipeline.microbatch,

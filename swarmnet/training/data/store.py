@@ -97,6 +97,11 @@ class Store:
         """uint64."""
         return np.asarray(self._hashes[documents])
 
+    def file(self, name: str) -> np.ndarray:
+        """The bytes of one of its files; uint8."""
+        arrays = {TOKENS: self.tokens, LEARNED: self.learned, ENDS: self._ends}
+        return arrays.get(name, self._hashes).view(np.uint8)
+
     def chunks(self) -> Iterator[np.ndarray]:
         """The numbers of all documents, some at a time."""
         return numbers_to(self.about.num_documents)

@@ -13,11 +13,12 @@ from swarmnet.protocol.pipeline.mixing import Mixture
 from swarmnet.protocol.pipeline.slots import permuted
 from swarmnet.spec import SourceSpec
 from swarmnet.swarm.batch import Batch
+from swarmnet.swarm.ports import SourceSize
 from swarmnet.training.arrays import from_numpy
 from swarmnet.training.data.encoding import Encoder
 from swarmnet.training.data.order import seed_of
 from swarmnet.training.data.packing import Sample, Samples
-from swarmnet.training.data.store import About
+from swarmnet.training.data.store import About, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,14 @@ class SourceData:
     """One source."""
 
     source: SourceSpec
-    about: About
+    store: Store
     samples: Samples
     held_out: Samples
+
+    @property
+    def about(self) -> About:
+        """What its store has."""
+        return self.store.about
 
 
 class TextData:
@@ -82,8 +88,20 @@ class TextData:
     def fingerprint(self) -> str:
         """32 hex digits of all documents that are trained on, as tokens: who has the same one reads
         the same."""
-        prints = "|".join(s.about.fingerprint for s in self._trained)
-        return hashlib.blake2b(prints.encode(), digest_size=16).hexdigest()
+        return fingerprint_of([s.about.fingerprint for s in self._trained])
+
+    def sizes(self) -> tuple[SourceSize, ...]:
+        """As `swarm.ports.GivenData`."""
+        abouts = [s.about for s in self._trained]
+        return tuple(
+            SourceSize(a.fingerprint, a.num_documents, a.num_tokens, a.num_bytes) for a in abouts
+        )
+
+    def part(self, source: int, file: str, offset: int, length: int) -> bytes | None:
+        """As `swarm.ports.GivenData`."""
+        if not 0 <= source < self.num_trained:
+            return None
+        return self._trained[source].store.file(f"{file}.bin")[offset : offset + length].tobytes()
 
     def samples_of(self, epochs: float, source: int) -> int:
         """How many samples of the run hold so many epochs of a source."""
@@ -126,3 +144,8 @@ class TextData:
             from_numpy(np.stack([s.targets for s in samples])),
             tuple(s.documents for s in samples) if self._document_mask else None,
         )
+
+
+def fingerprint_of(sources: Sequence[str]) -> str:
+    """32 hex digits, of the fingerprints of the sources' stores."""
+    return hashlib.blake2b("|".join(sources).encode(), digest_size=16).hexdigest()

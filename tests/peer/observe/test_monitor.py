@@ -379,3 +379,32 @@ def test_a_round_without_any_loss_is_passed_over() -> None:
     assert onlooker.rounds(a, record("b", 1)) == []
     a = replace(a, counts=(silent, count(1, GLOBAL_BATCH)), round=2)
     assert onlooker.rounds(a, record("b", 1, round=2)) == [1]
+
+
+def test_a_run_that_hangs_on_one_feeder_says_so() -> None:
+    onlooker = Onlooker()
+    feeder, other = record("feeder", has_data=True), record("other", 1)
+
+    def risk(*records: Record) -> str:
+        onlooker.look(*records)
+        return onlooker.monitor.view_model().data_risk
+
+    assert risk(feeder, other) == (
+        "the run hangs on feeder, its only feeder: restart it with --serve-data, or give another "
+        "peer the data (--data)"
+    )
+    gives = replace(feeder, version=2, serves_data=True)
+    assert risk(gives, other).endswith(
+        "start another peer with --fetch-data, which gets the data from it"
+    )
+    assert risk(gives, replace(other, version=2, has_data=True)) == ""
+    assert risk(gives, replace(other, version=3, has_data=True, state=JOINING)) != ""
+    assert risk(gives, replace(other, version=4, has_data=False)) != ""
+    assert risk(replace(gives, version=3, has_data=False), replace(other, version=5)) == ""
+
+
+def test_a_run_that_is_done_hangs_on_nobody() -> None:
+    onlooker = Onlooker()
+    onlooker.look(record("a", 0, has_data=True, round=100), record("b", 1, round=100))
+    assert onlooker.monitor.view_model().done
+    assert onlooker.monitor.view_model().data_risk == ""

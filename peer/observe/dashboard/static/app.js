@@ -142,6 +142,7 @@ function drawStages() {
   const shown = risks.slice(0, 6).map((s) => el("li", { class: s.num_replicas ? "" : "bad" }, s.risk));
   if (risks.length > 6) shown.push(el("li", {}, `and ${risks.length - 6} more`));
   if (!risks.length && stages.length) shown.push(el("li", { class: "fine" }, "every stage survives a failure"));
+  if (run.model.data_risk) shown.unshift(el("li", {}, run.model.data_risk));
   replaceIfChanged($("risks"), shown);
 }
 

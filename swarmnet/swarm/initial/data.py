@@ -1,0 +1,255 @@
+"""The run's data as tokens: given by a peer whose owner says so, fetched by those that have none.
+
+What is checked of them, and kept, is `swarm.ports.ComingData`'s. Here is the way: whom to ask, how
+often, and what follows. A peer that has them feeds, and gives them on: the first owner's consent is
+that they came at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet.errors import Busy, DataError, NotReady, ProtocolViolation, SwarmnetError
+from swarmnet.protocol.backoff import LONGEST_PAUSE_S
+from swarmnet.protocol.membership.data_holders import are_few, givers
+from swarmnet.protocol.timing import ANSWER_S, BULK_S
+from swarmnet.swarm.batch import Batch
+from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import DataPartRequest, DataSizes, DataSource
+from swarmnet.swarm.ports import (
+    ComingData,
+    Data,
+    GivenData,
+    SharableData,
+    SourceSize,
+    WantedPart,
+    Worker,
+)
+from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
+from swarmnet.transport.base import Request, Transport
+from swarmnet.wire import Array, Message, convert
+
+log = logging.getLogger("swarmnet.data")
+
+BEGIN_WITHIN_S = 10.0
+"""Peers that begin to fetch unasked do so at different times, so that the later ones see whether
+there are enough already."""
+MAX_WAITING = 8
+"""Parts that wait to be read from the disk."""
+
+
+@dataclass
+class SharedData:
+    """What a machine gives of the run's data, or may get."""
+
+    worker: Worker
+    """A thread of its own."""
+    given: GivenData | None = None
+    """To members that ask; None: the owner has not said so, or nothing is here."""
+    coming: ComingData | None = None
+    """None where it fetches nothing."""
+    at_once: bool = False
+    """It fetches however large they are, and however many have them."""
+
+
+class LateData:
+    """Data that come while the peer works; implements `swarm.ports.Data`. Until then its record
+    does not say that it has any, so nobody asks."""
+
+    def __init__(self) -> None:
+        self._data: Data | None = None
+
+    def put(self, data: Data) -> None:
+        """They are here."""
+        self._data = data
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        return self._here.samples_per_microbatch
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._here.bytes_per_token
+
+    @property
+    def num_held_out(self) -> int:
+        return 0 if self._data is None else self._data.num_held_out
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._here.num_samples
+
+    def microbatch(self, indices: Sequence[int]) -> Batch:
+        return self._here.microbatch(indices)
+
+    def held_out(self, index: int) -> Batch:
+        return self._here.held_out(index)
+
+    @property
+    def _here(self) -> Data:
+        if self._data is None:
+            raise DataError("the run's data are not here yet")
+        return self._data
+
+
+class DataService:
+    """Gives the tokens of the run's data, and fetches them."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        gossip: Gossip,
+        shared: SharedData,
+        late: LateData,
+        rng: random.Random,
+    ) -> None:
+        """`late`: of the feeder here, where the data are to come."""
+        self._transport, self._gossip, self._rng = transport, gossip, rng
+        self._shared, self._late, self._given = shared, late, shared.given
+        self._reading = asyncio.Semaphore(1)
+        self._num_waiting = 0
+        self._liars: set[str] = set()
+        self._aside: dict[str, float] = {}
+        """Until when a peer that gave nothing is not asked."""
+        self._said: set[str] = set()
+        transport.handle("data_sizes", self._on_sizes)
+        transport.handle("data_part", self._on_part)
+
+    # ---- giving -----------------------------------------------------------------------------
+
+    async def _on_sizes(self, request: Request) -> Message:
+        sizes = self._to_give().sizes()
+        return Message(
+            DataSizes(
+                tuple(
+                    DataSource(s.fingerprint, s.num_documents, s.num_tokens, s.num_bytes)
+                    for s in sizes
+                )
+            )
+        )
+
+    async def _on_part(self, request: Request) -> Message:
+        wanted, given = convert(request.message.body, DataPartRequest), self._to_give()
+        if self._num_waiting >= MAX_WAITING:
+            raise Busy("serving others", backlog_s=LOOK_LESS_S)
+        self._num_waiting += 1
+        try:
+            async with self._reading:
+                data = await self._shared.worker.run(
+                    lambda: given.part(wanted.source, wanted.file, wanted.offset, wanted.length)
+                )
+        finally:
+            self._num_waiting -= 1
+        if data is None:
+            raise NotReady("there is no such source")
+        return Message(None, (Array("uint8", (len(data),), data),))
+
+    def _to_give(self) -> GivenData:
+        if self._given is None:
+            raise NotReady("this peer gives no data")
+        return self._given
+
+    # ---- fetching ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Fetches the data, where this peer is to; returns when it has them."""
+        coming = self._shared.coming
+        if coming is None:
+            return
+        data = await self._earlier(coming)
+        if data is None and not self._shared.at_once:
+            await asyncio.sleep(self._rng.uniform(0.0, BEGIN_WITHIN_S))
+        while data is None:
+            data = await self._from_one(coming)
+        self._late.put(data)
+        self._given = data
+        log.warning("the run's data are here: this peer feeds too, and gives them to members")
+        self._gossip.update(has_data=True, serves_data=True, urgent=True)
+
+    async def _from_one(self, coming: ComingData) -> SharableData | None:
+        """All that one peer gives; None where something is missing yet."""
+        giver = self._next_giver()
+        if giver is None:
+            await asyncio.sleep(LOOK_LESS_S)
+            return None
+        pause_s = LONGEST_PAUSE_S
+        try:
+            if await self._begin(coming, giver):
+                return await self._rest(coming, giver)
+            if (data := await self._earlier(coming)) is not None:
+                return data
+        except ProtocolViolation as e:
+            self._liars.add(giver)
+            self._say(
+                f"peer {giver[-8:]} gives other data than the run's, and is not asked again ({e})"
+            )
+        except DataError as e:
+            self._say(f"{e}; this peer serves but does not feed")
+        except SwarmnetError as e:
+            log.debug("data from %s: %s", giver[-8:], e)
+            pause_s = LOOK_LESS_S
+        self._aside[giver] = asyncio.get_running_loop().time() + pause_s
+        return None
+
+    async def _earlier(self, coming: ComingData) -> SharableData | None:
+        """What is on the disk already."""
+        try:
+            return await self._shared.worker.run(coming.open_if_whole)
+        except DataError as e:
+            self._say(f"{e}; this peer serves but does not feed")
+            return None
+
+    def _next_giver(self) -> str | None:
+        """Whom to ask now; None for nobody."""
+        now, view = asyncio.get_running_loop().time(), self._gossip.view
+        if not self._shared.at_once and not are_few(view, now):
+            return None
+        found = [
+            p for p in givers(view, now) if p not in self._liars and self._aside.get(p, now) <= now
+        ]
+        return self._rng.choice(found) if found else None
+
+    async def _begin(self, coming: ComingData, giver: str) -> bool:
+        reply = await self._transport.call(giver, "data_sizes", Message(), timeout_s=ANSWER_S)
+        sizes = [
+            SourceSize(s.fingerprint, s.num_documents, s.num_tokens, s.num_bytes)
+            for s in convert(reply.body, DataSizes).sources
+        ]
+        unasked = not self._shared.at_once
+        return await self._shared.worker.run(lambda: coming.begin(sizes, unasked=unasked))
+
+    async def _rest(self, coming: ComingData, giver: str) -> SharableData:
+        """One piece after the other. Between them the links are as long for others as they were
+        for a piece."""
+        loop, run = asyncio.get_running_loop(), self._shared.worker.run
+        while (part := await run(lambda: coming.wanted(giver))) is not None:
+            began = loop.time()
+            data = await self._ask(giver, part)
+            await run(lambda part=part, data=data: coming.take(giver, part, data))  # type: ignore[misc]
+            await asyncio.sleep(loop.time() - began)
+        return await run(coming.finish)
+
+    async def _ask(self, giver: str, part: WantedPart) -> bytes:
+        """Raises `SwarmnetError`."""
+        request = DataPartRequest(part.source, part.file, part.offset, part.length)
+        for _ in range(MAX_TRIES):
+            try:
+                reply = await self._transport.call(
+                    giver, "data_part", Message(request), timeout_s=BULK_S
+                )
+            except Busy as e:
+                await asyncio.sleep(max(RETRY_S, min(e.backlog_s, BULK_S)))
+                continue
+            if len(reply.arrays) != 1 or reply.arrays[0].dtype != "uint8":
+                raise ProtocolViolation("a part of data that is none")
+            return bytes(reply.arrays[0].data)
+        raise NotReady("it is always busy")
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log.warning("%s", line)

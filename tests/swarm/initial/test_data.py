@@ -1,0 +1,211 @@
+"""A peer gives the run's data to another, which feeds when the first is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.errors import WrongRun
+from swarmnet.protocol.membership.data_holders import ENOUGH_HOLDERS
+from swarmnet.simulation.device import InlineWorker
+from swarmnet.spec import RunSpec
+from swarmnet.swarm.initial.data import SharedData
+from swarmnet.swarm.messages import DataPartRequest
+from swarmnet.swarm.ports import SharableData, SourceSize
+from swarmnet.training.data import Place, TextData
+from swarmnet.training.data.coming import ComingText
+from swarmnet.training.data.resolving import with_data
+from swarmnet.wire import Message
+from tests.oracles.reference import ReferenceTrainer
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+ROUNDS = 20
+NUM_SLOTS = 4
+PART = 4000
+TOLERANCE = 1e-4
+
+
+class Lying:
+    """Says that it has the run's data, and gives other tokens."""
+
+    def __init__(self, data: TextData) -> None:
+        self._data = data
+        self.asked = 0
+
+    def sizes(self) -> tuple[SourceSize, ...]:
+        return self._data.sizes()
+
+    def part(self, source: int, file: str, offset: int, length: int) -> bytes | None:
+        self.asked += 1
+        data = self._data.part(source, file, offset, length)
+        return bytes(b ^ 1 for b in data) if data and file == "tokens" else data
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    monkeypatch.setenv("SWARMNET_CACHE", str(tmp_path / "cache"))
+    return with_data(tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS), Place())
+
+
+def giving(data: Any) -> SharedData:
+    return SharedData(InlineWorker(), given=data)
+
+
+def fetching(
+    spec: RunSpec, *, at_once: bool = True, disk: Path | None = None, part: int = PART
+) -> SharedData:
+    """`disk`: one of its own."""
+    coming = ComingText(spec, Place(), part)
+    if disk is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SWARMNET_CACHE", str(disk))
+            assert coming.open_if_whole() is None
+    return SharedData(InlineWorker(), coming=coming, at_once=at_once)
+
+
+def feeds(swarm: Swarm, name: str) -> bool:
+    own = swarm.members[name].peer.gossip.own
+    return own.has_data and own.serves_data
+
+
+def loss(swarm: Swarm, r: int) -> float:
+    """Of a round, by all records that one peer has, of the dead too."""
+    records = swarm.members["last-0"].peer.view.records()
+    counts = [record.count(r) for record in records]
+    slots = [slot for c in counts for slot in c.committed]
+    assert sorted(slots) == list(range(NUM_SLOTS)), f"round {r}"
+    return sum(c.loss_sum for c in counts) / sum(c.tokens for c in counts)
+
+
+def test_training_goes_on_when_the_only_feeder_is_gone(spec: RunSpec) -> None:
+    losses: list[float] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        killed_in = 0
+        first = swarm.start("first", stage=0, shared=giving(swarm.data))
+        swarm.start("second", stage=0, shared=fetching(spec))
+        for i in range(2):
+            swarm.start(f"last-{i}", stage=1, feeds=False)
+        assert not feeds(swarm, "second")
+        for r in range(ROUNDS):
+            await swarm.until_round(r + 1)
+            losses.append(loss(swarm, r))
+            own = first.gossip.own
+            if "first" in swarm.members and feeds(swarm, "second"):
+                assert not own.count(r + 1).committed, "nothing of its gradient counts yet"
+                swarm.kill("first")
+                killed_in = r + 1
+        assert 0 < killed_in < ROUNDS // 2
+        assert len(swarm.members["second"].peer.gossip.own.count(ROUNDS - 1).committed) == NUM_SLOTS
+
+    in_virtual_time(scenario, spec)
+    trainer = ReferenceTrainer(spec)
+    expected = [trainer.step(r, range(NUM_SLOTS)) for r in range(ROUNDS)]
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_without_it_the_run_stands_still(spec: RunSpec) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("first", stage=0)
+        swarm.start("second", stage=0, shared=fetching(spec))
+        for i in range(2):
+            swarm.start(f"last-{i}", stage=1, feeds=False)
+        await swarm.until_round(3)
+        swarm.kill("first")
+        await asyncio.sleep(120.0)
+        assert max(swarm.rounds()) < 6
+        assert not feeds(swarm, "second")
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_liar_is_found_out_and_the_data_come_from_another(
+    spec: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        assert isinstance(swarm.data, TextData)
+        lying = Lying(swarm.data)
+        swarm.start("liar", stage=1, feeds=False, shared=giving(lying))
+        swarm.start("fetches", stage=0, shared=fetching(spec))
+        await swarm.until(lambda: "gives other data than the run's" in caplog.text)
+        asked = lying.asked
+        await asyncio.sleep(60.0)
+        assert lying.asked == asked
+        assert not feeds(swarm, "fetches")
+        swarm.start("honest", stage=0, shared=giving(swarm.data))
+        await swarm.until(lambda: feeds(swarm, "fetches"))
+        assert lying.asked == asked
+
+    with caplog.at_level(logging.WARNING, "swarmnet.data"):
+        in_virtual_time(scenario, spec)
+    said = [r.message for r in caplog.records if "gives other data" in r.message]
+    assert len(said) == 1
+    assert said[0].startswith("peer liar gives")
+
+
+def test_it_comes_in_parts_from_one_and_then_another(spec: RunSpec) -> None:
+    """The giver is killed in the middle."""
+
+    async def scenario(swarm: Swarm) -> None:
+        class Slow:
+            def __init__(self, data: SharableData) -> None:
+                self.asked, self._data = 0, data
+
+            def sizes(self) -> tuple[SourceSize, ...]:
+                return self._data.sizes()
+
+            def part(self, *wanted: Any) -> bytes | None:
+                self.asked += 1
+                return self._data.part(*wanted)
+
+        assert isinstance(swarm.data, TextData)
+        one, two = Slow(swarm.data), Slow(swarm.data)
+        swarm.start("one", stage=1, feeds=False, shared=giving(one))
+        swarm.start("fetches", stage=0, shared=fetching(spec, part=500))
+        await swarm.until(lambda: one.asked > 10)
+        swarm.kill("one")
+        swarm.start("two", stage=1, feeds=False, shared=giving(two))
+        await swarm.until(lambda: feeds(swarm, "fetches"))
+        (size,) = swarm.data.sizes()
+        whole = -(-size.num_tokens // 500) + 2
+        assert one.asked + two.asked <= whole + 1
+
+    in_virtual_time(scenario, spec)
+
+
+def test_unasked_only_as_many_fetch_as_are_enough(spec: RunSpec, tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("first", stage=0, shared=giving(swarm.data))
+        swarm.start("last", stage=1, feeds=False)
+        await swarm.until_round(1)
+        for i in range(ENOUGH_HOLDERS - 1):
+            name = f"unasked-{i}"
+            unasked = fetching(spec, at_once=False, disk=tmp_path / name)
+            swarm.start(name, stage=1, shared=unasked)
+            await swarm.until(lambda name=name: feeds(swarm, name))  # type: ignore[misc]
+        unasked = fetching(spec, at_once=False, disk=tmp_path / "one-more")
+        swarm.start("one-more", stage=1, shared=unasked)
+        await asyncio.sleep(60.0)
+        assert not feeds(swarm, "one-more")
+        swarm.kill("unasked-0")
+        await swarm.until(lambda: feeds(swarm, "one-more"))
+
+    in_virtual_time(scenario, spec)
+
+
+def test_only_members_are_given_data(spec: RunSpec) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("first", shared=giving(swarm.data))
+        await asyncio.sleep(1.0)
+        stranger = swarm.hub.transport("stranger")
+        stranger.set_run("another")
+        request = Message(DataPartRequest(0, "tokens", 0, 100))
+        for method, message in (("data_part", request), ("data_sizes", Message())):
+            with pytest.raises(WrongRun):
+                await stranger.call("first", method, message, timeout_s=10.0)
+
+    in_virtual_time(scenario, spec)
