@@ -37,8 +37,9 @@ TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
 class EndedRun(Protocol):
     """A run that another one continues."""
 
-    name: str
-    """RUN@ROUND."""
+    @property
+    def name(self) -> str:
+        """RUN@ROUND."""
 
     def weights(self, layout: InitialLayout) -> Weights:
         """Its last parameters. Raises `SpecError` where they are not those of the layout."""
@@ -111,8 +112,8 @@ def _with_weights(
     model: RunSpec,
     adapter: str,
     ended: EndedRun | None,
-    contents: Mapping[str, bytes],
-) -> tuple[RunSpec, Mapping[str, bytes]]:
+    contents: dict[str, bytes],
+) -> tuple[RunSpec, dict[str, bytes]]:
     """The spec with what it begins from in place of where that lies. `model`: as this machine
     builds it. Raises `SpecError`."""
     folder = find_folder(spec.model.source) if spec.model.source else None
