@@ -161,6 +161,11 @@ class ModelSpec(_Table):
     """A Hugging Face folder on the machine that starts the run, or ORG/NAME of its hub: all else in
     `[model]`, the tokenizer and the chat template come from there. Other peers need none of it."""
 
+    continues: Text = ""
+    """Another run, with whose last parameters this one begins: its id, as the name of its folder of
+    checkpoints has it, RUN@ROUND for an earlier round, or a state folder; on the machine that
+    starts the run, which replaces it by RUN@ROUND."""
+
     base: Text = ""
     """Name of the model that the run began from, for the model card; from the folder."""
 
@@ -234,8 +239,10 @@ class ModelSpec(_Table):
             self._check_transformers()
         else:
             self._check_llama()
-        if self.kind != "transformers" and (self.source or self.config or self.weights):
-            raise ValueError('from, config and weights are for kind = "transformers" only')
+        if self.kind != "transformers" and (self.source or self.config):
+            raise ValueError('from and config are for kind = "transformers" only')
+        if self.kind != "transformers" and self.weights and not self.continues:
+            raise ValueError("weights goes with from or continues")
         return self
 
     def _check_transformers(self) -> None:
@@ -718,6 +725,7 @@ class RunSpec(_Table):
         spec of a run that was started."""
         keys = {
             "[model] from": bool(self.model.source),
+            "[model] continues": bool(self.model.continues) and not self.model.weights,
             "[data] epochs": self.data.epochs > 0,
             "[lora]": self.lora is not None and self.lora.is_open,
             "[data] sequence_length": self.model.kind == "transformers"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet.errors import DataError, UserError
 from swarmnet.runtime.computing import choose_computing, free_bytes_of
+from swarmnet.runtime.joining.past import open_ended
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.ranks import build_ranked_stage, choose_devices
 from swarmnet.runtime.run_files import TOKENIZER, WEIGHTS, RunFiles
@@ -41,6 +42,8 @@ class Origin:
     """As `[model] from`, where this peer starts the run."""
     adapter_folder: str = ""
     """Likewise, as `[lora] from`."""
+    continues: str = ""
+    """Likewise, as `[model] continues`."""
 
 
 def build_machine(
@@ -140,7 +143,7 @@ def open_initial_weights(
         if options.weights is not None:
             raise UserError("--weights: this run began from random weights; leave it out")
         return None
-    from swarmnet.training.models.initial_weights import ModelWeights
+    from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
     from swarmnet.training.models.model_folder import find_folder
 
     hashes = origin.files.read(spec.files[WEIGHTS].sha256)
@@ -150,7 +153,13 @@ def open_initial_weights(
     if folder is None and origin.model_folder:
         folder = find_folder(origin.model_folder)
     adapter = Path(origin.adapter_folder).expanduser() if origin.adapter_folder else None
-    return ModelWeights(spec, hashes, folder, adapter=adapter, state_dir=options.state_dir)
+    ended = None
+    if spec.model.continues:
+        layout = InitialLayout.of(spec)
+        ended = open_ended(spec, layout, options.state_dir, origin.continues)
+    return ModelWeights(
+        spec, hashes, folder, adapter=adapter, ended=ended, state_dir=options.state_dir
+    )
 
 
 def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data | None:

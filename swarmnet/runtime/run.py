@@ -21,6 +21,7 @@ from swarmnet.runtime.faults import arm_from_environment
 from swarmnet.runtime.joining.beside import say_run_beside, tell_run
 from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.known_peers import KnownPeers
+from swarmnet.runtime.joining.past import past_line
 from swarmnet.runtime.joining.ready import ReadyFile
 from swarmnet.runtime.machine import Origin, build_machine
 from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
@@ -97,8 +98,9 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         group = await asyncio.to_thread(open_ranks, spec, options)
         if group is not None:
             stack.push_async_callback(asyncio.to_thread, group.close)
-        origin = Origin(entry.files, entry.model_folder, entry.adapter_folder)
+        origin = Origin(entry.files, entry.model_folder, entry.adapter_folder, entry.continues)
         machine = await asyncio.to_thread(build_machine, spec, options, group, None, origin)
+        await _say_past(entry, options, machine)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
         for own in (machine.disk, machine.shared):
@@ -279,6 +281,15 @@ async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> 
             if measured or loop.time() - done_at > FINISH_WAIT_S:
                 stop()
                 return
+
+
+async def _say_past(entry: Entry, options: PeerOptions, machine: Machine) -> None:
+    """Where this peer begins a run: which one it continues, or could."""
+    is_saved = machine.disk is not None and bool(machine.disk.found)
+    if options.starts_run and not entry.neighbours and not is_saved:
+        line = await asyncio.to_thread(past_line, entry.spec, options.state_dir)
+        if line:
+            _say(line)
 
 
 def _say(line: str) -> None:

@@ -44,6 +44,8 @@ class Entry:
     """With the weights that the run begins from, where this peer starts it."""
     adapter_folder: str = ""
     """Of the adapter that the run begins from, likewise."""
+    continues: str = ""
+    """`[model] continues` as it is written, likewise."""
     former_ids: tuple[str, ...] = ()
     """Ids that the run had, or may have had, in earlier versions of swarmnet."""
 
@@ -88,8 +90,21 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     if started is not None:
         await asyncio.to_thread(files.save, started.contents)
     await files.fetch(net.transport, neighbours)
-    model, adapter = ("", "") if started is None else (started.model, started.adapter)
-    return Entry(key, net, spec, known, ways, neighbours, beside, files, model, adapter, former_ids)
+    of_own = started or StartedRun(spec)
+    return Entry(
+        key,
+        net,
+        spec,
+        known,
+        ways,
+        neighbours,
+        beside,
+        files,
+        of_own.model,
+        of_own.adapter,
+        of_own.continues,
+        former_ids,
+    )
 
 
 def _start(options: PeerOptions) -> StartedRun | None:
@@ -103,6 +118,7 @@ def _start(options: PeerOptions) -> StartedRun | None:
         data=options.data,
         tokenizer=options.tokenizer,
         reads_data=options.feed,
+        state_dir=options.state_dir,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarmnet.runtime.joining.past import open_past
 from swarmnet.runtime.options import with_overrides
 from swarmnet.spec import RunSpec, load_spec
 from swarmnet.spec_0_1 import run_id_of_0_1
@@ -25,6 +26,8 @@ class StartedRun:
     """`[model] from`."""
     adapter: str = ""
     """`[lora] from`."""
+    continues: str = ""
+    """`[model] continues`, as it is written."""
 
 
 def start_run(
@@ -36,24 +39,28 @@ def start_run(
     data: Sequence[str] = (),
     tokenizer: str = "",
     reads_data: bool = True,
+    state_dir: Path | None = None,
 ) -> StartedRun:
     """The run of a `run.toml` after `--rounds` and `--seed`, its open keys resolved. `builder`: see
     `swarmnet.training.models.resolving.resolve`. `data` and `tokenizer`: where this machine has
-    them; it has none of the data where it `reads_data` not. Blocks for as long as it takes to read
-    model and data. Raises `DataError` or `SpecError`."""
+    them; it has none of the data where it `reads_data` not. `state_dir`: of the peer that starts
+    it. Blocks for as long as it takes to read model and data. Raises `DataError` or `SpecError`."""
     written = with_overrides(load_spec(path), rounds=rounds, seed=seed)
     from swarmnet.training.data import Place
     from swarmnet.training.models.resolving import resolve_run  # torch: after the cheap errors
 
     former = run_id_of_0_1(written)
     place = Place(tuple(data), tokenizer) if reads_data else None
-    resolved = resolve_run(written, builder, place)
+    continues = written.model.continues
+    past = open_past(state_dir, continues) if continues else None
+    resolved = resolve_run(written, builder, place, past)
     return StartedRun(
         resolved.spec,
         () if former is None else (former,),
         resolved.contents,
         written.model.source,
         "" if written.lora is None else written.lora.source,
+        continues,
     )
 
 

@@ -165,7 +165,8 @@ class WeightService:
         if now - self._said_at >= SAY_EVERY_S:
             self._said_at = now
             log.warning(
-                "waiting: %s; a peer that has the model's folder gives them (--weights FOLDER)",
+                "waiting: %s; a peer that has the model's folder gives them (--weights FOLDER), or "
+                "the one that began the run",
                 reason,
             )
 

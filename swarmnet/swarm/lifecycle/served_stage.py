@@ -215,7 +215,8 @@ class ServedStage:
             self._gossip.add_total("stage_restarted")
         if not recovering.is_running(view.live(now)):
             self._gossip.update(history=self._recovery.new_history())
-        if replica.local is not None:
+        is_filled = self._weights is not None and self._weights.weights.has_trained
+        if replica.local is not None and not is_filled:  # what was filled in is common already
             await _drop_own_steps(replica)
         await replica.transitions.open_round(round_index, is_whole=True)
         self.averaging.states.start_fresh()

@@ -1,6 +1,7 @@
 """The weights that a run began from, on one machine; implements `swarm.ports.InitialWeights`.
 
-Where a model is trained whole, these are the first parameters of its stages. Where adapters are
+Where a model is trained whole, these are the first parameters of its stages: those of a model's
+folder, or those that another run ended with (`swarmnet.training.continuing`). Where adapters are
 trained they are the base, which every replica of a stage needs: what has come of it is kept in the
 state folder, so that nobody has to have the model's folder when a run goes on.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -45,6 +47,13 @@ NAME_CHARACTERS = 16
 VALUES = "values"
 
 
+class Weights(Protocol):
+    """Parameters by their names, on this machine."""
+
+    def flat(self, ranges: Sequence[ParameterRange], start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a stage's flat vector, fp32. Raises `SpecError`."""
+
+
 @dataclass(frozen=True, slots=True)
 class InitialLayout:
     """Which shards a run began from."""
@@ -65,7 +74,7 @@ class InitialLayout:
         stages = split_stages(plan, num_stages)
         size = shard_parameters(spec, plan)
         sizes = [stage_shards(plan, num_stages, k, size) for k in range(num_stages)]
-        is_random = spec.lora is not None and not spec.lora.adapter
+        is_random = spec.lora is not None and not (spec.lora.adapter or spec.model.continues)
         return cls(
             [describe_base(layers) if plan.has_base else () for layers in stages],
             [base_shards(layers) if plan.has_base else () for layers in stages],
@@ -84,19 +93,28 @@ class InitialLayout:
 
 
 class InitialSources:
-    """Initial shards, from the folders of a model and an adapter."""
+    """Initial shards, from the folders of a model and an adapter, or from another run's end."""
 
     def __init__(
-        self, spec: RunSpec, layout: InitialLayout, folder: Path | None, adapter: Path | None
+        self,
+        spec: RunSpec,
+        layout: InitialLayout,
+        folder: Path | None,
+        adapter: Path | None,
+        ended: Weights | None = None,
     ) -> None:
-        """Raises `SpecError` where a folder is not of the run's model."""
+        """`ended`: of the run that this one continues. Raises `SpecError` where a folder is not of
+        the run's model."""
         self._layout = layout
+        has_base = any(layout.base)
         self.model: SourceWeights | None = None
-        if folder is not None:
+        if folder is not None and (has_base or not spec.model.continues):
             self.model = open_weights(folder, spec.model.config, layout.of_model())
-        self.adapter: AdapterWeights | None = None
-        if adapter is not None:
-            self.adapter = AdapterWeights(adapter, layout.trained)
+        self._trained: Weights | None = self.model
+        if spec.model.continues:
+            self._trained = ended
+        elif has_base:
+            self._trained = None if adapter is None else AdapterWeights(adapter, layout.trained)
 
     def read(self, stage: int, shard: int) -> torch.Tensor | None:
         """A shard, flat fp32; None where its folder is not here. Raises `SpecError`."""
@@ -104,13 +122,12 @@ class InitialSources:
         num_base = len(layout.base_sizes[stage])
         if shard < num_base:
             return _part(self.model, layout.base[stage], layout.base_sizes[stage], shard)
-        source = self.adapter if num_base else self.model
         trained, sizes = layout.trained[stage], layout.trained_sizes[stage]
-        return _part(source, trained, sizes, shard - num_base)
+        return _part(self._trained, trained, sizes, shard - num_base)
 
 
 def _part(
-    source: SourceWeights | AdapterWeights | None,
+    source: Weights | None,
     ranges: Sequence[ParameterRange],
     sizes: Sequence[int],
     shard: int,
@@ -130,11 +147,12 @@ class ModelWeights:
         folder: Path | None,
         *,
         adapter: Path | None = None,
+        ended: Weights | None = None,
         state_dir: Path | None = None,
     ) -> None:
         """`hashes`: the run's file of them. `folder`: of the model; None where it is not here.
-        `adapter`: likewise, of the adapter that the run began from. `state_dir`: where a base is
-        kept.
+        `adapter`: likewise, of the adapter that the run began from. `ended`: likewise, of the run
+        that this one continues. `state_dir`: where a base is kept.
 
         Raises:
             SpecError: the hashes are not those of the run's shards, or a folder is not of its
@@ -146,11 +164,12 @@ class ModelWeights:
         if len(hashes) != HASH_BYTES * self._first[-1]:
             raise SpecError("the list of the run's initial shards has another length than the run")
         self._folder = folder
-        self._sources: InitialSources | None = InitialSources(spec, layout, folder, adapter)
+        self._sources: InitialSources | None = InitialSources(spec, layout, folder, adapter, ended)
         self._kept: Path | None = None
         if state_dir is not None and any(layout.base):
             self._kept = state_dir / FOLDER / spec.model.weights[:NAME_CHARACTERS]
-        self.is_here = folder is not None or (self._kept is not None and self._kept.is_dir())
+        is_kept = self._kept is not None and self._kept.is_dir()
+        self.is_here = folder is not None or ended is not None or is_kept
         self.has_trained = any(layout.trained_sizes)
         self._shard = lru_cache(maxsize=1)(self._read)
 
@@ -211,7 +230,7 @@ class ModelWeights:
         if shard_hash(values) != self._hash(stage_index, shard_index):
             log.warning(
                 "%s: its weights are not those that this run began from; they are not used",
-                self._folder,
+                self._folder or "the run that this one continues",
             )
             self._give_up_sources()
             return None

@@ -7,11 +7,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEY, RunSpec
-from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, Weights
 from swarmnet.training.models.lora import target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
 from swarmnet.training.models.model_folder import (
@@ -34,6 +34,28 @@ if TYPE_CHECKING:
 TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
 
 
+class EndedRun(Protocol):
+    """A run that another one continues."""
+
+    @property
+    def name(self) -> str:
+        """RUN@ROUND."""
+
+    def weights(self, layout: InitialLayout) -> Weights:
+        """Its last parameters. Raises `SpecError` where they are not those of the layout."""
+
+
+class Past(Protocol):
+    """What this machine has of runs that were before."""
+
+    def begun(self, spec: RunSpec) -> tuple[RunSpec, bytes] | None:
+        """The run of the spec, which is resolved up to what it begins from, if it has begun
+        already, and its list of hashes."""
+
+    def ended(self, spec: RunSpec) -> EndedRun:
+        """The run that `[model] continues` of the spec means. Raises `SpecError`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A run as every peer of it will read it."""
@@ -48,11 +70,14 @@ def resolve(spec: RunSpec, builder: str = "") -> RunSpec:
     return resolve_run(spec, builder).spec
 
 
-def resolve_run(spec: RunSpec, builder: str = "", place: Place | None = None) -> Resolved:
+def resolve_run(
+    spec: RunSpec, builder: str = "", place: Place | None = None, past: Past | None = None
+) -> Resolved:
     """The spec with its open keys filled in (`RunSpec.open_keys`); one that has none comes back as
     it is. `builder`: where this machine has a custom model's code, in place of the spec's. `place`:
-    where it has the data, of which the spec gets the fingerprint; None where it has none. Takes
-    up to seconds for a large model, and as long as it takes to read weights and data.
+    where it has the data, of which the spec gets the fingerprint; None where it has none. `past`:
+    for `[model] continues`. Takes up to seconds for a large model, and as long as it takes to read
+    weights and data.
 
     Raises:
         DataError: the data cannot be read, or are needed and not here.
@@ -67,15 +92,40 @@ def resolve_run(spec: RunSpec, builder: str = "", place: Place | None = None) ->
     plan = model_plan(model)
     stages = split_stages(plan, spec.pipeline.num_stages)
     size = shard_parameters(model, plan)
-    if spec.model.source:
-        dtype, hashes = _weights(spec, find_folder(spec.model.source), adapter)
-        changes = {"source": "", "dtype": spec.model.dtype or dtype}
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update=changes)})
-        if hashes:
-            contents = {**contents, WEIGHTS_FILE: hashes}
-            spec = _with_file_specs(spec, contents)
     layers = [len(stage) for stage in stages]
+    ended: EndedRun | None = None
+    if "[model] continues" in spec.open_keys:
+        if past is None:
+            raise SpecError("[model] continues: only whoever starts the run can say which one")
+        written = spec.resolved(layers=layers, shard_parameters=size)
+        begun = past.begun(written)
+        if begun is not None:
+            return Resolved(begun[0], {**contents, WEIGHTS_FILE: begun[1]})
+        ended = past.ended(written)
+    if spec.model.source or ended is not None:
+        spec, contents = _with_weights(spec, model, adapter, ended, contents)
     return Resolved(spec.resolved(layers=layers, shard_parameters=size), contents)
+
+
+def _with_weights(
+    spec: RunSpec,
+    model: RunSpec,
+    adapter: str,
+    ended: EndedRun | None,
+    contents: dict[str, bytes],
+) -> tuple[RunSpec, dict[str, bytes]]:
+    """The spec with what it begins from in place of where that lies. `model`: as this machine
+    builds it. Raises `SpecError`."""
+    folder = find_folder(spec.model.source) if spec.model.source else None
+    dtype, hashes = _weights(model, folder, adapter, ended)
+    changes = {"source": "", "dtype": spec.model.dtype or dtype}
+    if ended is not None:
+        changes["continues"] = ended.name
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update=changes)})
+    if hashes:
+        contents = {**contents, WEIGHTS_FILE: hashes}
+        spec = _with_file_specs(spec, contents)
+    return spec, contents
 
 
 def _with_data(
@@ -147,6 +197,10 @@ def _with_lora(spec: RunSpec) -> RunSpec:
     lora = spec.lora
     if lora is None or not lora.is_open:
         return spec
+    if lora.source and spec.model.continues:
+        raise SpecError(
+            "[lora] from and [model] continues both say what adapters begin from; remove one"
+        )
     if lora.source:
         lora = read_adapter(Path(lora.source).expanduser(), lora, spec.model.base)
     kind = str(spec.model.config["model_type"])
@@ -156,12 +210,15 @@ def _with_lora(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"lora": lora.model_copy(update=values)})
 
 
-def _weights(spec: RunSpec, folder: Path, adapter: str) -> tuple[str, bytes]:
-    """The dtype of a folder's weights and the list of the initial shards' hashes; empty where it
-    has no weights. `adapter`: the folder of an adapter, or empty."""
+def _weights(
+    spec: RunSpec, folder: Path | None, adapter: str, ended: EndedRun | None
+) -> tuple[str, bytes]:
+    """The dtype of a folder's weights and the list of the initial shards' hashes; empty where there
+    are no weights. `adapter`: the folder of an adapter, or empty."""
     from swarmnet.training.models.source_weights import shard_hash
 
-    if not has_weights(folder):
+    is_needed = ended is None or spec.lora is not None
+    if folder is not None and is_needed and not has_weights(folder):
         if spec.lora is not None:
             raise SpecError(
                 f"[lora] trains adapters beside a model's weights, and {folder} has none; there is "
@@ -170,12 +227,12 @@ def _weights(spec: RunSpec, folder: Path, adapter: str) -> tuple[str, bytes]:
         return "", b""
     layout = InitialLayout.of(spec)
     of_adapter = Path(adapter).expanduser() if adapter else None
-    sources = InitialSources(spec, layout, folder, of_adapter)
-    assert sources.model is not None
+    trained = None if ended is None else ended.weights(layout)
+    sources = InitialSources(spec, layout, folder, of_adapter, trained)
     hashes = []
     for stage, num_shards in enumerate(layout.num_shards):
         for shard in range(num_shards):
             values = sources.read(stage, shard)
             assert values is not None
             hashes.append(shard_hash(values))
-    return sources.model.dtype, b"".join(hashes)
+    return "" if sources.model is None else sources.model.dtype, b"".join(hashes)
