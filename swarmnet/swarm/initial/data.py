@@ -35,7 +35,7 @@ from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.data")
 
-BEGIN_WITHIN_S = 10.0
+BEGIN_WITHIN_S = ANSWER_S
 """Peers that begin to fetch unasked do so at different times, so that the later ones see whether
 there are enough already."""
 MAX_WAITING = 8
