@@ -34,6 +34,8 @@ COMMANDS = {
         "--data",
         "--builder",
         "--no-feed",
+        "--serve-data",
+        "--fetch-data",
         "--threads",
         "--stages",
         "--tp",
