@@ -158,7 +158,7 @@ class Monitor:
         self.num_checks += 1
         if event == "step":
             self._on_step(peer_id, incarnation, stage_index, **facts)
-        elif event == "created":  # the state before is gone, and what it had seen
+        elif event == "replaced":  # the state before is gone, and what it had seen
             self._stepped.pop((peer_id, incarnation, stage_index, facts["shard"]), None)
         elif event == "own_step":
             self._on_own_step(peer_id, stage_index, **facts)

@@ -317,7 +317,7 @@ class SyntheticOptimizer:
 
     def create(self, shard_index: int) -> None:
         self._state[shard_index] = (0, (0.0,) * NUMBERS)
-        self._observe("created", shard=shard_index)
+        self._observe("replaced", shard=shard_index)
 
     def drop(self, shard_index: int) -> None:
         self._state.pop(shard_index, None)
@@ -373,6 +373,7 @@ class SyntheticOptimizer:
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         self._state[shard_index] = (int(values["steps"]), _FLOATS.unpack(bytes(arrays[0].data)))
+        self._observe("replaced", shard=shard_index)
 
 
 class SyntheticData:
