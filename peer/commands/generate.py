@@ -14,7 +14,7 @@ from peer.options import LOOPBACK, TextGroup
 from swarmnet.errors import UserError
 from swarmnet.runtime.observer import Observer
 from swarmnet.runtime.options import UsageError
-from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, codec_of
+from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, text_codec_of
 from swarmnet.runtime.writing.chat import TEMPLATE_FILE, Message, chat_prompt, chat_template
 from swarmnet.runtime.writing.sampling import Sampling
 from swarmnet.runtime.writing.writer import Writer, longest_text
@@ -65,7 +65,7 @@ async def open_writer(observer: Observer, tokenizer: Path | None) -> Writer:
     spec = observer.spec
     if tokenizer is None:
         files = await observer.fetch_files()
-        codec = codec_of(spec, files)
+        codec = text_codec_of(spec, files)
         if codec is None:
             name = Path(spec.data.tokenizer).name
             raise UserError(f"the run's tokenizer is a file: name it (--tokenizer {name})")

@@ -20,7 +20,7 @@ from swarmnet.runtime.joining.find import WaysIn, find_run, read_addresses
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.runtime.options import TransportName
-from swarmnet.runtime.text_codec import codec_of
+from swarmnet.runtime.text_codec import text_codec_of
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.initial.files import fetch_file
 from swarmnet.swarm.membership.gossip import Gossip
@@ -131,7 +131,7 @@ class Observer:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         files = await self.fetch_files()
-        codec = codec_of(self.spec, files)
+        codec = text_codec_of(self.spec, files)
         if codec is None:
             return ""
         ends, rng = end_tokens(self.spec, files), random.Random(0)

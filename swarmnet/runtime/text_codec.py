@@ -58,7 +58,7 @@ class FileCodec:
         return text
 
 
-def codec_of(spec: RunSpec, files: Mapping[str, bytes]) -> TextCodec | None:
+def text_codec_of(spec: RunSpec, files: Mapping[str, bytes]) -> TextCodec | None:
     """The tokenizer of a run; None where it is not known here. `files`: of the run, by name."""
     if spec.is_bytes:
         return ByteCodec()

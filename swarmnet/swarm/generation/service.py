@@ -81,7 +81,7 @@ class GenerateService:
             return Message(GenerateReply(replica.round, False))
         if asked.opens:
             await self._open(replica, generation, key, asked)
-        return await self._extend(replica, generation, key, request)
+        return await self._extend(replica, generation, key, asked, request.message.arrays)
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -119,9 +119,13 @@ class GenerateService:
         generation.copy([replica.common_shard(j) for j in range(replica.num_shards)])
 
     async def _extend(
-        self, replica: Replica, generation: Generation, key: Key, request: Request
+        self,
+        replica: Replica,
+        generation: Generation,
+        key: Key,
+        asked: GenerateRequest,
+        arrays: tuple[Array, ...],
     ) -> Message:
-        asked, arrays = convert(request.message.body, GenerateRequest), request.message.arrays
         if len(arrays) > 1 or (arrays and len(arrays[0].shape) < 2):
             raise ProtocolViolation("generate takes the tokens of one text, or an activation")
         count = arrays[0].shape[1] if arrays else 0
