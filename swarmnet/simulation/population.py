@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.baselines import assigner, limits_for
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
@@ -247,15 +248,19 @@ class Population:
         service_s = scenario.service_s / host.speed
         forward_s = FORWARD_PART * service_s
         last = scenario.stages - 1
-        costs = {FORWARD: forward_s, BACKWARD: service_s - forward_s}
+        costs: dict[tuple[str, int], float] = {}
+        for k in range(scenario.stages):
+            coding = scenario.pass_coding(has_before=k > 0, has_after=k < last)
+            costs[FORWARD, k] = forward_s + coding.forward_s
+            costs[BACKWARD, k] = service_s - forward_s + coding.backward_s
+            if k == last:
+                costs[FORWARD, k] = service_s + coding.total_s
         rng = scenario.rng(f"noise {host.name} {host.incarnation}")
 
         def seconds(kind: str) -> float:
             member = self._monitor.members.get(host.name)
-            if kind == FORWARD and member and member.peer.gossip.own.stage == last:
-                cost_s = service_s
-            else:
-                cost_s = costs.get(kind, OTHER_S)
+            stage = member.peer.gossip.own.stage if member else OBSERVER_STAGE
+            cost_s = costs.get((kind, max(0, stage)), OTHER_S)
             if scenario.service_sigma:
                 cost_s *= math.exp(rng.gauss(0.0, scenario.service_sigma))
             return max(0.0, host.frozen_until - self._monitor.now()) + cost_s

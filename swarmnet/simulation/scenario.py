@@ -10,6 +10,7 @@ from swarmnet.protocol.pipeline.slots import num_slots_of
 from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
+from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
@@ -45,8 +46,11 @@ class Scenario:
     global_batch: int = 64
     samples_per_microbatch: int = 4
     sizes: Sizes = field(default_factory=Sizes)
+    coding: Coding = field(default_factory=Coding)
+    """How fast every machine codes, whatever its speed."""
     service_s: float = 0.05
-    """Device seconds of one microbatch, forward and backward, at a machine of speed 1."""
+    """Device seconds of one microbatch, forward and backward, at a machine of speed 1; coding comes
+    on top."""
     service_sigma: float = 0.0
     """Of the logarithm: by how much the device time of the same work varies."""
     speed_ratio: float = 4.0
@@ -99,6 +103,15 @@ class Scenario:
     def num_slots(self) -> int:
         """Microbatches of a round."""
         return num_slots_of(self.global_batch, self.samples_per_microbatch)
+
+    def pass_coding(self, *, has_before: bool, has_after: bool) -> PassCoding:
+        """Device seconds of coding of a microbatch, in a stage with such neighbours."""
+        return self.coding.passes(
+            self.sizes.boundary,
+            self.sizes.activation_numbers,
+            has_before=has_before,
+            has_after=has_after,
+        )
 
     def rng(self, name: str) -> random.Random:
         """A generator for one part of the simulation, whose numbers no other part changes."""

@@ -7,14 +7,14 @@ import pytest
 from swarmnet.simulation.bound import (
     Capacity,
     Integral,
-    SampleBytes,
+    SampleCosts,
     best_flow,
     max_flow,
     replica_rate,
 )
 
 FAST = Capacity(8.0, 1e9, 1e9)
-SIZES = SampleBytes(1000.0, 1000.0)
+SIZES = SampleCosts(1000.0, 1000.0)
 
 
 def test_the_poorest_stage_bounds_the_swarm() -> None:
@@ -37,7 +37,7 @@ def test_a_slow_upload_bounds_a_machine_and_twice_in_the_middle() -> None:
 
 def test_activations_and_gradients_of_other_sizes_go_either_way() -> None:
     """The first stage sends activations, the last one gradients, those between both."""
-    machine, sizes = Capacity(100.0, 4_000.0, 3_000.0), SampleBytes(200.0, 50.0)
+    machine, sizes = Capacity(100.0, 4_000.0, 3_000.0), SampleCosts(200.0, 50.0)
     rates = [replica_rate(machine, stage, 3, sizes) for stage in range(3)]
     assert rates == [4_000 / 200, 3_000 / 250, 3_000 / 200]
 

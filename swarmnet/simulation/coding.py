@@ -1,0 +1,80 @@
+"""The time that machines spend coding what they send, and decoding what they get.
+
+A machine codes on its device thread, as peers do (`swarmnet.training.passes.crossing`): while it
+codes it does not compute. How fast that goes is measured; a GPU is far faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swarmnet.protocol.codecs import BF16, INT4, INT6, INT8, BoundaryCodec
+
+MEGA = 1e6
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpeed:
+    """Bytes of fp32 in a second."""
+
+    encode: float
+    decode: float
+    """With the checks of what arrives."""
+
+
+MEASURED = {
+    BF16: CodecSpeed(3449 * MEGA, 2150 * MEGA),
+    INT8: CodecSpeed(1236 * MEGA, 1104 * MEGA),
+    INT6: CodecSpeed(366 * MEGA, 391 * MEGA),
+    INT4: CodecSpeed(390 * MEGA, 472 * MEGA),
+}
+"""One core of a rented x86 server: `python benchmarks/codecs.py`, of its three sizes the slowest.
+A codec that is not here takes no time: fp32 as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCoding:
+    """Seconds of coding in the passes of a microbatch through a stage."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How fast the machines of a swarm code."""
+
+    speeds: Mapping[str, CodecSpeed] = field(default_factory=lambda: MEASURED)
+    """By codec."""
+    factor: float = 1.0
+    """So many times as fast as `speeds`; infinite where coding takes no time."""
+
+    def encode_s(self, codec: str, num_values: int) -> float:
+        """Seconds to code so many fp32 numbers."""
+        speed = self.speeds.get(codec)
+        return FP32_BYTES * num_values / (self.factor * speed.encode) if speed else 0.0
+
+    def decode_s(self, codec: str, num_values: int) -> float:
+        """Seconds to check and decode so many."""
+        speed = self.speeds.get(codec)
+        return FP32_BYTES * num_values / (self.factor * speed.decode) if speed else 0.0
+
+    def passes(
+        self, codec: BoundaryCodec, num_values: int, *, has_before: bool, has_after: bool
+    ) -> PassCoding:
+        """Of a stage with a stage before it or after it, whose boundaries have `num_values` numbers
+        a microbatch: the activation comes in and goes out forward, its gradient backward."""
+        forward_s = backward_s = 0.0
+        if has_before:
+            forward_s += self.decode_s(codec.activations, num_values)
+            backward_s += self.encode_s(codec.gradients, num_values)
+        if has_after:
+            forward_s += self.encode_s(codec.activations, num_values)
+            backward_s += self.decode_s(codec.gradients, num_values)
+        return PassCoding(forward_s, backward_s)
