@@ -3,10 +3,10 @@
 A microbatch passes one replica of every stage. A replica is a node with a capacity: the rate of its
 device, which computes and codes, limited by the rate at which its link carries activations and
 their gradients in and out. Any replica can send to any replica of the next stage and the core of
-the network is unlimited. So the graph between two stages is complete, every minimum cut lies in the nodes of a single stage,
-and the maximum flow is the least over the stages of the sum of their capacities (Ford and
-Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not charged: the bound
-is above what any schedule can reach.
+the network is unlimited. So the graph between two stages is complete, every minimum cut lies in the
+nodes of a single stage, and the maximum flow is the least over the stages of the sum of their
+capacities (Ford and Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not
+charged: the bound is above what any schedule can reach.
 """
 
 from __future__ import annotations

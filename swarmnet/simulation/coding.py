@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.codecs import BF16, INT4, INT6, INT8, BoundaryCodec
+from swarmnet.protocol.codecs import BF16, INT4, INT6, INT8, NONE, BoundaryCodec
 
 MEGA = 1e6
 FP32_BYTES = 4
@@ -30,8 +30,8 @@ MEASURED = {
     INT6: CodecSpeed(366 * MEGA, 391 * MEGA),
     INT4: CodecSpeed(390 * MEGA, 472 * MEGA),
 }
-"""One core of a rented x86 server: `python benchmarks/codecs.py`, of its three sizes the slowest.
-A codec that is not here takes no time: fp32 as it is."""
+"""Of one core of a shared Xeon: `python benchmarks/codecs.py`, of its three sizes the slowest. fp32
+as it is takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,21 @@ class Coding:
     """How fast the machines of a swarm code."""
 
     speeds: Mapping[str, CodecSpeed] = field(default_factory=lambda: MEASURED)
-    """By codec."""
+    """By codec, all but `none`."""
     factor: float = 1.0
     """So many times as fast as `speeds`; infinite where coding takes no time."""
 
     def encode_s(self, codec: str, num_values: int) -> float:
-        """Seconds to code so many fp32 numbers."""
-        speed = self.speeds.get(codec)
-        return FP32_BYTES * num_values / (self.factor * speed.encode) if speed else 0.0
+        """Seconds to code so many fp32 numbers. Raises `KeyError` for an unknown codec."""
+        if codec == NONE:
+            return 0.0
+        return FP32_BYTES * num_values / (self.factor * self.speeds[codec].encode)
 
     def decode_s(self, codec: str, num_values: int) -> float:
-        """Seconds to check and decode so many."""
-        speed = self.speeds.get(codec)
-        return FP32_BYTES * num_values / (self.factor * speed.decode) if speed else 0.0
+        """Seconds to check and decode so many. Raises `KeyError` for an unknown codec."""
+        if codec == NONE:
+            return 0.0
+        return FP32_BYTES * num_values / (self.factor * self.speeds[codec].decode)
 
     def passes(
         self, codec: BoundaryCodec, num_values: int, *, has_before: bool, has_after: bool

@@ -58,3 +58,11 @@ def test_an_integral_of_a_rate_that_changes() -> None:
     integral.set(5.0, 3.0)
     integral.set(0.0, 4.0)
     assert integral.total == pytest.approx(11.0)
+
+
+def test_a_device_that_codes_computes_less() -> None:
+    """A tenth of a second computes a sample; as long is coded before it, and half of it after."""
+    machine, costs = Capacity(10.0, 1e9, 1e9), SampleCosts(1.0, 1.0, before_s=0.1, after_s=0.05)
+    rates = [replica_rate(machine, stage, 3, costs) for stage in range(3)]
+    assert rates == pytest.approx([1 / 0.15, 1 / 0.25, 1 / 0.2])
+    assert replica_rate(machine, 0, 1, costs) == 10.0
