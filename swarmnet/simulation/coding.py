@@ -80,3 +80,24 @@ class Coding:
             forward_s += self.encode_s(codec.activations, num_values)
             backward_s += self.decode_s(codec.gradients, num_values)
         return PassCoding(forward_s, backward_s)
+
+
+class CodingTime:
+    """Seconds that a thread has coded and that have not passed yet."""
+
+    def __init__(self, coding: Coding) -> None:
+        self._coding = coding
+        self._seconds = 0.0
+
+    def encoded(self, codec: str, num_values: int) -> None:
+        """So many fp32 numbers were coded."""
+        self._seconds += self._coding.encode_s(codec, num_values)
+
+    def decoded(self, codec: str, num_values: int) -> None:
+        """So many were decoded."""
+        self._seconds += self._coding.decode_s(codec, num_values)
+
+    def take(self) -> float:
+        """All since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

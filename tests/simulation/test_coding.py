@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, INT4, INT6, INT8, NONE, boundary_codec
-from swarmnet.simulation.coding import MEASURED, CodecSpeed, Coding, PassCoding
+from swarmnet.simulation.coding import MEASURED, CodecSpeed, Coding, CodingTime, PassCoding
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario, small_swarm
 from swarmnet.simulation.stage import Sizes
@@ -39,6 +39,15 @@ def test_activations_are_coded_forward_and_their_gradients_backward() -> None:
     assert passes(has_before=False, has_after=True) == PassCoding(16.0, 1.0)
     assert passes(has_before=True, has_after=False) == PassCoding(8.0, 2.0)
     assert passes(has_before=True, has_after=True) == PassCoding(24.0, 3.0)
+
+
+def test_what_a_thread_has_coded_is_taken_once() -> None:
+    time = CodingTime(ROUND)
+    time.encoded(INT4, 16)
+    time.decoded(INT6, 16)
+    time.decoded(NONE, 1000)
+    assert time.take() == 17.0
+    assert time.take() == 0.0
 
 
 @pytest.mark.parametrize("codec", BOUNDARY_CODECS)
