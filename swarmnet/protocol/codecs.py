@@ -10,8 +10,7 @@ simulator charges.
 | `bf16` | bfloat16 |
 | `int8` | for each block of `BLOCK` numbers a scale, then n bytes |
 | `int6`, `int4` | for each tile of `TILE` numbers a scale, then 24 or 16 bytes for each tile |
-| `topk` | for each chunk of `CHUNK` numbers two levels, then places (12 bits) and values (2 bits) of \
-its `KEPT` largest |
+| `topk` | for each chunk of `CHUNK` numbers two levels, then 12 bits a place and 2 bits a value |
 
 Scales and levels are bfloat16. The last block of a row may be shorter; the last tile, and the last
 chunk, are filled up with zeros.
@@ -98,6 +97,11 @@ bits."""
 AUTO_UPDATE_CODEC = NONE
 """What `[sync] codec = "auto"` means for a run that is started now. It may be what
 docs/convergence.md has shown to be harmless."""
+
+
+def update_codec(name: str) -> UpdateCodec:
+    """By `[sync] codec`, `auto` included."""
+    return UPDATE_CODECS[AUTO_UPDATE_CODEC if name == AUTO else name]
 
 
 def row_bytes(codec: str, num_values: int) -> int:
