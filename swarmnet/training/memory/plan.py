@@ -171,14 +171,15 @@ def exchange_bytes(
 
 
 def coding_bytes(mode: str, share: float, codec: str) -> float:
-    """What coding needs, a parameter: what it has lost of contributions, and the results until an
-    exchange is over; at owners what it has lost of those (where exchanges are delayed, that is in
-    what they keep anyway)."""
+    """What coding needs, a parameter: what it has lost of contributions, and at owners what it has
+    lost of results. Where exchanges are delayed, that is in what owners keep anyway, but the results
+    of the one that is under way lie beside."""
     names = codec_in(mode, codec)
     if names.results == NONE:
         return 0.0
-    ahead = 0.0 if mode in (DELAYED, AUTO) else FP32_BYTES * share
-    return ERROR_BYTES + number_bytes(names.results) + ahead
+    if mode in (DELAYED, AUTO):
+        return ERROR_BYTES + number_bytes(names.results)
+    return ERROR_BYTES + FP32_BYTES * share
 
 
 def number_bytes(codec: str) -> float:
