@@ -615,6 +615,10 @@ class SwarmGroup:
         Literal["none", "bf16", "int8", "int6", "int4"],
         typer.Option(help="Of what goes from stage to stage: [pipeline] codec of the run."),
     ] = "int8"
+    update_codec: Annotated[
+        Literal["none", "bf16", "int8", "int4", "topk"],
+        typer.Option(help="Of what an update sends: [sync] codec of the run."),
+    ] = "int8"
     coding_speed: Annotated[
         float,
         typer.Option(

@@ -75,6 +75,8 @@ class SimulateOptions:
     """Of a round, for each replica of a stage."""
     codec: str = INT8
     """`[pipeline] codec`."""
+    update_codec: str = INT8
+    """`[sync] codec`."""
     coding_speed: float = 1.0
     """Of all codecs, over one core (`simulation.coding`); 0 where coding takes no time."""
     sync: str = ""
@@ -210,6 +212,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         microbatches_per_replica=options.microbatches,
         sequences=options.sequences,
         codec=options.codec,
+        update_codec=options.update_codec,
     )
     return replace(
         scenario,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.codecs import BF16, INT4, INT6, INT8, NONE, BoundaryCodec
+from swarmnet.protocol.codecs import BF16, INT4, INT6, INT8, NONE, TOPK, BoundaryCodec
 
 MEGA = 1e6
 FP32_BYTES = 4
@@ -29,6 +29,7 @@ MEASURED = {
     INT8: CodecSpeed(1236 * MEGA, 1104 * MEGA),
     INT6: CodecSpeed(366 * MEGA, 391 * MEGA),
     INT4: CodecSpeed(390 * MEGA, 472 * MEGA),
+    TOPK: CodecSpeed(356 * MEGA, 751 * MEGA),
 }
 """Of one core of a shared Xeon: `python benchmarks/codecs.py`, of its three sizes the slowest. fp32
 as it is takes no time."""

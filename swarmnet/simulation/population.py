@@ -13,6 +13,7 @@ from typing import Any
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.baselines import assigner, limits_for
+from swarmnet.simulation.coding import CodingTime
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
 from swarmnet.simulation.invariants import Member, Monitor
@@ -220,11 +221,12 @@ class Population:
     def _machine(self, host: Host) -> Machine:
         scenario, monitor = self._scenario, self._monitor
         name, incarnation = host.name, host.incarnation
+        coding = CodingTime(scenario.coding)
 
         def build(stage_index: int) -> tuple[Stage, Optimizer]:
             observer = monitor.observer(name, incarnation, stage_index)
             stage = SyntheticStage(stage_index, scenario.stages, scenario.sizes, observer)
-            return stage, SyntheticOptimizer(stage_index, scenario.sizes, observer)
+            return stage, SyntheticOptimizer(stage_index, scenario.sizes, observer, coding)
 
         def build_local(stage: Any, outer: Any) -> SyntheticLocalSteps | None:
             if not self._settings.plan.is_local:
@@ -236,7 +238,7 @@ class Population:
         return Machine(
             build,
             SyntheticDevice(self._costs(host)),
-            InlineWorker(),
+            InlineWorker(taken=coding.take),
             SyntheticData(scenario.samples_per_microbatch),
             build_local=build_local,
             measure=lambda: host.benchmark_s * scenario.service_s,

@@ -295,14 +295,15 @@ def large_swarm(
     microbatches_per_replica: int = MICROBATCHES_PER_REPLICA,
     sequences: int = 1,
     codec: str = INT8,
+    update_codec: str = INT8,
 ) -> Scenario:
     """A swarm of volunteers: heterogeneous machines on home links, peers that join and leave.
 
-    A stage has 50 million parameters, exchanged in fp32. A microbatch is `sequences` sequences of
-    1,024 tokens of width 1,024, sent in `codec` (`[pipeline] codec`). Each sequence takes a machine
-    of middle speed `service_s` seconds in its stage (4 s: about 0.1 TFLOP/s that reach the model).
-    A round has `microbatches_per_replica` microbatches for each replica of a stage; its exchange
-    runs beside the next round."""
+    A stage has 50 million parameters, exchanged in `update_codec` (`[sync] codec`). A microbatch is
+    `sequences` sequences of 1,024 tokens of width 1,024, sent in `codec` (`[pipeline] codec`). Each
+    sequence takes a machine of middle speed `service_s` seconds in its stage (4 s: about 0.1
+    TFLOP/s that reach the model). A round has `microbatches_per_replica` microbatches for each
+    replica of a stage; its exchange runs beside the next round."""
     return Scenario(
         seed=seed,
         peers=peers,
@@ -315,6 +316,7 @@ def large_swarm(
             shard_parameters=STAGE_PARAMETERS // STAGE_SHARDS,
             activation_numbers=sequences * SEQUENCE_NUMBERS,
             codec=codec,
+            update_codec=update_codec,
         ),
         sync_mode=DELAYED,
         service_s=sequences * service_s,

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.codecs import BOUNDARY_CODECS, INT4, INT6, INT8, NONE, boundary_codec
+from swarmnet.protocol.codecs import (
+    BOUNDARY_CODECS,
+    INT4,
+    INT6,
+    INT8,
+    NONE,
+    UPDATE_CODECS,
+    boundary_codec,
+)
 from swarmnet.simulation.coding import MEASURED, CodecSpeed, Coding, CodingTime, PassCoding
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario, small_swarm
@@ -50,10 +58,12 @@ def test_what_a_thread_has_coded_is_taken_once() -> None:
     assert time.take() == 0.0
 
 
-@pytest.mark.parametrize("codec", BOUNDARY_CODECS)
+@pytest.mark.parametrize("codec", {**BOUNDARY_CODECS, **UPDATE_CODECS})
 def test_every_codec_has_a_speed(codec: str) -> None:
-    ways = boundary_codec(codec)
-    for name in (ways.activations, ways.gradients):
+    ways, shards = BOUNDARY_CODECS.get(codec), UPDATE_CODECS.get(codec)
+    names = [ways.activations, ways.gradients] if ways else []
+    names += [shards.contributions, shards.sums, shards.results] if shards else []
+    for name in names:
         assert name == NONE or MEASURED[name].encode > 0 < MEASURED[name].decode
 
 
