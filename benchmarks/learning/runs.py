@@ -139,7 +139,7 @@ def _run_swarm(cell: Cell, rounds: int, text: Path) -> dict[str, Any]:
     async def scenario(swarm: Swarm) -> None:
         losses: dict[int, float] = {}
         watching = asyncio.get_running_loop().create_task(_watch(swarm, losses))
-        await _start_together(swarm, data)
+        await _start(swarm, data, has_churn=cell.replaced > 0)
         await _replace_peers(swarm, data, cell.replaced, rounds)
         await swarm.until_round(rounds, LIMIT_S)
         await swarm.until(lambda: rounds in losses, LIMIT_S)
@@ -164,15 +164,17 @@ async def _watch(swarm: Swarm, losses: dict[int, float]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _start_together(swarm: Swarm, data: Data) -> None:
-    """Every replica of the last stage is there before the first microbatch comes."""
+async def _start(swarm: Swarm, data: Data, *, has_churn: bool) -> None:
+    """All replicas. Without churn there is one feeder, which starts last: every replica is there
+    from the first microbatch on, and runs of one seed have the same paths."""
     num_stages = swarm.spec.pipeline.num_stages
-    for stage in reversed(range(num_stages)):
-        for i in range(REPLICAS):
-            swarm.start(f"peer-{stage}-{i}", stage=stage, data=data)
-        if stage:
-            num = (num_stages - stage) * REPLICAS
-            await swarm.until(lambda num=num: swarm.rounds() == [0] * num)  # type: ignore[misc]
+    names = [(f"peer-{i}", i % num_stages) for i in range(num_stages * REPLICAS)]
+    *others, (feeder, its_stage) = names[::-1]
+    for name, stage in others:
+        swarm.start(name, stage=stage, data=data, feeds=has_churn)
+    if not has_churn:
+        await swarm.until(lambda: swarm.rounds() == [0] * len(others))
+    swarm.start(feeder, stage=its_stage, data=data)
 
 
 async def _replace_peers(swarm: Swarm, data: Data, percent: int, rounds: int) -> None:

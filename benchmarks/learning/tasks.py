@@ -47,13 +47,13 @@ class Task:
     held_out: int
     """Samples."""
     text: str = ""
-    """Where it is not made here."""
+    """Where it is not made here. (`answers` has no text, but a spec must name one.)"""
 
 
 TASKS = {
     "letters": Task(32, 2, 2, 2e-3, 32, 400, 128),
     "python": Task(48, 4, 4, 4e-3, 64, 300, 256, text="python-stdlib"),
-    "answers": Task(64, 4, 4, 3e-3, 64, 450, 128),
+    "answers": Task(64, 4, 4, 3e-3, 64, 450, 128, text="python-stdlib"),
 }
 BOUNDARY_STAGES, BOUNDARY_WIDTH, BOUNDARY_HEADS, BOUNDARY_SLOTS = 8, 64, 4, 4
 MODE_STAGES, MODE_MICROBATCH = 2, 4
