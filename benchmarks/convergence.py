@@ -52,6 +52,8 @@ UPDATE_CODECS: dict[str, tuple[str, ...]] = {
     "gossip-10": ("int8",),
     "gossip-50": (),
 }
+ANSWERED = ("zero", "local-10")
+"""Modes whose cells of `answers` are run too."""
 SECONDS = {
     (BOUNDARY, "letters"): 60,
     (BOUNDARY, "python"): 100,
@@ -81,7 +83,7 @@ def mode_cells(modes: Iterable[str]) -> list[Cell]:
     modes = list(modes)
     cells = []
     for task in ("python", "letters", "answers"):
-        for mode in modes:
+        for mode in modes if task != "answers" else [m for m in modes if m in ANSWERED]:
             codecs = UPDATE_CODECS[mode]
             for seed in SEEDS if codecs else ():
                 cells += [Cell(mode, task, codec, seed) for codec in ("none", *codecs)]

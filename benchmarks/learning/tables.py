@@ -108,13 +108,15 @@ def codec_table(results: Results, where: str) -> list[str]:
         figure(results, where, task, "none", is_right=is_right, orders=ORDERS)
         for task, is_right in columns
     ]
-    lines.append(_row("control", [f"{_shown(c, *col)} | " for c, col in zip(controls, columns)]))
+    lines.append(
+        _row("control", [f"{_shown(c, r)} | " for c, (_, r) in zip(controls, columns, strict=True)])
+    )
     for codec in CODECS:
         cells = []
         for (task, is_right), control in zip(columns, controls, strict=True):
             of = figure(results, where, task, codec, is_right=is_right)
             said = "" if of is None else verdict(codec, of, control, is_right=is_right)
-            cells.append(f"{_shown(of, task, is_right, num=len(SEEDS))} | {said}")
+            cells.append(f"{_shown(of, is_right)} | {said}")
         if any(cell.strip(" |") for cell in cells):
             lines.append(_row(f"`{codec}`", cells))
     return lines
@@ -130,30 +132,32 @@ def _mean_value(results: Results, where: str, task: str, is_right: bool) -> str:
     return (f"{value:.1%}" if is_right else f"{value:.4f}") + " | "
 
 
-def _shown(of: Figure | None, task: str, is_right: bool, num: int | None = None) -> str:
-    """Fewer than `num` pairs are marked."""
+def _shown(of: Figure | None, is_right: bool) -> str:
+    """With the standard error of a mean over the seeds; where seeds are missing that is said."""
     if of is None:
         return ""
-    digits, sign = (1, -1) if is_right else (2, 1)
-    text = f"{sign * 100 * of.mean:+.{digits}f}"
-    if len(of.values) > 1:
-        text += f" ± {100 * of.error(num and len(of.values)):.{digits}f}"
-    text += " points" if is_right else " %"
-    return text + (f" ({len(of.values)} of {num} seeds)" if num and len(of.values) < num else "")
+    digits, factor, unit = (1, -100, " points") if is_right else (2, 100, " %")
+    text = f"{round(factor * of.mean, digits) + 0.0:+.{digits}f}"
+    num = min(len(of.values), len(SEEDS))
+    if num > 1:
+        text += f" ± {100 * of.error(num):.{digits}f}"
+    return text + unit + (f" ({num} of {len(SEEDS)} seeds)" if num < len(SEEDS) else "")
 
 
 def mode_table(results: Results, task: str) -> list[str]:
     """Rows: modes, in fp32. Columns: loss, and its distance from that of `zero`."""
     lines = ["| mode | loss | more than `zero` |", "|---|---|---|"]
     for mode in MODES:
-        pairs = [
-            (results.get(Cell(m, task, "none", seed).key) for m in (mode, "zero")) for seed in SEEDS
+        both = [
+            (results[own], results[base])
+            for seed in SEEDS
+            if (own := Cell(mode, task, "none", seed).key) in results
+            and (base := Cell("zero", task, "none", seed).key) in results
         ]
-        both = [(r, z) for r, z in pairs if r is not None and z is not None]
         if both:
             of = Figure(tuple(difference(r, z, is_right=False) for r, z in both))
             loss = mean(value_of(r, is_right=False) for r, _ in both)
-            gap = "" if mode == "zero" else _shown(of, task, is_right=False, num=len(SEEDS))
+            gap = "" if mode == "zero" else _shown(of, is_right=False)
             lines.append(_row(f"`{mode}`", [f"{loss:.4f}", gap]))
     return lines
 

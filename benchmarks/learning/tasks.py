@@ -56,7 +56,7 @@ TASKS = {
     "answers": Task(64, 4, 4, 3e-3, 64, 450, 128, text="python-stdlib"),
 }
 BOUNDARY_STAGES, BOUNDARY_WIDTH, BOUNDARY_HEADS, BOUNDARY_SLOTS = 8, 64, 4, 4
-MODE_STAGES, MODE_MICROBATCH = 2, 4
+MODE_STAGES, MODE_SLOTS = 2, 8
 SPEC = """
 seed = {seed}
 [model]
@@ -97,7 +97,7 @@ def spec_of(
     """A run. `codec`: of the boundaries; `sync`: of `[sync]`, or None for the runs that have many
     stages; `text`: what `write_text` wrote."""
     sizes, is_mode = TASKS[task], sync is not None
-    microbatch = MODE_MICROBATCH if is_mode else sizes.batch // BOUNDARY_SLOTS
+    microbatch = sizes.batch // (MODE_SLOTS if is_mode else BOUNDARY_SLOTS)
     width = sizes.width if is_mode else BOUNDARY_WIDTH
     lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (sync or {"mode": "zero"}).items())
     return parse_spec(
