@@ -58,9 +58,9 @@ SECONDS = {
     (BOUNDARY, "letters"): 60,
     (BOUNDARY, "python"): 100,
     (BOUNDARY, "answers"): 160,
-    ("", "letters"): 70,
-    ("", "python"): 130,
-    ("", "answers"): 170,
+    ("", "letters"): 50,
+    ("", "python"): 80,
+    ("", "answers"): 130,
 }
 """Of a cell, by place (empty: any mode) and task: a guess from two cores, to begin with."""
 RESERVE = 1.15
