@@ -45,7 +45,7 @@ REPLACED = (10, 30)
 FIRST, SECOND = ("none", "int8", "int4"), ("int6", "bf16")
 """Codecs of boundaries, by importance."""
 UPDATE_CODECS: dict[str, tuple[str, ...]] = {
-    "zero": ("int8", "int4"),
+    "zero": ("int8", "int4", "bf16"),
     "delayed": ("int8", "int4"),
     "local-10": ("int8", "int4", "topk"),
     "local-50": (),

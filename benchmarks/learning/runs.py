@@ -131,7 +131,7 @@ def _run_one_process(cell: Cell, rounds: int, text: Path) -> dict[str, Any]:
 def _run_swarm(cell: Cell, rounds: int, text: Path) -> dict[str, Any]:
     from tests.swarm.harness import in_virtual_time
 
-    sync = MODES[cell.where] | ({} if cell.codec == NONE else {"codec": cell.codec})
+    sync = MODES[cell.where] | {"codec": cell.codec}
     spec = spec_of(cell.task, seed=cell.seed, rounds=rounds, text=text, codec=NONE, sync=sync)
     data = _data_of(cell, spec)
     result: dict[str, Any] = {}

@@ -57,6 +57,7 @@ TASKS = {
 }
 BOUNDARY_STAGES, BOUNDARY_WIDTH, BOUNDARY_HEADS, BOUNDARY_SLOTS = 8, 64, 4, 4
 MODE_STAGES, MODE_SLOTS = 2, 8
+ONE_PROCESS = {"mode": "zero", "codec": "none"}
 SPEC = """
 seed = {seed}
 [model]
@@ -99,7 +100,7 @@ def spec_of(
     sizes, is_mode = TASKS[task], sync is not None
     microbatch = sizes.batch // (MODE_SLOTS if is_mode else BOUNDARY_SLOTS)
     width = sizes.width if is_mode else BOUNDARY_WIDTH
-    lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (sync or {"mode": "zero"}).items())
+    lines = "\n".join(f"{k} = {json.dumps(v)}" for k, v in (sync or ONE_PROCESS).items())
     return parse_spec(
         SPEC.format(
             seed=seed,
