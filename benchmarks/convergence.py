@@ -119,6 +119,7 @@ class Bench:
     def run_one(self, cell: Cell) -> None:
         """In a process of its own."""
         guess = SECONDS["" if cell.where != BOUNDARY else BOUNDARY, cell.task]
+        guess *= self.rounds_of(cell) / TASKS[cell.task].rounds
         if time.monotonic() + RESERVE * (self.pace or 1.0) * guess > self.end:
             print(f"{cell.key}: not begun, too little time is left", flush=True)
             return
