@@ -40,7 +40,7 @@ SWARM_MBIT_S, SWARM_SEQUENCES, SWARM_SERVICE_S = 500, 3, 0.1573
 PUBLISHED = {10: 79.3, 50: 70.3, 100: 60.2, 200: 48.5}
 """Per cent, by ms."""
 GPU_SPEED = 50.0
-"""Of coding, over one core of a CPU: a GPU's memory is as much faster, or more."""
+"""Assumed of a GPU's coding, over that of one core: its memory is as much faster, or more."""
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,8 @@ def exchange_bytes(
 
 def coding_bytes(mode: str, share: float, codec: str) -> float:
     """What coding needs, a parameter: what it has lost of contributions, and at owners what it has
-    lost of results. Where exchanges are delayed, that is in what owners keep anyway, but the results
-    of the one that is under way lie beside."""
+    lost of results. Where exchanges are delayed, owners keep that anyway, but the results of the
+    one that is under way lie beside."""
     names = codec_in(mode, codec)
     if names.results == NONE:
         return 0.0

@@ -31,8 +31,13 @@ def distance(swarm: Swarm) -> float:
     return relative_difference(swarm.parameters(), trainer.state_dict())
 
 
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
 @pytest.mark.parametrize("codec", NEAR)
-def test_the_update_is_near_that_of_one_machine(tmp_path: Path, codec: str) -> None:
+def test_the_update_is_near_that_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, at_once: int
+) -> None:
+    monkeypatch.setattr("swarmnet.swarm.update.averaging.CODED_AT_ONCE_BYTES", at_once)
+
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 3)
         await swarm.until_round(ROUNDS)

@@ -139,19 +139,28 @@ class ShardWork:
 
         return await self._replica.worker.run(work)
 
+    @property
+    def codes_contributions(self) -> bool:
+        """What this replica contributes takes time to code."""
+        return self._replica.optimizer.codec.names.contributions != NONE
+
     async def contribution(self, shard: int, gradient: Array) -> Array:
         """A gradient as it is sent, once for an exchange: pushed again, it is the same."""
         codec = self._replica.optimizer.codec
-        if codec.names.contributions == NONE:
-            return gradient
         return await self._replica.worker.run(
             lambda: codec.contribution(shard, gradient, keeps_error=True)
         )
 
-    async def contribution_lost(self, shard: int) -> None:
-        """The contribution to a shard does not count."""
+    async def contributions_lost(self, shards: Sequence[int]) -> None:
+        """The contributions to these do not count."""
         codec = self._replica.optimizer.codec
-        await self._replica.worker.run(lambda: codec.forget_error(shard))
+
+        def work() -> None:
+            for j in shards:
+                codec.forget_error(j)
+
+        if shards and self.codes_contributions:
+            await self._replica.worker.run(work)
 
     async def scale(self, exchange: int, shard: int, total: Total | None) -> float:
         """By which the sum is multiplied: one over the tokens, clipped by the norm of all stages.
