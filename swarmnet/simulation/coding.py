@@ -1,7 +1,8 @@
 """The time that machines spend coding what they send, and decoding what they get.
 
-A machine codes on its device thread, as peers do (`swarmnet.training.passes.crossing`): while it
-codes it does not compute. How fast that goes is measured; a GPU is far faster.
+A device that codes what crosses a boundary does not compute meanwhile: the harder case, since a
+host that has cores to spare could code beside the passes. What belongs to an update is coded on the
+averaging thread. How fast that goes is measured; a GPU is far faster.
 """
 
 from __future__ import annotations
