@@ -234,9 +234,12 @@ class ShardCodec(Protocol):
 
     names: UpdateCodec
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
+    def contribution(
+        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+    ) -> Array:
         """A gradient to be sent, with what coding has lost of this replica's contributions before.
-        `keeps_error`: what coding loses now is for the next one; else this changes nothing here."""
+        `keeps_error`: what coding loses now is for the next one; else this changes nothing here.
+        `is_short`: as of `UpdateCodec.of_contribution`."""
 
     def forget_error(self, shard_index: int) -> None:
         """The last contribution to the shard does not count, nor does what coding has lost."""

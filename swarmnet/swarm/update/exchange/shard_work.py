@@ -144,11 +144,12 @@ class ShardWork:
         """What this replica contributes takes time to code."""
         return self._replica.optimizer.codec.names.contributions != NONE
 
-    async def contribution(self, shard: int, gradient: Array) -> Array:
+    async def contribution(self, exchange: int, shard: int, gradient: Array) -> Array:
         """A gradient as it is sent, once for an exchange: pushed again, it is the same."""
-        codec = self._replica.optimizer.codec
+        codec, plan = self._replica.optimizer.codec, self.plan
+        is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
         return await self._replica.worker.run(
-            lambda: codec.contribution(shard, gradient, keeps_error=True)
+            lambda: codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
         )
 
     async def contributions_lost(self, shards: Sequence[int]) -> None:
