@@ -166,6 +166,10 @@ class ModelSpec(_Table):
     checkpoints has it, RUN@ROUND for an earlier round, or a state folder; on the machine that
     starts the run, which replaces it by RUN@ROUND."""
 
+    moments: bool = False
+    """The optimizer's moments at that run's end go on too, as they do where both runs have the same
+    stages and shards. Filled in."""
+
     base: Text = ""
     """Name of the model that the run began from, for the model card; from the folder."""
 
@@ -243,6 +247,8 @@ class ModelSpec(_Table):
             raise ValueError('from and config are for kind = "transformers" only')
         if self.kind != "transformers" and self.weights and not self.continues:
             raise ValueError("weights goes with from or continues")
+        if self.moments and not (self.continues and self.weights):
+            raise ValueError("moments is filled in where the run continues another; remove it")
         return self
 
     def _check_transformers(self) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -54,6 +55,8 @@ class OptimizerStates:
         """By shard, the exchange whose step was made here and does not hold."""
         self._lineages: dict[int, bytes] = {}
         """By shard, what its state here has come from, see `lineage`."""
+        self._initial: frozenset[int] = frozenset()
+        """Shards whose state was put here for the beginning of the stage."""
         self._fetching = asyncio.Lock()
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
@@ -111,11 +114,25 @@ class OptimizerStates:
             if self.is_before(j, r):
                 self.stepped(j, r)
 
+    async def put_initial(
+        self, states: Mapping[int, tuple[dict[str, Any], tuple[Array, ...]]]
+    ) -> None:
+        """Before `start_fresh`: what the state of these shards begins as, in place of all others.
+        Raises `ProtocolViolation` where it does not fit."""
+        await self.forget_state()
+        for j, (values, arrays) in sorted(states.items()):
+            await self.replica.worker.run(
+                lambda j=j, v=values, a=arrays: self.replica.optimizer.load(j, v, a)  # type: ignore[misc]
+            )
+        self._initial = frozenset(states)
+
     def start_fresh(self) -> None:
-        """The first replica of a stage: it owns all, with empty state."""
+        """The first replica of a stage: it owns all, with empty state where none was put."""
         for j in range(self.replica.num_shards):
-            self.replica.optimizer.create(j)
+            if j not in self._initial:
+                self.replica.optimizer.create(j)
             self._applied[j] = self.current - 1
+        self._initial = frozenset()
         self._lineages.clear()
 
     def restored(self, shards: list[int]) -> None:
@@ -172,8 +189,8 @@ class OptimizerStates:
 
     def is_first(self, r: int) -> bool:
         """No step of the run has been made yet, and none is about to be: the optimizer state of
-        every shard is the initial one, so that nobody needs to fetch it."""
-        if r or self.replica.round:
+        every shard is empty, so that nobody needs to fetch it."""
+        if r or self.replica.round or self.settings.begins_with_moments:
             return False
         now = asyncio.get_running_loop().time()
         return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)
