@@ -116,10 +116,10 @@ def open_sandbox(
         intercepted_binops = frozenset(("+", "*", "**", "%"))
         code_generator_class = _generator()
 
-        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(__obj, runtime.Macro | runtime.LoopContext | type):
                 meter.call(__obj, (*args, *kwargs.values()))
-            return meter.made(super(Bounded, __self).call(__context, __obj, *args, **kwargs))
+            return meter.made(super().call(__context, __obj, *args, **kwargs))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             meter.operation(operator, left, right)
@@ -156,7 +156,7 @@ def _measured(function: Callable[..., Any], meter: Meter) -> Any:
 
 
 def _generator() -> type:
-    """Jinja's compiler, which counts each run of a block, and lists and texts where they are made."""
+    """Jinja's compiler, which counts each run of a block, and what is made of lists and texts."""
     compiler, nodes = jinja("jinja2.compiler"), jinja("jinja2.nodes")
 
     class Generator(compiler.CodeGenerator):  # type: ignore[name-defined,misc]
@@ -172,16 +172,16 @@ def _generator() -> type:
             getattr(super(), name)(node, frame)
             self.write(")")
 
-        def visit_List(self, node: Any, frame: Any) -> None:  # noqa: N802
+        def visit_List(self, node: Any, frame: Any) -> None:
             self._counted("visit_List", node, frame)
 
-        def visit_Dict(self, node: Any, frame: Any) -> None:  # noqa: N802
+        def visit_Dict(self, node: Any, frame: Any) -> None:
             self._counted("visit_Dict", node, frame)
 
-        def visit_Concat(self, node: Any, frame: Any) -> None:  # noqa: N802
+        def visit_Concat(self, node: Any, frame: Any) -> None:
             self._counted("visit_Concat", node, frame)
 
-        def visit_Tuple(self, node: Any, frame: Any) -> None:  # noqa: N802
+        def visit_Tuple(self, node: Any, frame: Any) -> None:
             if node.ctx == "load":
                 self._counted("visit_Tuple", node, frame)
             else:

@@ -248,11 +248,14 @@ ENDLESS = {
     "{{ m(60) }}",
     "a macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "a loop in itself": "{% for a in [1, 1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
-    "a filter": "{% for a in range(9999) %}{{ range(99999)|map('string')|list|length }}{% endfor %}",
+    "a filter": "{% for a in range(9999) %}{{ range(99999)|map('string')|list|length }}"
+    "{% endfor %}",
 }
 LARGE = {
-    "~": "{% set n = namespace(s='a') %}{% for a in range(64) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "+": "{% set n = namespace(s='a') %}{% for a in range(64) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "~": "{% set n = namespace(s='a') %}{% for a in range(64) %}{% set n.s = n.s ~ n.s %}"
+    "{% endfor %}",
+    "+": "{% set n = namespace(s='a') %}{% for a in range(64) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}",
     "block": "{% set n = namespace(s='a') %}{% for a in range(64) %}"
     "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}",
     "lists": "{% set n = namespace(s=[1]) %}{% for a in range(64) %}{% set n.s = [n.s, n.s] %}"
