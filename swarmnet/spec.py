@@ -373,9 +373,10 @@ class LoraSpec(_Table):
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
 
-    base_dtype: Literal["", "bfloat16"] = ""
+    base_dtype: Literal["", "bfloat16", "int8", "nf4"] = ""
     """`bfloat16`: the model's own weights are rounded to that once, and linear layers keep them so
-    also where passes are fp32. Left out: they are kept in the precision of the passes."""
+    also where passes are fp32. `int8`, `nf4`: linear layers of decoder layers keep them in 8 or 4
+    bits. Left out: they are kept in the precision of the passes."""
 
     adapter: Digest = ""
     """SHA-256 of the adapter that the run began from; empty for random ones. Filled in."""
