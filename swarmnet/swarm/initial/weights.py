@@ -78,7 +78,7 @@ class WeightService:
 
     async def fill(self, replica: Replica) -> bool:
         """Puts the initial parameters of a stage aside, ready for `Replica.open_round`, and its
-        moments, for `take_moments`. False where some of them are not to be had now, which is said;
+        moments, for `put_moments`. False where some of them are not to be had now, which is said;
         what has come stays."""
         if not self.weights.has_trained:
             return True
@@ -96,11 +96,15 @@ class WeightService:
 
         return await self._take_all(replica, missing, put)
 
-    def take_moments(self, stage: int) -> dict[int, State]:
-        """Optimizer state by shard, as `Optimizer.load` takes it, of a stage that was filled; kept
-        here no more. Raises `ProtocolViolation` where it cannot be one."""
+    async def put_moments(self, replica: Replica) -> list[int]:
+        """Puts the moments of a stage that was filled into its optimizer, where there are any;
+        returns their shards. Raises `ProtocolViolation` where one does not fit."""
         taken, self._moments = self._moments, {}
-        return {j: as_state(values) for (k, j), values in taken.items() if k == stage}
+        shards = sorted(j for stage, j in taken if stage == replica.index)
+        for j in shards:
+            state = as_state(taken.pop((replica.index, j)))
+            await replica.worker.run(lambda j=j, s=state: replica.optimizer.load(j, *s))  # type: ignore[misc]
+        return shards
 
     def forget_moments(self) -> None:
         """The stage needs them no more."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
@@ -55,8 +54,6 @@ class OptimizerStates:
         """By shard, the exchange whose step was made here and does not hold."""
         self._lineages: dict[int, bytes] = {}
         """By shard, what its state here has come from, see `lineage`."""
-        self._initial: frozenset[int] = frozenset()
-        """Shards whose state was put here for the beginning of the stage."""
         self._fetching = asyncio.Lock()
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
@@ -114,25 +111,13 @@ class OptimizerStates:
             if self.is_before(j, r):
                 self.stepped(j, r)
 
-    async def put_initial(
-        self, states: Mapping[int, tuple[dict[str, Any], tuple[Array, ...]]]
-    ) -> None:
-        """Before `start_fresh`: what the state of these shards begins as, in place of all others.
-        Raises `ProtocolViolation` where it does not fit."""
-        await self.forget_state()
-        for j, (values, arrays) in sorted(states.items()):
-            await self.replica.worker.run(
-                lambda j=j, v=values, a=arrays: self.replica.optimizer.load(j, v, a)  # type: ignore[misc]
-            )
-        self._initial = frozenset(states)
-
-    def start_fresh(self) -> None:
-        """The first replica of a stage: it owns all, with empty state where none was put."""
+    def start_fresh(self, kept: Collection[int] = ()) -> None:
+        """The first replica of a stage: it owns all, with empty state but for what was put into
+        the optimizer for these shards."""
         for j in range(self.replica.num_shards):
-            if j not in self._initial:
+            if j not in kept:
                 self.replica.optimizer.create(j)
             self._applied[j] = self.current - 1
-        self._initial = frozenset()
         self._lineages.clear()
 
     def restored(self, shards: list[int]) -> None:
