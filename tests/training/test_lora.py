@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.arrays import from_tensor, to_tensor
@@ -367,6 +368,19 @@ def test_an_adapter_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> No
     refused(r"lora_A.weight is \(4, 32\), not \(2, 32\)", r=2)
     refused("there are: down_proj", target_modules=["c_attn"])
     refused("cannot read", {"from": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("", "model"), ("models/model", "models/model"), ("org/Base", "org/Base")]
+)
+def test_an_exported_adapter_names_its_base_as_its_owner_does(
+    tmp_path: Path, given: str, named: str
+) -> None:
+    spec, _ = lora_run(folder_of(tmp_path / "model"), tmp_path)
+    write_folder(tmp_path / "out", Trained(spec, 3, initial_adapters(spec), base=given))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == named
+    assert "They need model, unchanged" in (tmp_path / "out" / "README.md").read_text()
 
 
 BAD = [

@@ -112,7 +112,7 @@ def open_sandbox(
     sandbox, runtime = jinja("jinja2.sandbox"), jinja("jinja2.runtime")
     meter = Meter()
 
-    class Bounded(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[name-defined,misc]
+    class Bounded(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[name-defined]
         intercepted_binops = frozenset(("+", "*", "**", "%"))
         code_generator_class = _generator()
 
@@ -159,7 +159,7 @@ def _generator() -> type:
     """Jinja's compiler, which counts each run of a block, and what is made of lists and texts."""
     compiler, nodes = jinja("jinja2.compiler"), jinja("jinja2.nodes")
 
-    class Generator(compiler.CodeGenerator):  # type: ignore[name-defined,misc]
+    class Generator(compiler.CodeGenerator):  # type: ignore[name-defined]
         def blockvisit(self, body: Any, frame: Any) -> None:
             body = list(body)
             parts = [p for node in body if isinstance(node, nodes.Output) for p in node.nodes]

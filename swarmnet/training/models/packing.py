@@ -55,7 +55,7 @@ class Packed:
                 for part in flat.split(NF4_AT_ONCE)
             ]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs], as near as it is."""
         if self._kind == INT8:
