@@ -152,7 +152,9 @@ class InitialSources:
         trained, sizes = layout.trained[stage], layout.trained_sizes[stage]
         if shard < num_base + len(sizes):
             return _part(self._trained, trained, sizes, shard - num_base)
-        return self._ended and self._ended.moments(stage, shard - num_base - len(sizes))
+        if self._ended is None:
+            return None
+        return self._ended.moments(stage, shard - num_base - len(sizes))
 
 
 def _part(
