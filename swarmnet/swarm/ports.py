@@ -367,12 +367,16 @@ class LocalSteps(Protocol):
 
 class InitialWeights(Protocol):
     """The weights that a run began from, as shards of its stages: those of a stage's base come
-    first, then those of its trained parameters, unless these begin at random. Blocks."""
+    first, then those of its trained parameters, unless these begin at random; where the moments of
+    another run go on, for each of the latter one with its mean, its square and its number of steps,
+    fp32 [2 x size + 1]. Blocks."""
 
     is_here: bool
     """This machine can give some of them."""
     has_trained: bool
     """Trained parameters are among them."""
+    has_moments: bool
+    """So are moments."""
 
     def shard(self, stage_index: int, shard_index: int) -> Array | None:
         """A shard, flat fp32; None where it is unknown or not what the run began from."""

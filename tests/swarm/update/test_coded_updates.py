@@ -4,6 +4,7 @@ dies, and the model is near that of a plain loop."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_topk_leaves_nothing_out_of_a_single_step(tmp_path: Path) -> None:
             await swarm.until_round(r)
             peers = [m.peer for m in swarm.members.values()]
             sent.append(sum(p.transport.traffic.sent_bytes.get("reduce", 0) for p in peers))
-        pushed = [b - a for a, b in zip(sent, sent[1:], strict=False)]
+        pushed = [b - a for a, b in itertools.pairwise(sent)]
         assert min(pushed[:2]) > 2 * pushed[4] > 0
 
     in_virtual_time(scenario, coded_spec(tmp_path, "topk", num_stages=1, **sync))

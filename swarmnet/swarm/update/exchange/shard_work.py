@@ -179,7 +179,7 @@ class ShardWork:
     async def before(self, exchange: int, shard: int, scale: float) -> Before:
         """The state that a step is made on. Created where every owner of it was lost."""
         found = await self._states.make_ready(shard, exchange)
-        if found == CREATED and exchange > 0:
+        if found == CREATED and (exchange > 0 or self._states.settings.begins_with_moments):
             self._gossip.add_total("shard_reset")
             log.warning("shard %d: every owner of its optimizer state was lost", shard)
         elif found == LATE:  # who had made the steps between died with them
