@@ -319,16 +319,21 @@ class SyntheticShardCodec:
         self._size = sizes.shard_parameters
         self._time = time
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
+    def contribution(
+        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+    ) -> Array:
+        codec = self.names.of_contribution(is_short=is_short)
         if keeps_error:  # what coding loses is known when it is decoded
-            self._time.decoded(self.names.contributions, self._size)
-        return self._coded(self.names.contributions, gradient)
+            self._time.decoded(codec, self._size)
+        return self._coded(codec, gradient)
 
     def forget_error(self, shard_index: int) -> None:
         pass
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
-        return self._decoded(self.names.contributions, coded)
+        short = self.names.of_contribution(is_short=True)
+        is_short = (coded.dtype, coded.shape) == self.names.form(short, self._size)
+        return self._decoded(short if is_short else self.names.contributions, coded)
 
     def coded_sum(self, shard_index: int, total: Array) -> Array:
         return self._coded(self.names.sums, total)

@@ -248,7 +248,7 @@ class Averaging:
                 if num_bytes > CODED_AT_ONCE_BYTES:
                     give()
                     parts, num_bytes = {}, 0
-                gradient = await self.work.contribution(j, gradient)
+                gradient = await self.work.contribution(exchange.number, j, gradient)
                 num_bytes += gradient.num_bytes
             parts[j] = num_tokens, gradient
         give()

@@ -4,6 +4,7 @@ dies, and the model is near that of a plain loop."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def test_a_peer_that_leaves_hands_its_gradient_over_coded(tmp_path: Path) -> Non
 class Spoiler(TorchShardCodec):
     """Sends codes that no codec makes."""
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
-        coded = to_tensor(super().contribution(shard_index, gradient, keeps_error=keeps_error))
+    def contribution(self, shard_index: int, gradient: Array, **how: Any) -> Array:
+        coded = to_tensor(super().contribution(shard_index, gradient, **how))
         return from_tensor(torch.full_like(coded, 0x80))
 
 
@@ -149,3 +150,21 @@ def test_what_goes_over_the_wire_has_the_size_of_its_codec(codec: str) -> None:
         (shards.coded_sum(0, values), names.sums),
     ):
         assert (coded.dtype, coded.shape) == coded_form(name, (size,), 0)
+
+
+def test_topk_leaves_nothing_out_of_a_single_step(tmp_path: Path) -> None:
+    """In the warm-up its contributions are as large as sums; the results are the same."""
+    sync = {"mode": "local", "local_steps": 3, "warmup_rounds": 4}
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        sent = []
+        for r in range(1, ROUNDS + 1):
+            await swarm.until_round(r)
+            peers = [m.peer for m in swarm.members.values()]
+            sent.append(sum(p.transport.traffic.sent_bytes.get("reduce", 0) for p in peers))
+        pushed = [b - a for a, b in itertools.pairwise(sent)]
+        assert min(pushed[:2]) > 2 * pushed[4] > 0
+
+    in_virtual_time(scenario, coded_spec(tmp_path, "topk", num_stages=1, **sync))

@@ -144,11 +144,12 @@ class ShardWork:
         """What this replica contributes takes time to code."""
         return self._replica.optimizer.codec.names.contributions != NONE
 
-    async def contribution(self, shard: int, gradient: Array) -> Array:
+    async def contribution(self, exchange: int, shard: int, gradient: Array) -> Array:
         """A gradient as it is sent, once for an exchange: pushed again, it is the same."""
-        codec = self._replica.optimizer.codec
+        codec, plan = self._replica.optimizer.codec, self.plan
+        is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
         return await self._replica.worker.run(
-            lambda: codec.contribution(shard, gradient, keeps_error=True)
+            lambda: codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
         )
 
     async def contributions_lost(self, shards: Sequence[int]) -> None:
@@ -178,7 +179,7 @@ class ShardWork:
     async def before(self, exchange: int, shard: int, scale: float) -> Before:
         """The state that a step is made on. Created where every owner of it was lost."""
         found = await self._states.make_ready(shard, exchange)
-        if found == CREATED and exchange > 0:
+        if found == CREATED and (exchange > 0 or self._states.settings.begins_with_moments):
             self._gossip.add_total("shard_reset")
             log.warning("shard %d: every owner of its optimizer state was lost", shard)
         elif found == LATE:  # who had made the steps between died with them
