@@ -19,7 +19,7 @@ from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import ShardReply
+from swarmnet.swarm.messages import ReduceProgress, ShardReply
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.books import Books
@@ -28,6 +28,7 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
 from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
+from swarmnet.swarm.update.exchange.sum_waits import SumWaits
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
@@ -61,7 +62,15 @@ class Exchange:
         self._work, self._books, self._pace, self._on_change = work, books, pace, on_change
         self._tasks = Tasks("exchange")
         self._outbox = Outbox(
-            number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._was_taken
+            number,
+            gossip,
+            replica,
+            pace,
+            self._tasks,
+            self.feed,
+            self._arrived,
+            self._heard,
+            self._found_hung,
         )
         self._steps = ExchangeSteps(
             number,
@@ -94,6 +103,11 @@ class Exchange:
         """By shard, what is here."""
         self.done: dict[int, bool] = {}
         """Shards whose result has been put where it goes; whether the own contribution counts."""
+        self.summed: set[int] = set()
+        """Shards whose sum is made here."""
+        self.missed: set[str] = set()
+        """Who lives, was waited for, and has sent nothing."""
+        self._waits, self._found = SumWaits(), set[str]()
         self.taken: set[int] = set()
         """Shards whose owners have made the step, as this replica heard when about to leave."""
         self.changed = Condition()
@@ -189,7 +203,10 @@ class Exchange:
         call = self._num_calls
         future = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            self.feed(shard, make(call))
+            event = make(call)
+            if isinstance(event, on.Pushed):
+                self.missed.discard(event.sender)
+            self.feed(shard, event)
             return await future
         finally:
             self._calls.pop(call, None)
@@ -225,7 +242,22 @@ class Exchange:
     async def _watch(self) -> None:
         while True:
             await self._gossip.changed.wait(LOOK_AGAIN_S)
+            if self._begun_at is not None:
+                began, now, limit_s = self._begun_at, self._gossip.awake_s(), self._pace.sum_s()
+                facts = {j: machine.facts for j, machine in self._machines.items()}
+                for peer_id in self._waits.hung(facts, began, now, limit_s):
+                    self._found_hung(peer_id)
             self.refresh()
+
+    def _found_hung(self, peer_id: str) -> None:
+        """Nobody waits for it here any more."""
+        if peer_id in self._found:
+            return
+        self._found.add(peer_id)
+        log.info("round %d: %s lives and gets nothing done", self.number, peer_id[-8:])
+        self.missed.add(peer_id)
+        self._ownership.members.found_hung(peer_id, self.number)
+        self.refresh()
 
     # ---- commands ---------------------------------------------------------------------------
 
@@ -251,6 +283,7 @@ class Exchange:
             case do.Abandon():
                 self.fail(Behind(f"the stage is further on than round {self.number}"))
             case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
+                self._note_sum(j, command)
                 self._steps.carry_out(j, command)
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
@@ -307,9 +340,19 @@ class Exchange:
         self._books.heard(self.number, j, told)
         return result
 
-    def _was_taken(self, j: int) -> None:
-        self.taken.add(j)
-        self._on_change()
+    def _note_sum(self, j: int, command: do.Command) -> None:
+        if isinstance(command, do.Sum):
+            self.summed.discard(j)
+            self.missed.update(command.absent)
+        elif isinstance(command, do.FindNorm | do.Step):
+            self.summed.add(j)
+
+    def _heard(self, primary: str, told: ReduceProgress) -> None:
+        if told.has_step:
+            self.taken.add(told.shard)
+            self._on_change()
+        else:
+            self._waits.summed(told.shard, primary)
 
     def fail(self, error: Exception) -> None:
         """It cannot end here."""

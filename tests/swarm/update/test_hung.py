@@ -1,0 +1,165 @@
+"""A replica that lives and gets nothing done any more: it answers pings and gossips. Its own watch
+ends it where its device hangs (`runtime.stuck`); until then the others go on without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
+from swarmnet.protocol.update.shard_facts import Facts
+from swarmnet.swarm.update.exchange.members import ExchangeMembers
+from swarmnet.swarm.update.exchange.sum_waits import SumWaits
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message
+from tests.swarm.handlers import intercept_calls
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+STAGES = {f"peer-{i}": min(i % 3, 1) for i in range(6)}
+"""Two replicas of the first stage, four of the last."""
+HUNG = "peer-4"
+SERVED = ("reduce", "ballot", "mirror", "norm", "stage_norm", "step", "admit", "fetch_parameters")
+SPEED = 0.2
+SPAN_S = 60.0
+FOUND_OUT_S = 45.0
+
+
+async def for_ever(*_: Any) -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def stop_calling(swarm: Swarm, *methods: str) -> None:
+    """Calls of the hung one do not get out of it."""
+    for method in methods:
+        intercept_calls(swarm.members[HUNG].peer.transport, method, for_ever)
+
+
+def stop_answering(swarm: Swarm, *methods: str) -> None:
+    async def answer(request: Request) -> Message:
+        return await for_ever()
+
+    for method in methods:
+        swarm.members[HUNG].peer.transport.handle(method, answer)
+
+
+def hang(swarm: Swarm) -> None:
+    """Owner of some shards, contributor to all."""
+    stop_calling(swarm, *SERVED)
+    stop_answering(swarm, *SERVED)
+
+
+def hang_as_contributor(swarm: Swarm) -> None:
+    """It sums and steps what it owns, and its gradient goes nowhere."""
+    stop_calling(swarm, "reduce")
+
+
+def hang_as_owner(swarm: Swarm) -> None:
+    """It contributes, and sums, steps and copies nothing: its worker hangs."""
+    worker: Any = swarm.members[HUNG].peer.machine.worker
+    worker.run = for_ever
+
+
+HANGS = {"altogether": hang, "as contributor": hang_as_contributor, "as owner": hang_as_owner}
+
+
+@pytest.mark.parametrize("begin", HANGS.values(), ids=HANGS)
+def test_a_replica_that_hangs_costs_few_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Swarm], None]
+) -> None:
+    named: set[tuple[str, str]] = set()
+    find = ExchangeMembers.found_hung
+
+    def found_hung(members: ExchangeMembers, peer_id: str, number: int) -> None:
+        named.add((members.gossip.own.peer_id, peer_id))
+        find(members, peer_id, number)
+
+    monkeypatch.setattr(ExchangeMembers, "found_hung", found_hung)
+
+    async def scenario(swarm: Swarm) -> None:
+        for name, stage in STAGES.items():
+            swarm.start(name, stage=stage, speed=SPEED)
+        await swarm.until_round(10)
+        before = await made(swarm)
+        begin(swarm)
+        await asyncio.sleep(FOUND_OUT_S)
+        after = await made(swarm)
+        print(before, after, [round(usual_s(swarm, name), 2) for name in STAGES])
+        assert after >= 0.5 * before
+        assert max(usual_s(swarm, name) for name in STAGES if name != HUNG) < 2.0
+        assert swarm.total("diverged") == 0
+        same_parameters(swarm)
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000, global_batch=64)
+    in_virtual_time(scenario, spec, is_synthetic=True)
+    print(named)
+    assert {theirs for own, theirs in named if own != HUNG} <= {HUNG}, "a sound one was given up"
+
+
+async def made(swarm: Swarm) -> int:
+    """Rounds that the slowest of the sound ones makes in `SPAN_S`."""
+    sound = [m.peer.gossip for name, m in swarm.members.items() if name != HUNG]
+    before = [gossip.own.round for gossip in sound]
+    await asyncio.sleep(SPAN_S)
+    return min(gossip.own.round - r for gossip, r in zip(sound, before, strict=True))
+
+
+def usual_s(swarm: Swarm, name: str) -> float:
+    served = swarm.members[name].peer._served  # noqa: SLF001  it is told nowhere
+    assert served is not None
+    return served.averaging.pace.usual_s()
+
+
+def same_parameters(swarm: Swarm) -> None:
+    """Those of a stage that are in one round have the same bits."""
+    known: dict[tuple[int, int], bytes] = {}
+    for name, member in swarm.members.items():
+        own = member.peer.gossip.own
+        assert known.setdefault((own.stage, own.round), own.digests) == own.digests, name
+    assert len(known) <= 5, known.keys()
+
+
+# ---- whose sum is waited for -----------------------------------------------------------------
+
+LIMIT_S = 10.0
+PRIMARY, ME, NEXT = "primary", "me", "next"
+
+
+def waiting(ballot: Ballot, **standing: Any) -> Facts:
+    roster = Roster(ballot, (PRIMARY, NEXT), (PRIMARY, NEXT))
+    facts = Facts(ME, roster, ballot)
+    facts.begun = (4, "gradient")
+    facts.members = {PRIMARY: Standing(ALIVE, **standing), NEXT: Standing(ALIVE)}
+    return facts
+
+
+def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
+    waits, facts = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
+    assert waits.hung(facts, 100.0, 109.9, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 110.0, LIMIT_S) == {PRIMARY}
+
+
+def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
+    waits, facts = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
+    waits.summed(0, PRIMARY)
+    assert waits.hung({0: facts[0]}, 100.0, 150.0, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 150.0, LIMIT_S) == {PRIMARY}
+
+
+def test_who_takes_over_gets_as_long() -> None:
+    waits, facts = SumWaits(), {0: waiting(Ballot(3, NEXT))}
+    assert waits.hung(facts, 100.0, 120.0, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 129.9, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 130.0, LIMIT_S) == {NEXT}
+
+
+def test_nobody_hangs_who_is_not_waited_for() -> None:
+    waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
+    facts.members = {PRIMARY: Standing(ALIVE), NEXT: Standing(ALIVE, is_past=True)}
+    assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
+    facts.begun = None
+    assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
