@@ -17,7 +17,7 @@ from tests.processes.running import Command, Machine, tiny_run
 pytestmark = pytest.mark.processes
 
 STAGES = (0, 1, 0, 1, 0, 1)
-BEFORE_S, CUT_S = 45.0, 90.0
+BEFORE_S, CUT_S = 45.0, 120.0
 """The exchange in which a cut begins takes up to 15 s of the second span."""
 KEPT = 0.8
 TOGETHER = 2

@@ -21,7 +21,8 @@ from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 STAGES = {f"peer-{i}": min(i % 3, 1) for i in range(6)}
 """Two replicas of the first stage, four of the last."""
-HUNG = "peer-4"
+PRIMARY_OF_MOST, BACKUP = "peer-2", "peer-4"
+"""In the last stage."""
 SERVED = ("reduce", "ballot", "mirror", "norm", "stage_norm", "step", "admit", "fetch_parameters")
 SPEED = 0.2
 SPAN_S = 60.0
@@ -33,43 +34,49 @@ async def for_ever(*_: Any) -> Message:
     raise AssertionError
 
 
-def stop_calling(swarm: Swarm, *methods: str) -> None:
+def stop_calling(swarm: Swarm, name: str, *methods: str) -> None:
     """Calls of the hung one do not get out of it."""
     for method in methods:
-        intercept_calls(swarm.members[HUNG].peer.transport, method, for_ever)
+        intercept_calls(swarm.members[name].peer.transport, method, for_ever)
 
 
-def stop_answering(swarm: Swarm, *methods: str) -> None:
+def stop_answering(swarm: Swarm, name: str, *methods: str) -> None:
     async def answer(request: Request) -> Message:
         return await for_ever()
 
     for method in methods:
-        swarm.members[HUNG].peer.transport.handle(method, answer)
+        swarm.members[name].peer.transport.handle(method, answer)
 
 
-def hang(swarm: Swarm) -> None:
+def hang(swarm: Swarm, name: str) -> None:
     """Owner of some shards, contributor to all."""
-    stop_calling(swarm, *SERVED)
-    stop_answering(swarm, *SERVED)
+    stop_calling(swarm, name, *SERVED)
+    stop_answering(swarm, name, *SERVED)
 
 
-def hang_as_contributor(swarm: Swarm) -> None:
+def hang_as_contributor(swarm: Swarm, name: str) -> None:
     """It sums and steps what it owns, and its gradient goes nowhere."""
-    stop_calling(swarm, "reduce")
+    stop_calling(swarm, name, "reduce")
 
 
-def hang_as_owner(swarm: Swarm) -> None:
+def hang_at_work(swarm: Swarm, name: str) -> None:
     """It contributes, and sums, steps and copies nothing: its worker hangs."""
-    worker: Any = swarm.members[HUNG].peer.machine.worker
+    worker: Any = swarm.members[name].peer.machine.worker
     worker.run = for_ever
 
 
-HANGS = {"altogether": hang, "as contributor": hang_as_contributor, "as owner": hang_as_owner}
+HANGS = {
+    "altogether, a primary": (hang, PRIMARY_OF_MOST),
+    "altogether, a backup": (hang, BACKUP),
+    "as contributor": (hang_as_contributor, BACKUP),
+    "as primary": (hang_at_work, PRIMARY_OF_MOST),
+    "as backup": (hang_at_work, BACKUP),
+}
 
 
-@pytest.mark.parametrize("begin", HANGS.values(), ids=HANGS)
+@pytest.mark.parametrize(("begin", "hung"), HANGS.values(), ids=HANGS)
 def test_a_replica_that_hangs_costs_few_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Swarm], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Swarm, str], None], hung: str
 ) -> None:
     named: set[tuple[str, str]] = set()
     find = ExchangeMembers.found_hung
@@ -84,25 +91,25 @@ def test_a_replica_that_hangs_costs_few_rounds(
         for name, stage in STAGES.items():
             swarm.start(name, stage=stage, speed=SPEED)
         await swarm.until_round(10)
-        before = await made(swarm)
-        begin(swarm)
+        before = await made(swarm, hung)
+        begin(swarm, hung)
         await asyncio.sleep(FOUND_OUT_S)
-        after = await made(swarm)
+        after = await made(swarm, hung)
         print(before, after, [round(usual_s(swarm, name), 2) for name in STAGES])
         assert after >= 0.5 * before
-        assert max(usual_s(swarm, name) for name in STAGES if name != HUNG) < 2.0
+        assert max(usual_s(swarm, name) for name in STAGES if name != hung) < 2.0
         assert swarm.total("diverged") == 0
         same_parameters(swarm)
 
     spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000, global_batch=64)
     in_virtual_time(scenario, spec, is_synthetic=True)
     print(named)
-    assert {theirs for own, theirs in named if own != HUNG} <= {HUNG}, "a sound one was given up"
+    assert {theirs for own, theirs in named if own != hung} <= {hung}, "a sound one was given up"
 
 
-async def made(swarm: Swarm) -> int:
+async def made(swarm: Swarm, hung: str) -> int:
     """Rounds that the slowest of the sound ones makes in `SPAN_S`."""
-    sound = [m.peer.gossip for name, m in swarm.members.items() if name != HUNG]
+    sound = [m.peer.gossip for name, m in swarm.members.items() if name != hung]
     before = [gossip.own.round for gossip in sound]
     await asyncio.sleep(SPAN_S)
     return min(gossip.own.round - r for gossip, r in zip(sound, before, strict=True))
