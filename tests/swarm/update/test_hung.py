@@ -107,6 +107,35 @@ def test_a_replica_that_hangs_costs_few_rounds(
     assert {theirs for own, theirs in named if own != hung} <= {hung}, "a sound one was given up"
 
 
+@pytest.mark.parametrize("hung", [PRIMARY_OF_MOST, BACKUP])
+@pytest.mark.parametrize("hangs_s", [8.0, 15.0, 25.0])
+def test_one_that_was_only_slow_is_back_and_has_the_same_parameters(
+    tmp_path: Path, hung: str, hangs_s: float
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        for name, stage in STAGES.items():
+            swarm.start(name, stage=stage, speed=SPEED)
+        await swarm.until_round(10)
+        worker: Any = swarm.members[hung].peer.machine.worker
+        run, goes_on = worker.run, asyncio.Event()
+
+        async def slow(work: Callable[[], Any]) -> Any:
+            await goes_on.wait()
+            return await run(work)
+
+        worker.run = slow
+        await asyncio.sleep(hangs_s)
+        goes_on.set()
+        newest = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) > newest + 10, 120.0)
+        assert max(swarm.rounds()) - min(swarm.rounds()) <= 1
+        assert swarm.total("diverged") == 0
+        same_parameters(swarm)
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000, global_batch=64)
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
 async def made(swarm: Swarm, hung: str) -> int:
     """Rounds that the slowest of the sound ones makes in `SPAN_S`."""
     sound = [m.peer.gossip for name, m in swarm.members.items() if name != hung]
