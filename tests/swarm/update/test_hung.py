@@ -13,7 +13,7 @@ import pytest
 from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
 from swarmnet.protocol.update.shard_facts import Facts
 from swarmnet.swarm.update.exchange.members import ExchangeMembers
-from swarmnet.swarm.update.exchange.sum_waits import SumWaits
+from swarmnet.swarm.update.exchange.progress import SumWaits
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message
 from tests.swarm.handlers import intercept_calls

@@ -26,9 +26,9 @@ from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.outbox import Outbox, Part
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
+from swarmnet.swarm.update.exchange.progress import Progress
 from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
-from swarmnet.swarm.update.exchange.sum_waits import SumWaits
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
@@ -61,17 +61,11 @@ class Exchange:
         self._gossip, self._replica, self._ownership = gossip, replica, ownership
         self._work, self._books, self._pace, self._on_change = work, books, pace, on_change
         self._tasks = Tasks("exchange")
+        self.progress = Progress(number, ownership.members, pace, self.refresh)
         self._outbox = Outbox(
-            number,
-            gossip,
-            replica,
-            pace,
-            self._tasks,
-            self.feed,
-            self._arrived,
-            self._heard,
-            self._found_hung,
-        )
+            number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._heard,
+            self.progress.hangs,
+        )  # fmt: skip
         self._steps = ExchangeSteps(
             number,
             replica,
@@ -89,7 +83,7 @@ class Exchange:
         self._events: list[tuple[int, on.Event]] = []
         self._is_feeding = self._stays_in_stage = False
         self._members: dict[str, Standing] = {}
-        self._short_of = 0
+        self._short_of = self._num_calls = 0
         self._begun_at: float | None = None
         self._distrusted: set[str] = set()
         """Who gave parameters that no stage takes."""
@@ -97,24 +91,16 @@ class Exchange:
         """Where results go; None before this replica has closed its round."""
         self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Of other replicas, which wait for an answer."""
-        self._num_calls = 0
         self._deadlines: dict[int, float] = {}
         self.results: dict[int, Result] = {}
         """By shard, what is here."""
         self.done: dict[int, bool] = {}
         """Shards whose result has been put where it goes; whether the own contribution counts."""
-        self.summed: set[int] = set()
-        """Shards whose sum is made here."""
-        self.missed: set[str] = set()
-        """Who lives, was waited for, and has sent nothing."""
-        self._waits, self._found = SumWaits(), set[str]()
         self.taken: set[int] = set()
         """Shards whose owners have made the step, as this replica heard when about to leave."""
         self.changed = Condition()
         self.failure: Exception | None = None
         """Why it cannot end here."""
-        self.is_usual = True
-        """Nobody had to be waited for."""
         self.refresh()
         self._tasks.start(self._watch())
 
@@ -205,7 +191,7 @@ class Exchange:
         try:
             event = make(call)
             if isinstance(event, on.Pushed):
-                self.missed.discard(event.sender)
+                self.progress.came(event.sender)
             self.feed(shard, event)
             return await future
         finally:
@@ -222,7 +208,7 @@ class Exchange:
             return
         self._members, self._short_of = members, counted
         if any(s.life == SUSPECT for s in members.values()):
-            self.is_usual = False
+            self.progress.waits()
         for j in list(self._machines):
             self.feed(j, on.Seen(members, counted))
 
@@ -242,22 +228,9 @@ class Exchange:
     async def _watch(self) -> None:
         while True:
             await self._gossip.changed.wait(LOOK_AGAIN_S)
-            if self._begun_at is not None:
-                began, now, limit_s = self._begun_at, self._gossip.awake_s(), self._pace.sum_s()
-                facts = {j: machine.facts for j, machine in self._machines.items()}
-                for peer_id in self._waits.hung(facts, began, now, limit_s):
-                    self._found_hung(peer_id)
+            facts = {j: machine.facts for j, machine in self._machines.items()}
+            self.progress.look(facts, self._begun_at, self._gossip.awake_s())
             self.refresh()
-
-    def _found_hung(self, peer_id: str) -> None:
-        """Nobody waits for it here any more."""
-        if peer_id in self._found:
-            return
-        self._found.add(peer_id)
-        log.info("round %d: %s lives and gets nothing done", self.number, peer_id[-8:])
-        self.missed.add(peer_id)
-        self._ownership.members.found_hung(peer_id, self.number)
-        self.refresh()
 
     # ---- commands ---------------------------------------------------------------------------
 
@@ -283,7 +256,7 @@ class Exchange:
             case do.Abandon():
                 self.fail(Behind(f"the stage is further on than round {self.number}"))
             case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
-                self._note_sum(j, command)
+                self.progress.begins(j, command)
                 self._steps.carry_out(j, command)
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
@@ -340,19 +313,12 @@ class Exchange:
         self._books.heard(self.number, j, told)
         return result
 
-    def _note_sum(self, j: int, command: do.Command) -> None:
-        if isinstance(command, do.Sum):
-            self.summed.discard(j)
-            self.missed.update(command.absent)
-        elif isinstance(command, do.FindNorm | do.Step):
-            self.summed.add(j)
-
     def _heard(self, primary: str, told: ReduceProgress) -> None:
         if told.has_step:
             self.taken.add(told.shard)
             self._on_change()
         else:
-            self._waits.summed(told.shard, primary)
+            self.progress.has_sum(told.shard, primary)
 
     def fail(self, error: Exception) -> None:
         """It cannot end here."""

@@ -152,7 +152,7 @@ class ExchangeService:
         await asyncio.sleep(self._pace.contributions_s()[1])
         untold = set(push.shards)
         while untold and push.round == self._replica.current_exchange:
-            for j in untold & self._present().summed:
+            for j in untold & self._present().progress.summed:
                 request.progress(Message(ReduceProgress(j, has_step=False)))
                 untold.discard(j)
             await asyncio.sleep(LOOK_LESS_S)

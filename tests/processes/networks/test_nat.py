@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from peer.machine.limits import LIMITS_FILE
-from tests.processes.inside import ENTER, address_at, round_of, said, start, world
-from tests.processes.internet import Internet
+from tests.processes.networks.inside import ENTER, address_at, round_of, said, start, world
+from tests.processes.networks.internet import Internet
 from tests.processes.running import SPARING, Command, Machine, tiny_run
 
 pytestmark = pytest.mark.processes

@@ -146,6 +146,14 @@ class Internet:
         ):
             self._inside(space, "nft", rule)
 
+    def heal_one_way(self, target: int) -> None:
+        """All packets get to a public machine again, by number from 1."""
+        space = self._public[target - 1]
+        if shutil.which("nft"):
+            self._inside(space, "nft", "delete table ip cuts")
+        else:
+            self._inside(space, "iptables", "-F", "INPUT")
+
     @property
     def _public(self) -> list[str]:
         return [s for s in self.spaces if not s.endswith(("-wire", "-nat"))]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.processes.internet import PUBLIC_NET, Internet, NoNamespaces, internet
+from tests.processes.networks.internet import PUBLIC_NET, Internet, NoNamespaces, internet
 from tests.processes.running import Command, Machine, machine
 
 ENTER = """

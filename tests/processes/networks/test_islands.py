@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.inside import world
-from tests.processes.internet import HOME_NET, PUBLIC_NET
+from tests.processes.networks.inside import world
+from tests.processes.networks.internet import HOME_NET, PUBLIC_NET
 from tests.processes.running import SWARMNET, Command, Machine, machine, tiny_run
 
 pytestmark = pytest.mark.processes
