@@ -218,7 +218,9 @@ class Averaging:
         if averaged is not None:
             self.lost.averaged(r, averaged)
         took = self.gossip.awake_s() - started
-        self.pace.took(took, is_usual=has_others and declared > 0 and exchange.is_usual)
+        known = exchange.progress
+        is_usual = has_others and declared > 0 and known.is_usual
+        self.pace.took(took, is_usual=is_usual, missed=known.missed)
         self.replica.measured.exchanged(took)
 
     async def _contribute(

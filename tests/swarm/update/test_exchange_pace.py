@@ -129,6 +129,29 @@ def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
     run(asked())
 
 
+def test_a_wait_for_who_does_not_come_is_no_measure() -> None:
+    """Else each deadline were longer than the one before, as long as somebody hangs."""
+
+    async def asked() -> None:
+        pace, _ = pace_of(ZERO, [])
+        pace.took(1.0)
+        usual_s, wait_s = pace.usual_s(), pace.contributions_s()[1]
+        for _ in range(9):
+            pace.took(pace.contributions_s()[1], missed={"hangs"})
+        assert (pace.usual_s(), pace.contributions_s()[1]) == (usual_s, wait_s)
+        assert pace.last_s == 1.0
+        pace.straggled("another")
+        assert pace.usual_s() == usual_s
+        pace.straggled("hangs")  # it was late, no more: the next deadline has room for it
+        assert pace.contributions_s()[1] > wait_s
+        slower_s = pace.usual_s()
+        pace.straggled("hangs")
+        assert pace.usual_s() == slower_s
+        pace.close()
+
+    run(asked())
+
+
 def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
     """Of a replica in an open round, of which nobody knows yet when it will be fed."""
     pace, replica = pace_of(mode, [])

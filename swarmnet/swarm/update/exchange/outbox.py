@@ -82,12 +82,14 @@ class Outbox:
         tasks: Tasks,
         feed: Feed,
         arrived: Arrived,
-        on_taken: Callable[[int], None],
+        on_progress: Callable[[str, ReduceProgress], None],
+        on_silent: Callable[[str], None],
     ) -> None:
-        """`on_taken(shard)`: the owners have made the step, as this replica is told when it is
-        about to leave."""
+        """`on_progress(primary, told)` hears what comes before a result; `on_silent(peer_id)`, that
+        a call was not answered in the time that it has."""
         self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
-        self._tasks, self._feed, self._arrived, self._on_taken = tasks, feed, arrived, on_taken
+        self._tasks, self._feed, self._arrived = tasks, feed, arrived
+        self._on_progress, self._on_silent = on_progress, on_silent
         self.own: dict[int, Part] = {}
         """What this replica contributes, by shard, as long as it is needed."""
         self.tokens: dict[int, int] = {}
@@ -228,11 +230,13 @@ class Outbox:
             is_whole=not self._replica.synced,
         )
         gradients = tuple(gradient for _, gradient in parts if gradient is not None)
-        reply = await self._call(call.target, "reduce", Message(request, gradients), self._progress)
+        reply = await self._call(
+            call.target,
+            "reduce",
+            Message(request, gradients),
+            lambda told: self._on_progress(call.target, convert(told.body, ReduceProgress)),
+        )
         return self._results_in(shards, convert(reply.body, ReduceReply).shards, reply.arrays)
-
-    def _progress(self, message: Message) -> None:
-        self._on_taken(convert(message.body, ReduceProgress).shard)
 
     def _ends(self, call: PushCall, shard: int) -> bool:
         """Whether the answer to a push counts; there is none under way after it."""
@@ -245,6 +249,8 @@ class Outbox:
     def _push_failed(self, call: PushCall, shard: int, error: SwarmnetError) -> None:
         if not self._ends(call, shard):
             return
+        if isinstance(error, DeadlineExceeded):
+            self._on_silent(call.target)
         if isinstance(error, TransportError):
             self._gossip.probe(call.target)
         if self._has_moved_on(error):
@@ -268,7 +274,10 @@ class Outbox:
         terms = tuple(command.ballot.term for command in commands.values())
         request = BallotRequest(self._exchange, self._replica.index, shards, terms, is_final)
         try:
-            reply = await self._call(member, "ballot", Message(request))
+            # A promise takes no work; before one is given, an exchange may have to begin.
+            wait_s, _ = self._pace.contributions_s()
+            timeout_s = wait_s if is_final else None
+            reply = await self._call(member, "ballot", Message(request), timeout_s=timeout_s)
             told = convert(reply.body, BallotReply)
             if len(told.terms) != len(shards):
                 raise ProtocolViolation("not an answer for each shard")
@@ -276,6 +285,8 @@ class Outbox:
             found = self._results_in(with_result, told.told, reply.arrays)
         except SwarmnetError as e:  # it is asked again, as long as it lives
             log.debug("round %d: no answer of %s: %s", self._exchange, member[-8:], e)
+            if isinstance(e, DeadlineExceeded):
+                self._on_silent(member)
             if isinstance(e, TransportError):
                 self._gossip.probe(member)
             for j, command in commands.items():
@@ -320,6 +331,7 @@ class Outbox:
             event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
             log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
+            self._on_silent(backup)
         except TransportError as e:
             log.debug("shard %d has not reached %s: %s", request.shard, backup[-8:], e)
             self._gossip.probe(backup)

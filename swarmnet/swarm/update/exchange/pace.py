@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import median_high
 
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
@@ -63,8 +63,10 @@ class ExchangePace:
         self._turns = Turns()
         self._exchange_s = 0.0
         self._stage_bytes = stage_bytes(replica)
+        self._held: tuple[float, frozenset[str]] | None = None
+        """What the last exchange took, where peers were waited for in vain, and for whom."""
         self.last_s = 0.0
-        """What the last exchange took."""
+        """What the last exchange took in which nobody was waited for in vain."""
 
     def close(self) -> None:
         self._turns.close()
@@ -79,14 +81,30 @@ class ExchangePace:
 
     # ---- time -------------------------------------------------------------------------------
 
-    def took(self, seconds: float, *, is_usual: bool = True) -> None:
+    def took(self, seconds: float, *, is_usual: bool = True, missed: Collection[str] = ()) -> None:
         """An exchange is over. One with no other replica, or to which this one had nothing to give,
         says nothing of others (`is_usual` is False). (A clock that leaves out its own stalls may
-        have gone back a little.)"""
+        have gone back a little.)
+
+        `missed`: who was waited for in vain. That wait is no measure of what an exchange takes: one
+        that hangs would make each deadline longer than the one before. It is one where such a peer
+        was late, and comes after all (`straggled`)."""
         seconds = max(0.0, seconds)
+        self._held = (seconds, frozenset(missed)) if missed and is_usual else None
+        if missed:
+            return
         self.last_s = seconds
         if is_usual:
-            self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
+            self._measure(seconds)
+
+    def straggled(self, peer_id: str) -> None:
+        """A contribution of a peer has come after its exchange."""
+        if self._held is not None and peer_id in self._held[1]:
+            self._measure(self._held[0])
+            self._held = None
+
+    def _measure(self, seconds: float) -> None:
+        self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
 
     def usual_s(self) -> float:
         """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while that
@@ -101,6 +119,11 @@ class ExchangePace:
         due_s = measured_s + self._limits.reduce_wait_min_s + self._closing_s()
         due_s = min(due_s, longest_s)
         return due_s, due_s if measured_s else longest_s
+
+    def sum_s(self) -> float:
+        """Longest wait for the word that a sum is made, at a primary that lives: it waits for
+        contributions from when it has closed the round itself, which may be as late as one."""
+        return 2 * self.contributions_s()[1]
 
     def norm_s(self) -> float:
         """Longest wait for the norm over all stages: until the last shard has been summed."""
