@@ -1,12 +1,13 @@
-"""Speed of the codecs: fp32 to codes and back, on one core.
+"""Speed of the codecs: fp32 to codes and back, on one core or on a GPU.
 
-    python benchmarks/codecs.py [--repeat 9] [--json FILE]
+    python benchmarks/codecs.py [--device cuda] [--repeat 9] [--json FILE]
 
 For each codec and size of an activation: bits a number on the wire, MB (10^6) of fp32 a second that
 one core encodes, decodes, and does both with (checks of what arrives included); and the speed of a
 link below which the codec saves time, though nothing overlaps: where a MB that goes as it is takes
 longer than coding it, sending the codes and decoding them. Times are CPU times of the thread, since
-the machine may not be quiet; medians of `--repeat`.
+the machine may not be quiet, and with `--device cuda` wall-clock times up to the end of the GPU's
+work, the numbers and the codes in its memory; medians of `--repeat`.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU that torch can use")
     torch.set_num_threads(1)
+    device = torch.device(options.device)
     rows = [
-        measure(codec, size, options.repeat)
+        measure(codec, size, device, options.repeat)
         for codec in CODECS.values()
         if codec.name != NONE
         for size in SHAPES
@@ -70,9 +75,9 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
 
 
-def measure(codec: Codec, size: str, repeat: int) -> Row:
+def measure(codec: Codec, size: str, device: torch.device, repeat: int) -> Row:
     """The median of some turns."""
-    values = activation(*SHAPES[size])
+    values = activation(*SHAPES[size]).to(device)
     n = values.shape[1]
     coded = codec.encode(values)
 
@@ -80,8 +85,9 @@ def measure(codec: Codec, size: str, repeat: int) -> Row:
         codec.check("activation", coded, n)
         return codec.decode(coded, n)
 
-    encode_s = cpu_s(lambda: codec.encode(values), repeat)
-    decode_s = cpu_s(receive, repeat)
+    clock = clock_of(device)
+    encode_s = median_s(lambda: codec.encode(values), clock, repeat)
+    decode_s = median_s(receive, clock, repeat)
     megabytes = values.nbytes / MEGA
     both = megabytes / (encode_s + decode_s)
     saved = 1.0 - coded.nbytes / values.nbytes
@@ -103,14 +109,26 @@ def activation(tokens: int, width: int) -> Tensor:
     return values
 
 
-def cpu_s(work: Callable[[], Tensor], repeat: int) -> float:
-    """CPU seconds of this thread, the median."""
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """In seconds: of the CPU time of this thread, or of the time when the GPU is done."""
+    if device.type == "cpu":
+        return time.thread_time
+
+    def when_done() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return when_done
+
+
+def median_s(work: Callable[[], Tensor], clock: Callable[[], float], repeat: int) -> float:
+    """Seconds of a turn, the median."""
     work()
     times = []
     for _ in range(repeat):
-        began = time.thread_time()
+        began_s = clock()
         work()
-        times.append(time.thread_time() - began)
+        times.append(clock() - began_s)
     return statistics.median(times)
 
 

@@ -515,11 +515,10 @@ def export(
             raise UsageError("--run-id goes with --state-dir; an address is of one run")
         if best and round_index is not None:
             raise UsageError("give --round or --best, not both")
-        if weights is not None and not merge:
-            raise UsageError("--weights goes with --merge")
         from peer.commands.export import Wanted, export_checkpoints, export_live
 
-        wanted = Wanted(round_index, run_id, best, dtype, merge, weights)
+        base = "" if weights is None else str(weights)
+        wanted = Wanted(round_index, run_id, best, dtype, merge, weights, base)
         if state_dir:
             typer.echo(export_checkpoints(state_dir, out, wanted))
             return

@@ -99,8 +99,8 @@ ModelFolderOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="With --merge: where this machine has the model that the run began from. Else it "
-        "comes from the peers, or from what they have kept.",
+        help="For adapters: where this machine has their model. An adapter names it as its base. "
+        "With --merge it is read, else it comes from the peers, or from what they have kept.",
     ),
 ]
 RunIdOption = Annotated[

@@ -174,6 +174,10 @@ class ModelSpec(_Table):
     checkpoints has it, RUN@ROUND for an earlier round, or a state folder; on the machine that
     starts the run, which replaces it by RUN@ROUND."""
 
+    moments: bool = False
+    """The optimizer's moments at that run's end go on too, as they do where both runs have the same
+    stages and shards. Filled in."""
+
     base: Text = ""
     """Name of the model that the run began from, for the model card; from the folder."""
 
@@ -251,6 +255,8 @@ class ModelSpec(_Table):
             raise ValueError('from and config are for kind = "transformers" only')
         if self.kind != "transformers" and self.weights and not self.continues:
             raise ValueError("weights goes with from or continues")
+        if self.moments and not (self.continues and self.weights):
+            raise ValueError("moments is filled in where the run continues another; remove it")
         return self
 
     def _check_transformers(self) -> None:
@@ -375,9 +381,10 @@ class LoraSpec(_Table):
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` instead."""
 
-    base_dtype: Literal["", "bfloat16"] = ""
+    base_dtype: Literal["", "bfloat16", "int8", "nf4"] = ""
     """`bfloat16`: the model's own weights are rounded to that once, and linear layers keep them so
-    also where passes are fp32. Left out: they are kept in the precision of the passes."""
+    also where passes are fp32. `int8`, `nf4`: linear layers of decoder layers keep them in 8 or 4
+    bits. Left out: they are kept in the precision of the passes."""
 
     adapter: Digest = ""
     """SHA-256 of the adapter that the run began from; empty for random ones. Filled in."""

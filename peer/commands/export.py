@@ -62,11 +62,15 @@ class Wanted:
     """Adapters are added to the model that they were trained for."""
     weights: Path | None = None
     """That model's folder, where it is on this machine."""
+    base: str = ""
+    """That model as a person writes it: a folder, or ORG/NAME of the hub; empty where only its name
+    is known."""
 
     def check(self, spec: RunSpec) -> None:
         """Raises `UserError` where it does not go with the run."""
-        if self.merge and spec.lora is None:
-            raise UserError("--merge: this run trains the whole model; leave it out")
+        given = "--merge" if self.merge else "--weights" if self.weights is not None else ""
+        if given and spec.lora is None:
+            raise UserError(f"{given}: this run trains the whole model; leave it out")
 
     def choose(self, keys: Sequence[Key], held_out: Mapping[int, float]) -> Key | None:
         """Of some rounds, the newest first. None where the wanted one is not among them. Raises
@@ -104,7 +108,8 @@ async def export_live(
         disk = WorkerThread("disk")
         try:
             trained = await fetch_trained(spec, observer.transport, gossip, parts, disk, wanted)
-            trained = replace(trained, files=await observer.fetch_files())
+            files = await observer.fetch_files()
+            trained = replace(trained, files=files, base=wanted.base)
             if wanted.merge:
                 base = await fetch_base(
                     spec, observer.transport, gossip, disk, trained.files, wanted.weights
@@ -244,8 +249,9 @@ def export_checkpoints(state_dirs: Sequence[Path], out: Path, wanted: Wanted = W
             )
         spec = RunSpec.from_checkpoint(chosen.spec, chosen.run_id)
         wanted.check(spec)
+        files = _run_files(spec, folders)
         trained = Trained(
-            spec, chosen.round, named, chosen.run_id, _run_files(spec, folders), held_out
+            spec, chosen.round, named, chosen.run_id, files, held_out, base=wanted.base
         )
         if wanted.merge:
             trained = trained.merged(kept_base(spec, folders, wanted.weights))

@@ -128,16 +128,18 @@ async def run_local(
         finally:
             await processes.stop()
             if options.out is not None:
-                await asyncio.to_thread(_export, options, options.out, processes, reporter)
+                dtype, base = options.dtype, started.model
+                await asyncio.to_thread(_export, dtype, base, options.out, processes, reporter)
 
 
-def _export(options: LocalOptions, out: Path, processes: PeerProcesses, reporter: Reporter) -> None:
-    """Writes the model that the peers have saved when they ended; why not, in a line."""
+def _export(dtype: str, base: str, out: Path, processes: PeerProcesses, reporter: Reporter) -> None:
+    """Writes the model that the peers have saved when they ended; why not, in a line. `base`: as in
+    `Wanted`."""
     from peer.commands.export import Wanted, export_checkpoints
 
     folders = [processes.folder / child.name for child in processes.children]
     try:
-        line = export_checkpoints(folders, out, Wanted(dtype=options.dtype))
+        line = export_checkpoints(folders, out, Wanted(dtype=dtype, base=base))
     except UserError as error:
         line = f"the model was not written: {error}"
     reporter.screen.say(line)

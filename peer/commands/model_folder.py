@@ -61,6 +61,9 @@ class Trained:
     """Measured losses, by round."""
     is_merged: bool = False
     """Adapters are in the weights."""
+    base: str = ""
+    """The model that the run began from as this machine finds it, for adapters; empty where only
+    its name is known."""
 
     @property
     def is_adapter(self) -> bool:
@@ -154,7 +157,8 @@ def _files(trained: Trained, dtype: str) -> dict[str, bytes]:
         from swarmnet.training.models.lora_folder import adapter_config
 
         files.pop(GENERATION_FILE, None)
-        return {**files, ADAPTER_CONFIG: _json(adapter_config(spec.lora, spec.model.base))}
+        base = trained.base or spec.model.base
+        return {**files, ADAPTER_CONFIG: _json(adapter_config(spec.lora, base))}
     ends = end_tokens(spec, files)
     files[CONFIG_FILE] = _json(_config(spec, dtype, ends))
     files[GENERATION_FILE] = _json(_generation_config(spec, files, ends))
@@ -259,7 +263,9 @@ def _about(trained: Trained) -> list[str]:
         licence = f" (licence: {model.license})" if model.license else " (licence: see there)"
         lines.append(f"Base model: {model.base}{licence}")
     if spec.lora is not None:
-        what = "merged into the weights" if trained.is_merged else "which `peft` loads beside it"
+        what = "merged into the weights"
+        if trained.is_adapter:
+            what = f"which `peft` loads beside the base model. They need {model.base}, unchanged"
         targets = ", ".join(spec.lora.target_modules)
         lines.append(f"LoRA adapters of rank {spec.lora.rank} on {targets}, {what}")
     if model.kind == "custom":

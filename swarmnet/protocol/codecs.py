@@ -79,6 +79,11 @@ class UpdateCodec:
     """Of the change of the parameters that comes back. Everyone applies it decoded. What coding
     loses of one is added to the next. With `none`, the parameters themselves come back."""
 
+    def of_contribution(self, *, is_short: bool) -> str:
+        """The codec of one. `is_short`: it is a change over a single step, or the last one; what
+        `topk` leaves out of these would be missed."""
+        return self.sums if is_short and self.contributions == TOPK else self.contributions
+
     def form(self, codec: str, size: int) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of a coded shard of so many numbers."""
         return coded_form(codec, (size,), 0)

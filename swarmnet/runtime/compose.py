@@ -40,6 +40,7 @@ def run_settings(spec: RunSpec) -> RunSettings:
         local_steps=spec.sync.local_steps,
         fragments=spec.sync.fragments,
         sync_warmup_rounds=spec.sync_warmup_rounds,
+        begins_with_moments=spec.model.moments,
     )
 
 

@@ -316,8 +316,10 @@ class SyntheticShardCodec:
         self.names = update_codec(sizes.update_codec)
         self._size = sizes.shard_parameters
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
-        return self.claim(self.names.contributions, gradient)
+    def contribution(
+        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+    ) -> Array:
+        return self.claim(self.names.of_contribution(is_short=is_short), gradient)
 
     def forget_error(self, shard_index: int) -> None:
         pass

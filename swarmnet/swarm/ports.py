@@ -234,9 +234,12 @@ class ShardCodec(Protocol):
 
     names: UpdateCodec
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
+    def contribution(
+        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+    ) -> Array:
         """A gradient to be sent, with what coding has lost of this replica's contributions before.
-        `keeps_error`: what coding loses now is for the next one; else this changes nothing here."""
+        `keeps_error`: what coding loses now is for the next one; else this changes nothing here.
+        `is_short`: as of `UpdateCodec.of_contribution`."""
 
     def forget_error(self, shard_index: int) -> None:
         """The last contribution to the shard does not count, nor does what coding has lost."""
@@ -364,12 +367,16 @@ class LocalSteps(Protocol):
 
 class InitialWeights(Protocol):
     """The weights that a run began from, as shards of its stages: those of a stage's base come
-    first, then those of its trained parameters, unless these begin at random. Blocks."""
+    first, then those of its trained parameters, unless these begin at random; where the moments of
+    another run go on, for each of the latter one with its mean, its square and its number of steps,
+    fp32 [2 x size + 1]. Blocks."""
 
     is_here: bool
     """This machine can give some of them."""
     has_trained: bool
     """Trained parameters are among them."""
+    has_moments: bool
+    """So are moments."""
 
     def shard(self, stage_index: int, shard_index: int) -> Array | None:
         """A shard, flat fp32; None where it is unknown or not what the run began from."""

@@ -43,6 +43,8 @@ class RunSettings:
     """Groups of shards that are exchanged in different rounds, likewise."""
     sync_warmup_rounds: int = 0
     """First rounds in which exchanges come as soon as they can, whatever the mode."""
+    begins_with_moments: bool = False
+    """The optimizer's state is not empty at the beginning of the run: another one's goes on."""
 
     @property
     def max_record_bytes(self) -> int:

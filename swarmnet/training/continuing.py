@@ -2,8 +2,8 @@
 
 The other run is found in the checkpoints of this machine. Its parameters are taken by their names,
 so that the new run may cut stages and shards in another way. Their hashes stand in the new run's
-spec, as those of a model's folder would (docs/decisions/0010-continue-by-weights.md). Moments begin
-at zero.
+spec, as those of a model's folder would (docs/decisions/0010-continue-by-weights.md). The moments
+of its optimizer go on where they fit (`ended_moments`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from swarmnet.training.checkpoint import (
     checksum,
     find_checkpoints,
 )
+from swarmnet.training.ended_moments import EndedMoments, misfit
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.models.initial_weights import InitialLayout
+from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.models.source_weights import shard_hash
 
 WANTED = re.compile(r"([0-9a-f]{8,32})(?:@(\d{1,18}))?")
 """RUN or RUN@ROUND, of the beginning of a run's id."""
@@ -57,7 +59,7 @@ SAME_MODEL = (
 parameters."""
 SAME_LORA = ("rank", "alpha", "target_modules", "use_rslora")
 BEGINNINGS = {
-    "model": ("source", "from", "continues", "weights", "dtype"),
+    "model": ("source", "from", "continues", "weights", "moments", "dtype"),
     "lora": ("source", "from", "adapter"),
     "files": (WEIGHTS_FILE,),
 }
@@ -82,17 +84,18 @@ class Ended:
     round: int
     spec: RunSpec
     """As it was written into the checkpoints."""
-    stages: tuple[Saved, ...]
-    """Checkpoints of that round, one of each stage, in their order."""
+    stages: tuple[tuple[Saved, ...], ...]
+    """Checkpoints of that round, of each stage in their order; those of a stage have the same
+    parameters."""
     saved_unix_s: float
 
     @property
     def name(self) -> str:
         return f"{self.run_id}@{self.round}"
 
-    def weights(self, layout: InitialLayout) -> CheckpointWeights:
+    def weights(self, spec: RunSpec, layout: InitialLayout) -> CheckpointWeights:
         """As `EndedRun`. Blocks for as long as the files' checksums take."""
-        for folder, meta in self.stages:
+        for folder, meta in (saved[0] for saved in self.stages):
             path = folder / STAGE_FILE
             try:
                 is_whole = checksum(path) == meta.checksums.get(STAGE_FILE)
@@ -103,22 +106,66 @@ class Ended:
                     f"[model] continues: {path} is damaged; name an earlier round: "
                     f'"{self.run_id}@ROUND"'
                 )
-        return self.unchecked(layout)
+        return self.unchecked(spec, layout)
 
-    def unchecked(self, layout: InitialLayout) -> CheckpointWeights:
+    def unchecked(self, spec: RunSpec, layout: InitialLayout) -> CheckpointWeights:
         """As `weights`, for who checks the values himself."""
-        paths = [folder / STAGE_FILE for folder, _ in self.stages]
-        return CheckpointWeights(self.run_id, paths, layout.trained)
+        paths = [saved[0][0] / STAGE_FILE for saved in self.stages]
+        no_moments = misfit(self.spec, spec, layout)
+        moments = None
+        if not no_moments:
+            moments = EndedMoments(self.stages, layout.trained_sizes)
+            no_moments = moments.lacks
+        return CheckpointWeights(self.run_id, paths, layout.trained, moments, no_moments)
+
+    def check_base(self, layout: InitialLayout, hashes: bytes, folder: Path) -> None:
+        """As `EndedRun`: the lists of hashes are compared, also where the other run had cut the
+        model otherwise, for which the folder is read once more. Raises `SpecError`."""
+        theirs = InitialLayout.of(self.spec)
+        ours = layout.base_hashes(hashes)
+        if (theirs.base, theirs.base_sizes) != (layout.base, layout.base_sizes):
+            source = InitialSources(self.spec, theirs, folder, None)
+            ours = [
+                b"".join(_hash(source.read(stage, j)) for j in range(len(sizes)))
+                for stage, sizes in enumerate(theirs.base_sizes)
+            ]
+        if theirs.base_hashes(self._hashes()) != ours:
+            raise SpecError(
+                f"[model] continues: run {self.run_id[:SHOWN_CHARACTERS]} trained adapters for "
+                f"{self.spec.model.base[:80] or 'a model'}, and {folder} has other weights; name "
+                "the folder that it began from"
+            )
+
+    def _hashes(self) -> bytes:
+        """Of all its initial shards. Raises `SpecError`."""
+        folders = {saved[0].parents[2] for of_stage in self.stages for saved in of_stage}
+        for folder in sorted(folders):
+            with suppress(OSError, KeyError):
+                hashes = (folder / FILES_FOLDER / _file_of(self.spec)).read_bytes()
+                if hashlib.sha256(hashes).hexdigest() == self.spec.model.weights:
+                    return hashes
+        raise SpecError(
+            f"[model] continues: {min(folders)} has not the hashes of the base of run "
+            f"{self.run_id[:SHOWN_CHARACTERS]}; bring its folder {FILES_FOLDER} too"
+        )
 
 
 class CheckpointWeights:
-    """The parameters in the checkpoints of all stages, by name."""
+    """The parameters in the checkpoints of all stages, by name; implements `EndedWeights`."""
 
     def __init__(
-        self, run_id: str, paths: Sequence[Path], stages: Sequence[Sequence[ParameterRange]]
+        self,
+        run_id: str,
+        paths: Sequence[Path],
+        stages: Sequence[Sequence[ParameterRange]],
+        moments: EndedMoments | None,
+        no_moments: str,
     ) -> None:
-        """`stages`: the trained parameters of each of the new run. Raises `SpecError` where they
-        are not exactly those of the files."""
+        """`stages`: the trained parameters of each of the new run. `no_moments`: as in
+        `EndedWeights`. Raises `SpecError` where the parameters are not exactly those of the
+        files."""
+        self._moments = moments
+        self.no_moments = no_moments
         self._stored = {one.name: one for path in paths for one in stored_tensors(path)}
         self._files = MappedFiles()
         wanted = {r.name: r.shape for ranges in stages for r in ranges}
@@ -140,6 +187,10 @@ class CheckpointWeights:
                 part = self._files.read(self._stored[r.name], first - r.start, last - r.start)
                 found[first - start : last - start] = part
         return torch.from_numpy(found)
+
+    def moments(self, stage: int, shard: int) -> Tensor | None:
+        """As `EndedWeights`."""
+        return None if self._moments is None else self._moments.flat(stage, shard)
 
 
 class SavedRuns:
@@ -186,9 +237,11 @@ class SavedRuns:
         if not found:
             raise SpecError(f"[model] continues: {self._wanted[:120]}: {_what_lacks(saved)}")
         differences = [(one, other_model(one.spec, spec)) for one in found]
-        for one, difference in differences:
-            if not difference:
-                return one
+        fitting = [one for one, difference in differences if not difference]
+        # Of several in a folder, rather one whose adapters are for a model of this name.
+        if fitting:
+            alike = (one for one in fitting if one.spec.model.base == spec.model.base)
+            return next(alike, fitting[0])
         one, difference = differences[0]
         raise SpecError(
             f"[model] continues: run {one.run_id[:SHOWN_CHARACTERS]} is of another model: "
@@ -210,13 +263,16 @@ class SavedRuns:
 def whole_rounds(saved: Sequence[Saved]) -> list[Ended]:
     """Of each run its newest round of which all stages are there; the run that was saved last comes
     first."""
-    rounds: dict[tuple[str, int, int], dict[int, Saved]] = {}
+    rounds: dict[tuple[str, int, int], dict[int, list[Saved]]] = {}
     for one in saved:
         meta = one[1]
-        rounds.setdefault((meta.run_id, meta.history, meta.round), {})[meta.stage] = one
+        stages = rounds.setdefault((meta.run_id, meta.history, meta.round), {})
+        alike = stages.setdefault(meta.stage, [])
+        if not alike or alike[0][1].digests == meta.digests:
+            alike.append(one)
     newest: dict[str, Ended] = {}
     for (run_id, _, round_index), stages in sorted(rounds.items()):
-        metas = [meta for _, meta in stages.values()]
+        metas = [meta for of_stage in stages.values() for _, meta in of_stage]
         if stages.keys() != set(range(metas[0].num_stages)):
             continue
         with suppress(SpecError):
@@ -224,7 +280,7 @@ def whole_rounds(saved: Sequence[Saved]) -> list[Ended]:
                 run_id,
                 round_index,
                 RunSpec.from_checkpoint(metas[0].spec, run_id),
-                tuple(stages[k] for k in sorted(stages)),
+                tuple(tuple(stages[k]) for k in sorted(stages)),
                 max(meta.saved_unix_s for meta in metas),
             )
     return sorted(newest.values(), key=lambda one: one.saved_unix_s, reverse=True)
@@ -247,8 +303,6 @@ def other_model(old: RunSpec, new: RunSpec) -> str:
             there, here = getattr(old.lora, key), getattr(new.lora, key)
             if there != here:
                 return f"[lora] {key} is {str(there)[:80]} there, {str(here)[:80]} here"
-        if old.model.base != new.model.base:
-            return f"its adapters are for {old.model.base[:80]}, not {new.model.base[:80]}"
     if _tokenizer(old) != _tokenizer(new):
         return "it has another tokenizer"
     return ""
@@ -308,6 +362,11 @@ def _keys(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[key] = value
     return found
+
+
+def _hash(values: Tensor | None) -> bytes:
+    assert values is not None
+    return shard_hash(values)
 
 
 def _file_of(spec: RunSpec) -> str:

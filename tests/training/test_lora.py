@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
+from peer.commands.model_folder import Trained, write_folder
 from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.arrays import from_tensor, to_tensor
@@ -18,6 +19,7 @@ from swarmnet.training.computing import Computing
 from swarmnet.training.layer_costs import measure_layers
 from swarmnet.training.memory.activation_choice import known_activations
 from swarmnet.training.memory.plan import BF16, FP32, base_bytes, plan_memory
+from swarmnet.training.models import packing
 from swarmnet.training.models.frozen import FrozenLinear
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, ModelWeights
 from swarmnet.training.models.model_folder import find_folder
@@ -185,6 +187,57 @@ def test_a_base_in_bf16_is_rounded_once(tmp_path: Path, precision: Any) -> None:
     assert all(m.weight.dtype == torch.bfloat16 for m in linear)
 
 
+@pytest.mark.parametrize(("kind", "error", "part"), [("int8", 0.03, 0.52), ("nf4", 0.5, 0.27)])
+def test_a_base_of_few_bits_is_one_of_rounded_weights(
+    tmp_path: Path, kind: str, error: float, part: float
+) -> None:
+    """Near those in bf16, in the half or a quarter of their memory."""
+    pytest.importorskip("torchao")
+    folder = folder_of(
+        tmp_path / "model", hidden_size=128, intermediate_size=256, num_key_value_heads=4
+    )
+    low, _ = lora_run(folder, tmp_path, lora={**LORA, "base_dtype": kind})
+    exact, _ = lora_run(folder, tmp_path, lora={**LORA, "base_dtype": "bfloat16"})
+
+    def gradient(spec: RunSpec, **computing: Any) -> tuple[torch.Tensor, list[FrozenLinear]]:
+        stages = stages_of(spec, folder, Computing(**computing))
+        randomize(stages)
+        modules = [m for s in stages for x in s.layers.modules for m in x.modules()]
+        linear = [m for m in modules if isinstance(m, FrozenLinear)]
+        if spec is exact and computing:
+            for ours, theirs in zip(packed, linear, strict=False):
+                assert ours.packed is not None
+                theirs.weight.data = ours.packed.unpacked(torch.bfloat16)
+        return gradient_of(stages), linear
+
+    found, linear = gradient(low)
+    packed = [m for m in linear if m.packed is not None]
+    assert len(packed) == 3 * 7
+    assert packed == linear[: 3 * 7], "all but the head"
+    near, _ = gradient(exact)
+    assert 0.0 < (found - near).norm() < error * near.norm()
+    for computing in ("keep", "recompute", "offload"):
+        again, _ = gradient(exact if computing == "keep" else low, activations=computing)
+        assert (again - found).norm() < 1e-4 * found.norm()
+    again, _ = gradient(low, precision="bf16")
+    assert (again - found).norm() < 0.1 * found.norm()
+
+    assert all(m.weight.numel() == 0 for m in packed)
+    sizes = [(m.packed.num_bytes, m.in_features * m.out_features) for m in packed if m.packed]
+    assert sum(n for n, _ in sizes) < part * 2 * sum(n for _, n in sizes), "of bf16"
+    ratio = base_bytes(low, 0, FP32) / base_bytes(exact, 0, FP32)
+    assert part < ratio < 0.7, "the embedding stays in bf16"
+
+
+def test_few_bits_without_the_library_are_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "model")
+    monkeypatch.setattr(packing, "find_spec", lambda name: None)
+    with pytest.raises(SpecError, match=r"base_dtype = \"nf4\" needs torchao on every machine"):
+        lora_run(folder, tmp_path, lora={**LORA, "base_dtype": "nf4"})
+
+
 def test_the_memory_plan_counts_the_base_once(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model")
     spec, _ = lora_run(folder, tmp_path)
@@ -315,6 +368,19 @@ def test_an_adapter_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> No
     refused(r"lora_A.weight is \(4, 32\), not \(2, 32\)", r=2)
     refused("there are: down_proj", target_modules=["c_attn"])
     refused("cannot read", {"from": str(tmp_path / "nowhere")})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("", "model"), ("models/model", "models/model"), ("org/Base", "org/Base")]
+)
+def test_an_exported_adapter_names_its_base_as_its_owner_does(
+    tmp_path: Path, given: str, named: str
+) -> None:
+    spec, _ = lora_run(folder_of(tmp_path / "model"), tmp_path)
+    write_folder(tmp_path / "out", Trained(spec, 3, initial_adapters(spec), base=given))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == named
+    assert "They need model, unchanged" in (tmp_path / "out" / "README.md").read_text()
 
 
 BAD = [

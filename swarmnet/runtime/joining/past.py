@@ -14,7 +14,7 @@ from swarmnet.spec import RunSpec
 
 if TYPE_CHECKING:
     from swarmnet.training.continuing import SavedRuns
-    from swarmnet.training.models.initial_weights import InitialLayout, Weights
+    from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -44,16 +44,16 @@ def open_past(state_dir: Path | None, wanted: str) -> SavedRuns:
 
 def open_ended(
     spec: RunSpec, layout: InitialLayout, state_dir: Path, written: str
-) -> Weights | None:
-    """The parameters with which a run begins that continues another, where that one is on this
-    machine. `written`: `[model] continues` in the own file, or empty."""
+) -> EndedWeights | None:
+    """The parameters and moments with which a run begins that continues another, where that one is
+    on this machine. `written`: `[model] continues` in the own file, or empty."""
     from swarmnet.training.continuing import SavedRuns
 
     try:
         is_folder = bool(written) and Path(written).expanduser().is_dir()
         places = _folders_in(Path(written).expanduser()) if is_folder else _of_machine(state_dir)
         ended = SavedRuns(places, spec.model.continues).ended(spec)
-        return ended.unchecked(layout)
+        return ended.unchecked(spec, layout)
     except SpecError as error:
         log.debug("%s", error)
         return None
@@ -67,9 +67,10 @@ def past_line(spec: RunSpec, state_dir: Path) -> str:
     continues = wanted_run(spec.model.continues)
     if continues is not None:
         run_id, round_index = continues
+        what = "parameters and moments" if spec.model.moments else "parameters"
         return (
-            f"this run begins with the parameters of round {round_index} of run "
-            f"{run_id[:SHOWN_CHARACTERS]}; the optimizer's moments begin at zero"
+            f"this run begins with the {what} of round {round_index} of run "
+            f"{run_id[:SHOWN_CHARACTERS]}"
         )
     try:
         own = SavedRuns(_folders_in(state_dir)).similar(spec)

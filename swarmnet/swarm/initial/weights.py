@@ -3,15 +3,22 @@ fetched by the first replica of a stage. All later ones fetch the stage from it,
 (`swarm.recovery.state_sync`).
 
 Where only adapters are trained, every replica of a stage fetches the base, once, and gives it to
-others from then on."""
+others from then on.
+
+Where the moments of another run go on, the first replica of a stage fetches those too, of all
+shards. The others get them from it, as new owners do in any round
+(`swarm.update.optimizer_states`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, SwarmnetError, UserError
 from swarmnet.swarm.membership.gossip import Gossip
@@ -25,6 +32,10 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.state_sync")
+
+FP32_BYTES = 4
+State = tuple[dict[str, Any], tuple[Array, ...]]
+"""Of a shard's optimizer, as `swarm.ports.Optimizer.export` gives it."""
 
 
 @dataclass
@@ -43,6 +54,8 @@ class WeightService:
         self._waiting = 0
         self._givers: list[str] = []
         """Peers that have given a shard."""
+        self._moments: dict[tuple[int, int], Array] = {}
+        """By stage and shard, of the stage that is being filled."""
         self._said_at = float("-inf")
         self._has_said_disk = False
         self.transport.handle("initial_shard", self._on_fetch)
@@ -64,18 +77,38 @@ class WeightService:
         return Message(FetchReply(0, {}), (values,))
 
     async def fill(self, replica: Replica) -> bool:
-        """Puts the initial parameters of a stage aside, ready for `Replica.open_round`. False where
-        some of them are not to be had now, which is said; what has come stays."""
+        """Puts the initial parameters of a stage aside, ready for `Replica.open_round`, and its
+        moments, for `put_moments`. False where some of them are not to be had now, which is said;
+        what has come stays."""
         if not self.weights.has_trained:
             return True
-        first = len(replica.stage.base.shard_sizes)
-        shards = range(replica.num_shards)
-        missing = [j for j in shards if not await self._is_there(replica, j, first + j)]
+        first, shards = len(replica.stage.base.shard_sizes), range(replica.num_shards)
+        moments = first + replica.num_shards
+        missing = [first + j for j in shards if not await self._is_there(replica, j, first + j)]
+        if self.weights.has_moments:
+            missing += [moments + j for j in shards if (replica.index, j) not in self._moments]
 
         def put(number: int, values: Array) -> None:
-            replica.put_common(number - first, values)
+            if number < moments:
+                replica.put_common(number - first, values)
+            else:
+                self._moments[replica.index, number - moments] = values
 
-        return await self._take_all(replica, [first + j for j in missing], put)
+        return await self._take_all(replica, missing, put)
+
+    async def put_moments(self, replica: Replica) -> list[int]:
+        """Puts the moments of a stage that was filled into its optimizer, where there are any;
+        returns their shards. Raises `ProtocolViolation` where one does not fit."""
+        taken, self._moments = self._moments, {}
+        shards = sorted(j for stage, j in taken if stage == replica.index)
+        for j in shards:
+            state = as_state(taken.pop((replica.index, j)))
+            await replica.worker.run(lambda j=j, s=state: replica.optimizer.load(j, *s))  # type: ignore[misc]
+        return shards
+
+    def forget_moments(self) -> None:
+        """The stage needs them no more."""
+        self._moments.clear()
 
     async def fill_base(self, replica: Replica) -> bool:
         """Puts the base of a stage in its place, where it has one. False as `fill`."""
@@ -146,6 +179,8 @@ class WeightService:
 
     async def _ask(self, peer_id: str, replica: Replica, number: int) -> Array:
         """Raises `SwarmnetError`."""
+        trained = replica.stage.shard_sizes
+        sizes = (*replica.stage.base.shard_sizes, *trained, *(2 * size + 1 for size in trained))
         values = await fetch_initial(
             self.transport,
             peer_id,
@@ -153,7 +188,7 @@ class WeightService:
             self.worker,
             replica.index,
             number,
-            (*replica.stage.base.shard_sizes, *replica.stage.shard_sizes)[number],
+            sizes[number],
             self.limits.fetch_timeout_s,
         )
         if peer_id not in self._givers:
@@ -174,6 +209,21 @@ class WeightService:
         if not self._has_said_disk:
             self._has_said_disk = True
             log.warning("%s; the base is fetched again when this peer starts again", error)
+
+
+def as_state(values: Array) -> State:
+    """The mean, the square and the number of steps in an initial shard of moments. Raises
+    `ProtocolViolation`."""
+    data = memoryview(values.data).cast("B")
+    size = (len(data) // FP32_BYTES - 1) // 2
+    mean, square = (
+        Array("float32", (size,), data[FP32_BYTES * size * k : FP32_BYTES * size * (k + 1)])
+        for k in range(2)
+    )
+    [steps] = struct.unpack("<f", data[2 * FP32_BYTES * size :])
+    if not (math.isfinite(steps) and steps == int(steps)):
+        raise ProtocolViolation("initial moments with an impossible step count")
+    return {"steps": int(steps)}, (mean, square)
 
 
 async def fetch_initial(

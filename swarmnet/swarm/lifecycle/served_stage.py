@@ -189,6 +189,8 @@ class ServedStage:
                     await self._begin()
             else:
                 await self._gossip.changed.wait(LOOK_AGAIN_S)
+        if self._weights is not None:
+            self._weights.forget_moments()  # others have begun the stage
         if replica.phase.is_declaring:
             await self._openings.opened(replica, averaging)
 
@@ -218,8 +220,9 @@ class ServedStage:
         is_filled = self._weights is not None and self._weights.weights.has_trained
         if replica.local is not None and not is_filled:  # what was filled in is common already
             await _drop_own_steps(replica)
+        kept = await self._weights.put_moments(replica) if self._weights is not None else ()
         await replica.transitions.open_round(round_index, is_whole=True)
-        self.averaging.states.start_fresh()
+        self.averaging.states.start_fresh(kept)
 
     async def _follow(self, round_index: int) -> None:
         """Fetches a round's parameters; where that round ends first, gets the next one's with its

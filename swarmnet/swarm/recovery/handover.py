@@ -33,7 +33,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
-from swarmnet.swarm.update.exchange.coded import check_coded
+from swarmnet.swarm.update.exchange.coded import check_contribution
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -204,7 +204,7 @@ class Handover:
         arrays, codec, j = request.message.arrays, self.replica.optimizer.codec, body.shard
         if len(arrays) != 1:
             raise ProtocolViolation("the gradient of one shard is one array")
-        check_coded(self.replica, "gradient", codec.names.contributions, j, arrays[0])
+        check_contribution(self.replica, j, arrays[0])
         gradient = arrays[0]
         if codec.names.contributions != NONE:
             gradient = await self.replica.worker.run(

@@ -42,6 +42,8 @@ __all__ = ["Averaging", "Behind", "Diverged", "Pushed"]
 RESTORE_WAIT_S = 10.0
 """How long an update waits for a replica that is about to become active with optimizer state that
 nobody else has."""
+CODED_AT_ONCE_BYTES = 1 << 20
+"""Of contributions that are coded before any of them is sent: so many shards share a call."""
 Pushed = Part
 
 
@@ -196,13 +198,9 @@ class Averaging:
         started, has_others = self.gossip.awake_s(), len(self.members.contributors(r)) > 1
         exchange = self._present()
         shards = list(range(self.replica.num_shards) if due is None else due)
-        order = _rotated(shards, self.gossip.own.peer_id)
-        parts = {j: await self._coded(j, await part(j)) for j in order}
-        declared = max((num_tokens for num_tokens, _ in parts.values()), default=0)
-        self.gossip.update(declared=(r, declared))
         put = store or self.replica.stage.stage_parameters
-        exchange.begin(parts, put, stays_in_stage=store is None)
-        while not exchange.is_over(parts):
+        declared = await self._contribute(exchange, shards, part, put, stays_in_stage=store is None)
+        while not exchange.is_over(shards):
             if self.states.failure is not None:
                 raise self.states.failure
             is_late = self.gossip.awake_s() - started > self.pace.call_s()
@@ -210,8 +208,7 @@ class Averaging:
                 raise Behind(f"shards of round {r} were given by no owner")
             await exchange.changed.wait(LOOK_AGAIN_S)
         late = [j for j in shards if not exchange.done.get(j)]
-        for j in late:
-            await self.work.contribution_lost(j)
+        await self.work.contributions_lost(late)
         if exchange.failure is not None:
             raise exchange.failure
         if late:
@@ -224,11 +221,38 @@ class Averaging:
         self.pace.took(took, is_usual=has_others and declared > 0 and exchange.is_usual)
         self.replica.measured.exchanged(took)
 
-    async def _coded(self, j: int, part: Part) -> Part:
-        num_tokens, gradient = part
-        if gradient is not None:
-            gradient = await self.work.contribution(j, gradient)
-        return num_tokens, gradient
+    async def _contribute(
+        self,
+        exchange: Exchange,
+        shards: list[int],
+        part: Callable[[int], Awaitable[Part]],
+        put: Put,
+        *,
+        stays_in_stage: bool,
+    ) -> int:
+        """Codes and gives the contributions, a few at a time: the first are on their way while the
+        others are coded. Returns the tokens behind them."""
+        declared, parts, num_bytes = -1, dict[int, Part](), 0
+
+        def give() -> None:
+            nonlocal declared
+            tokens = max((num_tokens for num_tokens, _ in parts.values()), default=0)
+            if tokens > declared:
+                declared = tokens
+                self.gossip.update(declared=(exchange.number, declared))
+            exchange.contribute(parts, put, stays_in_stage=stays_in_stage)
+
+        for j in _rotated(shards, self.gossip.own.peer_id):
+            num_tokens, gradient = await part(j)
+            if gradient is not None and self.work.codes_contributions:
+                if num_bytes > CODED_AT_ONCE_BYTES:
+                    give()
+                    parts, num_bytes = {}, 0
+                gradient = await self.work.contribution(exchange.number, j, gradient)
+                num_bytes += gradient.num_bytes
+            parts[j] = num_tokens, gradient
+        give()
+        return declared
 
     async def _until_restored(self, r: int) -> None:
         """When a whole swarm goes on from checkpoints, its peers become active one after the other;

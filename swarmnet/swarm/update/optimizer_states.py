@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -111,10 +111,12 @@ class OptimizerStates:
             if self.is_before(j, r):
                 self.stepped(j, r)
 
-    def start_fresh(self) -> None:
-        """The first replica of a stage: it owns all, with empty state."""
+    def start_fresh(self, kept: Collection[int] = ()) -> None:
+        """The first replica of a stage: it owns all, with empty state but for what was put into
+        the optimizer for these shards."""
         for j in range(self.replica.num_shards):
-            self.replica.optimizer.create(j)
+            if j not in kept:
+                self.replica.optimizer.create(j)
             self._applied[j] = self.current - 1
         self._lineages.clear()
 
@@ -172,8 +174,8 @@ class OptimizerStates:
 
     def is_first(self, r: int) -> bool:
         """No step of the run has been made yet, and none is about to be: the optimizer state of
-        every shard is the initial one, so that nobody needs to fetch it."""
-        if r or self.replica.round:
+        every shard is empty, so that nobody needs to fetch it."""
+        if r or self.replica.round or self.settings.begins_with_moments:
             return False
         now = asyncio.get_running_loop().time()
         return not progress.is_launched(self.gossip.view, 0, now, self.settings.num_slots)

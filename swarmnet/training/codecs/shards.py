@@ -34,8 +34,10 @@ class TorchShardCodec:
 
     # ---- contributions ----------------------------------------------------------------------
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
-        name = self.names.contributions
+    def contribution(
+        self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
+    ) -> Array:
+        name = self.names.of_contribution(is_short=is_short)
         if name == NONE:
             return gradient
         error, values = self._errors.pop(shard_index, None), to_tensor(gradient)
@@ -53,7 +55,10 @@ class TorchShardCodec:
         self._errors.pop(shard_index, None)
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
-        return self._read("a contribution", self.names.contributions, shard_index, coded)
+        size, short = self._sizes[shard_index], self.names.of_contribution(is_short=True)
+        is_short = (coded.dtype, coded.shape) == self.names.form(short, size)
+        name = short if is_short else self.names.contributions
+        return self._read("a contribution", name, shard_index, coded)
 
     # ---- sums -------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ are the assistant's is found in one of two ways:
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from datetime import datetime
 from typing import Any
 
 from swarmnet.errors import DataError
+from swarmnet.training.data.chat_sandbox import jinja, open_sandbox
 from swarmnet.training.end_tokens import TOKENIZER_CONFIG_FILE, json_table
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -52,19 +52,19 @@ class ChatTemplate:
         self.identity = hashlib.sha256(source.encode(errors="replace")).hexdigest()
         self._names = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
         self._has_marks = MARKS.search(source) is not None
-        jinja2, sandbox = _jinja("jinja2"), _jinja("jinja2.sandbox")
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_generation_extension(), "jinja2.ext.loopcontrols"],
+        errors = jinja("jinja2").TemplateError, RecursionError, MemoryError
+        environment, self._meter = open_sandbox(
+            [_generation_extension(), "jinja2.ext.loopcontrols"],
+            {"tojson": _to_json},
+            {
+                "raise_exception": _raise,
+                "strftime_now": lambda form: datetime(2000, 1, 1).strftime(form),
+            },
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime(2000, 1, 1).strftime(form)
-        self._errors = (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError)
+        self._errors = (*errors, TypeError, ValueError, LookupError, ArithmeticError)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except errors as error:
             raise DataError(f"[data] the chat template is broken: {_line(error)}") from None
 
     def render(self, messages: list[dict[str, Any]], where: str) -> Rendered:
@@ -88,6 +88,7 @@ class ChatTemplate:
         return Rendered(whole, tuple(spans))
 
     def _text(self, messages: list[dict[str, Any]], where: str, *, prompts: bool = False) -> str:
+        self._meter.begin()
         try:
             text: str = self._template.render(
                 messages=messages, add_generation_prompt=prompts, **self._names
@@ -132,7 +133,7 @@ def _template_of(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str:
 
 def _generation_extension() -> type:
     """Jinja's `{% generation %}` block, which puts marks around what is in it."""
-    ext, nodes = _jinja("jinja2.ext"), _jinja("jinja2.nodes")
+    ext, nodes = jinja("jinja2.ext"), jinja("jinja2.nodes")
 
     class Generation(ext.Extension):  # type: ignore[name-defined]
         tags = {"generation"}  # noqa: RUF012  jinja's own way
@@ -146,15 +147,6 @@ def _generation_extension() -> type:
             return f"{OPEN}{caller()}{CLOSE}"
 
     return Generation
-
-
-def _jinja(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise DataError(
-            "[data] messages_field needs jinja2; bring it with: pip install 'swarmnet[data]'"
-        ) from None
 
 
 def _content(token: Any) -> str:

@@ -38,6 +38,7 @@ V tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ from swarmnet.protocol.codecs import (
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import describe_base, num_parameters
+from swarmnet.training.models.lora import is_packed, packing_of
+from swarmnet.training.models.packing import BITS
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.stage import stage_parameter_ranges
 
@@ -149,13 +152,19 @@ def state_bytes(
 
 def base_bytes(spec: RunSpec, stage: int, precision: Precision) -> float:
     """Of what is not trained at a stage: on every replica, in the precision of the passes, or of
-    `[lora] base_dtype` where linear layers keep it so (the few others are counted alike)."""
+    `[lora] base_dtype` where linear layers keep it so (the few others are counted alike, as long as
+    it is not one of few bits)."""
     plan = model_plan(spec)
     if not plan.has_base:
         return 0.0
     layers = split_stages(plan, spec.pipeline.num_stages)[stage]
     is_low = precision is not FP32 or plan.base_dtype is not None
-    return float((LOW_BYTES if is_low else FP32_BYTES) * num_parameters(describe_base(layers)))
+    ranges = describe_base(layers)
+    each, packing = LOW_BYTES if is_low else FP32_BYTES, packing_of(spec.lora)
+    matrices = [r for r in ranges if packing and is_packed(r.name, r.shape)]
+    num_packed = sum(math.prod(r.shape) for r in matrices)
+    kept = each * (num_parameters(ranges) - num_packed)
+    return float(kept + BITS.get(packing, 0.0) / 8 * num_packed)
 
 
 def exchange_bytes(
@@ -172,8 +181,8 @@ def exchange_bytes(
 
 def coding_bytes(mode: str, share: float, codec: str) -> float:
     """What coding needs, a parameter: what it has lost of contributions, and at owners what it has
-    lost of results. Where exchanges are delayed, that is in what owners keep anyway, but the results
-    of the one that is under way lie beside."""
+    lost of results. Where exchanges are delayed, owners keep that anyway, but the results of the
+    one that is under way lie beside."""
     names = codec_in(mode, codec)
     if names.results == NONE:
         return 0.0

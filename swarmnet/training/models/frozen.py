@@ -21,6 +21,7 @@ from swarmnet.training.models.base import (
     num_parameters,
     ranges_of,
 )
+from swarmnet.training.models.packing import Packed
 from swarmnet.wire import Array
 
 BASE_SHARD_PARAMETERS = 1 << 20
@@ -32,18 +33,28 @@ class FrozenLinear(nn.Linear):
     """A linear layer that is not trained. Its weight may be kept in another precision than passes
     have, and is brought to theirs for each use."""
 
-    def __init__(self, inner: nn.Linear, kept: torch.dtype | None) -> None:
-        """`kept`: precision of the weight; None for that of the passes."""
+    def __init__(self, inner: nn.Linear, kept: torch.dtype | None, packing: str = "") -> None:
+        """`kept`: precision of the weight; None for that of the passes. `packing`: a key of
+        `packing.BITS` where it is kept in few bits from `pack` on."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = inner.in_features, inner.out_features
         self.weight, self.bias = inner.weight, inner.bias
         self.kept = kept
+        self.packing = packing
+        self.packed: Packed | None = None
+
+    def pack(self) -> None:
+        """Where it is to be kept in few bits: the weight has come."""
+        if self.packing:
+            self.packed = Packed(self.weight, self.packing)
+            self.weight.data = self.weight.data.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) to (..., outputs)."""
-        if self.weight.dtype == x.dtype:
+        if self.packed is None and self.weight.dtype == x.dtype:
             return super().forward(x)
-        y = cast(Tensor, _Linear.apply(x, self.weight))
+        weight = self.weight if self.packed is None else self.packed
+        y = cast(Tensor, _Linear.apply(x, weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -52,14 +63,22 @@ class _Linear(torch.autograd.Function):
     precision."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return functional.linear(x, weight.to(x.dtype))
+    def forward(ctx: Any, x: Tensor, weight: Tensor | Packed) -> Tensor:
+        if isinstance(weight, Packed):
+            ctx.packed = weight
+        else:
+            ctx.packed = None
+            ctx.save_for_backward(weight)
+        return functional.linear(x, _in(weight, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return grads[0] @ weight.to(grads[0].dtype), None
+        weight = ctx.packed or ctx.saved_tensors[0]
+        return grads[0] @ _in(weight, grads[0].dtype), None
+
+
+def _in(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+    return weight.unpacked(dtype) if isinstance(weight, Packed) else weight.to(dtype)
 
 
 def settle(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,7 +87,12 @@ def settle(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     for part in module.modules():
         kept = part.kept if isinstance(part, FrozenLinear) else None
         for p in part.parameters(recurse=False):
-            if not p.requires_grad:
+            if p.requires_grad:
+                continue
+            if isinstance(part, FrozenLinear) and part.packing and p is part.weight:
+                # Not touched before its values come: by then others are packed.
+                p.data = torch.empty(p.shape, dtype=kept or dtype, device=device)
+            else:
                 p.data = p.data.to(device, kept or dtype)
 
 
@@ -84,6 +108,10 @@ class StageBase:
         self._rounding = plan.base_dtype
         self.shard_sizes = base_shards(layers) if plan.has_base else ()
         self._missing = set(range(len(self.shard_sizes)))
+        linears = (m for module in modules for m in module.modules() if isinstance(m, FrozenLinear))
+        self._packing = {id(m.weight): m for m in linears if m.packing}
+        self._lacking = [p.numel() for p in self._parameters]
+        """Of each parameter, elements that have not come."""
 
     @property
     def missing(self) -> list[int]:
@@ -98,16 +126,21 @@ class StageBase:
         check_shape("the base", values, "float32", (self.shard_sizes[shard_index],))
         tensor = to_tensor(values)
         check_finite("the base", tensor)
+        if shard_index not in self._missing:
+            return
         if self._rounding is not None:
             tensor = tensor.to(self._rounding)
         start = sum(self.shard_sizes[:shard_index])
         stop = start + tensor.numel()
         with torch.no_grad():
-            for r, p in zip(self._ranges, self._parameters, strict=True):
+            for k, (r, p) in enumerate(zip(self._ranges, self._parameters, strict=True)):
                 first, last = max(start, r.start), min(stop, r.stop)
                 if first < last:
                     place = p.data.view(-1)[first - r.start : last - r.start]
                     place.copy_(tensor[first - start : last - start])
+                    self._lacking[k] -= last - first
+                    if not self._lacking[k] and id(p) in self._packing:
+                        self._packing[id(p)].pack()
         self._missing.discard(shard_index)
 
 

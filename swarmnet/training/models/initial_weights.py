@@ -4,6 +4,9 @@ Where a model is trained whole, these are the first parameters of its stages: th
 folder, or those that another run ended with (`swarmnet.training.continuing`). Where adapters are
 trained they are the base, which every replica of a stage needs: what has come of it is kept in the
 state folder, so that nobody has to have the model's folder when a run goes on.
+
+Where the moments of another run go on, they are initial shards too: for each shard of the trained
+parameters one with its mean, its square and its number of steps.
 """
 
 from __future__ import annotations
@@ -54,6 +57,17 @@ class Weights(Protocol):
         """Elements [start, stop) of a stage's flat vector, fp32. Raises `SpecError`."""
 
 
+class EndedWeights(Weights, Protocol):
+    """The parameters with which a run ended, and the moments of its optimizer."""
+
+    no_moments: str
+    """Why these do not go on, in words; empty where they do."""
+
+    def moments(self, stage: int, shard: int) -> torch.Tensor | None:
+        """Of a shard: its mean, its square and its number of steps, fp32 [2 x size + 1]; None where
+        they are not here. Raises `SpecError`."""
+
+
 @dataclass(frozen=True, slots=True)
 class InitialLayout:
     """Which shards a run began from."""
@@ -65,6 +79,8 @@ class InitialLayout:
     trained: list[tuple[ParameterRange, ...]]
     trained_sizes: list[tuple[int, ...]]
     """By stage; none where trained parameters begin at random."""
+    has_moments: bool = False
+    """Each trained shard has one with its moments."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> InitialLayout:
@@ -80,12 +96,22 @@ class InitialLayout:
             [base_shards(layers) if plan.has_base else () for layers in stages],
             [describe_parameters(layers) for layers in stages],
             [()] * num_stages if is_random else sizes,
+            spec.model.moments,
         )
 
     @property
     def num_shards(self) -> list[int]:
-        """Of each stage."""
-        return [len(b) + len(t) for b, t in zip(self.base_sizes, self.trained_sizes, strict=True)]
+        """Of each stage: its base, its trained parameters, their moments."""
+        times = 1 + self.has_moments
+        both = zip(self.base_sizes, self.trained_sizes, strict=True)
+        return [len(base) + times * len(trained) for base, trained in both]
+
+    def base_hashes(self, hashes: bytes) -> list[bytes]:
+        """Of a list of initial shards' hashes, for each stage those of its base."""
+        numbers = self.num_shards
+        starts = [HASH_BYTES * first for first in accumulate(numbers, initial=0)]
+        both = zip(starts, self.base_sizes, strict=False)
+        return [hashes[at : at + HASH_BYTES * len(sizes)] for at, sizes in both]
 
     def of_model(self) -> list[tuple[ParameterRange, ...]]:
         """By stage, what the model's folder has."""
@@ -101,11 +127,12 @@ class InitialSources:
         layout: InitialLayout,
         folder: Path | None,
         adapter: Path | None,
-        ended: Weights | None = None,
+        ended: EndedWeights | None = None,
     ) -> None:
         """`ended`: of the run that this one continues. Raises `SpecError` where a folder is not of
         the run's model."""
         self._layout = layout
+        self._ended = ended
         has_base = any(layout.base)
         self.model: SourceWeights | None = None
         if folder is not None and (has_base or not spec.model.continues):
@@ -123,7 +150,11 @@ class InitialSources:
         if shard < num_base:
             return _part(self.model, layout.base[stage], layout.base_sizes[stage], shard)
         trained, sizes = layout.trained[stage], layout.trained_sizes[stage]
-        return _part(self._trained, trained, sizes, shard - num_base)
+        if shard < num_base + len(sizes):
+            return _part(self._trained, trained, sizes, shard - num_base)
+        if self._ended is None:
+            return None
+        return self._ended.moments(stage, shard - num_base - len(sizes))
 
 
 def _part(
@@ -147,7 +178,7 @@ class ModelWeights:
         folder: Path | None,
         *,
         adapter: Path | None = None,
-        ended: Weights | None = None,
+        ended: EndedWeights | None = None,
         state_dir: Path | None = None,
     ) -> None:
         """`hashes`: the run's file of them. `folder`: of the model; None where it is not here.
@@ -171,6 +202,7 @@ class ModelWeights:
         is_kept = self._kept is not None and self._kept.is_dir()
         self.is_here = folder is not None or ended is not None or is_kept
         self.has_trained = any(layout.trained_sizes)
+        self.has_moments = layout.has_moments
         self._shard = lru_cache(maxsize=1)(self._read)
 
     def shard(self, stage_index: int, shard_index: int) -> Array | None:

@@ -21,6 +21,7 @@ from swarmnet.errors import SpecError
 from swarmnet.spec import ALL_LINEAR, LoraSpec
 from swarmnet.training.models.base import LayerBuilder, ModelPlan
 from swarmnet.training.models.frozen import FrozenLinear
+from swarmnet.training.models.packing import BITS, check_packing
 
 A, B = "lora_A", "lora_B"
 NOT_ADAPTED = ("embed_tokens", "lm_head")
@@ -33,7 +34,7 @@ class LoraLinear(FrozenLinear):
     """A linear layer that is not trained, and its adapter, which is."""
 
     def __init__(self, inner: nn.Linear, lora: LoraSpec) -> None:
-        super().__init__(inner, base_dtype(lora))
+        super().__init__(inner, base_dtype(lora), packing_of(lora))
         rank, dropout = lora.rank, lora.lora_dropout
         self.lora_A = nn.Linear(inner.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, inner.out_features, bias=False)
@@ -46,7 +47,9 @@ class LoraLinear(FrozenLinear):
 
 
 def lora_plan(plan: ModelPlan, lora: LoraSpec) -> ModelPlan:
-    """The plan in which only adapters are trained. `lora`: resolved."""
+    """The plan in which only adapters are trained. `lora`: resolved. Raises `SpecError` where this
+    machine cannot keep the base as the run says."""
+    check_packing(packing_of(lora))
     layers = tuple(
         dataclasses.replace(layer, build=functools.partial(_build, layer, lora))
         for layer in plan.layers
@@ -64,6 +67,16 @@ def lora_plan(plan: ModelPlan, lora: LoraSpec) -> ModelPlan:
 def base_dtype(lora: LoraSpec) -> torch.dtype | None:
     """As `ModelPlan.base_dtype`."""
     return torch.bfloat16 if lora.base_dtype else None
+
+
+def packing_of(lora: LoraSpec | None) -> str:
+    """How linear layers of decoder layers keep their weights: a key of `packing.BITS`, or empty."""
+    return lora.base_dtype if lora is not None and lora.base_dtype in BITS else ""
+
+
+def is_packed(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of the base is kept so, where others are."""
+    return len(shape) == 2 and name.split(".")[-2] not in NOT_ADAPTED
 
 
 def scaling_of(lora: LoraSpec) -> float:
@@ -91,7 +104,8 @@ def _build(layer: LayerBuilder, lora: LoraSpec) -> nn.Module:
             with torch.device(inner.weight.device):
                 frozen = LoraLinear(inner, lora)
         else:
-            frozen = FrozenLinear(inner, base_dtype(lora))
+            packing = "" if own in NOT_ADAPTED else packing_of(lora)
+            frozen = FrozenLinear(inner, base_dtype(lora), packing)
         setattr(module.get_submodule(within), own, frozen)
     return module
 

@@ -4,6 +4,7 @@ that a model's folder has to say."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.errors import DataError, SpecError
 from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, RunSpec
-from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, Weights
+from swarmnet.training.models.initial_weights import EndedWeights, InitialLayout, InitialSources
 from swarmnet.training.models.lora import target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
 from swarmnet.training.models.model_folder import (
@@ -31,6 +32,8 @@ from swarmnet.training.models.registry import (
 if TYPE_CHECKING:
     from swarmnet.training.data.opening import Place
 
+log = logging.getLogger("swarmnet.models")
+
 TOKENIZER_FILE, WEIGHTS_FILE = "tokenizer.json", "weights.sha256"
 
 
@@ -41,8 +44,14 @@ class EndedRun(Protocol):
     def name(self) -> str:
         """RUN@ROUND."""
 
-    def weights(self, layout: InitialLayout) -> Weights:
-        """Its last parameters. Raises `SpecError` where they are not those of the layout."""
+    def weights(self, spec: RunSpec, layout: InitialLayout) -> EndedWeights:
+        """Its last parameters, for a run of this spec and layout. Raises `SpecError` where they are
+        not those of the layout."""
+
+    def check_base(self, layout: InitialLayout, hashes: bytes, folder: Path) -> None:
+        """For a run of this layout that trains adapters. `hashes`: of its initial shards; `folder`:
+        of the model that they come from. Raises `SpecError` where the other run's adapters are for
+        other weights."""
 
 
 class Past(Protocol):
@@ -117,10 +126,18 @@ def _with_weights(
     """The spec with what it begins from in place of where that lies. `model`: as this machine
     builds it. Raises `SpecError`."""
     folder = find_folder(spec.model.source) if spec.model.source else None
-    dtype, hashes = _weights(model, folder, adapter, ended)
-    changes = {"source": "", "dtype": spec.model.dtype or dtype}
+    layout = InitialLayout.of(model)
+    trained = None if ended is None else ended.weights(model, layout)
+    if trained is not None and trained.no_moments:
+        log.warning("[model] continues: moments begin at zero: %s", trained.no_moments)
+    elif trained is not None:
+        layout = replace(layout, has_moments=True)
+    dtype, hashes = _weights(model, layout, folder, adapter, trained)
+    if ended is not None and folder is not None and any(layout.base):
+        ended.check_base(layout, hashes, folder)
+    changes: dict[str, Any] = {"source": "", "dtype": spec.model.dtype or dtype}
     if ended is not None:
-        changes["continues"] = ended.name
+        changes |= {"continues": ended.name, "moments": layout.has_moments}
     spec = spec.model_copy(update={"model": spec.model.model_copy(update=changes)})
     if hashes:
         contents = {**contents, WEIGHTS_FILE: hashes}
@@ -211,7 +228,11 @@ def _with_lora(spec: RunSpec) -> RunSpec:
 
 
 def _weights(
-    spec: RunSpec, folder: Path | None, adapter: str, ended: EndedRun | None
+    spec: RunSpec,
+    layout: InitialLayout,
+    folder: Path | None,
+    adapter: str,
+    ended: EndedWeights | None,
 ) -> tuple[str, bytes]:
     """The dtype of a folder's weights and the list of the initial shards' hashes; empty where there
     are no weights. `adapter`: the folder of an adapter, or empty."""
@@ -225,10 +246,8 @@ def _weights(
                 "nothing to adapt in random ones"
             )
         return "", b""
-    layout = InitialLayout.of(spec)
     of_adapter = Path(adapter).expanduser() if adapter else None
-    trained = None if ended is None else ended.weights(layout)
-    sources = InitialSources(spec, layout, folder, of_adapter, trained)
+    sources = InitialSources(spec, layout, folder, of_adapter, ended)
     hashes = []
     for stage, num_shards in enumerate(layout.num_shards):
         for shard in range(num_shards):

@@ -206,7 +206,7 @@ def test_a_run_that_begins_beside_a_similar_one_says_so(ended: tuple[Path, RunSp
     assert past_line(other, path / "peer-0") == ""
     assert past_line(similar, path / "elsewhere") == ""
     after = continuing(spec, path, spec.run_id, LONGER).spec
-    assert f"round {ROUNDS} of run {spec.run_id[:16]};" in past_line(after, path / "peer-0")
+    assert f"round {ROUNDS} of run {spec.run_id[:16]}" in past_line(after, path / "peer-0")
 
 
 def test_a_spec_may_not_name_weights_without_their_origin(ended: tuple[Path, RunSpec]) -> None:
@@ -229,6 +229,7 @@ def test_a_run_over_a_model_s_folder_goes_on(tmp_path: Path, lora: Any) -> None:
     before = resolve_run(written)
     hashes = before.contents["weights.sha256"]
     last = ended_run(tmp_path, before.spec, ModelWeights(before.spec, hashes, folder))
+    RunFiles(tmp_path / "peer-0", before.spec.files).save(before.contents)
     resolved = continuing(written, tmp_path, before.spec.run_id, LONGER)
     after, hashes = resolved.spec, resolved.contents["weights.sha256"]
     past = open_ended(after, InitialLayout.of(after), tmp_path / "peer-0", "")
@@ -242,3 +243,26 @@ def test_a_run_over_a_model_s_folder_goes_on(tmp_path: Path, lora: Any) -> None:
     line = r"\[lora\] rank is 4 there, 2 here" if lora else "only one of the two trains adapters"
     with pytest.raises(SpecError, match=line):
         continuing(written, tmp_path, before.spec.run_id, {"lora": other})
+
+
+@pytest.mark.parametrize("num_stages", [2, 1], ids=["cut alike", "cut otherwise"])
+def test_adapters_go_on_over_the_same_weights_only(tmp_path: Path, num_stages: int) -> None:
+    """The name of a folder and its config.json prove nothing."""
+    folder = folder_of(tmp_path / "model")
+    values = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS).model_dump()
+    values |= {"model": {"from": str(folder)}, "lora": LORA}
+    values["data"] |= {"sequence_length": 16, "tokenizer": "bytes"}
+    written = RunSpec.model_validate(values)
+    before = resolve_run(written)
+    hashes, run_id = before.contents["weights.sha256"], before.spec.run_id
+    ended_run(tmp_path, before.spec, ModelWeights(before.spec, hashes, folder))
+    tables = {**LONGER, "pipeline": {"num_stages": num_stages, "layers": ()}}
+    with pytest.raises(SpecError, match=r"has not the hashes of the base of run .* files too"):
+        continuing(written, tmp_path, run_id, tables)
+    RunFiles(tmp_path / "peer-1", before.spec.files).save(before.contents)
+    renamed = folder.rename(tmp_path / "renamed")
+    elsewhere = {**tables, "model": {"source": str(renamed)}}
+    assert continuing(written, tmp_path, run_id, elsewhere).spec.model.weights
+    folder_of(tmp_path / "model", seed=5)
+    with pytest.raises(SpecError, match=r"trained adapters for model, and .* has other w"):
+        continuing(written, tmp_path, run_id, tables)

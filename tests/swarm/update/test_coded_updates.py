@@ -4,6 +4,7 @@ dies, and the model is near that of a plain loop."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,13 @@ def distance(swarm: Swarm) -> float:
     return relative_difference(swarm.parameters(), trainer.state_dict())
 
 
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
 @pytest.mark.parametrize("codec", NEAR)
-def test_the_update_is_near_that_of_one_machine(tmp_path: Path, codec: str) -> None:
+def test_the_update_is_near_that_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, at_once: int
+) -> None:
+    monkeypatch.setattr("swarmnet.swarm.update.averaging.CODED_AT_ONCE_BYTES", at_once)
+
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 3)
         await swarm.until_round(ROUNDS)
@@ -111,8 +117,8 @@ def test_a_peer_that_leaves_hands_its_gradient_over_coded(tmp_path: Path) -> Non
 class Spoiler(TorchShardCodec):
     """Sends codes that no codec makes."""
 
-    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
-        coded = to_tensor(super().contribution(shard_index, gradient, keeps_error=keeps_error))
+    def contribution(self, shard_index: int, gradient: Array, **how: Any) -> Array:
+        coded = to_tensor(super().contribution(shard_index, gradient, **how))
         return from_tensor(torch.full_like(coded, 0x80))
 
 
@@ -144,3 +150,21 @@ def test_what_goes_over_the_wire_has_the_size_of_its_codec(codec: str) -> None:
         (shards.coded_sum(0, values), names.sums),
     ):
         assert (coded.dtype, coded.shape) == coded_form(name, (size,), 0)
+
+
+def test_topk_leaves_nothing_out_of_a_single_step(tmp_path: Path) -> None:
+    """In the warm-up its contributions are as large as sums; the results are the same."""
+    sync = {"mode": "local", "local_steps": 3, "warmup_rounds": 4}
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        sent = []
+        for r in range(1, ROUNDS + 1):
+            await swarm.until_round(r)
+            peers = [m.peer for m in swarm.members.values()]
+            sent.append(sum(p.transport.traffic.sent_bytes.get("reduce", 0) for p in peers))
+        pushed = [b - a for a, b in itertools.pairwise(sent)]
+        assert min(pushed[:2]) > 2 * pushed[4] > 0
+
+    in_virtual_time(scenario, coded_spec(tmp_path, "topk", num_stages=1, **sync))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.protocol.codecs import UPDATE_CODECS
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
@@ -38,6 +39,8 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         index=0,
         stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
         measured=Measurements(),
+        num_shards=1,
+        optimizer=SimpleNamespace(codec=SimpleNamespace(names=UPDATE_CODECS["none"])),
     )
     gossip = SimpleNamespace(
         view=SimpleNamespace(

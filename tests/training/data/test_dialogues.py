@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from swarmnet.errors import DataError
 from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.arrays import to_tensor
-from swarmnet.training.data import TextData
+from swarmnet.training.data import TextData, chat_sandbox
 from swarmnet.training.data.chat import ChatTemplate
 from tests.training.data.making import (
     CHATML,
@@ -239,3 +240,54 @@ def test_a_text_ends_with_the_token_that_ends_texts(tmp_path: Path) -> None:
     assert row.count(end) == 3
     config = tmp_path / "t" / "tokenizer_config.json"
     assert json.loads(config.read_text())["eos_token"] == "<|im_end|>"
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "a macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a loop in itself": "{% for a in [1, 1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "a filter": "{% for a in range(9999) %}{{ range(99999)|map('string')|list|length }}"
+    "{% endfor %}",
+}
+LARGE = {
+    "~": "{% set n = namespace(s='a') %}{% for a in range(64) %}{% set n.s = n.s ~ n.s %}"
+    "{% endfor %}",
+    "+": "{% set n = namespace(s='a') %}{% for a in range(64) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}",
+    "block": "{% set n = namespace(s='a') %}{% for a in range(64) %}"
+    "{% set x %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = x %}{% endfor %}",
+    "lists": "{% set n = namespace(s=[1]) %}{% for a in range(64) %}{% set n.s = [n.s, n.s] %}"
+    "{% endfor %}{{ n.s }}",
+    "*": "{{ 'a' * 10000000000 }}",
+    "**": "{{ 10 ** (10 ** 10) }}",
+    "center": "{{ 'a'|center(10000000000) }}",
+    "ljust": "{{ 'a'.ljust(10000000000) }}",
+    "format": "{{ '{:>10000000000}'.format(1) }}",
+    "format by argument": "{{ '{:>{}}'.format(1, 10000000000) }}",
+    "%": "{{ '%10000000000d' % 1 }}",
+    "% by argument": "{{ '%*d' % (10000000000, 1) }}",
+    "replace": "{% set s = 'a' * 100000 %}{{ s.replace('a', s) }}",
+    "join": "{% set s = 'a' * 100000 %}{{ ([s] * 1000)|join }}",
+    "text": "{% for a in range(99999) %}{% for b in range(9999) %}" + "abc" * 1000 + "{% endfor %}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
+def test_a_template_that_would_never_end_is_stopped(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_sandbox, "LONGEST_S", 0.3)
+    monkeypatch.setattr(chat_sandbox, "LARGEST", 1 << 20)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="the chat template fails: ") as error:
+        template(source).render(turns("Hello"), "line 1")
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - began < 20.0, "on a machine that is busy"
+
+
+def test_a_long_dialogue_is_no_endless_one() -> None:
+    said = turns(*(f"{k} " + "word " * 2000 for k in range(200)))
+    assert len(template(CHATML).render(said, "line 1").text) > 2_000_000

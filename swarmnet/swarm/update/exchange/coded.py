@@ -27,6 +27,14 @@ def check_coded(replica: Replica, what: str, codec: str, shard: int, values: Arr
         raise ProtocolViolation(f"{what} of shard {shard}: {size} numbers in {codec} are wanted")
 
 
+def check_contribution(replica: Replica, shard: int, values: Array) -> None:
+    """Raises `ProtocolViolation` unless the array has the form of a contribution, of any kind."""
+    names, form = replica.optimizer.codec.names, (values.dtype, values.shape)
+    short = names.of_contribution(is_short=True)
+    is_short = form == names.form(short, replica.stage.shard_sizes[shard])
+    check_coded(replica, "gradient", short if is_short else names.contributions, shard, values)
+
+
 def check_result(replica: Replica, shard: int, values: Array) -> None:
     """Raises `ProtocolViolation` unless the array has the form of the parameters of a shard, or of
     their coded change, which is of use to whoever has the present ones."""

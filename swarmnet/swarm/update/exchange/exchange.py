@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
@@ -116,11 +116,12 @@ class Exchange:
 
     # ---- the own part -----------------------------------------------------------------------
 
-    def begin(self, parts: Mapping[int, Part], put: Put, *, stays_in_stage: bool) -> None:
-        """This replica has closed the round: its contributions to the shards that are due.
-        `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
-        self._put, self._stays_in_stage = put, stays_in_stage
-        self._begun_at = self._gossip.awake_s()
+    def contribute(self, parts: Mapping[int, Part], put: Put, *, stays_in_stage: bool) -> None:
+        """This replica has closed the round: contributions of its own to shards that are due, each
+        once. `stays_in_stage`: what `put` takes can be read there (`Stage.coming_shard`)."""
+        if self._put is None:
+            self._put, self._stays_in_stage = put, stays_in_stage
+            self._begun_at = self._gossip.awake_s()
         self._outbox.contribute(parts)
         self.refresh()
         for j, (num_tokens, gradient) in parts.items():
@@ -128,7 +129,7 @@ class Exchange:
             if j in self.results:
                 self._tasks.start(self._finish(j))
 
-    def is_over(self, shards: Mapping[int, Part]) -> bool:
+    def is_over(self, shards: Iterable[int]) -> bool:
         """All results are where they go, or there is no hope."""
         return self.failure is not None or all(j in self.done for j in shards)
 
@@ -272,8 +273,8 @@ class Exchange:
     async def _finish(self, j: int) -> None:
         """Puts a result where it goes."""
         put, result = self._put, self.results[j]
-        if put is None or j in self.done:
-            return
+        if put is None or j in self.done or j not in self._outbox.tokens:
+            return  # where the own contribution is still to come, it goes on then
         try:
             await self._work.put(j, result, put)
         except SwarmnetError as e:

@@ -28,7 +28,7 @@ from swarmnet.swarm.messages import (
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
-from swarmnet.swarm.update.exchange.coded import check_coded, coded_bytes
+from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Exchange
 from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES
 from swarmnet.swarm.update.exchange.pace import ExchangePace
@@ -96,7 +96,7 @@ class ExchangeService:
         if len(arrays) != len(shards):
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(shards)} shards")
         for j, array in zip(shards, arrays, strict=True):
-            check_coded(self._replica, "gradient", self._names.contributions, j, array)
+            check_contribution(self._replica, j, array)
         return dict(zip(shards, arrays, strict=True))
 
     def _note_closed(self, asked: int, record: Record | None) -> None:

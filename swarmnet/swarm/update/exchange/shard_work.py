@@ -139,19 +139,29 @@ class ShardWork:
 
         return await self._replica.worker.run(work)
 
-    async def contribution(self, shard: int, gradient: Array) -> Array:
+    @property
+    def codes_contributions(self) -> bool:
+        """What this replica contributes takes time to code."""
+        return self._replica.optimizer.codec.names.contributions != NONE
+
+    async def contribution(self, exchange: int, shard: int, gradient: Array) -> Array:
         """A gradient as it is sent, once for an exchange: pushed again, it is the same."""
-        codec = self._replica.optimizer.codec
-        if codec.names.contributions == NONE:
-            return gradient
+        codec, plan = self._replica.optimizer.codec, self.plan
+        is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
         return await self._replica.worker.run(
-            lambda: codec.contribution(shard, gradient, keeps_error=True)
+            lambda: codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
         )
 
-    async def contribution_lost(self, shard: int) -> None:
-        """The contribution to a shard does not count."""
+    async def contributions_lost(self, shards: Sequence[int]) -> None:
+        """The contributions to these do not count."""
         codec = self._replica.optimizer.codec
-        await self._replica.worker.run(lambda: codec.forget_error(shard))
+
+        def work() -> None:
+            for j in shards:
+                codec.forget_error(j)
+
+        if shards and self.codes_contributions:
+            await self._replica.worker.run(work)
 
     async def scale(self, exchange: int, shard: int, total: Total | None) -> float:
         """By which the sum is multiplied: one over the tokens, clipped by the norm of all stages.
@@ -169,7 +179,7 @@ class ShardWork:
     async def before(self, exchange: int, shard: int, scale: float) -> Before:
         """The state that a step is made on. Created where every owner of it was lost."""
         found = await self._states.make_ready(shard, exchange)
-        if found == CREATED and exchange > 0:
+        if found == CREATED and (exchange > 0 or self._states.settings.begins_with_moments):
             self._gossip.add_total("shard_reset")
             log.warning("shard %d: every owner of its optimizer state was lost", shard)
         elif found == LATE:  # who had made the steps between died with them
