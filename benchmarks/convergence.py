@@ -53,11 +53,11 @@ ANSWERED = ("zero", "local-10")
 """Modes whose cells of `answers` are run too."""
 SECONDS = {
     (BOUNDARY, "letters"): 75,
-    (BOUNDARY, "python"): 120,
-    (BOUNDARY, "answers"): 180,
+    (BOUNDARY, "python"): 100,
+    (BOUNDARY, "answers"): 160,
     ("", "letters"): 55,
-    ("", "python"): 85,
-    ("", "answers"): 140,
+    ("", "python"): 70,
+    ("", "answers"): 125,
 }
 """Of a cell in fp32, by place (empty: any mode) and task, on one of sixteen busy cores."""
 SLOW_CODECS, SLOWER = ("int6", "int4"), 1.3
@@ -98,6 +98,8 @@ def _rank(cell: Cell) -> int:
     if cell.replaced or cell.where not in UPDATE_CODECS:
         return 5
     if cell.where == "gossip-10" or cell.task == "answers" or cell.codec == "bf16":
+        return 4
+    if cell.where == "local-10" and cell.codec == "int8":
         return 4
     if cell.order and cell.where != "local-10":
         return 4  # of one process's updates: far closer than any codec

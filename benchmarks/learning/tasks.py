@@ -54,8 +54,8 @@ class Task:
 
 TASKS = {
     "letters": Task(32, 2, 2, 2e-3, 20, 32, 400, 128),
-    "python": Task(48, 4, 4, 2e-3, 40, 64, 300, 256, text="python-stdlib"),
-    "answers": Task(64, 4, 4, 3e-3, 20, 64, 450, 128, text="python-stdlib"),
+    "python": Task(48, 4, 4, 1e-3, 40, 64, 250, 256, text="python-stdlib"),
+    "answers": Task(64, 4, 4, 3e-3, 20, 64, 400, 128, text="python-stdlib"),
 }
 BOUNDARY_STAGES, BOUNDARY_WIDTH, BOUNDARY_HEADS, BOUNDARY_SLOTS = 8, 64, 4, 4
 MODE_STAGES, MODE_SLOTS = 2, 8
