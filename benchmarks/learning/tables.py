@@ -85,7 +85,9 @@ def figure(
 
 
 def verdict(codec: str, of: Figure, control: Figure | None, *, is_right: bool) -> str:
-    """Why a codec is accepted, or `no`."""
+    """Why a codec is accepted, or `no`; nothing before all seeds are there."""
+    if len(of.values) < len(SEEDS):
+        return ""
     if of.mean <= (RIGHT_AIM if is_right else AIMS[codec]):
         return "yes"
     if control is not None and of.mean - control.mean <= 2 * control.error(len(of.values)):
@@ -259,8 +261,8 @@ def _curves_of_modes(results: Results, task: str) -> Curves:
 
 
 def _plot(file: Path, title: str, unit: str, curves: Curves) -> None:
-    """Nothing where there are no curves."""
-    if not curves:
+    """Nothing where there is nothing to compare."""
+    if len(curves) < 2:
         return
     rounds = max(r for points in curves.values() for r, _ in points)
     values = [y for points in curves.values() for _, y in points]

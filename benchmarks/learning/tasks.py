@@ -2,8 +2,8 @@
 
 - `letters`, the usual one: text whose next letter depends on the last one, by a fixed table of
   chances. The least possible loss is known, and a short run comes near it.
-- `python`, the hard one: the sources of Python's library at a high learning rate. The run ends
-  while the loss still falls fast.
+- `python`, the hard one: the sources of Python's library. The run ends while the loss still falls
+  fast. The rate is about the highest at which eight layers in fp32 repeat their own loss.
 - `answers`: a string and, after a separator, the same string backwards. Answers can be checked: the
   figure is the share of prompts, none of which was trained on, that greedy decoding answers right.
 """
