@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.codecs import CHUNK, NONE, TOPK
 from swarmnet.training.codecs.base import Codec
 from swarmnet.training.codecs.registry import CODECS
 
@@ -78,6 +78,8 @@ def main() -> None:
 def measure(codec: Codec, size: str, device: torch.device, repeat: int) -> Row:
     """The median of some turns."""
     values = activation(*SHAPES[size]).to(device)
+    if codec.name == TOPK:  # it codes shards, in rows of this size
+        values = values.reshape(-1, CHUNK)
     n = values.shape[1]
     coded = codec.encode(values)
 

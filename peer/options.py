@@ -587,7 +587,11 @@ class SwarmGroup:
     ] = None
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="One seed, one history.")] = 0
     links: Annotated[
-        Literal["home", "fast"], typer.Option(help="What the peers are connected by.")
+        str,
+        typer.Option(
+            metavar="LINKS",
+            help="home, fast, or MBIT/MS: as many Mbit/s up and down, and ms between two peers.",
+        ),
     ] = "home"
     speed_ratio: Annotated[
         float, typer.Option(min=1.0, metavar="RATIO", help="Fastest machine over slowest.")
@@ -611,6 +615,18 @@ class SwarmGroup:
         Literal["none", "bf16", "int8", "int6", "int4"],
         typer.Option(help="Of what goes from stage to stage: [pipeline] codec of the run."),
     ] = "int8"
+    update_codec: Annotated[
+        Literal["none", "bf16", "int8", "int4", "topk"],
+        typer.Option(help="Of what an update sends: [sync] codec of the run."),
+    ] = "int8"
+    coding_speed: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="RATIO",
+            help="Of coding, over one CPU core; 0 where it takes no time.",
+        ),
+    ] = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ small swarms with every kind of fault."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
+from swarmnet.simulation.coding import Coding
+from swarmnet.simulation.network import BITS, FAST_LINK, MEGABIT, Link
 from swarmnet.simulation.scenario import (
     MICROBATCHES_PER_REPLICA,
     SERVICE_S,
@@ -43,6 +46,7 @@ PROGRESS_S = 20.0
 """Between two lines of a long simulation."""
 
 LOCAL_STEPS = 10
+HOME, FAST = "home", "fast"
 
 
 class InvariantFailed(SwarmnetError):
@@ -61,7 +65,8 @@ class SimulateOptions:
     seed: int = 0
     speed_ratio: float = 10.0
     """Fastest machine over slowest."""
-    home_links: bool = True
+    links: str = HOME
+    """`home`, `fast`, or Mbit/s each way and ms between two peers: `100/50`."""
     service_s: float = SERVICE_S
     """Of a microbatch in a stage, at a machine of middle speed."""
     sequences: int = 1
@@ -70,6 +75,10 @@ class SimulateOptions:
     """Of a round, for each replica of a stage."""
     codec: str = INT8
     """`[pipeline] codec`."""
+    update_codec: str = INT8
+    """`[sync] codec`."""
+    coding_speed: float = 1.0
+    """Of all codecs, over one core (`simulation.coding`); 0 where coding takes no time."""
     sync: str = ""
     """A mode of `protocol.update.sync_modes`; empty for `delayed`, and for `zero` in the small
     swarms."""
@@ -203,6 +212,7 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         microbatches_per_replica=options.microbatches,
         sequences=options.sequences,
         codec=options.codec,
+        update_codec=options.update_codec,
     )
     return replace(
         scenario,
@@ -212,9 +222,27 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         rebalance_every_s=options.rebalance_every_s,
         check_s=options.check_every_s or scenario.check_s,
         speed_ratio=options.speed_ratio,
-        home_links=options.home_links,
+        coding=Coding(factor=options.coding_speed or math.inf),
+        home_links=options.links == HOME,
+        link=_link(options.links),
         trace=() if options.trace is None else tuple(read_trace(options.trace)),
     )
+
+
+def _link(text: str) -> Link:
+    """Of every peer, where links are not those of homes. Raises `UsageError`."""
+    if text in (HOME, FAST):
+        return FAST_LINK
+    try:
+        mbit_s, ms = (float(part) for part in text.split("/"))
+    except ValueError:
+        mbit_s = ms = math.nan
+    if not (0.0 < mbit_s < math.inf and 0.0 <= ms < math.inf):
+        raise UsageError(
+            f"--links {text}: {HOME}, {FAST}, or Mbit/s and ms between two peers, such as 100/50"
+        )
+    bytes_per_s = mbit_s * MEGABIT / BITS
+    return Link(bytes_per_s, bytes_per_s, ms / 1000.0 / 2)
 
 
 def summary(result: Result, took_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from swarmnet.protocol.membership.records import LEFT
 from swarmnet.simulation.bound import (
     Capacity,
     Integral,
-    SampleBytes,
+    SampleCosts,
     best_flow,
     max_flow,
     replica_rate,
@@ -76,8 +76,7 @@ class Accounts:
     def look(self) -> None:
         """Takes down the bound from now on, and a point of the curve where it is time."""
         scenario, monitor, now = self._scenario, self._monitor, self._monitor.now()
-        sizes, samples = scenario.sizes, scenario.samples_per_microbatch
-        per_sample = SampleBytes(sizes.activation_bytes / samples, sizes.gradient_bytes / samples)
+        per_sample = _costs(scenario)
         alive, serving = [], []
         for name, m in monitor.members.items():
             capacity = self._capacity(self._population.hosts[name])
@@ -139,3 +138,13 @@ class Accounts:
         scenario = self._scenario
         rate = host.speed * scenario.samples_per_microbatch / scenario.service_s
         return Capacity(rate, host.link.up_bytes_per_s, host.link.down_bytes_per_s)
+
+
+def _costs(scenario: Scenario) -> SampleCosts:
+    sizes, samples = scenario.sizes, scenario.samples_per_microbatch
+    return SampleCosts(
+        sizes.activation_bytes / samples,
+        sizes.gradient_bytes / samples,
+        scenario.pass_coding(has_before=True, has_after=False).total_s / samples,
+        scenario.pass_coding(has_before=False, has_after=True).total_s / samples,
+    )

@@ -1,12 +1,12 @@
 """The max-flow bound of a swarm's throughput, from its compute and its links.
 
 A microbatch passes one replica of every stage. A replica is a node with a capacity: the rate of its
-device, limited by the rate at which its link carries activations and their gradients in and out.
-Any replica can send to any replica of the next stage and the core of the network is unlimited. So
-the graph between two stages is complete, every minimum cut lies in the nodes of a single stage,
-and the maximum flow is the least over the stages of the sum of their capacities (Ford and
-Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not charged: the bound
-is above what any schedule can reach.
+device, which computes and codes, limited by the rate at which its link carries activations and
+their gradients in and out. Any replica can send to any replica of the next stage and the core of
+the network is unlimited. So the graph between two stages is complete, every minimum cut lies in the
+nodes of a single stage, and the maximum flow is the least over the stages of the sum of their
+capacities (Ford and Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not
+charged: the bound is above what any schedule can reach.
 """
 
 from __future__ import annotations
@@ -26,16 +26,21 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleBytes:
-    """Bytes between two stages for one sample."""
+class SampleCosts:
+    """Of one sample at a boundary between two stages."""
 
     activation: float
+    """Bytes."""
     gradient: float
-    """On the way back."""
+    """Bytes, on the way back."""
+    before_s: float = 0.0
+    """Device seconds of coding where the boundary is before a stage."""
+    after_s: float = 0.0
+    """Likewise, where it is after one."""
 
 
 def replica_rate(
-    machine: Capacity, stage_index: int, num_stages: int, per_sample: SampleBytes
+    machine: Capacity, stage_index: int, num_stages: int, per_sample: SampleCosts
 ) -> float:
     """Samples/s through one replica. A middle stage receives an activation and a gradient for each
     sample and sends as much; the first stage has its data locally, the last has no successor."""
@@ -43,6 +48,9 @@ def replica_rate(
     sent = has_after * per_sample.activation + has_before * per_sample.gradient
     received = has_before * per_sample.activation + has_after * per_sample.gradient
     rate = machine.samples_per_s
+    coding_s = has_before * per_sample.before_s + has_after * per_sample.after_s
+    if coding_s:
+        rate = 1.0 / (1.0 / rate + coding_s)
     if sent:
         rate = min(rate, machine.up_bytes_per_s / sent)
     if received:
@@ -51,7 +59,7 @@ def replica_rate(
 
 
 def max_flow(
-    machines: Iterable[tuple[int, Capacity]], num_stages: int, per_sample: SampleBytes
+    machines: Iterable[tuple[int, Capacity]], num_stages: int, per_sample: SampleCosts
 ) -> float:
     """Samples/s of a swarm of pairs (stage, machine that serves it)."""
     rates = [0.0] * num_stages
@@ -60,7 +68,7 @@ def max_flow(
     return min(rates)
 
 
-def best_flow(machines: Sequence[Capacity], num_stages: int, per_sample: SampleBytes) -> float:
+def best_flow(machines: Sequence[Capacity], num_stages: int, per_sample: SampleCosts) -> float:
     """Samples/s that no assignment of the machines to stages exceeds: as if each could divide its
     time among the stages, at its rate in the easiest one."""
     if len(machines) < num_stages:

@@ -207,10 +207,12 @@ class SyntheticSeat:
 
 class InlineWorker:
     """`ports.Worker` without a thread: one piece of work at a time, in order, on the event loop,
-    each after `seconds` of loop time."""
+    each after `seconds` of loop time. What it returns is there `taken()` seconds later."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0, taken: Callable[[], float] = lambda: 0.0) -> None:
+        """`taken()`: what the work that has just been done takes besides."""
         self._seconds = seconds
+        self._taken = taken
         self._turn = asyncio.Lock()
         self._closed = False
 
@@ -220,7 +222,11 @@ class InlineWorker:
             raise RuntimeError("the worker is closed")
         async with self._turn:
             await asyncio.sleep(self._seconds)
-            return _beside_the_loop(work)
+            try:
+                return _beside_the_loop(work)
+            finally:
+                if taken_s := self._taken():
+                    await asyncio.sleep(taken_s)
 
     async def close(self) -> None:
         """Waits for work that has begun. Idempotent."""

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import NONE
 from swarmnet.simulation.stage import (
     NUMBERS,
     RATE,
@@ -113,7 +114,9 @@ class SyntheticLocalSteps:
         values, moments = self.export(shard_index)
         common = self._common[shard_index]
         change = _rounded(_minus(common, self._fast(shard_index)))
-        return values, (self.common_shard(shard_index), self._claim(shard_index, change), *moments)
+        arrays = (self.common_shard(shard_index), self._claim(shard_index, change), *moments)
+        codec = self._outer.codec
+        return values, tuple(codec.coded_sum(shard_index, array) for array in arrays)
 
     def meet(
         self,
@@ -126,7 +129,8 @@ class SyntheticLocalSteps:
         if theirs is not None:
             if len(theirs[1]) != 4:
                 raise ProtocolViolation("an offer is four arrays")
-            their_common, their_change = (_numbers(a) for a in theirs[1][:2])
+            seen = [self._seen(shard_index, array) for array in theirs[1]]
+            their_common, their_change = seen[:2]
             apart = _squares(_minus(fast, _minus(their_common, their_change)))
             change = [(a + b) / 2 for a, b in zip(change, their_change, strict=True)]
             mean = [(a + b) / 2 for a, b in zip(common, their_common, strict=True)]
@@ -154,6 +158,15 @@ class SyntheticLocalSteps:
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         self._steps[shard_index] = int(values["steps"])
+
+    def _seen(self, shard_index: int, array: Array) -> Numbers:
+        """A partner's vector. What coding does to the own one is subtracted from it, where that is
+        more than nothing: here it takes the time."""
+        codec = self._outer.codec
+        if codec.names.sums != NONE:
+            own = codec.coded_sum(shard_index, self._claim(shard_index, (0.0,) * NUMBERS))
+            codec.decoded_sum(shard_index, own)
+        return _numbers(codec.decoded_sum(shard_index, array))
 
     def _fast(self, shard_index: int) -> Numbers:
         """The own parameters after the newest step."""

@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 from swarmnet.errors import SwarmnetError
+from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.baselines import assigner, limits_for
+from swarmnet.simulation.coding import CodingTime
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
 from swarmnet.simulation.invariants import Member, Monitor
@@ -219,11 +221,12 @@ class Population:
     def _machine(self, host: Host) -> Machine:
         scenario, monitor = self._scenario, self._monitor
         name, incarnation = host.name, host.incarnation
+        coding = CodingTime(scenario.coding)
 
         def build(stage_index: int) -> tuple[Stage, Optimizer]:
             observer = monitor.observer(name, incarnation, stage_index)
             stage = SyntheticStage(stage_index, scenario.stages, scenario.sizes, observer)
-            return stage, SyntheticOptimizer(stage_index, scenario.sizes, observer)
+            return stage, SyntheticOptimizer(stage_index, scenario.sizes, observer, coding)
 
         def build_local(stage: Any, outer: Any) -> SyntheticLocalSteps | None:
             if not self._settings.plan.is_local:
@@ -235,7 +238,7 @@ class Population:
         return Machine(
             build,
             SyntheticDevice(self._costs(host)),
-            InlineWorker(),
+            InlineWorker(taken=coding.take),
             SyntheticData(scenario.samples_per_microbatch),
             build_local=build_local,
             measure=lambda: host.benchmark_s * scenario.service_s,
@@ -247,15 +250,19 @@ class Population:
         service_s = scenario.service_s / host.speed
         forward_s = FORWARD_PART * service_s
         last = scenario.stages - 1
-        costs = {FORWARD: forward_s, BACKWARD: service_s - forward_s}
+        costs: dict[tuple[str, int], float] = {}
+        for k in range(scenario.stages):
+            coding = scenario.pass_coding(has_before=k > 0, has_after=k < last)
+            costs[FORWARD, k] = forward_s + coding.forward_s
+            costs[BACKWARD, k] = service_s - forward_s + coding.backward_s
+            if k == last:
+                costs[FORWARD, k] = service_s + coding.total_s
         rng = scenario.rng(f"noise {host.name} {host.incarnation}")
 
         def seconds(kind: str) -> float:
             member = self._monitor.members.get(host.name)
-            if kind == FORWARD and member and member.peer.gossip.own.stage == last:
-                cost_s = service_s
-            else:
-                cost_s = costs.get(kind, OTHER_S)
+            stage = member.peer.gossip.own.stage if member else OBSERVER_STAGE
+            cost_s = costs.get((kind, max(0, stage)), OTHER_S)
             if scenario.service_sigma:
                 cost_s *= math.exp(rng.gauss(0.0, scenario.service_sigma))
             return max(0.0, host.frozen_until - self._monitor.now()) + cost_s

@@ -10,6 +10,7 @@ from swarmnet.protocol.pipeline.slots import num_slots_of
 from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
+from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.network import FAST_LINK, Link
 from swarmnet.simulation.stage import Sizes
@@ -45,8 +46,11 @@ class Scenario:
     global_batch: int = 64
     samples_per_microbatch: int = 4
     sizes: Sizes = field(default_factory=Sizes)
+    coding: Coding = field(default_factory=Coding)
+    """How fast every machine codes, whatever its speed."""
     service_s: float = 0.05
-    """Device seconds of one microbatch, forward and backward, at a machine of speed 1."""
+    """Device seconds of one microbatch, forward and backward, at a machine of speed 1; coding comes
+    on top."""
     service_sigma: float = 0.0
     """Of the logarithm: by how much the device time of the same work varies."""
     speed_ratio: float = 4.0
@@ -99,6 +103,15 @@ class Scenario:
     def num_slots(self) -> int:
         """Microbatches of a round."""
         return num_slots_of(self.global_batch, self.samples_per_microbatch)
+
+    def pass_coding(self, *, has_before: bool, has_after: bool) -> PassCoding:
+        """Device seconds of coding of a microbatch, in a stage with such neighbours."""
+        return self.coding.passes(
+            self.sizes.boundary,
+            self.sizes.activation_numbers,
+            has_before=has_before,
+            has_after=has_after,
+        )
 
     def rng(self, name: str) -> random.Random:
         """A generator for one part of the simulation, whose numbers no other part changes."""
@@ -282,14 +295,15 @@ def large_swarm(
     microbatches_per_replica: int = MICROBATCHES_PER_REPLICA,
     sequences: int = 1,
     codec: str = INT8,
+    update_codec: str = INT8,
 ) -> Scenario:
     """A swarm of volunteers: heterogeneous machines on home links, peers that join and leave.
 
-    A stage has 50 million parameters, exchanged in fp32. A microbatch is `sequences` sequences of
-    1,024 tokens of width 1,024, sent in `codec` (`[pipeline] codec`). Each sequence takes a machine
-    of middle speed `service_s` seconds in its stage (4 s: about 0.1 TFLOP/s that reach the model).
-    A round has `microbatches_per_replica` microbatches for each replica of a stage; its exchange
-    runs beside the next round."""
+    A stage has 50 million parameters, exchanged in `update_codec` (`[sync] codec`). A microbatch is
+    `sequences` sequences of 1,024 tokens of width 1,024, sent in `codec` (`[pipeline] codec`). Each
+    sequence takes a machine of middle speed `service_s` seconds in its stage (4 s: about 0.1
+    TFLOP/s that reach the model). A round has `microbatches_per_replica` microbatches for each
+    replica of a stage; its exchange runs beside the next round."""
     return Scenario(
         seed=seed,
         peers=peers,
@@ -302,6 +316,7 @@ def large_swarm(
             shard_parameters=STAGE_PARAMETERS // STAGE_SHARDS,
             activation_numbers=sequences * SEQUENCE_NUMBERS,
             codec=codec,
+            update_codec=update_codec,
         ),
         sync_mode=DELAYED,
         service_s=sequences * service_s,

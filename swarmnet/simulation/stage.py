@@ -32,6 +32,7 @@ from swarmnet.protocol.codecs import (
     row_bytes,
     update_codec,
 )
+from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.swarm.ports import Generation, LossResult, ShardCodec, StepKey
 from swarmnet.wire import Array
@@ -310,42 +311,65 @@ class SyntheticStage:
 
 
 class SyntheticShardCodec:
-    """`ports.ShardCodec`: nothing is lost, but all claims the size that it has on the wire."""
+    """`ports.ShardCodec`: nothing is lost, but all claims the size that it has on the wire, and
+    takes the time of coding."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, time: CodingTime) -> None:
         self.names = update_codec(sizes.update_codec)
         self._size = sizes.shard_parameters
+        self._time = time
 
     def contribution(
         self, shard_index: int, gradient: Array, *, keeps_error: bool, is_short: bool = False
     ) -> Array:
-        return self.claim(self.names.of_contribution(is_short=is_short), gradient)
+        codec = self.names.of_contribution(is_short=is_short)
+        if keeps_error:  # what coding loses is known when it is decoded
+            self._time.decoded(codec, self._size)
+        return self._coded(codec, gradient)
 
     def forget_error(self, shard_index: int) -> None:
         pass
 
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
-        return self.claim(NONE, coded)
+        short = self.names.of_contribution(is_short=True)
+        is_short = (coded.dtype, coded.shape) == self.names.form(short, self._size)
+        return self._decoded(short if is_short else self.names.contributions, coded)
 
     def coded_sum(self, shard_index: int, total: Array) -> Array:
-        return self.claim(self.names.sums, total)
+        return self._coded(self.names.sums, total)
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
-        return self.claim(NONE, coded)
+        return self._decoded(self.names.sums, coded)
 
     def applied(self, shard_index: int, present: Array, result: Array) -> Array:
-        return self.claim(NONE, result)
+        if result.dtype == "float32":
+            return result
+        return self._decoded(self.names.results, result)
 
-    def claim(self, codec: str, shard: Array) -> Array:
-        """The same numbers, with the size that they have in a codec."""
+    def coded_result(self, parameters: Array) -> Array:
+        """What a step gives. What coding loses of it is known when it is decoded."""
+        self._time.decoded(self.names.results, self._size)
+        return self._coded(self.names.results, parameters)
+
+    def _coded(self, codec: str, shard: Array) -> Array:
+        self._time.encoded(codec, self._size)
         return Array(*coded_form(codec, (self._size,), 0), shard.data)
+
+    def _decoded(self, codec: str, shard: Array) -> Array:
+        if (shard.dtype, shard.shape) != coded_form(codec, (self._size,), 0):
+            raise ProtocolViolation("not a coded shard of a synthetic stage")
+        self._time.decoded(codec, self._size)
+        return Array("float32", (self._size,), shard.data)
 
 
 class SyntheticOptimizer:
     """`ports.Optimizer`: momentum, exact enough that equal histories give equal bits."""
 
-    def __init__(self, stage_index: int, sizes: Sizes, observer: Observer) -> None:
-        self._shards = SyntheticShardCodec(sizes)
+    def __init__(
+        self, stage_index: int, sizes: Sizes, observer: Observer, time: CodingTime | None = None
+    ) -> None:
+        """`time`: of the thread on which updates are coded."""
+        self._shards = SyntheticShardCodec(sizes, time or CodingTime(Coding()))
         self.codec: ShardCodec = self._shards
         self._stage_index = stage_index
         self._sizes = sizes
@@ -407,7 +431,7 @@ class SyntheticOptimizer:
         after = _rounded(p - RATE * m for p, m in zip(before, momentum, strict=True))
         self._state[shard_index] = (steps + 1, momentum)
         result = Array("float32", parameters.shape, _FLOATS.pack(*after))
-        return self._shards.claim(self.codec.names.results, result)
+        return self._shards.coded_result(result)
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         steps, momentum = self._state[shard_index]

@@ -7,14 +7,14 @@ import pytest
 from swarmnet.simulation.bound import (
     Capacity,
     Integral,
-    SampleBytes,
+    SampleCosts,
     best_flow,
     max_flow,
     replica_rate,
 )
 
 FAST = Capacity(8.0, 1e9, 1e9)
-SIZES = SampleBytes(1000.0, 1000.0)
+SIZES = SampleCosts(1000.0, 1000.0)
 
 
 def test_the_poorest_stage_bounds_the_swarm() -> None:
@@ -37,7 +37,7 @@ def test_a_slow_upload_bounds_a_machine_and_twice_in_the_middle() -> None:
 
 def test_activations_and_gradients_of_other_sizes_go_either_way() -> None:
     """The first stage sends activations, the last one gradients, those between both."""
-    machine, sizes = Capacity(100.0, 4_000.0, 3_000.0), SampleBytes(200.0, 50.0)
+    machine, sizes = Capacity(100.0, 4_000.0, 3_000.0), SampleCosts(200.0, 50.0)
     rates = [replica_rate(machine, stage, 3, sizes) for stage in range(3)]
     assert rates == [4_000 / 200, 3_000 / 250, 3_000 / 200]
 
@@ -58,3 +58,11 @@ def test_an_integral_of_a_rate_that_changes() -> None:
     integral.set(5.0, 3.0)
     integral.set(0.0, 4.0)
     assert integral.total == pytest.approx(11.0)
+
+
+def test_a_device_that_codes_computes_less() -> None:
+    """A tenth of a second computes a sample; as long is coded before it, and half of it after."""
+    machine, costs = Capacity(10.0, 1e9, 1e9), SampleCosts(1.0, 1.0, before_s=0.1, after_s=0.05)
+    rates = [replica_rate(machine, stage, 3, costs) for stage in range(3)]
+    assert rates == pytest.approx([1 / 0.15, 1 / 0.25, 1 / 0.2])
+    assert replica_rate(machine, 0, 1, costs) == 10.0

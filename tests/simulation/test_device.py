@@ -132,6 +132,31 @@ def test_the_worker_does_one_thing_at_a_time() -> None:
     assert run(main()) == [(0, 2.0), (1, 4.0), (2, 6.0)]
 
 
+def test_what_work_takes_besides_passes_before_its_result_is_there() -> None:
+    """And before the next piece begins, whether it failed or not."""
+
+    async def main() -> list[tuple[str, float]]:
+        times = [1.0, 0.0, 3.0]
+        worker = InlineWorker(0.5, lambda: times.pop(0))
+        begun: list[float] = []
+
+        def fail() -> None:
+            begun.append(loop.time())
+            raise ValueError("bad")
+
+        async def work(name: str) -> tuple[str, float]:
+            with pytest.raises(ValueError, match="bad"):
+                await worker.run(fail)
+            return name, now()
+
+        loop = asyncio.get_running_loop()
+        results = await asyncio.gather(*(work(name) for name in "abc"))
+        assert begun == [0.5, 2.0, 2.5]
+        return results
+
+    assert run(main()) == [("a", 1.5), ("b", 2.0), ("c", 5.5)]
+
+
 def test_work_that_is_not_wanted_any_more_takes_no_time() -> None:
     async def main() -> None:
         device = SyntheticDevice(lambda kind: 1.0)

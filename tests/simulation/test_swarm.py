@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from swarmnet.protocol.codecs import INT4, INT8, TOPK
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.simulation import population
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.clock import run
+from swarmnet.simulation.coding import Coding
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import Sample, Scenario, small_swarm, small_swarm_in
 from swarmnet.simulation.stage import Sizes, SyntheticStage
@@ -236,6 +238,26 @@ def test_nothing_is_lost_where_nothing_breaks() -> None:
     assert result.rounds == 6
     assert (result.samples_lost, result.rerouted, result.shards_reset) == (0, 0, 0)
     assert 0 < result.samples_per_s <= result.bound_per_s
+
+
+CODED = [(ZERO, INT4), (DELAYED, INT8), (LOCAL, TOPK), (GOSSIP, INT8)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "codec", "first", "last"),
+    [(*coded, 0, 2) for coded in CODED]
+    + [pytest.param(*coded, 2, CHUNK, marks=pytest.mark.long) for coded in CODED],
+)
+def test_coded_updates_in_small_swarms_with_every_kind_of_fault(
+    mode: str, codec: str, first: int, last: int
+) -> None:
+    """And at the boundaries. Machines code so slowly that it takes longer than to compute."""
+    for seed in range(first, last):
+        scenario = replace(small_swarm_in(mode, seed), keep_log=False)
+        sizes = replace(scenario.sizes, codec=INT8, update_codec=codec)
+        slow = replace(scenario, sizes=sizes, coding=Coding(factor=0.002))
+        broken = simulate(slow).broken
+        assert broken is None, f"{mode}, {codec}, seed {seed}: {broken}"
 
 
 def test_the_whole_sweep_meets_every_kind_of_fault() -> None:

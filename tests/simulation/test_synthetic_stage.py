@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import BOUNDARY_CODECS, boundary_codec
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, UPDATE_CODECS, boundary_codec
+from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.simulation.stage import (
     Sizes,
     SyntheticData,
@@ -19,6 +20,8 @@ from swarmnet.simulation.stage import (
     gradient,
 )
 from swarmnet.training.codecs.registry import codec_of
+from swarmnet.training.codecs.shards import shard_codec_of
+from swarmnet.wire import Array
 
 SIZES = Sizes(num_shards=2, shard_parameters=1_000_000)
 
@@ -117,6 +120,51 @@ def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str) -> Non
     assert back.num_bytes == codec_of(names.gradients).encode(values).nbytes
     with pytest.raises(ProtocolViolation):
         s.check_gradient(gradient(key, Sizes(activation_numbers=128, codec=codec)))
+
+
+@pytest.mark.parametrize("codec", UPDATE_CODECS)
+def test_shards_of_updates_claim_the_bytes_of_the_wire_and_take_the_time_of_coding(
+    codec: str,
+) -> None:
+    """What the torch codec makes of as many numbers has the same form, and whoever encodes with
+    error feedback decodes too."""
+    size, coding = 5000, Coding()
+    time = CodingTime(coding)
+    sizes = Sizes(num_shards=1, shard_parameters=size, update_codec=codec)
+    s, optimizer = (
+        SyntheticStage(1, 3, sizes, ignore),
+        SyntheticOptimizer(1, sizes, ignore, time),
+    )
+    synthetic, real = optimizer.codec, shard_codec_of(codec, [size])
+    values = Array("float32", (size,), torch.ones(size).numpy().tobytes())
+    names = UPDATE_CODECS[codec]
+
+    def spent(name: str) -> float:
+        return coding.encode_s(name, size) + coding.decode_s(name, size)
+
+    s.forward((0, 1), activation((0, 1), sizes))
+    s.backward((0, 1), gradient((0, 1), sizes))
+    sent = synthetic.contribution(0, s.gradient_shard(0), keeps_error=True)
+    assert time.take() == pytest.approx(spent(names.contributions))
+    torch_sent = real.contribution(0, values, keeps_error=True)
+    assert (sent.dtype, sent.shape) == (torch_sent.dtype, torch_sent.shape)
+    total = synthetic.coded_sum(0, optimizer.sum([synthetic.decoded_contribution(0, sent)]))
+    torch_total = real.coded_sum(0, values)
+    assert (total.dtype, total.shape) == (torch_total.dtype, torch_total.shape)
+    time.take()
+    decoded = synthetic.decoded_sum(0, total)
+    assert time.take() == coding.decode_s(names.sums, size)
+    assert check_sum(1, 0, decoded.data), "nothing of it is lost"
+    optimizer.create(0)
+    result = optimizer.step(0, s.parameter_shard(0), decoded, 1.0, 0)
+    assert time.take() == pytest.approx(spent(names.results))
+    assert (result.dtype, result.shape) == names.form(names.results, size)
+    applied = synthetic.applied(0, s.parameter_shard(0), result)
+    assert time.take() == coding.decode_s(names.results, size)
+    s.stage_parameters(0, applied)
+    if codec != NONE:
+        with pytest.raises(ProtocolViolation):
+            synthetic.decoded_sum(0, values)
 
 
 def test_a_backward_twice_is_an_error() -> None:

@@ -90,6 +90,32 @@ def test_where_no_plot_can_be_drawn_nothing_is_simulated(
     assert word in error
 
 
+def test_links_are_mbit_and_ms(capsys: pytest.CaptureFixture[str]) -> None:
+    """One megabit carries a sequence in half a minute: nothing gets through in this time."""
+    rates = []
+    for links in ("1000/1", "1/400"):
+        assert run_command([*SHORT[:-1], links, "--json", "--service", "0.5"]) == 0
+        rates.append(json.loads(capsys.readouterr().out)["samples_per_s"])
+    assert rates[0] > 0.5
+    assert rates[1] == 0.0
+
+
+@pytest.mark.parametrize("links", ["slow", "100", "100/50/1", "0/50", "100/-1", "nan/1"])
+def test_links_that_are_none_are_named(capsys: pytest.CaptureFixture[str], links: str) -> None:
+    assert run_command([*SHORT[:-1], links]) != 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"--links {links}" in error
+
+
+def test_coding_takes_the_time_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = []
+    for speed in ("0", "1", "0.01"):
+        assert run_command([*SHORT, "--json", "--service", "0.5", "--coding-speed", speed]) == 0
+        bounds.append(json.loads(capsys.readouterr().out)["bound_per_s"])
+    assert bounds[0] > bounds[1] > 2 * bounds[2]
+
+
 def test_a_bad_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"at_s": 1, "action": "explode"}\n')
