@@ -36,6 +36,8 @@ READ_AT_ONCE = 64
 MAX_FRAME_BYTES = 65_535
 NET = "200.5.5"
 """Global addresses, as Python's `ipaddress` and libp2p see them; the namespaces have no way out."""
+PREFIX = "snl"
+"""Of the names of namespaces; the maker's pid follows."""
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 ARP = b"\x08\x06"
@@ -251,7 +253,8 @@ def network(names: Sequence[str], link: Link, congestion: str = "") -> Iterator[
     if not Path("/dev/net/tun").exists():
         raise NoNetwork("there is no /dev/net/tun here: modprobe tun, or --device /dev/net/tun")
     hosts = {
-        name: Host(f"snl{os.getpid()}-{name}", f"{NET}.{10 + i}") for i, name in enumerate(names, 1)
+        name: Host(f"{PREFIX}{os.getpid()}-{name}", f"{NET}.{10 + i}")
+        for i, name in enumerate(names, 1)
     }
     with contextlib.ExitStack() as ends:
         for host in hosts.values():
@@ -278,6 +281,14 @@ def ip(*arguments: str) -> None:
     if done.returncode:
         said = (done.stderr or done.stdout).strip()[:300]
         raise NoNetwork(f"{' '.join(command)}: {said}")
+
+
+def remove_stale() -> None:
+    """Removes the namespaces of makers that were killed."""
+    for path in Path("/run/netns").glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            _remove(path.name)
 
 
 def _start_switch(spaces: Sequence[str], link: Link) -> subprocess.Popen[str]:
