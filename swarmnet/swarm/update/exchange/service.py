@@ -83,6 +83,7 @@ class ExchangeService:
         ]
         results = await self._all_of(work) if len(work) > 1 else [await work[0]]
         reply = ReduceReply(tuple(told for told, _ in results))
+        await self._pace.turn(sum(values.num_bytes for _, values in results))
         return Message(reply, tuple(values for _, values in results))
 
     def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
@@ -139,7 +140,6 @@ class ExchangeService:
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
         values = await self._work.copy_of(j, answer.result)
-        await self._pace.turn(values, asked, is_result=True)
         return self._books.told(asked, j, remote), values
 
     async def _straggler(self, asked: int, j: int, remote: str) -> Told:
@@ -173,7 +173,7 @@ class ExchangeService:
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
         values = await self._work.copy_of(j, answer.result)
-        await self._pace.turn(values, r, is_result=True)
+        await self._pace.turn(values.num_bytes)
         return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
 
     # ---- ballots ----------------------------------------------------------------------------
