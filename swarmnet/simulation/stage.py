@@ -26,7 +26,7 @@ import xxhash
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import NONE, BoundaryCodec, boundary_codec, coded_form, row_bytes
 from swarmnet.swarm.batch import Batch, Documents
-from swarmnet.swarm.ports import Generation, LossResult, StepKey
+from swarmnet.swarm.ports import Generation, LossResult, Passage, StepKey, undivided
 from swarmnet.wire import Array
 
 NUMBERS = 4
@@ -179,14 +179,32 @@ class SyntheticStage:
         if (grad_outputs.dtype, grad_outputs.shape) != form:
             raise ProtocolViolation("not a gradient of a synthetic stage")
 
-    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
+    def forward_pass(
+        self, key: StepKey, inputs: Array, documents: Documents | None = None
+    ) -> Passage[Array]:
+        return undivided(lambda: self._forward(key, inputs))
+
+    def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
+        return undivided(lambda: self._backward(key, grad_outputs))
+
+    def loss_pass(
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
+    ) -> Passage[LossResult]:
+        def both() -> LossResult:
+            self._forward(key, inputs)
+            grads = self._backward(key, gradient(key, self._sizes))
+            return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
+
+        return undivided(both)
+
+    def _forward(self, key: StepKey, inputs: Array) -> Array:
         self._check_key(key, inputs)
         weights = self._weights_of(key)
         self._observe("forward", key=key, weights=weights)
         self._kept[key] = _Kept(weights)
         return activation(key, self._sizes)
 
-    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+    def _backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         self._check_key(key, grad_outputs)
         kept = self._kept.get(key)
         assert kept is not None, f"backward of {key} without its forward"
@@ -198,13 +216,6 @@ class SyntheticStage:
         if self.stage_index == 0:
             return None
         return gradient(key, self._sizes)
-
-    def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
-    ) -> LossResult:
-        self.forward(key, inputs)
-        grads = self.backward(key, gradient(key, self._sizes))
-        return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
 
     def retract(self, key: StepKey) -> None:
         kept = self._kept.pop(key, None)

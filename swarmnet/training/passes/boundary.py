@@ -8,6 +8,8 @@ cannot make an infinite gradient where it enters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -156,10 +158,10 @@ class Boundary:
         """Whether inputs have the shape of a microbatch."""
         return tuple(inputs.shape) == self._batch(self._inputs)
 
-    def send_outputs(self, outputs: Tensor) -> Array:
-        """The activation for the next stage, coded.
+    def send_outputs(self, outputs: Tensor) -> Callable[[], Array]:
+        """The activation for the next stage, coded, as `Crossing.send`.
 
-        Raises:
+        Raises, at once or when it is finished:
             ProtocolViolation: a value is not finite; the inputs are to blame.
             RemoteError: fp16 cannot hold the values, or the model's shapes are wrong.
         """
@@ -169,29 +171,40 @@ class Boundary:
                 f"stage {self._stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        try:
-            return self._outputs_out.send("activation", outputs)
-        except ProtocolViolation:
-            if self._refusals is None:
-                raise
-            raise self._refusals.refuse("an activation of") from None
+        sending, refusals = self._outputs_out.send("activation", outputs), self._refusals
 
-    def send_evaluation(self, outputs: Tensor) -> Array:
+        def finish() -> Array:
+            try:
+                return sending()
+            except ProtocolViolation:
+                if refusals is None:
+                    raise
+                raise refusals.refuse("an activation of") from None
+
+        return finish
+
+    def send_evaluation(self, outputs: Tensor) -> Callable[[], Array]:
         """As `send_outputs`, of inputs that `receive_evaluation` or `receive_text` gave. Raises
         `ProtocolViolation` where a value is not finite."""
         return self._outputs_out.send("activation", outputs)
 
-    def send_input_gradient(self, grad: Tensor) -> Array:
-        """The gradient for the stage before, coded.
+    def send_input_gradient(self, grad: Tensor) -> Callable[[], Array]:
+        """The gradient for the stage before, coded, as `Crossing.send`.
 
-        Raises:
+        Raises, when it is finished:
             RemoteError: a value is not finite; the parameters of this stage are to blame, not who
                 sent.
         """
-        try:
-            return self._input_gradients_out.send("gradient", grad)
-        except ProtocolViolation:
-            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite") from None
+        sending = self._input_gradients_out.send("gradient", grad)
+
+        def finish() -> Array:
+            try:
+                return sending()
+            except ProtocolViolation:
+                where = f"the gradient at stage {self._stage_index}"
+                raise RemoteError(f"{where} is not finite") from None
+
+        return finish
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)
