@@ -154,7 +154,7 @@ def write_spec(cell: Cell, path: Path) -> dict[str, Any]:
     spec["model"] |= RUNS[cell.run]
     spec["optimizer"]["rounds"] = ROUNDS
     spec["pipeline"]["codec"] = cell.codec
-    spec["sync"] |= {"mode": cell.mode, "warmup_rounds": WARMUP_ROUNDS}
+    spec["sync"] |= {"mode": cell.mode, "codec": cell.codec, "warmup_rounds": WARMUP_ROUNDS}
     lines = [f"{k} = {json.dumps(v)}" for k, v in spec.items() if not isinstance(v, dict)]
     for name, table in spec.items():
         if isinstance(table, dict):

@@ -35,7 +35,14 @@ from rfc8785 import IntegerDomainError
 from swarmnet.errors import SpecError
 from swarmnet.identity import MAX_PEER_ID_CHARS, is_peer_id
 from swarmnet.llama_keys import honoured
-from swarmnet.protocol.codecs import AUTO, AUTO_BOUNDARY_CODEC
+from swarmnet.protocol.codecs import (
+    AUTO,
+    AUTO_BOUNDARY_CODEC,
+    AUTO_UPDATE_CODEC,
+    INT8,
+    NONE,
+    TOPK,
+)
 from swarmnet.protocol.pipeline.mixing import check_weights
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
@@ -49,7 +56,8 @@ MAX_TEXT = 1024
 MAX_LIST = 1024
 """Entries of one list in a spec."""
 MAX_STAGES = 4096
-CODEC_KEY = "[pipeline] codec"
+BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY = "[pipeline] codec", "[sync] codec"
+CODEC_KEYS = {BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY}
 MAX_FILE_BYTES = 64 << 20
 """Of a tokenizer or another file of a run."""
 RUN_FILES = (
@@ -640,9 +648,25 @@ class SyncSpec(_Table):
     twice the median is cut to the median. `trimmed_mean`: by coordinate, without the extremes.
     `centered_clip`: differences from the middle are clipped. Fewer than 4 contributors: `mean`."""
 
+    codec: Literal["auto", "none", "bf16", "int8", "int4", "topk"] = "none"
+    """Of what updates send: gradients, their sums and the changes that come back. `none` (fp32),
+    `bf16`, `int8`, `int4` (sums in 6 bits), or, with `local`, `topk` (of every 32 changes the
+    largest, in 2 bits). What is lost of one is made up for by the next. With `gossip`: `none` or
+    `int8`. A file that does not say has `auto`, as in `[pipeline]`."""
+
     optimizer_store: Literal["memory", "disk"] = "memory"
     """Where a peer keeps its optimizer state: `memory` (of the host, even where the stage is on
     a GPU), or `disk` (memory-mapped files in the state directory)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SyncSpec:
+        if self.codec == TOPK and self.mode != "local":
+            raise ValueError(
+                'codec = "topk" is for changes over many steps: it goes with mode = "local"'
+            )
+        if self.mode == "gossip" and self.codec not in (AUTO, NONE, INT8):
+            raise ValueError('codec is "none" or "int8" with mode = "gossip"')
+        return self
 
 
 class FileSpec(_Table):
@@ -731,7 +755,8 @@ class RunSpec(_Table):
             "[data] sequence_length": self.model.kind == "transformers"
             and self.data.sequence_length == 0,
             "[pipeline] layers": not self.pipeline.layers,
-            CODEC_KEY: self.pipeline.codec == AUTO,
+            BOUNDARY_CODEC_KEY: self.pipeline.codec == AUTO,
+            UPDATE_CODEC_KEY: self.sync.codec == AUTO,
             "[sync] shard_parameters": self.sync.shard_parameters == 0,
             "[sync] warmup_rounds": self.sync.warmup_rounds < 0,
         }
@@ -748,6 +773,8 @@ class RunSpec(_Table):
         pipeline["layers"] = pipeline["layers"] or tuple(layers)
         if pipeline["codec"] == AUTO:
             pipeline["codec"] = AUTO_BOUNDARY_CODEC
+        if sync["codec"] == AUTO:
+            sync["codec"] = AUTO_UPDATE_CODEC
         sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
         sync["warmup_rounds"] = self._chosen_warmup
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
@@ -924,6 +951,9 @@ def parse_spec(text: str, source: str = "run.toml") -> RunSpec:
     if isinstance(values.get("pipeline"), dict):
         # A canonical spec that does not say has `none`, for ever; who writes a file leaves it open.
         values["pipeline"].setdefault("codec", AUTO)
+    sync = values.setdefault("sync", {})
+    if isinstance(sync, dict):
+        sync.setdefault("codec", AUTO)
     return _validate(values, source)
 
 

@@ -113,8 +113,9 @@ def _values(spec: BaseModel) -> dict[str, Any] | None:
     used, given = written_values(spec), spec.model_dump(mode="json")
     used.pop("files", None)  # a later version adds them when it resolves a spec
     used.get("data", {}).pop("fingerprint", None)  # likewise
-    if used["pipeline"].get("codec") == "auto":
-        del used["pipeline"]["codec"]  # likewise for a file that does not say
+    for table in ("pipeline", "sync"):
+        if used.get(table, {}).get("codec") == "auto":
+            del used[table]["codec"]  # likewise for a file that does not say
     values: dict[str, Any] = {}
     if used.keys() - KEYS.keys():
         return None

@@ -18,8 +18,11 @@ from swarmnet.training.memory.plan import (
     PRECISIONS,
     Precision,
     StageMemory,
+    codec_in,
+    coding_bytes,
     copy_bytes,
     exchange_bytes,
+    number_bytes,
     optimizer_share,
     plan_memory,
 )
@@ -152,12 +155,26 @@ def _table(rows: list[StageMemory]) -> Table:
     return table
 
 
+def _sizes(mode: str, codec: str) -> str:
+    """Bytes of what an update sends, a parameter."""
+    names = codec_in(mode, codec)
+    kinds = {
+        "g": (names.contributions, "gradients"),
+        "r": (names.results, "results"),
+        "s": (names.sums, "sums"),
+    }
+    return ", ".join(f"{k} = {number_bytes(c):.3g} ({what})" for k, (c, what) in kinds.items())
+
+
 def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     sync = spec.sync
     share = optimizer_share(options.replicas, sync.replication)
     store = "in files" if sync.optimizer_store == "disk" else "in the host's memory"
     is_own = sync.mode in ("local", "gossip")
-    beside = exchange_bytes(sync.mode, share, p)
+    beside = exchange_bytes(sync.mode, share, p, sync.codec)
+    without = exchange_bytes(sync.mode, 1.0, p, sync.codec)
+    coding = coding_bytes(sync.mode, share, sync.codec)
+    coded = f" + {coding:.2f} for coding ({sync.codec})" * bool(coding)
     a_parameter = p.weights + p.gradients + p.optimizer * (1 if is_own else share) + beside
     optimizer = f"optimizer (master {p.master} + moments {p.moments})"
     parts = {
@@ -174,12 +191,14 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
     warm_up = f"; both in each of the first {first} rounds, the warm-up of this run" * bool(first)
     return [
         f"Bytes a parameter ({p.name}, {sync.mode}): weights {p.weights} + gradients {p.gradients} "
-        f"+ {parts.get(sync.mode, delayed)} = {a_parameter:.2f}, with R = "
+        f"+ {parts.get(sync.mode, delayed)}{coded} = "
+        f"{a_parameter:.2f}, with R = "
         f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
-        f"stage; {p.total + exchange_bytes(sync.mode, 1.0, p):g} without ZeRO (Rajbhandari et al., "
+        f"stage; {p.total + without:g} without ZeRO (Rajbhandari et al., "
         "2020: 16 in mixed precision).",
-        "Sent, bytes a parameter: zero and delayed 4 (2 (N - 1) + R - 1) / N a round; local the "
-        f"same every H = {sync.local_steps} rounds; gossip 16 every H rounds, to one partner"
+        "Sent, bytes a parameter: zero and delayed ((g + r) (N - 1) + s (R - 1)) / N a round, with "
+        f"{_sizes(sync.mode, sync.codec)}; local the same every H = {sync.local_steps} rounds; "
+        "gossip four numbers every H rounds, to one partner"
         f"{warm_up}. "
         "Activations and their gradients come on top.",
         f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "

@@ -10,8 +10,10 @@ simulator charges.
 | `bf16` | bfloat16 |
 | `int8` | for each block of `BLOCK` numbers a scale, then n bytes |
 | `int6`, `int4` | for each tile of `TILE` numbers a scale, then 24 or 16 bytes for each tile |
+| `topk` | for each chunk of `CHUNK` numbers two levels, then 12 bits a place and 2 bits a value |
 
-Scales are bfloat16. The last block of a row may be shorter; the last tile is filled up with zeros.
+Scales and levels are bfloat16. The last block of a row may be shorter; the last tile, and the last
+chunk, are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-NONE, BF16, INT8, INT6, INT4 = "none", "bf16", "int8", "int6", "int4"
+NONE, BF16, INT8, INT6, INT4, TOPK = "none", "bf16", "int8", "int6", "int4", "topk"
 BLOCK = 64
 """Numbers that share a scale in `int8`."""
 TILE = 32
 """Numbers that share a scale in `int6` and `int4`; a power of two, for the rotation."""
+CHUNK, KEPT = 4096, 128
+"""Numbers among which `topk` keeps so many. A place in a chunk has 12 bits."""
 SCALE_BYTES = 2
 TILE_BITS = {INT6: 6, INT4: 4}
 """Of one number, in the codecs that code tiles."""
@@ -62,6 +66,44 @@ def boundary_codec(name: str) -> BoundaryCodec:
     return BOUNDARY_CODECS[AUTO_BOUNDARY_CODEC if name == AUTO else name]
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateCodec:
+    """How what an update sends is coded: shards, each a row."""
+
+    contributions: str
+    """Of gradients (or changes) on their way to a primary. What coding loses of one is added to the
+    next (error feedback, Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847)."""
+    sums: str
+    """Of their sums, which the backups get. Every owner steps on the decoded sum."""
+    results: str
+    """Of the change of the parameters that comes back. Everyone applies it decoded. What coding
+    loses of one is added to the next. With `none`, the parameters themselves come back."""
+
+    def form(self, codec: str, size: int) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of a coded shard of so many numbers."""
+        return coded_form(codec, (size,), 0)
+
+
+UPDATE_CODECS = {
+    NONE: UpdateCodec(NONE, NONE, NONE),
+    BF16: UpdateCodec(BF16, BF16, BF16),
+    INT8: UpdateCodec(INT8, INT8, INT8),
+    INT4: UpdateCodec(INT4, INT6, INT4),
+    TOPK: UpdateCodec(TOPK, INT6, INT4),
+}
+"""By name in the spec (`[sync] codec`). `topk` is for changes over many steps, as in SparseLoCo
+(Sarfi et al. 2025, arXiv 2508.15706). Nothing makes up for what is lost of a sum, so sums have more
+bits."""
+AUTO_UPDATE_CODEC = NONE
+"""What `[sync] codec = "auto"` means for a run that is started now. It may be what
+docs/convergence.md has shown to be harmless."""
+
+
+def update_codec(name: str) -> UpdateCodec:
+    """By `[sync] codec`, `auto` included."""
+    return UPDATE_CODECS[AUTO_UPDATE_CODEC if name == AUTO else name]
+
+
 def row_bytes(codec: str, num_values: int) -> int:
     """Bytes of a coded row of so many numbers. Raises `KeyError` for an unknown codec."""
     if codec == NONE:
@@ -70,6 +112,8 @@ def row_bytes(codec: str, num_values: int) -> int:
         return 2 * num_values
     if codec == INT8:
         return SCALE_BYTES * num_blocks(num_values, BLOCK) + num_values
+    if codec == TOPK:
+        return num_blocks(num_values, CHUNK) * (2 * SCALE_BYTES + KEPT * (12 + 2) // 8)
     return num_blocks(num_values, TILE) * (SCALE_BYTES + TILE * TILE_BITS[codec] // 8)
 
 

@@ -74,7 +74,7 @@ def choose_computing(
         policies = POLICIES[:-1]
     ranges = stage_parameter_ranges(spec, stage)
     weights, gradients, optimizer, exchange = state_bytes(
-        ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode
+        ranges[-1].stop, 1, spec.sync.replication, numbers, spec.sync.mode, spec.sync.codec
     )
     on_device = weights + gradients + base_bytes(spec, stage, numbers)
     if device.type == "cpu":

@@ -24,9 +24,23 @@ from typing import Any
 import xxhash
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import NONE, BoundaryCodec, boundary_codec, coded_form, row_bytes
+from swarmnet.protocol.codecs import (
+    NONE,
+    BoundaryCodec,
+    boundary_codec,
+    coded_form,
+    row_bytes,
+    update_codec,
+)
 from swarmnet.swarm.batch import Batch, Documents
-from swarmnet.swarm.ports import Generation, LossResult, Passage, StepKey, undivided
+from swarmnet.swarm.ports import (
+    Generation,
+    LossResult,
+    Passage,
+    ShardCodec,
+    StepKey,
+    undivided,
+)
 from swarmnet.wire import Array
 
 NUMBERS = 4
@@ -56,6 +70,8 @@ class Sizes:
     """Numbers a microbatch between two stages."""
     codec: str = NONE
     """`[pipeline] codec` of these numbers."""
+    update_codec: str = NONE
+    """`[sync] codec` of the shards."""
     tokens_per_microbatch: int = 32
 
     @property
@@ -311,10 +327,42 @@ class SyntheticStage:
             raise ProtocolViolation("the activation of another microbatch")
 
 
+class SyntheticShardCodec:
+    """`ports.ShardCodec`: nothing is lost, but all claims the size that it has on the wire."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.names = update_codec(sizes.update_codec)
+        self._size = sizes.shard_parameters
+
+    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
+        return self.claim(self.names.contributions, gradient)
+
+    def forget_error(self, shard_index: int) -> None:
+        pass
+
+    def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
+        return self.claim(NONE, coded)
+
+    def coded_sum(self, shard_index: int, total: Array) -> Array:
+        return self.claim(self.names.sums, total)
+
+    def decoded_sum(self, shard_index: int, coded: Array) -> Array:
+        return self.claim(NONE, coded)
+
+    def applied(self, shard_index: int, present: Array, result: Array) -> Array:
+        return self.claim(NONE, result)
+
+    def claim(self, codec: str, shard: Array) -> Array:
+        """The same numbers, with the size that they have in a codec."""
+        return Array(*coded_form(codec, (self._size,), 0), shard.data)
+
+
 class SyntheticOptimizer:
     """`ports.Optimizer`: momentum, exact enough that equal histories give equal bits."""
 
     def __init__(self, stage_index: int, sizes: Sizes, observer: Observer) -> None:
+        self._shards = SyntheticShardCodec(sizes)
+        self.codec: ShardCodec = self._shards
         self._stage_index = stage_index
         self._sizes = sizes
         self._observe = observer
@@ -374,7 +422,8 @@ class SyntheticOptimizer:
         before = _FLOATS.unpack(bytes(parameters.data))
         after = _rounded(p - RATE * m for p, m in zip(before, momentum, strict=True))
         self._state[shard_index] = (steps + 1, momentum)
-        return Array("float32", parameters.shape, _FLOATS.pack(*after))
+        result = Array("float32", parameters.shape, _FLOATS.pack(*after))
+        return self._shards.claim(self.codec.names.results, result)
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         steps, momentum = self._state[shard_index]

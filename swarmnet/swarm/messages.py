@@ -27,7 +27,7 @@ MAX_DIAL_BACK = 4
 MAX_ADDRESS_CHARS = 512
 MAX_PROBE_BYTES = 4 << 20
 """Of an answer about bandwidth."""
-MAX_LINEAGE_BYTES = 16
+MAX_LINEAGE_BYTES, DIGEST_BYTES = 16, 8
 MAX_SESSION_CHARS = 64
 SHA256_CHARS = 64
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
@@ -334,7 +334,7 @@ class InferReply:
 @dataclass(frozen=True, slots=True)
 class ReduceRequest:
     """Contributions to the gradients of shards, pushed to their primary. Arrays: of each shard the
-    fp32 sum over the contributor's tokens (none where these are 0)."""
+    sum over the contributor's tokens, coded (none where these are 0)."""
 
     round: int
     stage: int
@@ -346,6 +346,9 @@ class ReduceRequest:
     primary: str = ""
     """Of these ballots; the callee where it is empty. Another one cannot be reached by the caller,
     which waits here for the result."""
+    is_whole: bool = False
+    """The caller lacks the present parameters: the answer is to be those that come, not their
+    change."""
 
     def __post_init__(self) -> None:
         num_shards = len(self.shards)
@@ -371,10 +374,14 @@ class TiedSum:
     num_tokens: int
     term: int
     """Of the ballot by which the caller is the primary."""
+    digest: bytes
+    """Of the shard's present parameters at the caller (8 bytes)."""
 
     def __post_init__(self) -> None:
         _ballots((self.term,), "")
         _index(self.round, self.stage, self.shard, self.num_tokens)
+        if len(self.digest) != DIGEST_BYTES:
+            raise ValueError("not a digest of 8 bytes")
         if self.num_tokens > MAX_TOKENS:
             raise ValueError("more tokens than there can be")
 
@@ -401,7 +408,8 @@ class BallotRequest:
 
 @dataclass(frozen=True, slots=True)
 class BallotReply:
-    """By shard of the request. Arrays: the parameters of the shards that have a result."""
+    """By shard of the request. Arrays: of the shards that have a result, the coded change or the
+    parameters."""
 
     terms: tuple[int, ...]
     """Of the ballot that the callee goes by now: that of the request where it is promised."""

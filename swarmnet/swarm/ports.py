@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from swarmnet.protocol.codecs import UpdateCodec
 from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.wire import Array
 
@@ -254,8 +255,37 @@ class Stage(Protocol):
         """*device* Forgets the round that was opened ahead, its gradient and its keys."""
 
 
+class ShardCodec(Protocol):
+    """How the shards of a stage are coded in updates. All *averaging*. What reads coded shards
+    raises `ProtocolViolation` where they are none that the codec makes."""
+
+    names: UpdateCodec
+
+    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
+        """A gradient to be sent, with what coding has lost of this replica's contributions before.
+        `keeps_error`: what coding loses now is for the next one; else this changes nothing here."""
+
+    def forget_error(self, shard_index: int) -> None:
+        """The last contribution to the shard does not count, nor does what coding has lost."""
+
+    def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
+        """fp32."""
+
+    def coded_sum(self, shard_index: int, total: Array) -> Array:
+        """For the backups."""
+
+    def decoded_sum(self, shard_index: int, coded: Array) -> Array:
+        """On which all owners step."""
+
+    def applied(self, shard_index: int, present: Array, result: Array) -> Array:
+        """The parameters of the coming round. `result`: their coded change, or they themselves."""
+
+
 class Optimizer(Protocol):
     """The optimizer state (moments) of the shards that this replica owns. All *averaging*."""
+
+    codec: ShardCodec
+    """Of what is given to it and what it gives."""
 
     def owned(self) -> list[int]:
         """Shards whose state is held, ascending."""
@@ -294,8 +324,9 @@ class Optimizer(Protocol):
         is_delayed: bool = False,
     ) -> Array:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
-        `round_index`. `parameters` is not changed; the new ones are returned. `is_delayed`: the
-        round that begins with them will lack one update, which they may anticipate."""
+        `round_index`. `parameters` is not changed; the new ones are returned, or their change as
+        the codec has it. `is_delayed`: the round that begins with them will lack one update, which
+        they may anticipate."""
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet.errors import SpecError
 from swarmnet.protocol import codecs
-from swarmnet.spec import CODEC_KEY, RunSpec, load_spec, parse_spec
+from swarmnet.spec import BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY, RunSpec, load_spec, parse_spec
 from swarmnet.training.models.registry import model_plan, shard_parameters, split_stages
 from swarmnet.training.models.resolving import resolve
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
@@ -99,12 +99,15 @@ def test_who_starts_a_run_chooses_a_codec_that_no_one_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written = parse_spec(LLAMA)
-    assert CODEC_KEY in written.open_keys
+    assert {BOUNDARY_CODEC_KEY, UPDATE_CODEC_KEY} <= set(written.open_keys)
     assert resolve(written).pipeline.codec == codecs.AUTO_BOUNDARY_CODEC
-    monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "int8")
+    assert resolve(written).sync.codec == codecs.AUTO_UPDATE_CODEC
+    monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "bf16")
+    monkeypatch.setattr("swarmnet.spec.AUTO_UPDATE_CODEC", "bf16")
     later = resolve(written)
-    assert later.pipeline.codec == "int8"
-    assert json.loads(later.canonical())["pipeline"]["codec"] == "int8"
+    assert (later.pipeline.codec, later.sync.codec) == ("bf16", "bf16")
+    values = json.loads(later.canonical())
+    assert (values["pipeline"]["codec"], values["sync"]["codec"]) == ("bf16", "bf16")
 
 
 def test_a_run_of_before_the_codecs_stays_without_whatever_auto_means_later(

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, RemoteError, Stale, SwarmnetError
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline.ledger import Entry
 from swarmnet.protocol.timing import ANSWER_S
@@ -32,6 +33,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import AdoptedRequest, AdoptRequest
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.update.averaging import Averaging
+from swarmnet.swarm.update.exchange.coded import check_coded
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -129,13 +131,19 @@ class Handover:
         return self.replica.ledger.num_tokens(r) + adopted
 
     async def _shards(self, r: int) -> list[Array]:
-        """Copies of the whole gradient."""
+        """Copies of the whole gradient, coded."""
         replica = self.replica
         shards = []
         for j in range(replica.num_shards):
             own = await replica.worker.run(lambda j=j: replica.stage.copy_gradient(j))  # type: ignore[misc]
-            shards.append(await self._sum(j, own, self._of(r)))
+            whole = await self._sum(j, own, self._of(r))
+            shards.append(await replica.worker.run(lambda j=j, w=whole: self._coded(j, w)))  # type: ignore[misc]
         return shards
+
+    def _coded(self, j: int, gradient: Array) -> Array:
+        """On the worker. With what coding has lost before: there will be no next contribution,
+        unless the heir refuses."""
+        return self.replica.optimizer.codec.contribution(j, gradient, keeps_error=False)
 
     async def _give_to(self, heir: str, r: int, shards: Sequence[Array]) -> bool:
         at_once = asyncio.Semaphore(MAX_AT_ONCE)
@@ -193,9 +201,16 @@ class Handover:
     async def _on_adopt(self, request: Request) -> Message:
         body = convert(request.message.body, AdoptRequest)
         self._check(body.round)
-        arrays, size = request.message.arrays, self.replica.stage.shard_sizes[body.shard]
-        if len(arrays) != 1 or (arrays[0].dtype, arrays[0].shape) != ("float32", (size,)):
-            raise ProtocolViolation(f"a gradient of shard {body.shard} is {size} fp32 numbers")
+        arrays, codec, j = request.message.arrays, self.replica.optimizer.codec, body.shard
+        if len(arrays) != 1:
+            raise ProtocolViolation("the gradient of one shard is one array")
+        check_coded(self.replica, "gradient", codec.names.contributions, j, arrays[0])
+        gradient = arrays[0]
+        if codec.names.contributions != NONE:
+            gradient = await self.replica.worker.run(
+                lambda: codec.decoded_contribution(j, arrays[0])
+            )
+            self._check(body.round)
         coming = self._coming.get(request.remote)
         if coming is None or coming.round != body.round:
             self._forget_dead()
@@ -203,7 +218,7 @@ class Handover:
             if sum(a.round == body.round for a in here) >= MAX_ADOPTED:
                 raise Busy("no room for another gradient")
             coming = self._coming[request.remote] = Adopted(body.round)
-        coming.shards[body.shard] = arrays[0]
+        coming.shards[j] = gradient
         return Message()
 
     async def _on_adopted(self, request: Request) -> Message:

@@ -198,7 +198,8 @@ class Averaging:
         started, has_others = self.gossip.awake_s(), len(self.members.contributors(r)) > 1
         exchange = self._present()
         shards = list(range(self.replica.num_shards) if due is None else due)
-        parts = {j: await part(j) for j in _rotated(shards, self.gossip.own.peer_id)}
+        order = _rotated(shards, self.gossip.own.peer_id)
+        parts = {j: await self._coded(j, await part(j)) for j in order}
         declared = max((num_tokens for num_tokens, _ in parts.values()), default=0)
         self.gossip.update(declared=(r, declared))
         put = store or self.replica.stage.stage_parameters
@@ -210,9 +211,11 @@ class Averaging:
             if is_late and not exchange.is_at_work:
                 raise Behind(f"shards of round {r} were given by no owner")
             await exchange.changed.wait(LOOK_AGAIN_S)
+        late = [j for j in shards if not exchange.done.get(j)]
+        for j in late:
+            await self.work.contribution_lost(j)
         if exchange.failure is not None:
             raise exchange.failure
-        late = [j for j in shards if not exchange.done[j]]
         if late:
             self.gossip.add_total("late_shards", len(late))
         # Where shards take turns, the first one stands for all.
@@ -222,6 +225,12 @@ class Averaging:
         took = self.gossip.awake_s() - started
         self.pace.took(took, is_usual=has_others and declared > 0 and exchange.is_usual)
         self.replica.measured.exchanged(took)
+
+    async def _coded(self, j: int, part: Part) -> Part:
+        num_tokens, gradient = part
+        if gradient is not None:
+            gradient = await self.work.contribution(j, gradient)
+        return num_tokens, gradient
 
     async def _until_restored(self, r: int) -> None:
         """When a whole swarm goes on from checkpoints, its peers become active one after the other;

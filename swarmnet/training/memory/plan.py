@@ -42,6 +42,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet.errors import SpecError
+from swarmnet.protocol.codecs import (
+    CHUNK,
+    INT4,
+    INT8,
+    NONE,
+    TOPK,
+    UpdateCodec,
+    row_bytes,
+    update_codec,
+)
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL, ZERO
 from swarmnet.spec import ModelSpec, RunSpec
 from swarmnet.training.models.base import describe_base, num_parameters
@@ -50,8 +60,10 @@ from swarmnet.training.stage import stage_parameter_ranges
 
 FP32_BYTES, LOW_BYTES = 4, 2
 MODES = (ZERO, DELAYED, LOCAL, GOSSIP)
-OFFERED_BYTES = 4 * FP32_BYTES
-"""A parameter, from each partner to the other: parameters, their change, two moments."""
+OFFERED_VECTORS = 4
+"""From each partner to the other: parameters, their change, two moments."""
+ERROR_BYTES = 2
+"""A parameter, of what coding has lost of contributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,7 @@ def state_bytes(
     replication: int,
     precision: Precision = FP32,
     mode: str = ZERO,
+    codec: str = NONE,
 ) -> tuple[float, float, float, float]:
     """(weights, gradients, optimizer, what exchanges need beside) of one replica."""
     share = optimizer_share(num_replicas, replication)
@@ -130,7 +143,7 @@ def state_bytes(
         float(precision.weights * num_parameters),
         float(precision.gradients * num_parameters),
         precision.optimizer * num_parameters * (1.0 if mode in (LOCAL, GOSSIP) else share),
-        exchange_bytes(mode, share, precision) * num_parameters,
+        exchange_bytes(mode, share, precision, codec) * num_parameters,
     )
 
 
@@ -145,13 +158,40 @@ def base_bytes(spec: RunSpec, stage: int, precision: Precision) -> float:
     return float((LOW_BYTES if is_low else FP32_BYTES) * num_parameters(describe_base(layers)))
 
 
-def exchange_bytes(mode: str, share: float, precision: Precision = FP32) -> float:
+def exchange_bytes(
+    mode: str, share: float, precision: Precision = FP32, codec: str = NONE
+) -> float:
     """What exchanges need beside, a parameter; `share`: of `optimizer_share`."""
+    if mode == GOSSIP:
+        return 2.0 * FP32_BYTES
+    coded = coding_bytes(mode, share, codec)
     if mode in (DELAYED, AUTO):
-        return precision.weights + precision.gradients + FP32_BYTES * (1 + share)
-    if mode == LOCAL:
-        return FP32_BYTES * (1 + share)
-    return 2.0 * FP32_BYTES if mode == GOSSIP else 0.0
+        return precision.weights + precision.gradients + FP32_BYTES * (1 + share) + coded
+    return FP32_BYTES * (1 + share) + coded if mode == LOCAL else coded
+
+
+def coding_bytes(mode: str, share: float, codec: str) -> float:
+    """What coding needs, a parameter: what it has lost of contributions, and at owners what it has
+    lost of results. Where exchanges are delayed, that is in what owners keep anyway, but the results
+    of the one that is under way lie beside."""
+    names = codec_in(mode, codec)
+    if names.results == NONE:
+        return 0.0
+    if mode in (DELAYED, AUTO):
+        return ERROR_BYTES + number_bytes(names.results)
+    return ERROR_BYTES + FP32_BYTES * share
+
+
+def number_bytes(codec: str) -> float:
+    """Of a number in a long row."""
+    return row_bytes(codec, CHUNK) / CHUNK
+
+
+def codec_in(mode: str, codec: str) -> UpdateCodec:
+    """What `[sync] codec` would be in another mode than the run's."""
+    if mode == GOSSIP and update_codec(codec).sums != NONE:
+        return update_codec(INT8)
+    return update_codec(INT4 if codec == TOPK and mode != LOCAL else codec)
 
 
 def copy_bytes(num_parameters: int, precision: Precision = FP32) -> int:
@@ -160,17 +200,25 @@ def copy_bytes(num_parameters: int, precision: Precision = FP32) -> int:
 
 
 def sent_bytes(
-    num_parameters: int, num_replicas: int, replication: int, mode: str, local_steps: int
+    num_parameters: int,
+    num_replicas: int,
+    replication: int,
+    mode: str,
+    local_steps: int,
+    codec: str = NONE,
 ) -> float:
     """What a replica sends to others of its stage in a round, on average. To each of N primaries
-    its part of the gradient, to each replica the results of its own shards, to R - 1 backups their
-    sums: 4 Psi (2 (N - 1) + R - 1) / N, and in mode `local` so much every `local_steps` rounds. In
-    mode `gossip` every `local_steps` rounds an offer to the partner; of an odd number one has
-    none."""
+    its part of the gradient (g bytes a parameter, by the codec), to each replica the results of its
+    own shards (r bytes), to R - 1 backups their sums (s bytes):
+    Psi ((g + r) (N - 1) + s (R - 1)) / N, with g = r = s = 4 where nothing is coded, and in mode
+    `local` so much every `local_steps` rounds. In mode `gossip` every `local_steps` rounds an offer
+    of four vectors to the partner; of an odd number one has none."""
     n, psi = num_replicas, num_parameters
+    names = codec_in(mode, codec)
+    g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
     if mode == GOSSIP:
-        return OFFERED_BYTES * psi * (n - n % 2) / n / local_steps
-    each = FP32_BYTES * psi * (2 * (n - 1) + min(replication, n) - 1) / n
+        return OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
+    each = psi * ((g + r) * (n - 1) + s * (min(replication, n) - 1)) / n
     return each / local_steps if mode == LOCAL else each
 
 
@@ -230,13 +278,14 @@ def plan_memory(
     copies = spec.sync.replication if replication is None else replication
     policy = activations or spec.pipeline.activations
     mode = mode or spec.sync.mode
+    codec = spec.sync.codec
     stages = split_stages(model_plan(spec), spec.pipeline.num_stages)
     rows = []
     for k in range(len(stages)):
         trained = num_parameters(stage_parameter_ranges(spec, k))
         base = base_bytes(spec, k, precision)
         of_stage = trained, num_replicas, copies
-        weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode)
+        weights, gradients, optimizer, exchange = state_bytes(*of_stage, precision, mode, codec)
         one = (known or stage_activations)(spec, k, precision)
         held = None if one is None else one.held(policy, in_flight)
         rows.append(
@@ -247,10 +296,10 @@ def plan_memory(
                 gradients=gradients,
                 optimizer=optimizer,
                 exchange=exchange,
-                sent=sent_bytes(*of_stage, mode, spec.sync.local_steps),
+                sent=sent_bytes(*of_stage, mode, spec.sync.local_steps, codec),
                 activations=None if held is None else float(held[0]),
                 offloaded=0.0 if held is None else float(held[1]),
-                unsharded=sum(state_bytes(trained, 1, copies, precision, mode)) + base,
+                unsharded=sum(state_bytes(trained, 1, copies, precision, mode, codec)) + base,
             )
         )
     return rows

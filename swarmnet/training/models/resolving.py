@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet.errors import DataError, SpecError
-from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEY, RunSpec
+from swarmnet.spec import BYTES_TOKENIZER, CODEC_KEYS, RunSpec
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources, Weights
 from swarmnet.training.models.lora import target_names
 from swarmnet.training.models.lora_folder import family_targets, read_adapter
@@ -86,7 +86,7 @@ def resolve_run(
     spec, contents = with_files(spec, "" if place is None else place.tokenizer)
     adapter = spec.lora.source if spec.lora is not None else ""
     spec = _with_data(_with_lora(spec), builder, place, contents)
-    if set(spec.open_keys) <= {CODEC_KEY}:  # it takes no model
+    if set(spec.open_keys) <= CODEC_KEYS:  # it takes no model
         return Resolved(spec.resolved(layers=(), shard_parameters=0), contents)
     model = spec.with_builder(builder or spec.model.builder)
     plan = model_plan(model)

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import NONE
 from swarmnet.spec import OptimizerSpec, RunSpec
 from swarmnet.training.arrays import from_tensor, sum_of_squares, to_tensor
 from swarmnet.training.optimizer.outer import OuterNesterov
@@ -84,7 +85,9 @@ class TorchLocalSteps:
     def offer(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         values, moments = self._optimizer.export(shard_index)
         common = from_tensor(self._common[shard_index].clone())
-        return values, (common, self.change(shard_index, 1.0), *moments)
+        arrays = (common, self.change(shard_index, 1.0), *moments)
+        codec = self._outer.codec
+        return values, tuple(codec.coded_sum(shard_index, array) for array in arrays)
 
     def meet(
         self,
@@ -101,12 +104,15 @@ class TorchLocalSteps:
             values, arrays = theirs
             if len(arrays) != 4:
                 raise ProtocolViolation("an offer is four arrays")
-            their_common, their_change = (self._checked(shard_index, a) for a in arrays[:2])
+            own = self._optimizer.export(shard_index)
+            mine = (common, change, *map(to_tensor, own[1]))
+            seen = [self._seen(shard_index, m, a) for m, a in zip(mine, arrays, strict=True)]
+            their_common, their_change, their_mean, their_square = seen
             apart = sum_of_squares(fast - (their_common - their_change))
             change, mean = (change + their_change) / 2, (common + their_common) / 2
-            own = self._optimizer.export(shard_index)
+            moments = from_tensor(their_mean), from_tensor(their_square.clamp_min(0.0))
             try:
-                self._average_moments(shard_index, own, values, arrays[2:])
+                self._average_moments(shard_index, own, values, moments)
                 new = self._outer.pair_step(shard_index, common, change, mean, round_index)
             except ProtocolViolation:
                 self._optimizer.load(shard_index, *own)  # nothing of theirs stays
@@ -143,14 +149,18 @@ class TorchLocalSteps:
         stepped = self._stepped.get(shard_index)
         return to_tensor(stepped or self._stage.parameter_shard(shard_index))
 
-    def _checked(self, shard_index: int, array: Array) -> Tensor:
-        size = self._stage.shard_sizes[shard_index]
-        if array.dtype != "float32" or array.shape != (size,):
-            raise ProtocolViolation(f"shard {shard_index} is {size} fp32 numbers")
-        values = to_tensor(array)
+    def _seen(self, shard_index: int, own: Tensor, array: Array) -> Tensor:
+        """A partner's vector. Where it is coded, what coding does to the own one is taken for what
+        it has done to the partner's: so what both have in common stays as it is, and what one
+        gains the other loses."""
+        codec = self._outer.codec
+        values = to_tensor(codec.decoded_sum(shard_index, array))
         if not math.isfinite(sum_of_squares(values)):
             raise ProtocolViolation(f"shard {shard_index} of a partner is not finite")
-        return values
+        if codec.names.sums == NONE:
+            return values
+        coded = codec.coded_sum(shard_index, from_tensor(own))
+        return own + (values - to_tensor(codec.decoded_sum(shard_index, coded)))
 
     def finish_round(self) -> None:
         self._stepped.clear()
@@ -175,7 +185,7 @@ def build_local_steps(
     """The own steps of a stage's replica; None where the run's mode has none."""
     if not isinstance(outer, OuterNesterov):
         return None
-    optimizer = build_adamw(spec, stage, store)
+    optimizer = build_adamw(spec, stage, store, NONE)  # what nobody else steps on is not coded
     return TorchLocalSteps(stage, optimizer, outer, spec.optimizer)
 
 
@@ -194,6 +204,7 @@ def build_optimizer(
         spec.sync_warmup_rounds,
         spec.optimizer.rounds - 1,
         store,
+        sync.codec,
     )
 
 

@@ -5,6 +5,9 @@ began; that distance is taken for a gradient, and the common parameters make one
 `torch.optim.SGD(nesterov=True)` makes it (DiLoCo, Douillard et al. 2023). The state of a shard is
 one fp32 vector; owners hold it as they hold AdamW's moments in `shards`.
 
+Where results are coded, the parameters that replicas get lack what coding has lost. That is kept, a
+second vector, and added before the next step (error feedback).
+
 In the rounds of a warm-up, and in the last of a run, the outer step is the plain mean: the whole
 change, no momentum. What momentum adds is for later changes to put right, and after the last there
 is none.
@@ -20,7 +23,9 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update import robust
+from swarmnet.swarm.ports import ShardCodec
 from swarmnet.training.arrays import (
     LARGEST_VALUE,
     from_tensor,
@@ -28,6 +33,7 @@ from swarmnet.training.arrays import (
     sum_of_squares,
     to_tensor,
 )
+from swarmnet.training.codecs.shards import coded_result, shard_codec_of
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.store import MemoryStore, Store
 from swarmnet.wire import Array
@@ -42,6 +48,8 @@ class OuterState:
     momentum: Tensor
     """fp32, the decayed sum of the averaged changes."""
     steps: int
+    ahead: Tensor | None = None
+    """By how much the parameters that replicas have are ahead, where results are coded."""
 
 
 class OuterNesterov:
@@ -55,8 +63,10 @@ class OuterNesterov:
         warmup_rounds: int = 0,
         last_round: int = -1,
         store: Store | None = None,
+        codec: str = NONE,
     ) -> None:
-        """`store`: where the momentum lies; in memory where it is left out."""
+        """`store`: where the momentum lies; in memory where it is left out. `codec`: of updates."""
+        self.codec: ShardCodec = shard_codec_of(codec, shard_sizes)
         self._store = store or MemoryStore()
         self._warmup_rounds = warmup_rounds
         self._last_round = last_round
@@ -129,18 +139,28 @@ class OuterNesterov:
         change = self._values(shard_index, gradient_sum) * scale
         if not torch.isfinite(change).all():
             raise ProtocolViolation(f"the change of shard {shard_index} is not finite")
-        before = self._values(shard_index, parameters)
+        present = self._values(shard_index, parameters)
+        before = present if state.ahead is None else present - state.ahead
         if self._is_plain(round_index):
             new = self._checked(shard_index, before - change)
             state.steps += 1
-            return from_tensor(new)
+            return self._publish(state, present, new)
         momentum = state.momentum * self._momentum
         momentum.add_(change)
         step = change.add_(momentum, alpha=self._momentum)
         new = self._checked(shard_index, before - self._rate * step)
         state.momentum.copy_(momentum)
         state.steps += 1
-        return from_tensor(new)
+        return self._publish(state, present, new)
+
+    def _publish(self, state: OuterState, present: Tensor, new: Tensor) -> Array:
+        """The result, coded; keeps how far what everyone makes of it is ahead of `new`."""
+        result, published = coded_result(self.codec.names.results, present, new)
+        if published is not new:
+            if state.ahead is None:
+                state.ahead = self._store.zeros(new.numel())
+            torch.sub(published, new, out=state.ahead)
+        return result
 
     def _is_plain(self, round_index: int) -> bool:
         return round_index < self._warmup_rounds or round_index == self._last_round
@@ -179,7 +199,9 @@ class OuterNesterov:
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         state = self._states[shard_index]
-        return {"steps": state.steps}, (from_tensor(state.momentum.clone()),)
+        kept = (state.momentum, state.ahead)
+        arrays = tuple(from_tensor(values.clone()) for values in kept if values is not None)
+        return {"steps": state.steps}, arrays
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         if not 0 <= shard_index < len(self._sizes):
@@ -187,13 +209,16 @@ class OuterNesterov:
         steps = values.get("steps")
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MAX_STEPS:
             raise ProtocolViolation("outer momentum with an impossible step count")
-        if len(arrays) != 1:
-            raise ProtocolViolation("outer momentum is one array")
-        momentum = self._values(shard_index, arrays[0])
-        if not torch.isfinite(momentum).all():
+        if len(arrays) not in (1, 2):
+            raise ProtocolViolation("outer momentum is one array, or two")
+        momentum, *ahead = (self._values(shard_index, a) for a in arrays)
+        if not all(map(is_finite, (momentum, *ahead))):
             raise ProtocolViolation("outer momentum with values that are not finite")
-        kept = self._store.zeros(momentum.numel()).copy_(momentum)
-        self._states[shard_index] = OuterState(kept, steps)
+        state = OuterState(self._kept(momentum), steps, self._kept(ahead[0]) if ahead else None)
+        self._states[shard_index] = state
+
+    def _kept(self, values: Tensor) -> Tensor:
+        return self._store.zeros(values.numel()).copy_(values)
 
     def _values(self, shard_index: int, array: Array) -> Tensor:
         size = self._sizes[shard_index]

@@ -13,6 +13,9 @@ late gradient swing: on a quadratic of curvature c, with `beta1` 0.9, steps of r
 to r c = 38 if the gradient is of now, and up to 1 if it is one step old; at parameters that are
 ahead like this, up to 6. By how much they are ahead is kept, a third vector, and taken away before
 the next step.
+
+Where results are coded, the parameters that replicas get are those of the optimizer but for what
+coding has lost. That is kept in the same vector: so nothing is lost for good (error feedback).
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update import robust
 from swarmnet.spec import OptimizerSpec, RunSpec
+from swarmnet.swarm.ports import ShardCodec
 from swarmnet.training.arrays import from_tensor, is_finite, sum_of_squares, to_tensor
+from swarmnet.training.codecs.shards import coded_result, shard_codec_of
 from swarmnet.training.models.base import ParameterRange
 from swarmnet.training.optimizer import aggregation
 from swarmnet.training.optimizer.schedule import learning_rate
@@ -61,7 +67,8 @@ class ShardState:
     """Running mean of its square."""
     steps: int
     ahead: Tensor | None = None
-    """By how much the parameters that replicas have are ahead; where exchanges are delayed."""
+    """By how much the parameters that replicas have are ahead: where exchanges are delayed, and
+    where results are coded, which makes up for what coding has lost."""
 
 
 class ShardedAdamW:
@@ -73,9 +80,11 @@ class ShardedAdamW:
         shard_sizes: Sequence[int],
         spec: OptimizerSpec,
         store: Store | None = None,
+        codec: str = NONE,
     ) -> None:
-        """`store`: where the state lies; in memory where it is left out."""
+        """`store`: where the state lies; in memory where it is left out. `codec`: of updates."""
         self._store = store or MemoryStore()
+        self.codec: ShardCodec = shard_codec_of(codec, shard_sizes)
         self._spec = spec
         self._sizes = tuple(shard_sizes)
         self._segments = cut_segments(parameters, shard_sizes)
@@ -147,7 +156,8 @@ class ShardedAdamW:
         """As the port says. Raises `ProtocolViolation`, the state unchanged, where the gradient has
         the wrong length or is not finite, and `KeyError` where the state is not held."""
         state = self._states[shard_index]
-        new = self._values(shard_index, "parameters", parameters).clone()
+        present = self._values(shard_index, "parameters", parameters)
+        new = present.clone()
         gradient = self._values(shard_index, "gradient", gradient_sum) * scale
         if not is_finite(gradient):
             raise ProtocolViolation(f"the gradient of shard {shard_index} is not finite")
@@ -156,23 +166,28 @@ class ShardedAdamW:
             new -= state.ahead
         state.steps += 1
         self._apply(shard_index, state, new, gradient, rate)
-        if is_delayed:
-            new += self._look_ahead(state, gradient, rate)
-        else:
+        wanted = new + self._look_ahead(state, gradient, rate) if is_delayed else new
+        return self._publish(state, present, new, wanted)
+
+    def _publish(self, state: ShardState, present: Tensor, new: Tensor, wanted: Tensor) -> Array:
+        """The result, coded; keeps how far what everyone makes of it is ahead of `new`."""
+        result, published = coded_result(self.codec.names.results, present, wanted)
+        if published is new:
             state.ahead = None
-        return from_tensor(new)
+            return result
+        if state.ahead is None:
+            state.ahead = self._store.zeros(new.numel())
+        torch.sub(published, new, out=state.ahead)
+        return result
 
     def _look_ahead(self, state: ShardState, gradient: Tensor, rate: float) -> Tensor:
-        """Keeps and returns how far the parameters are to be ahead after a step."""
+        """How far the parameters are to be ahead after a step."""
         spec = self._spec
         of_mean, of_gradient = lead(spec.beta1)
         bias, bias_square = (1 - beta**state.steps for beta in (spec.beta1, spec.beta2))
         root = state.square.sqrt().div_(math.sqrt(bias_square)).add_(spec.eps)
-        if state.ahead is None:
-            state.ahead = self._store.zeros(gradient.numel())
-        torch.mul(state.mean, of_mean, out=state.ahead)
-        state.ahead.add_(gradient, alpha=of_gradient).div_(root).mul_(-rate / bias)
-        return state.ahead
+        ahead = state.mean * of_mean
+        return ahead.add_(gradient, alpha=of_gradient).div_(root).mul_(-rate / bias)
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         state = self._states[shard_index]
@@ -236,9 +251,13 @@ def lead(beta1: float) -> tuple[float, float]:
     return LEAD_OF_MEAN * beta1, LEAD_OF_GRADIENT * beta1 * (1 - beta1)
 
 
-def build_optimizer(spec: RunSpec, stage: TorchStage, store: Store | None = None) -> ShardedAdamW:
-    """The optimizer of a stage's shards; it owns none yet."""
-    return ShardedAdamW(stage.parameter_ranges, stage.shard_sizes, spec.optimizer, store)
+def build_optimizer(
+    spec: RunSpec, stage: TorchStage, store: Store | None = None, codec: str | None = None
+) -> ShardedAdamW:
+    """The optimizer of a stage's shards; it owns none yet. `codec`: of updates; the run's where it
+    is left out."""
+    codec = spec.sync.codec if codec is None else codec
+    return ShardedAdamW(stage.parameter_ranges, stage.shard_sizes, spec.optimizer, store, codec)
 
 
 def cut_segments(

@@ -102,7 +102,8 @@ def test_it_stays_so_when_owners_die_in_an_update(
     in_virtual_time(scenario, tied_spec(tmp_path, 2))
 
 
-def test_a_stage_that_begins_anew_is_tied_again_after_an_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_stage_that_begins_anew_is_tied_again_after_an_update(tmp_path: Path, codec: str) -> None:
     async def scenario(swarm: Swarm) -> None:
         for name, stage in (("a0", 0), ("a1", 0), ("b0", 1)):
             swarm.start(name, stage=stage)
@@ -113,7 +114,17 @@ def test_a_stage_that_begins_anew_is_tied_again_after_an_update(tmp_path: Path) 
         found = swarm.parameters()
         assert torch.equal(found[HEAD], found[EMBEDDING])
 
-    in_virtual_time(scenario, tied_spec(tmp_path, 2))
+    in_virtual_time(scenario, tied_spec(tmp_path, 2, {"codec": codec}))
+
+
+def test_coded_updates_keep_it_tied(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 2)
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("tied_missed") == 0
+        check(swarm, ROUNDS, 0.01)
+
+    in_virtual_time(scenario, tied_spec(tmp_path, 2, {"codec": "int8"}))
 
 
 def test_delayed_updates_keep_it_tied(tmp_path: Path) -> None:

@@ -175,14 +175,14 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
-def large(folder: Path, precision: str, mode: str = "zero") -> RunSpec:
+def large(folder: Path, precision: str, mode: str = "zero", codec: str = "none") -> RunSpec:
     """Large enough for parameters to be what counts, in many shards."""
     spec = tiny_spec(folder, num_stages=1, num_layers=3)
     values = spec.model_dump()
     values["optimizer"]["rounds"] = ROUNDS
     values["pipeline"]["precision"] = precision
     values["model"] |= {"hidden_size": 64, "intermediate_size": 256}
-    values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2}
+    values["sync"] |= {"shard_parameters": 2048, "mode": mode, "local_steps": 2, "codec": codec}
     values["optimizer"]["warmup_rounds"] = 0
     return RunSpec.model_validate(values)
 
@@ -215,11 +215,21 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["local", "gossip"])
-def test_replicas_with_steps_of_their_own_hold_what_the_plan_says(
-    tmp_path: Path, mode: str
+@pytest.mark.parametrize(
+    ("mode", "codec"),
+    [
+        ("local", "none"),
+        ("gossip", "none"),
+        ("zero", "int8"),
+        ("zero", "int4"),
+        ("local", "topk"),
+        ("gossip", "int8"),
+    ],
+)
+def test_other_modes_and_codecs_hold_what_the_plan_says(
+    tmp_path: Path, mode: str, codec: str
 ) -> None:
-    spec = large(tmp_path, "fp32", mode)
+    spec = large(tmp_path, "fp32", mode, codec)
     (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -229,7 +239,7 @@ def test_replicas_with_steps_of_their_own_hold_what_the_plan_says(
         await swarm.until_round(ROUNDS)
         await asyncio.sleep(2.0)
         measured = (tensor_bytes() - before) / NUM_REPLICAS
-        print(f"{mode}: plan {row.total:,.0f} bytes, measured {measured:,.0f}")
+        print(f"{mode}, {codec}: plan {row.total:,.0f} bytes, measured {measured:,.0f}")
         assert measured == pytest.approx(row.total, rel=0.05)
 
     in_virtual_time(scenario, spec)

@@ -15,9 +15,10 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.membership.records import MAX_STRIKES
 from swarmnet.protocol.update import robust
 from swarmnet.swarm.condition import Condition
@@ -73,6 +74,7 @@ class Aggregator:
     ) -> Aggregate:
         """`parts` by ascending peer id; `counted`: tokens of the round by the word of the feeders.
         Raises `ProtocolViolation` where finite contributions overflow."""
+        parts = await self._decoded(round_index, shard_index, parts)
         if self.rule == robust.MEAN or len(parts) < robust.MIN_CONTRIBUTORS:
             if self.rule == robust.MEDIAN_CLIP and self.norms.may_be_waited_for():
                 self.norms.tell(round_index, shard_index, await self._squares(parts))
@@ -101,6 +103,28 @@ class Aggregator:
         if not math.isfinite(total_squares):
             raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
         return Aggregate(total, total_squares, sum(tokens.values()))
+
+    async def _decoded(self, round_index: int, shard_index: int, parts: list[Part]) -> list[Part]:
+        """Without those that are not what the codec makes of finite numbers."""
+        codec = self.optimizer.codec
+
+        def work() -> tuple[list[Part], list[Part]]:
+            sound, others = [], []
+            for part in parts:
+                try:
+                    gradient = codec.decoded_contribution(shard_index, part.gradient)
+                except ProtocolViolation:
+                    others.append(part)
+                else:
+                    sound.append(replace(part, gradient=gradient))
+            return sound, others
+
+        if codec.names.contributions == NONE:
+            return parts
+        sound, others = await self.worker.run(work)
+        for part in others:
+            self._report(round_index, shard_index, part.peer_id, "not finite")
+        return sound
 
     async def _sum(self, round_index: int, shard_index: int, parts: list[Part]) -> Aggregate:
         """The mean: one pass over the sum tells whether all was finite."""
@@ -136,15 +160,14 @@ class Aggregator:
         for p in parts:
             if not robust.is_sound(squares[p.peer_id], p.num_tokens):
                 is_finite = math.isfinite(squares[p.peer_id])
-                log.warning(
-                    "round %d shard %d: the gradient of %s is %s and does not count",
-                    round_index,
-                    shard_index,
-                    p.peer_id[-8:],
-                    "beyond all bounds" if is_finite else "not finite",
-                )
-                strike(self.gossip, p.peer_id)
+                why = "beyond all bounds" if is_finite else "not finite"
+                self._report(round_index, shard_index, p.peer_id, why)
         return [p for p in parts if robust.is_sound(squares[p.peer_id], p.num_tokens)]
+
+    def _report(self, round_index: int, shard_index: int, peer_id: str, why: str) -> None:
+        line = "round %d shard %d: the gradient of %s is %s and does not count"
+        log.warning(line, round_index, shard_index, peer_id[-8:], why)
+        strike(self.gossip, peer_id)
 
     def _report_clipped(self, round_index: int, factors: Mapping[str, float]) -> None:
         clipped = tuple(sorted(p for p, f in factors.items() if f < 1.0))

@@ -26,7 +26,7 @@ from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.outbox import Outbox, Part
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
-from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
+from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork, in_place
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
@@ -279,8 +279,7 @@ class Exchange:
         except SwarmnetError as e:
             self.fail(Behind(str(e)))
             return
-        if self._stays_in_stage:
-            self.results[j] = Result(None, result.counted)  # it need not be here twice
+        self.results[j] = in_place(result, is_in_stage=self._stays_in_stage)
         facts, counted = self._machines[j].facts, result.counted
         if counted is None:
             counted = facts.me in facts.senders
@@ -294,11 +293,10 @@ class Exchange:
         result, put = Result(values, told.counted), self._put
         try:
             if put is None:
-                await self._work.check(values)
+                await self._work.check(j, values)
             else:
                 await self._work.put(j, result, put)
-                if self._stays_in_stage:
-                    result = Result(None, told.counted)
+                result = in_place(result, is_in_stage=self._stays_in_stage)
         except ProtocolViolation as e:
             log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
             self._distrusted.add(sender)

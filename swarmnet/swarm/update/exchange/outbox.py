@@ -36,6 +36,7 @@ from swarmnet.swarm.messages import (
     ShardReply,
 )
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
@@ -164,7 +165,7 @@ class Outbox:
         open_: dict[str, tuple[PushCall, int]] = {}
         """By primary, a call that has room, and how much."""
         for j, command in pushes:
-            num_bytes = 4 * self._replica.stage.shard_sizes[j]
+            num_bytes = coded_bytes(self._replica, j)
             if is_alone or not command.has_gradient:
                 calls.append(PushCall(command.target, {j: command.ballot}, command.has_gradient))
                 continue
@@ -226,6 +227,7 @@ class Outbox:
             tuple(num_tokens for num_tokens, _ in parts),
             terms,
             "" if primary == call.target else primary,
+            is_whole=not self._replica.synced,
         )
         message = Message(request, tuple(given.values()))
         reply = await self._call(call.target, "reduce", message, self._progress)
@@ -365,7 +367,7 @@ class Outbox:
         if not len(shards) == len(told) == len(arrays):
             raise ProtocolViolation(f"an answer of {len(told)} shards to a call for {len(shards)}")
         for j, values in zip(shards, arrays, strict=True):
-            check_shard(self._replica, "parameters", j, values)
+            check_result(self._replica, j, values)
         return dict(zip(shards, zip(told, arrays, strict=True), strict=True))
 
 
@@ -374,13 +376,6 @@ def shared_call_bytes(upload_bytes_per_s: float) -> int:
     if not upload_bytes_per_s:
         return USUAL_SHARED_CALL_BYTES
     return int(min(SHARED_CALL_S * upload_bytes_per_s, MAX_SHARED_CALL_BYTES))
-
-
-def check_shard(replica: Replica, what: str, shard: int, values: Array) -> None:
-    """Raises `ProtocolViolation` unless the array has the shard's shape."""
-    size = replica.stage.shard_sizes[shard]
-    if values.dtype != "float32" or values.shape != (size,):
-        raise ProtocolViolation(f"{what} of shard {shard}: {size} fp32 numbers are wanted")
 
 
 def _ballot_in(error: SwarmnetError, shard: int | None = None) -> Ballot | None:

@@ -18,6 +18,7 @@ from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.exchange.coded import stage_bytes
 from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, Turns
 from swarmnet.swarm.update.replica import Replica
 
@@ -52,7 +53,7 @@ class ExchangePace:
         self._replica = replica
         self._turns = turns
         self._exchange_s = 0.0
-        self._stage_bytes = 4 * sum(replica.stage.shard_sizes)
+        self._stage_bytes = stage_bytes(replica)
         self.last_s = 0.0
         """What the last exchange took."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarmnet.errors import NotReady, ProtocolViolation, Redirect, Stale
+from swarmnet.protocol.codecs import UpdateCodec
 from swarmnet.protocol.membership.records import LEAVING, Record
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
@@ -27,8 +28,9 @@ from swarmnet.swarm.messages import (
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.coded import check_coded, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Exchange
-from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, check_shard
+from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
@@ -64,11 +66,15 @@ class ExchangeService:
         transport.handle("mirror", self._on_mirror)
         transport.handle("reduce_tied", self._on_reduce_tied)
 
+    @property
+    def _names(self) -> UpdateCodec:
+        return self._replica.optimizer.codec.names
+
     # ---- contributions ----------------------------------------------------------------------
 
     async def _on_reduce(self, request: Request) -> Message:
         push = convert(request.message.body, ReduceRequest)
-        num_bytes = sum(4 * self._replica.stage.shard_sizes[j] for j in push.shards)
+        num_bytes = sum(coded_bytes(self._replica, j) for j in push.shards)
         if len(push.shards) > 1 and num_bytes > MAX_SHARED_CALL_BYTES:
             raise ProtocolViolation(f"shards of {num_bytes} bytes do not share a call")
         record = self._gossip.view.get(request.remote)
@@ -78,7 +84,7 @@ class ExchangeService:
         self._note_closed(push.round, record)
         primary = push.primary or self._gossip.own.peer_id
         work = [
-            self._reduce(request, push.round, j, n, gradients.get(j), Ballot(term, primary))
+            self._reduce(push, request, j, n, gradients.get(j), Ballot(term, primary))
             for j, n, term in zip(push.shards, push.num_tokens, push.terms, strict=True)
         ]
         results = await self._all_of(work) if len(work) > 1 else [await work[0]]
@@ -91,7 +97,7 @@ class ExchangeService:
         if len(arrays) != len(shards):
             raise ProtocolViolation(f"{len(arrays)} gradients of {len(shards)} shards")
         for j, array in zip(shards, arrays, strict=True):
-            check_shard(self._replica, "gradient", j, array)
+            check_coded(self._replica, "gradient", self._names.contributions, j, array)
         return dict(zip(shards, arrays, strict=True))
 
     def _note_closed(self, asked: int, record: Record | None) -> None:
@@ -118,15 +124,15 @@ class ExchangeService:
 
     async def _reduce(
         self,
+        push: ReduceRequest,
         request: Request,
-        asked: int,
         j: int,
         num_tokens: int,
         gradient: Array | None,
         ballot: Ballot,
     ) -> Told:
         """One shard for one contributor."""
-        remote = request.remote
+        remote, asked = request.remote, push.round
         if await self._turn(asked, j) is Turn.LAST:
             return await self._straggler(asked, j, remote)
         exchange = self._present()
@@ -139,7 +145,7 @@ class ExchangeService:
             raise _redirect(j, answer)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
-        values = await self._work.copy_of(j, answer.result)
+        values = await self._work.copy_of(j, answer.result, is_whole=push.is_whole)
         return self._books.told(asked, j, remote), values
 
     async def _straggler(self, asked: int, j: int, remote: str) -> Told:
@@ -172,7 +178,8 @@ class ExchangeService:
         answer = await exchange.answer(j, lambda call: on.Pushed(call, remote, ballot, 0, None))
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
-        values = await self._work.copy_of(j, answer.result)
+        is_alike = await self._tied.is_alike(j, push.digest)
+        values = await self._work.copy_of(j, answer.result, is_whole=not is_alike)
         await self._pace.turn(values.num_bytes)
         return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
 
@@ -227,7 +234,7 @@ class ExchangeService:
         if len(request.message.arrays) != 1:
             raise ProtocolViolation("the gradient of one shard is one array")
         total = request.message.arrays[0]
-        check_shard(replica, "gradient", j, total)
+        check_coded(replica, "sum", self._names.sums, j, total)
         why_not = self._work.fits(mirror)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
         answer = await self._present().answer(

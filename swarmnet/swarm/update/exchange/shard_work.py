@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnet.errors import NotReady, ProtocolViolation
+from swarmnet.protocol.codecs import NONE
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import MirrorRequest
 from swarmnet.swarm.update.exchange.aggregation import Aggregator, Part
 from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.coded import applied
 from swarmnet.swarm.update.exchange.norms import Norms
 from swarmnet.swarm.update.optimizer_states import CREATED, LATE, OptimizerStates, descended
 from swarmnet.swarm.update.replica import Replica, follows_tied
@@ -36,18 +38,23 @@ class Total:
     """An aggregate, and what the step with it needs."""
 
     gradient: Array
+    """fp32, or as backups get it (`ShardWork.coded`)."""
     squares: float
+    """Sum of squares of what owners step on."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """A shard of the coming round. `values` is None where it lies in the stage already."""
+    """A shard of the coming round: the parameters, or their coded change. `values` is None where
+    they lie in the stage already, and were not coded."""
 
     values: Array | None
     counted: bool | None = None
     """Whether the own contribution is in it, as was told with it; None where that follows from
     who made it."""
+    is_placed: bool = False
+    """It has been put where it goes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +126,33 @@ class ShardWork:
             return None
         return Total(found.total, found.squares, found.num_tokens)
 
+    async def coded(self, shard: int, total: Total) -> Total:
+        """As the backups get it: all owners step on what comes of that."""
+        codec, optimizer = self._replica.optimizer.codec, self._replica.optimizer
+        if codec.names.sums == NONE:
+            return total
+
+        def work() -> Total:
+            coded = codec.coded_sum(shard, total.gradient)
+            squares = optimizer.sum_of_squares(codec.decoded_sum(shard, coded))
+            return Total(coded, squares, total.num_tokens)
+
+        return await self._replica.worker.run(work)
+
+    async def contribution(self, shard: int, gradient: Array) -> Array:
+        """A gradient as it is sent, once for an exchange: pushed again, it is the same."""
+        codec = self._replica.optimizer.codec
+        if codec.names.contributions == NONE:
+            return gradient
+        return await self._replica.worker.run(
+            lambda: codec.contribution(shard, gradient, keeps_error=True)
+        )
+
+    async def contribution_lost(self, shard: int) -> None:
+        """The contribution to a shard does not count."""
+        codec = self._replica.optimizer.codec
+        await self._replica.worker.run(lambda: codec.forget_error(shard))
+
     async def scale(self, exchange: int, shard: int, total: Total | None) -> float:
         """By which the sum is multiplied: one over the tokens, clipped by the norm of all stages.
         An empty sum takes part in that norm too, so that the others need not wait."""
@@ -168,8 +202,9 @@ class ShardWork:
         def work() -> Array:
             present = replica.common_shard(shard)
             is_delayed = self.plan.is_delayed(exchange)
+            total = replica.optimizer.codec.decoded_sum(shard, gradient)
             after = replica.optimizer.step(
-                shard, present, gradient, before.scale, exchange, is_delayed
+                shard, present, total, before.scale, exchange, is_delayed
             )
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, gradient))
             return after
@@ -203,27 +238,35 @@ class ShardWork:
     async def put(self, shard: int, result: Result, put: Put) -> None:
         """Puts a result where it goes. Raises `ProtocolViolation` where it does not fit."""
         values = result.values
-        if values is not None:
-            await self._replica.worker.run(lambda: put(shard, values))
+        if values is not None and not result.is_placed:
+            await self._replica.worker.run(
+                lambda: put(shard, applied(self._replica, shard, values))
+            )
 
     def adopted(self, exchange: int, shard: int) -> None:
         """A result is here. Where another stage makes the step, no state changes with it."""
         if follows_tied(self._replica, shard) and self._states.is_before(shard, exchange):
             self._states.stepped(shard, exchange)
 
-    async def check(self, values: Array) -> None:
-        """Raises `ProtocolViolation` where another replica's parameters are of no use."""
-        optimizer = self._replica.optimizer
-        squares = await self._replica.worker.run(lambda: optimizer.sum_of_squares(values))
+    async def check(self, shard: int, values: Array) -> None:
+        """Raises `ProtocolViolation` where another replica's result is of no use."""
+        replica = self._replica
+        squares = await replica.worker.run(
+            lambda: replica.optimizer.sum_of_squares(applied(replica, shard, values))
+        )
         if not math.isfinite(squares):
             raise ProtocolViolation("parameters that are not finite")
 
-    async def copy_of(self, shard: int, result: Result) -> Array:
-        """The values of a result, to be sent. Raises `NotReady` where they are being moved."""
-        if result.values is not None:
-            return result.values
+    async def copy_of(self, shard: int, result: Result, *, is_whole: bool = False) -> Array:
+        """The values of a result, to be sent; the parameters where it has to be those (`is_whole`).
+        Raises `NotReady` where they are being moved."""
+        known = result.values
+        if known is not None and (known.dtype == "float32" or not is_whole):
+            return known
 
         def copied() -> Array | None:
+            if known is not None:
+                return applied(self._replica, shard, known)
             coming = self._replica.stage.coming_shard(shard)
             return None if coming is None else _copied(coming)
 
@@ -235,6 +278,14 @@ class ShardWork:
     async def present(self, shard: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
         return await self._replica.worker.run(lambda: _copied(self._replica.common_shard(shard)))
+
+
+def in_place(result: Result, *, is_in_stage: bool) -> Result:
+    """Of a result that has been put where it goes. What the stage has need not be here twice, but
+    coded it is small to send."""
+    is_coded = result.values is not None and result.values.dtype != "float32"
+    values = result.values if is_coded or not is_in_stage else None
+    return Result(values, result.counted, is_placed=True)
 
 
 def _copied(shard: Array) -> Array:

@@ -100,6 +100,8 @@ class ExchangeSteps:
         total = await self._work.total(self._number, j, command.parts)
         if decides_tied(self._replica, j):
             total = await self._tied.add(self._number, j, total)
+        if total is not None:
+            total = await self._work.coded(j, total)
         if self._attempts[j] != command.attempt:
             return
         if follows_tied(self._replica, j):
@@ -144,7 +146,7 @@ class ExchangeSteps:
             return None
         finally:
             norm.cancel()
-        await self._work.check(values)
+        await self._work.check(j, values)
         self._books.heard(self._number, j, told)
         self._books.stepped(self._number, j, 0 if total is None else total.num_tokens)
         return Result(values)

@@ -5,7 +5,8 @@ stage, as for any other shard, and then pushes the sum to the shard's primary at
 which adds it to its own. What comes back, the shard of the next round, is the result at both: so
 optimizer state, clip and number of tokens are those of the first stage alone, and the two copies
 are the same bit for bit. One that has become different (a stage that was lost and begun anew) is
-the same again after the next update.
+the same again after the next update: where the digests differ, the parameters come back and not
+their change.
 
 A push that fails is made again, to whoever is primary by then. One that comes after the step gets
 the result: it holds, whatever it was made of.
@@ -33,8 +34,8 @@ from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import ReduceReply, ShardReply, TiedSum
 from swarmnet.swarm.timing import LOOK_AGAIN_S, RETRY_S
+from swarmnet.swarm.update.exchange.coded import check_coded, check_result
 from swarmnet.swarm.update.exchange.members import ExchangeMembers
-from swarmnet.swarm.update.exchange.outbox import check_shard
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import Total
 from swarmnet.swarm.update.replica import Replica, decides_tied
@@ -85,7 +86,7 @@ class TiedShards:
         if len(arrays) != bool(push.num_tokens):
             raise ProtocolViolation("one gradient, or none for no tokens")
         for array in arrays:
-            check_shard(replica, "gradient", j, array)
+            check_coded(replica, "sum", replica.optimizer.codec.names.sums, j, array)
 
     def heard(self, push: TiedSum, sender: str, arrays: tuple[Array, ...]) -> None:
         """The other stage's sum, of the exchange that is under way here."""
@@ -102,25 +103,35 @@ class TiedShards:
         other = await self._other(exchange, shard)
         if other is None or other.gradient is None:
             return total
-        optimizer, theirs = self._replica.optimizer, other.gradient
-        if total is None:
-            parts, tokens = [theirs], [other.num_tokens]
-        else:
-            parts, tokens = [total.gradient, theirs], [total.num_tokens, other.num_tokens]
+        optimizer, coded = self._replica.optimizer, other.gradient
+        tokens = [other.num_tokens] if total is None else [total.num_tokens, other.num_tokens]
         factors = [tokens[0] / n for n in tokens]
 
         def work() -> tuple[Array, float]:
+            theirs = optimizer.codec.decoded_sum(shard, coded)
+            parts = [theirs] if total is None else [total.gradient, theirs]
             if factors[-1] == 1.0:
                 summed = optimizer.sum(parts)
             else:
                 summed = optimizer.aggregate("mean", parts, tokens, factors)
             return summed, optimizer.sum_of_squares(summed)
 
-        summed, squares = await self._replica.worker.run(work)
+        try:
+            summed, squares = await self._replica.worker.run(work)
+        except ProtocolViolation:
+            squares = math.inf
         if not math.isfinite(squares):
             log.warning("round %d: the last stage's part of shard %d is no use", exchange, shard)
             return total
         return Total(summed, squares, tokens[0])
+
+    async def is_alike(self, shard: int, digest: bytes) -> bool:
+        """The present parameters here have this digest: their change is of use to the other
+        stage."""
+        return await self._digest(shard) == digest
+
+    async def _digest(self, shard: int) -> bytes:
+        return await self._replica.worker.run(lambda: self._replica.stage.digest(shard))
 
     async def _other(self, exchange: int, shard: int) -> OtherSum | None:
         awake_s = self._gossip.awake_s
@@ -144,7 +155,8 @@ class TiedShards:
         which this replica is the primary. Raises `Stale` where the first stage is further on, and
         `NotReady` where others of this stage have the result already."""
         num_tokens = 0 if total is None else total.num_tokens
-        request = TiedSum(exchange, self._replica.index, shard, num_tokens, term)
+        digest = await self._digest(shard)
+        request = TiedSum(exchange, self._replica.index, shard, num_tokens, term, digest)
         message = Message(request, () if total is None else (total.gradient,))
         if total is not None:
             await self._pace.turn(total.gradient.num_bytes)
@@ -182,7 +194,7 @@ class TiedShards:
         told = convert(reply.body, ReduceReply).shards
         if not len(told) == len(reply.arrays) == 1:
             raise ProtocolViolation("an answer of one shard is wanted")
-        check_shard(self._replica, "parameters", shard, reply.arrays[0])
+        check_result(self._replica, shard, reply.arrays[0])
         return told[0], reply.arrays[0]
 
     # ---- what is over -----------------------------------------------------------------------

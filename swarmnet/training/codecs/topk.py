@@ -1,0 +1,100 @@
+"""`topk`: of a chunk the largest numbers, in 2 bits each, after SparseLoCo (Sarfi et al. 2025,
+arXiv 2508.15706). Of use only where what is lost is added to what is coded next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import CHUNK, KEPT, TOPK, num_blocks, row_bytes
+from swarmnet.training.arrays import LARGEST_VALUE
+from swarmnet.training.codecs.base import (
+    as_bytes,
+    check_rows,
+    check_scales,
+    in_blocks,
+    pieces_of,
+    split_scales,
+)
+
+PLACE_BYTES = KEPT * 12 // 8
+
+
+class TopK:
+    """The `KEPT` numbers of a chunk that have the largest magnitudes; all others become zero.
+
+    A number that is kept has one of four values, + or - one of two levels: the mean magnitude of
+    those above the mean of all kept, and of the others. Let x be a chunk: the error e of the whole
+    chunk has |e|^2 <= |x|^2 (1 - KEPT / CHUNK (1 - v)), where v is the part of the kept numbers'
+    squares that the levels do not explain, and v < 1: a contraction, as error feedback wants. Where
+    there are fewer than `KEPT` numbers in a chunk, zeros are kept too.
+
+    Which of equal magnitudes are kept may differ from device to device.
+    """
+
+    name = TOPK
+
+    def encode(self, values: Tensor) -> Tensor:
+        n = values.shape[1]
+        return torch.cat([_encode(piece) for piece in pieces_of(values, n)])
+
+    def check(self, what: str, coded: Tensor, num_values: int) -> None:
+        check_rows(what, coded, row_bytes(TOPK, num_values))
+        levels, packed = split_scales(coded, 2 * num_blocks(num_values, CHUNK))
+        check_scales(what, levels, 0.0, 1.01 * LARGEST_VALUE)
+        places = _places(packed.reshape(coded.shape[0], -1, row_bytes(TOPK, CHUNK) - 4))
+        if places.numel() and not bool((places[..., 1:] > places[..., :-1]).all()):
+            raise ProtocolViolation(f"{what}: places that do not ascend")
+
+    def decode(self, coded: Tensor, num_values: int) -> Tensor:
+        pieces = pieces_of(coded, num_values)
+        return torch.cat([_decode(piece, num_values) for piece in pieces])
+
+
+def _encode(values: Tensor) -> Tensor:
+    chunks = in_blocks(values, CHUNK)
+    # Which of equal numbers it takes is up to the device: what is coded is never coded twice.
+    places = chunks.abs().topk(KEPT, dim=-1, sorted=False).indices.sort(dim=-1).values
+    kept = chunks.gather(-1, places)
+    sizes = kept.abs()
+    is_large = sizes > _mean(sizes, torch.ones_like(sizes, dtype=torch.bool))
+    low, high = _mean(sizes, ~is_large), _mean(sizes, is_large)
+    levels = torch.cat([low, high], dim=-1).to(torch.bfloat16)
+    codes = is_large.to(torch.uint8) | ((kept < 0).to(torch.uint8) << 1)
+    a, b, c, d = codes.chunk(4, dim=-1)
+    packed = torch.cat([_packed(places), a | (b << 2) | (c << 4) | (d << 6)], dim=-1)
+    return torch.cat([as_bytes(levels.flatten(1)), packed.flatten(1)], dim=1)
+
+
+def _mean(sizes: Tensor, which: Tensor) -> Tensor:
+    """[..., 1]; zero of none."""
+    total = torch.where(which, sizes, 0.0).sum(dim=-1, keepdim=True)
+    return total / which.sum(dim=-1, keepdim=True).clamp_min(1)
+
+
+def _decode(coded: Tensor, num_values: int) -> Tensor:
+    num_chunks = num_blocks(num_values, CHUNK)
+    levels, packed = split_scales(coded, 2 * num_chunks)
+    levels = levels.reshape(-1, num_chunks, 2)
+    packed = packed.reshape(coded.shape[0], num_chunks, -1)
+    parts = packed[..., PLACE_BYTES:]
+    codes = torch.cat([(parts >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    sizes = levels.gather(-1, (codes & 1).long())
+    numbers = torch.where(codes > 1, -sizes, sizes)
+    chunks = torch.zeros(*packed.shape[:2], CHUNK, device=coded.device)
+    chunks.scatter_(-1, _places(packed), numbers)
+    return chunks.flatten(1)[:, :num_values]
+
+
+def _packed(places: Tensor) -> Tensor:
+    """Places of 12 bits, two in three bytes."""
+    low, high = places.chunk(2, dim=-1)
+    parts = [low & 255, (low >> 8) | ((high & 15) << 4), high >> 4]
+    return torch.cat([part.to(torch.uint8) for part in parts], dim=-1)
+
+
+def _places(packed: Tensor) -> Tensor:
+    """The reverse, int64 [rows, chunks, KEPT], of [rows, chunks, bytes]."""
+    a, b, c = packed[..., :PLACE_BYTES].long().chunk(3, dim=-1)
+    return torch.cat([a | ((b & 15) << 8), (b >> 4) | (c << 4)], dim=-1)

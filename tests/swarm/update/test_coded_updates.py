@@ -1,0 +1,146 @@
+"""Updates whose gradients, sums and results are coded: replicas stay the same bit for bit, whatever
+dies, and the model is near that of a plain loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet.protocol.codecs import UPDATE_CODECS, coded_form
+from swarmnet.spec import RunSpec
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.codecs.shards import TorchShardCodec
+from swarmnet.wire import Array
+from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
+
+ROUNDS = 8
+NEAR = {"bf16": 0.002, "int8": 0.004, "int4": 0.03}
+"""Relative distance of the parameters from those of a plain loop; they move by about 0.04."""
+
+
+def coded_spec(folder: Path, codec: str, num_stages: int = 2, **sync: Any) -> RunSpec:
+    return tiny_spec(folder, num_stages=num_stages, rounds=ROUNDS, sync={"codec": codec} | sync)
+
+
+def distance(swarm: Swarm) -> float:
+    trainer = replay(swarm.spec, swarm.counted, ROUNDS)
+    return relative_difference(swarm.parameters(), trainer.state_dict())
+
+
+@pytest.mark.parametrize("codec", NEAR)
+def test_the_update_is_near_that_of_one_machine(tmp_path: Path, codec: str) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start_grid(2, 3)
+        await swarm.until_round(ROUNDS)
+        found = distance(swarm)
+        print(f"{codec}: {found:.5f}")
+        assert 0 < found < NEAR[codec]
+
+    in_virtual_time(scenario, coded_spec(tmp_path, codec))
+
+
+@pytest.mark.parametrize(
+    ("mode", "codec"),
+    [
+        *((mode, codec) for mode in ("delayed", "local", "auto") for codec in ("int8", "int4")),
+        ("local", "topk"),
+    ],
+)
+def test_replicas_are_the_same_in_the_other_modes(tmp_path: Path, mode: str, codec: str) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        before = []
+        swarm.start_grid(2, 3)
+        await swarm.until_round(1)
+        before.append(swarm.parameters() if mode != "local" else {})
+        await swarm.until_round(ROUNDS)
+        after = swarm.parameters()
+        if before[0]:
+            assert relative_difference(before[0], after) > 1e-3
+
+    in_virtual_time(scenario, coded_spec(tmp_path, codec, mode=mode, local_steps=2))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_owners_die_and_others_join(tmp_path: Path, mode: str, seed: int) -> None:
+    """The state that a newcomer gets, with what coding has lost, leads to the same bits."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(2)
+        await asyncio.sleep(0.13 * seed)
+        swarm.kill(f"peer-{seed % 3 + 1}")
+        swarm.start("newcomer", neighbours=["peer-0"])
+        await swarm.until_round(ROUNDS)
+        assert len(swarm.members) == 4
+        if mode == "zero" and not swarm.total("samples_lost"):
+            assert distance(swarm) < 2 * NEAR["int8"]
+        swarm.parameters()
+
+    in_virtual_time(scenario, coded_spec(tmp_path, "int8", num_stages=1, mode=mode), seed=seed)
+
+
+def test_a_peer_that_leaves_hands_its_gradient_over_coded(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(2)
+        leaver = swarm.members["peer-2"]
+        replica = leaver.peer.replica
+        assert replica is not None
+        await swarm.until(lambda: replica.ledger.num_samples(replica.round) >= 8)
+        leaver.peer.stop()
+        await swarm.until(leaver.life.done)
+        del swarm.members["peer-2"]
+        assert max(swarm.rounds()) == 2, "it waited for the end of the round"
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("samples_lost") == 0
+        assert distance(swarm) < 2 * NEAR["int8"]
+
+    spec = coded_spec(tmp_path, "int8", num_stages=1, aggregation="mean")
+    values = spec.model_dump()
+    values["pipeline"]["global_batch"] = 160
+    in_virtual_time(scenario, RunSpec.model_validate(values))
+
+
+class Spoiler(TorchShardCodec):
+    """Sends codes that no codec makes."""
+
+    def contribution(self, shard_index: int, gradient: Array, *, keeps_error: bool) -> Array:
+        coded = to_tensor(super().contribution(shard_index, gradient, keeps_error=keeps_error))
+        return from_tensor(torch.full_like(coded, 0x80))
+
+
+def test_a_contribution_of_impossible_codes_does_not_count(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            stage, optimizer = swarm.build(stage_index)
+            optimizer.codec = Spoiler(UPDATE_CODECS["int8"], stage.shard_sizes)
+            return stage, optimizer
+
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        swarm.start("spoiler", build=build)
+        await swarm.until_round(ROUNDS)
+        assert swarm.total("contributions_dropped") > 0
+        parameters = swarm.parameters()
+        assert all(torch.isfinite(p).all() for p in parameters.values())
+
+    in_virtual_time(scenario, coded_spec(tmp_path, "int8", num_stages=1))
+
+
+@pytest.mark.parametrize("codec", UPDATE_CODECS)
+def test_what_goes_over_the_wire_has_the_size_of_its_codec(codec: str) -> None:
+    names, size = UPDATE_CODECS[codec], 5000
+    shards = TorchShardCodec(names, [size])
+    values = from_tensor(torch.randn(size, generator=torch.Generator().manual_seed(1)))
+    for coded, name in (
+        (shards.contribution(0, values, keeps_error=True), names.contributions),
+        (shards.coded_sum(0, values), names.sums),
+    ):
+        assert (coded.dtype, coded.shape) == coded_form(name, (size,), 0)

@@ -1,0 +1,119 @@
+"""What an update loses by coding comes back with the next one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.codecs import CHUNK, UPDATE_CODECS, row_bytes
+from swarmnet.spec import OptimizerSpec
+from swarmnet.training.arrays import from_tensor, to_tensor
+from swarmnet.training.codecs.registry import CODECS
+from swarmnet.training.codecs.shards import TorchShardCodec, decode_shard, encode_shard
+from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.optimizer.outer import OuterNesterov
+from swarmnet.training.optimizer.shards import ShardedAdamW
+from swarmnet.wire import Array
+
+SIZE = CHUNK + 300
+CODED = [name for name in UPDATE_CODECS if name != "none"]
+
+
+def numbers(seed: int, size: int = SIZE) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(size=st.integers(1, 3 * CHUNK), seed=st.integers(0, 1 << 30))
+def test_a_shard_of_any_size_is_as_long_as_one_row(name: str, size: int, seed: int) -> None:
+    values = numbers(seed, size)
+    coded = encode_shard(name, values)
+    assert coded.numel() * coded.element_size() == row_bytes(name, size)
+    decoded = decode_shard(name, coded, size)
+    assert (decoded - values).norm() < values.norm()
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_the_sum_of_contributions_is_that_of_gradients(name: str) -> None:
+    """But for what was lost of the last one, however many there were."""
+    codec, sent, meant = TorchShardCodec(UPDATE_CODECS[name], [SIZE]), 0.0, 0.0
+    for seed in range(60):
+        gradient = numbers(seed)
+        coded = codec.contribution(0, from_tensor(gradient), keeps_error=True)
+        sent = sent + to_tensor(codec.decoded_contribution(0, coded)).double()
+        meant = meant + gradient.double()
+    one = TorchShardCodec(UPDATE_CODECS[name], [SIZE])
+    coded = one.contribution(0, from_tensor(numbers(1)), keeps_error=False)
+    lost = (to_tensor(one.decoded_contribution(0, coded)) - numbers(1)).norm()
+    most = 40 if name == "topk" else 1.5
+    assert (sent - meant).norm() < most * lost
+    codec.forget_error(0)
+    assert same(codec, numbers(1)) == same(one, numbers(1))
+
+
+def same(codec: TorchShardCodec, gradient: torch.Tensor) -> bytes:
+    return bytes(codec.contribution(0, from_tensor(gradient), keeps_error=False).data)
+
+
+def test_a_gradient_that_is_offered_elsewhere_changes_nothing() -> None:
+    codec = TorchShardCodec(UPDATE_CODECS["int4"], [SIZE])
+    codec.contribution(0, from_tensor(numbers(1)), keeps_error=True)
+    assert same(codec, numbers(2)) == same(codec, numbers(2))
+
+
+def adamw(codec: str) -> ShardedAdamW:
+    spec = OptimizerSpec(learning_rate=1e-2, rounds=100, warmup_rounds=0)
+    optimizer = ShardedAdamW([ParameterRange("w", 0, (SIZE,), SIZE)], [SIZE], spec, codec=codec)
+    optimizer.create(0)
+    return optimizer
+
+
+def outer(codec: str) -> OuterNesterov:
+    optimizer = OuterNesterov([SIZE], 0.7, 0.9, codec=codec)
+    optimizer.create(0)
+    return optimizer
+
+
+@pytest.mark.parametrize("build", [adamw, outer])
+@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_coded_results_never_drift_away(build: object, codec: str, is_delayed: bool) -> None:
+    """After any number of steps they are off by what was lost of the last one."""
+    exact, coded = build("none"), build(codec)  # type: ignore[operator]
+    one: Array = from_tensor(numbers(0))
+    other = one
+    off = []
+    for r in range(40):
+        gradient = from_tensor(numbers(r + 1) / 100)
+        before = one
+        one = exact.step(0, one, gradient, 1.0, r, is_delayed)
+        result = coded.step(0, other, gradient, 1.0, r, is_delayed)
+        other = coded.codec.applied(0, other, result)
+        moved = (to_tensor(one) - to_tensor(before)).norm()
+        off.append(((to_tensor(one) - to_tensor(other)).norm() / moved).item())
+    assert max(off) < 0.25
+    assert off[-1] < 2 * max(off[:8])
+    values, arrays = coded.export(0)
+    heir = build(codec)  # type: ignore[operator]
+    heir.load(0, values, arrays)
+    gradient = from_tensor(numbers(99))
+    results = [o.step(0, other, gradient, 1.0, 50, is_delayed) for o in (coded, heir)]
+    assert bytes(results[0].data) == bytes(results[1].data)
+
+
+@pytest.mark.parametrize("codec", CODED)
+def test_what_none_has_coded_is_refused(codec: str) -> None:
+    shards, zeros = TorchShardCodec(UPDATE_CODECS[codec], [SIZE]), torch.zeros(SIZE)
+    short = Array("uint8", (7,), b"1234567")
+    for read in (shards.decoded_contribution, shards.decoded_sum):
+        with pytest.raises(ProtocolViolation):
+            read(0, short)
+    with pytest.raises(ProtocolViolation):
+        shards.applied(0, from_tensor(zeros), short)
+    noise = torch.full((row_bytes(shards.names.sums, SIZE),), 0xFF, dtype=torch.uint8)
+    dtype, shape = shards.names.form(shards.names.sums, SIZE)
+    with pytest.raises(ProtocolViolation):
+        shards.decoded_sum(0, Array(dtype, shape, bytes(noise.numpy())))
