@@ -198,8 +198,8 @@ def main() -> None:
     ours: list[float] = []
     for _ in range(options.repeat):
         plain.append(plain_seconds(stage, came, grad, total))
-        seconds = peer_seconds(stage, came, grad, total, options.in_flight, options.codec)
-        ours.append(asyncio.run(seconds))
+        peer = peer_seconds(stage, came, grad, total, options.in_flight, options.codec)
+        ours.append(asyncio.run(peer))
     tokens = total * options.samples * spec.sequence_length
     print(
         f"{len(layers)} layers, {stage.num_parameters / 1e6:.1f} M parameters, {precision} on "

@@ -166,9 +166,12 @@ def write_spec(cell: Cell, path: Path) -> dict[str, Any]:
 class Swarm:
     """The peers of a measurement."""
 
-    def __init__(self, running: Machine, hosts: Sequence[Host | None], spec: Path) -> None:
-        """`hosts`: None for a peer on loopback."""
+    def __init__(
+        self, running: Machine, hosts: Sequence[Host | None], spec: Path, cores: str
+    ) -> None:
+        """`hosts`: None for a peer on loopback. `cores`: as of `measure`."""
         self._running = running
+        self._pinning = ("taskset", "-c", cores) if cores else ()
         self._hosts = hosts
         self.peers: list[Command] = []
         first = self._start(0, "--spec", str(spec))
@@ -202,7 +205,7 @@ class Swarm:
             NAMES[i], "--parent-pid", str(os.getpid()), "--stage", str(STAGES[i]),
             "--metrics-port", str(METRICS_PORT + i),
             "--host", "127.0.0.1" if host is None else "0.0.0.0", *arguments,
-            command=(*entering, *SWARMNET), environment={"PYTHONPATH": str(ROOT)},
+            command=(*entering, *self._pinning, *SWARMNET), environment={"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         self.peers.append(peer)
         return peer
@@ -231,9 +234,10 @@ class Look:
         return sum(p.get(name, 0.0) - q.get(name, 0.0) for p, q in zip(self.peers, since.peers))
 
 
-def measure(cell: Cell, window_s: float, congestion: str) -> Measured:
-    """Raises `NoNetwork` where this machine cannot; `AssertionError` with what the peers said
-    where the run does not go on."""
+def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measured:
+    """`cores`: that peers are held to, as for `taskset -c`; all where it is empty. Raises
+    `NoNetwork` where this machine cannot; `AssertionError` with what the peers said where the run
+    does not go on."""
     with contextlib.ExitStack() as ends:
         made: Network | None = None
         hosts: list[Host | None] = [None] * len(NAMES)
@@ -243,7 +247,7 @@ def measure(cell: Cell, window_s: float, congestion: str) -> Measured:
         running = ends.enter_context(machine())
         path = running.folder / "run.toml"
         spec = write_spec(cell, path)
-        swarm = Swarm(running, hosts, path)
+        swarm = Swarm(running, hosts, path, cores)
 
         def look() -> Look:
             return Look(swarm.numbers(), made.counters() if made else {})
@@ -261,7 +265,9 @@ def measure(cell: Cell, window_s: float, congestion: str) -> Measured:
             running,
         )
         end, last = _at_round_end(swarm, running), look()
-        about = {**about_machine(), "congestion": congestion or _default_congestion()}
+        about = about_machine() | {"congestion": congestion or _default_congestion()}
+        if cores:
+            about["peer_cores"] = cores
     rounds = end["round"] - begin["round"]
     seconds = end["time_unix_s"] - begin["time_unix_s"]
     batch = spec["pipeline"]["global_batch"] * spec["model"]["max_position_embeddings"]
@@ -416,8 +422,9 @@ def table(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
             "| B a token, peers | switch |"
         )
         yield "|---|---|---|---|---|---|---|---|---|---|---|"
-        for row in rows:
-            yield _line(row)
+        yield from map(_line, rows)
+        yield ""
+        yield f"![Speed over the rate of the links](links-{run}.svg)"
         yield ""
 
 
@@ -446,13 +453,16 @@ def show() -> None:
         raise SystemExit(f"{PAGE} has no {BEGIN} and {END}")
     PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + END + after)
     for run in RUNS:
-        plot(results, run)
+        if any(key.startswith(f"{run}/") for key in results):
+            plot(results, run)
 
 
 def _about(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     """On which machines."""
     kinds = {
-        f"{m['about']['cores']} cores ({m['about']['cpu']}), TCP {m['about']['congestion']}"
+        f"{m['about']['cores']} cores ({m['about']['cpu']}), "
+        + (f"peers on cores {m['about']['peer_cores']}, " if "peer_cores" in m["about"] else "")
+        + f"TCP {m['about']['congestion']}"
         for found in results.values()
         for m in found
     }
@@ -498,6 +508,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="measurements of a cell")
     parser.add_argument("--window", type=float, default=12.0, help="seconds of a measurement")
     parser.add_argument("--congestion", default="", help="TCP's, in the namespaces: cubic, bbr")
+    parser.add_argument("--cores", default="", help="that peers are held to: 0,1 (taskset -c)")
     parser.add_argument("--list", action="store_true", help="name the cells and end")
     parser.add_argument("--show", action="store_true", help="table and plots of what is there")
     parser.add_argument("--dry", action="store_true", help="measure and print, keep nothing")
@@ -526,7 +537,7 @@ def measure_all(wanted: Sequence[Cell], args: argparse.Namespace) -> None:
         for cell in wanted:
             if not args.dry and len(load().get(cell.key, [])) > number:
                 continue
-            measured = measure(cell, args.window, args.congestion)
+            measured = measure(cell, args.window, args.congestion, args.cores)
             if not args.dry:
                 keep(cell, measured)
             print(_said(cell, measured), flush=True)

@@ -198,7 +198,14 @@ class SyntheticStage:
     def forward_pass(
         self, key: StepKey, inputs: Array, documents: Documents | None = None
     ) -> Passage[Array]:
-        return undivided(lambda: self._forward(key, inputs))
+        def forward() -> Array:
+            self._check_key(key, inputs)
+            weights = self._weights_of(key)
+            self._observe("forward", key=key, weights=weights)
+            self._kept[key] = _Kept(weights)
+            return activation(key, self._sizes)
+
+        return undivided(forward)
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
         return undivided(lambda: self._backward(key, grad_outputs))
@@ -207,18 +214,11 @@ class SyntheticStage:
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> Passage[LossResult]:
         def both() -> LossResult:
-            self._forward(key, inputs)
+            self.forward_pass(key, inputs)()
             grads = self._backward(key, gradient(key, self._sizes))
             return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
 
         return undivided(both)
-
-    def _forward(self, key: StepKey, inputs: Array) -> Array:
-        self._check_key(key, inputs)
-        weights = self._weights_of(key)
-        self._observe("forward", key=key, weights=weights)
-        self._kept[key] = _Kept(weights)
-        return activation(key, self._sizes)
 
     def _backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         self._check_key(key, grad_outputs)

@@ -113,7 +113,6 @@ class TorchStage:
     ) -> None:
         device = torch.device(device)
         copies = copies or copies_of(device)
-        self._is_apart = copies.is_apart
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.is_last = stage_index == num_stages - 1
@@ -179,7 +178,7 @@ class TorchStage:
         def arrive() -> tuple[Tensor, LayerContext | None]:
             self._boundary.check_inputs(inputs)
             self._boundary.check_documents(inputs, documents)
-            return self._boundary.receive_inputs(inputs), self._context(documents)
+            return self._boundary.receive_inputs(inputs), self._boundary.receive_context(documents)
 
         def compute(came: tuple[Tensor, LayerContext | None]) -> Callable[[], Array]:
             x, context = came
@@ -198,7 +197,7 @@ class TorchStage:
             with self.kept.forget_on_error(key):
                 return sending()
 
-        return Passage(arrive, compute, depart, self._is_apart)
+        return Passage(arrive, compute, depart, self.layers.copies.is_apart)
 
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
         """As the port says. Raises `NotReady` for a key that is forgotten or was never here."""
@@ -210,7 +209,7 @@ class TorchStage:
             self.kept.check_not_added(key)
             self.vectors.use(key[0])
             scale = self._backward_passes.add(
-                kept.take_graph(), lambda: self._pass(key, kept), grad, kept.inputs
+                kept.take_graph(), lambda: self.layers.again(key, kept), grad, kept.inputs
             )
             kept.mark_added(scale, grad)
             return self._input_gradient(kept)
@@ -219,7 +218,7 @@ class TorchStage:
             lambda: self._boundary.receive_gradient(grad_outputs),
             compute,
             lambda sending: sending(),
-            self._is_apart,
+            self.layers.copies.is_apart,
         )
 
     def loss_pass(
@@ -228,17 +227,21 @@ class TorchStage:
         def arrive() -> tuple[Tensor, Tensor, LayerContext | None]:
             self.check(inputs, targets, documents)
             wanted = self._boundary.receive_targets(targets)
-            return self._boundary.receive_inputs(inputs), wanted, self._context(documents)
+            return (
+                self._boundary.receive_inputs(inputs),
+                wanted,
+                self._boundary.receive_context(documents),
+            )
 
         def compute(came: tuple[Tensor, Tensor, LayerContext | None]) -> tuple[Any, ...]:
             x, wanted, context = came
             self.vectors.use(key[0])
             kept = self.kept.begin(key, x, wanted, context=context)
             with self.kept.forget_on_error(key):
-                loss = self._pass(key, kept)
+                loss = self.layers.again(key, kept)
                 loss_sum = finite_loss(loss)
             scale = self._backward_passes.add(
-                loss, lambda: self._pass(key, kept), torch.ones_like(loss), kept.inputs
+                loss, lambda: self.layers.again(key, kept), torch.ones_like(loss), kept.inputs
             )
             kept.mark_added(scale)
             return loss_sum, self.layers.plan.count(wanted), self._input_gradient(kept)
@@ -247,7 +250,7 @@ class TorchStage:
             loss_sum, num_tokens, sending = done
             return LossResult(loss_sum, num_tokens, sending())
 
-        return Passage(arrive, compute, depart, self._is_apart)
+        return Passage(arrive, compute, depart, self.layers.copies.is_apart)
 
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         """The whole of `forward_pass`, *device*; so the next two."""
@@ -266,7 +269,9 @@ class TorchStage:
         if kept is None:
             return
         self.vectors.use(key[0])
-        self._backward_passes.subtract(lambda: self._pass(key, kept), kept.grad_outputs, kept.scale)
+        self._backward_passes.subtract(
+            lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale
+        )
 
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
@@ -278,7 +283,7 @@ class TorchStage:
         sequences, the sequences shorter. Raises `ProtocolViolation` where an array does not fit."""
         wanted = targets if self.is_last else None
         x, expected = self._boundary.receive_evaluation(inputs, wanted, documents)
-        context = self._context(documents)
+        context = self._boundary.receive_context(documents)
         self.layers.show(self.vectors.present)
         with self.layers.evaluating(
             is_whole_batch=self._boundary.is_whole_batch(x), wants_outputs=targets is None
@@ -331,19 +336,6 @@ class TorchStage:
             self.vectors.drop_ahead()
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _pass(self, key: StepKey, kept: Kept) -> Tensor:
-        """The forward pass of a kept microbatch: outputs, or the loss at the last stage."""
-        if kept.targets is not None:
-            return self.layers.loss(key, kept.inputs, kept.targets, kept.context)
-        return self.layers.run(key, kept.inputs, kept.context)
-
-    def _context(self, documents: Documents | None) -> LayerContext | None:
-        """What layers get beside the activation. What is kept of it is small: each pass makes its
-        mask."""
-        if documents is None:
-            return None
-        return LayerContext(self._boundary.receive_documents(documents))
 
     def _input_gradient(self, kept: Kept) -> Callable[[], Array | None]:
         """After a backward pass: what the stage before waits for."""

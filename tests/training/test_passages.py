@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import BOUNDARY_CODECS
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, INT8, boundary_codec, coded_form
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import BACKWARD, FORWARD, Passage
 from swarmnet.training.arrays import from_tensor
+from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.device import MAX_DEPARTING, DeviceThread
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
@@ -190,24 +191,20 @@ def stage_of(codec: str) -> TorchStage:
     return build_stage(spec, 1)
 
 
+def coded(codec: str, values: torch.Tensor) -> Array:
+    """(samples, length, width) as it comes from another peer."""
+    rows = codec_of(codec).encode(values.reshape(-1, values.shape[-1]))
+    return from_tensor(rows.view(coded_form(codec, tuple(values.shape), 2)[1]))
+
+
 @pytest.mark.parametrize("codec", BOUNDARY_CODECS)
 def test_what_is_coded_beside_the_device_has_the_same_bits(codec: str) -> None:
     torch.manual_seed(0)
     whole, parted = stage_of(codec), stage_of(codec)
     shape = (SAMPLES, LENGTH, WIDTH)
-    below, above = stage_of(codec), stage_of(codec)
-
-    def code(stage: TorchStage, key: int) -> Array:
-        """What a neighbour would send."""
-        boundary = stage._boundary  # noqa: SLF001
-        return boundary.send_outputs(torch.randn(shape) * (1 + key))()
-
-    def code_gradient(stage: TorchStage, key: int) -> Array:
-        boundary = stage._boundary  # noqa: SLF001
-        return boundary.send_input_gradient(torch.randn(shape) / (1 + key))()
-
-    inputs = [code(below, i) for i in range(6)]
-    grads = [code_gradient(above, i) for i in range(6)]
+    codecs = boundary_codec(codec)
+    inputs = [coded(codecs.activations, torch.randn(shape) * (1 + i)) for i in range(6)]
+    grads = [coded(codecs.gradients, torch.randn(shape) / (1 + i)) for i in range(6)]
     expected = [
         (whole.forward((0, i), inputs[i]), whole.backward((0, i), grads[i])) for i in range(6)
     ]
@@ -240,7 +237,7 @@ def test_a_forward_pass_that_gives_nothing_finite_is_forgotten() -> None:
         assert stage.num_kept == 0
         for parameter in stage.layers.parameters():
             parameter.data.fill_(torch.nan)
-        good = stage_of("int8")._boundary.send_outputs(torch.ones_like(values))()  # noqa: SLF001
+        good = coded(INT8, torch.ones_like(values))
         with pytest.raises(ProtocolViolation):
             await device.run(FORWARD, stage.forward_pass((0, 2), good))
         assert stage.num_kept == 0

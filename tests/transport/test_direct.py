@@ -222,16 +222,17 @@ def test_the_kernel_holds_little_of_what_waits() -> None:
         (far,) = channels(w.b, w.a)
         for _ in range(3):  # the kernel's buffers have grown
             await w.call(Array("uint8", (num_bytes,), bytes(num_bytes)))
-        far._transport.pause_reading()  # noqa: SLF001
+        far._transport.pause_reading()  # noqa: SLF001  as a slow machine does
         call = asyncio.ensure_future(w.call(Array("uint8", (num_bytes,), bytes(num_bytes))))
         left = [0, 1]
         while left[-1] != left[-2] or not left[-1]:
             await asyncio.sleep(0.1)
             left.append(w.a.traffic.queued_bytes())
-        handle = channel._transport.get_extra_info("socket").fileno()  # noqa: SLF001
+        wire = channel._transport  # noqa: SLF001  what the kernel has
+        handle = wire.get_extra_info("socket").fileno()
         unsent = int.from_bytes(fcntl.ioctl(handle, SIOCOUTQNSD, bytes(4)), sys.byteorder)
         assert 0 < unsent < 2 * UNSENT_BYTES
-        far._transport.resume_reading()  # noqa: SLF001
+        far._transport.resume_reading()  # noqa: SLF001  as above
         await call
 
     play(scenario)

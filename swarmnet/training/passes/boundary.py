@@ -18,7 +18,7 @@ from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
 from swarmnet.swarm.batch import IGNORED, Documents, check_documents
 from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
-from swarmnet.training.models.base import ModelPlan, TensorSpec
+from swarmnet.training.models.base import LayerContext, ModelPlan, TensorSpec
 from swarmnet.training.passes.crossing import Crossing
 from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.wire import Array
@@ -99,9 +99,12 @@ class Boundary:
             raise ProtocolViolation("this run does not keep documents apart, and some are named")
         check_documents(documents, *inputs.shape[:2])
 
-    def receive_documents(self, documents: Documents) -> Tensor:
-        """The position of each token in its document, int64 (samples, length), on the device."""
-        return self._copies.to_device(torch.stack([_positions(n) for n in documents]))
+    def receive_context(self, documents: Documents | None) -> LayerContext | None:
+        """What layers get beside the activation: the position of each token in its document, int64
+        (samples, length), on the device. What is kept of it is small: each pass makes its mask."""
+        if documents is None:
+            return None
+        return LayerContext(self._copies.to_device(torch.stack([_positions(n) for n in documents])))
 
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""

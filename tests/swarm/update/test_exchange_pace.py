@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.protocol.codecs import NONE, UPDATE_CODECS
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
@@ -34,7 +35,9 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         plan=SyncPlan(mode, 100),
         current_exchange=7,
         index=0,
+        num_shards=1,
         stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
+        optimizer=SimpleNamespace(codec=SimpleNamespace(names=UPDATE_CODECS[NONE])),
         measured=Measurements(),
     )
     gossip = SimpleNamespace(

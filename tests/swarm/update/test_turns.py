@@ -82,6 +82,19 @@ def test_what_is_urgent_waits_behind_one_message_at_most() -> None:
     in_virtual_time(scenario)
 
 
+def test_an_exchange_has_half_of_a_link_that_is_full_of_what_is_urgent() -> None:
+    async def scenario(uplink: Uplink) -> None:
+        loop = asyncio.get_running_loop()
+        exchange = [loop.create_task(uplink.send(1_000)) for _ in range(10)]
+        while not all(task.done() for task in exchange):
+            if uplink.queued_bytes() < 4_000:
+                uplink.put(500)
+            await asyncio.sleep(0.05)
+        assert uplink.sent_at[-1] == pytest.approx(9 * 2.0, rel=0.1)
+
+    in_virtual_time(scenario)
+
+
 def test_an_idle_uplink_is_free_at_once() -> None:
     async def scenario(uplink: Uplink) -> None:
         await uplink.send(5_000)
@@ -111,7 +124,7 @@ def test_every_message_has_its_turn_in_bounded_time(messages: list[tuple[int, fl
 
     async def scenario(uplink: Uplink) -> None:
         sending = (uplink.send(num_bytes, rate) for num_bytes, rate in messages)
-        async with asyncio.timeout(len(messages) * (LONGEST_UPLOAD_S + LOOK_LESS_S)):
+        async with asyncio.timeout(2 * len(messages) * (LONGEST_UPLOAD_S + LOOK_LESS_S)):
             await asyncio.gather(*sending)
 
     in_virtual_time(scenario)
@@ -122,8 +135,8 @@ def test_who_gives_up_waiting_holds_nobody_up() -> None:
         uplink.put(5_000)
         for_room = asyncio.ensure_future(uplink.send(1_000))
         for_its_turn = asyncio.ensure_future(uplink.send(1_000))
-        last = asyncio.ensure_future(uplink.send(1_000))
-        await asyncio.sleep(1.0)
+        last = asyncio.ensure_future(uplink.send(5_000))
+        await asyncio.sleep(0.5)
         for_room.cancel()
         for_its_turn.cancel()
         await last

@@ -4,9 +4,10 @@ An exchange that runs beside a round sends a stage's parameters several times, w
 use the same link. If all of its messages were sent at once, a microbatch would share the link with
 dozens of streams, or wait behind them in the modem's queue (bufferbloat, Gettys and Nichols 2011).
 So they are sent one after the other, the next one when the link has sent the one before and little
-waits for it. So the exchange takes all that microbatches leave of the link, and no more: a
-microbatch waits behind one message at most. The order is that in which messages come: gradients
-first, then what the backups need, then results.
+waits for it. So the exchange takes all that microbatches leave of the link, and a microbatch waits
+behind one message at most. Where microbatches leave nothing, a message waits as long as it takes
+the link itself, and no longer: the exchange has half of the link then. All peers wait for the
+slowest, and gradients that were not sent are lost with their machine.
 """
 
 from __future__ import annotations
@@ -35,27 +36,29 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, num_bytes: int, rate: float) -> None:
-        """Returns when the messages before this one have had their time, and others that were sent
-        meanwhile are gone. `rate`: bytes/s of the uplink; 0 where that is unknown, and then nothing
+        """Returns when the messages before this one have had their time, and what is urgent is gone
+        or has had as much. `rate`: bytes/s of the uplink; 0 where that is unknown, and then nothing
         is held up."""
         if rate <= 0:
             return
         try:
             async with asyncio.timeout(LONGEST_UPLOAD_S):
                 await self._lock.acquire()
-                try:
-                    await self._until_room(rate)
-                except BaseException:
-                    self._lock.release()
-                    raise
         except TimeoutError:
             return
         takes_s = min(num_bytes / rate, LONGEST_UPLOAD_S)
+        try:
+            await self._until_room(rate, takes_s)
+        except BaseException:
+            self._lock.release()
+            raise
         self._timer = asyncio.get_running_loop().call_later(takes_s, self._end)
 
-    async def _until_room(self, rate: float) -> None:
+    async def _until_room(self, rate: float, longest_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + longest_s
         while True:
-            waits_s = self._queued_bytes() / rate - ROOM_S
+            waits_s = min(self._queued_bytes() / rate - ROOM_S, end - loop.time())
             if waits_s <= 0:
                 return
             await asyncio.sleep(min(max(waits_s, ROOM_S), LOOK_LESS_S))
