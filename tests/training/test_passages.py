@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from swarmnet.swarm.ports import BACKWARD, FORWARD, Passage
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.device import MAX_DEPARTING, DeviceThread
+from swarmnet.training.memory.device_copies import DeviceCopies, OneMemory, OnHost
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
 
@@ -167,7 +170,26 @@ def test_the_time_of_a_device_that_works_on_is_measured_to_its_end() -> None:
 WIDTH, LENGTH, SAMPLES = 32, 16, 2
 
 
-def stage_of(codec: str) -> TorchStage:
+class Slow:
+    """The event of a copy that takes a while."""
+
+    def synchronize(self) -> None:
+        time.sleep(0.005)
+
+
+class Apart(OneMemory):
+    """The copies of a GPU."""
+
+    is_apart = True
+
+    def to_device(self, tensor: torch.Tensor, after: Any = None) -> torch.Tensor:
+        return tensor.clone()
+
+    def to_host(self, tensor: torch.Tensor) -> OnHost:
+        return OnHost(tensor.clone(), Slow())
+
+
+def stage_of(codec: str, copies: DeviceCopies | None = None) -> TorchStage:
     spec = RunSpec.model_validate(
         {
             "model": {
@@ -188,7 +210,7 @@ def stage_of(codec: str) -> TorchStage:
             },
         }
     )
-    return build_stage(spec, 1)
+    return build_stage(spec, 1, make=functools.partial(TorchStage, copies=copies))
 
 
 def coded(codec: str, values: torch.Tensor) -> Array:
@@ -197,10 +219,13 @@ def coded(codec: str, values: torch.Tensor) -> Array:
     return from_tensor(rows.view(coded_form(codec, tuple(values.shape), 2)[1]))
 
 
+@pytest.mark.parametrize("copies", [OneMemory(), Apart()])
 @pytest.mark.parametrize("codec", BOUNDARY_CODECS)
-def test_what_is_coded_beside_the_device_has_the_same_bits(codec: str) -> None:
+def test_what_is_coded_beside_the_device_has_the_same_bits(
+    codec: str, copies: DeviceCopies
+) -> None:
     torch.manual_seed(0)
-    whole, parted = stage_of(codec), stage_of(codec)
+    whole, parted = stage_of(codec), stage_of(codec, copies)
     shape = (SAMPLES, LENGTH, WIDTH)
     codecs = boundary_codec(codec)
     inputs = [coded(codecs.activations, torch.randn(shape) * (1 + i)) for i in range(6)]
