@@ -7,7 +7,7 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from swarmnet.protocol.codecs import UpdateCodec
@@ -46,6 +46,10 @@ class Passage(Generic[T]):
 
     def __call__(self) -> T:
         return self.depart(self.compute(self.arrive()))
+
+    def then(self, work: Callable[[T], T]) -> Passage[T]:
+        """With `work` done on what goes."""
+        return replace(self, depart=lambda done: work(self.depart(done)))
 
 
 def undivided(work: Callable[[], T]) -> Passage[T]:
