@@ -214,10 +214,12 @@ class Outbox:
     ) -> dict[int, tuple[ShardReply, Array]]:
         nothing: Part = (0, None)
         parts = [self.own.get(j, nothing) if call.with_gradient else nothing for j in shards]
-        for j, (_, gradient) in zip(shards, parts, strict=True):
-            if j not in self._turned and gradient is not None:
-                self._turned.add(j)
-                await self._pace.turn(gradient, self._exchange)
+        given = {j: g for j, (_, g) in zip(shards, parts, strict=True) if g is not None}
+        # What is sent again, for its primary has died, goes at once: behind all others it would
+        # come too late.
+        num_bytes = sum(g.num_bytes for j, g in given.items() if j not in self._turned)
+        self._turned.update(given)
+        await self._pace.turn(num_bytes)
         terms = tuple(ballot.term for ballot in call.ballots.values())
         primary = call.ballots[shards[0]].primary
         request = ReduceRequest(
@@ -229,11 +231,11 @@ class Outbox:
             "" if primary == call.target else primary,
             is_whole=not self._replica.synced,
         )
-        gradients = tuple(gradient for _, gradient in parts if gradient is not None)
+        message = Message(request, tuple(given.values()))
         reply = await self._call(
             call.target,
             "reduce",
-            Message(request, gradients),
+            message,
             lambda told: self._on_progress(call.target, convert(told.body, ReduceProgress)),
         )
         return self._results_in(shards, convert(reply.body, ReduceReply).shards, reply.arrays)
@@ -323,7 +325,7 @@ class Outbox:
         """Has a backup make the step too."""
         event: on.Event = on.Refused(backup, attempt)
         try:
-            await self._pace.turn(gradient, self._exchange)
+            await self._pace.turn(gradient.num_bytes)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.
             wait_s, _ = self._pace.contributions_s()
             message = Message(request, (gradient,))

@@ -94,6 +94,7 @@ class ExchangeService:
         finally:
             telling.cancel()
         reply = ReduceReply(tuple(told for told, _ in results))
+        await self._pace.turn(sum(values.num_bytes for _, values in results))
         return Message(reply, tuple(values for _, values in results))
 
     def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
@@ -150,7 +151,6 @@ class ExchangeService:
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
         values = await self._work.copy_of(j, answer.result, is_whole=push.is_whole)
-        await self._pace.turn(values, asked, is_result=True)
         return self._books.told(asked, j, remote), values
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
@@ -196,7 +196,7 @@ class ExchangeService:
             raise _redirect(j, answer)
         is_alike = await self._tied.is_alike(j, push.digest)
         values = await self._work.copy_of(j, answer.result, is_whole=not is_alike)
-        await self._pace.turn(values, r, is_result=True)
+        await self._pace.turn(values.num_bytes)
         return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
 
     # ---- ballots ----------------------------------------------------------------------------
