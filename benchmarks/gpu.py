@@ -22,7 +22,7 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, boundary_codec, coded_form
 from swarmnet.spec import RunSpec
@@ -82,17 +82,24 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def plain_seconds(stage: TorchStage, came: Tensor, grad: Tensor, total: int) -> float:
-    """(a), on the stage's own layers; their gradients are thrown away."""
-    dtype = stage.computing.dtype
-    came, grad = came.to(stage.layers.device, dtype), grad.to(stage.layers.device, dtype)
+def plain_layers(stage: TorchStage) -> list[nn.Module]:
+    """Those of (a), in the precision of the passes."""
     layers = [
-        build_layer(stage.layers.plan, layer, 0).to(stage.layers.device, dtype)
+        build_layer(stage.layers.plan, layer, 0).to(stage.layers.device, stage.computing.dtype)
         for layer in stage.layers.builders
     ]
     if stage.computing.compile:
         for layer in layers:
             layer.compile(dynamic=False)
+    return layers
+
+
+def plain_seconds(
+    layers: list[nn.Module], stage: TorchStage, came: Tensor, grad: Tensor, total: int
+) -> float:
+    """(a); gradients add up as the stage's do."""
+    dtype = stage.computing.dtype
+    came, grad = came.to(stage.layers.device, dtype), grad.to(stage.layers.device, dtype)
 
     def microbatch() -> None:
         x = inputs = came.detach().requires_grad_()
@@ -194,10 +201,11 @@ def main() -> None:
     shape = (options.samples, spec.sequence_length, spec.model.hidden_size)
     came, grad = torch.randn(shape), torch.randn(shape) / 100
     total = options.microbatches
+    modules = plain_layers(stage)
     plain: list[float] = []
     ours: list[float] = []
     for _ in range(options.repeat):
-        plain.append(plain_seconds(stage, came, grad, total))
+        plain.append(plain_seconds(modules, stage, came, grad, total))
         peer = peer_seconds(stage, came, grad, total, options.in_flight, options.codec)
         ours.append(asyncio.run(peer))
     tokens = total * options.samples * spec.sequence_length
