@@ -9,7 +9,7 @@ and the same data in the same slots. A control repeats the fp32 cell with its su
 `learning/runs.py` says how cells are run, `learning/tasks.py` what is learned.
 
 Results go to `docs/convergence.json` as each cell ends. A cell that is there is not run again, if
-it has as many rounds and the same Python and torch. Each cell has a process with one thread. The
+it has the same settings, Python and torch. Each cell has a process with one thread. The
 most important cells come first. With `--time-limit`, none is begun that would hardly end in time.
 
 `--tables` runs nothing: it writes the tables of docs/convergence.md, between their marks, and draws
@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning.runs import MODES, Cell, run, this_platform  # noqa: E402
+from benchmarks.learning.runs import MODES, Cell, run, settings_of, this_platform  # noqa: E402
 from benchmarks.learning.tables import draw, write_tables  # noqa: E402
 from benchmarks.learning.tasks import BOUNDARY, TASKS  # noqa: E402
 
@@ -42,57 +42,72 @@ RESULTS = ROOT / "docs" / "convergence.json"
 PAGE = ROOT / "docs" / "convergence.md"
 SEEDS = (1, 2, 3)
 REPLACED = (10, 30)
-FIRST, SECOND = ("none", "int8", "int4"), ("int6", "bf16")
-"""Codecs of boundaries, by importance."""
+BOUNDARY_CODECS = ("none", "int8", "int4", "int6", "bf16")
 UPDATE_CODECS: dict[str, tuple[str, ...]] = {
-    "zero": ("int8", "int4", "bf16"),
-    "delayed": ("int8", "int4"),
-    "local-10": ("int8", "int4", "topk"),
-    "local-50": (),
-    "gossip-10": ("int8",),
-    "gossip-50": (),
+    "zero": ("none", "int8", "int4", "bf16"),
+    "delayed": ("none", "int8", "int4"),
+    "local-10": ("none", "int4", "topk", "int8"),
+    "gossip-10": ("none", "int8"),
 }
 ANSWERED = ("zero", "local-10")
 """Modes whose cells of `answers` are run too."""
 SECONDS = {
-    (BOUNDARY, "letters"): 60,
+    (BOUNDARY, "letters"): 75,
     (BOUNDARY, "python"): 100,
     (BOUNDARY, "answers"): 160,
-    ("", "letters"): 50,
-    ("", "python"): 80,
-    ("", "answers"): 130,
+    ("", "letters"): 55,
+    ("", "python"): 70,
+    ("", "answers"): 125,
 }
-"""Of a cell, by place (empty: any mode) and task: a guess from two cores, to begin with."""
-RESERVE = 1.15
-"""Times the time that cells have taken so far: so much must be left for another one."""
+"""Of a cell in fp32, by place (empty: any mode) and task, on one of sixteen busy cores."""
+SLOW_CODECS, SLOWER = ("int6", "int4"), 1.3
+RESERVE = 1.05
+"""Times the guess: so much time must be left for another cell."""
 
 
-def boundary_cells() -> list[Cell]:
-    """Three seeds of the fp32 cell, its controls and each codec; the longest tasks first."""
-    cells = []
-    for codecs, order in ((FIRST, 1), (SECOND, 2)):
-        for task in ("answers", "python", "letters"):
-            for seed in SEEDS:
-                cells += [Cell(BOUNDARY, task, codec, seed) for codec in codecs]
-                cells.append(Cell(BOUNDARY, task, "none", seed, order=order))
-    return cells
+def cells() -> list[Cell]:
+    """All of them. The most important ones come first, and of equal ones those that take longer;
+    seeds stay together, so that what time cuts off is the last seed."""
+    found = [
+        Cell(BOUNDARY, task, codec, seed, order)
+        for task in TASKS
+        for seed in SEEDS
+        for codec in BOUNDARY_CODECS
+        for order in ((0, 1, 2) if codec == "none" else (0,))
+    ]
+    found += [
+        Cell(mode, task, codec, seed, order)
+        for mode, codecs in UPDATE_CODECS.items()
+        for task in TASKS
+        if task != "answers" or mode in ANSWERED
+        for seed in SEEDS
+        for codec in codecs
+        for order in ((0, 1) if codec == "none" else (0,))
+    ]
+    for mode in MODES:
+        if mode not in UPDATE_CODECS:
+            found += [Cell(mode, task, "none", SEEDS[0]) for task in ("python", "letters")]
+        found += [Cell(mode, "letters", "none", SEEDS[0], replaced=p) for p in REPLACED]
+    return sorted(found, key=lambda cell: (_rank(cell), -_guess(cell.where, cell.task), cell.seed))
 
 
-def mode_cells(modes: Iterable[str]) -> list[Cell]:
-    """Likewise of modes; then fp32 alone where no codec is compared, and with replaced peers."""
-    modes = list(modes)
-    cells = []
-    for task in ("python", "letters", "answers"):
-        for mode in modes if task != "answers" else [m for m in modes if m in ANSWERED]:
-            codecs = UPDATE_CODECS[mode]
-            for seed in SEEDS if codecs else ():
-                cells += [Cell(mode, task, codec, seed) for codec in ("none", *codecs)]
-                cells.append(Cell(mode, task, "none", seed, order=1))
-    for mode in modes:
-        if not UPDATE_CODECS[mode]:
-            cells += [Cell(mode, task, "none", SEEDS[0]) for task in ("python", "letters")]
-        cells += [Cell(mode, "letters", "none", SEEDS[0], replaced=p) for p in REPLACED]
-    return cells
+def _rank(cell: Cell) -> int:
+    """The most important cells have the lowest one."""
+    if cell.where == BOUNDARY:
+        return 0 if cell.order < 2 and cell.codec in BOUNDARY_CODECS[:3] else 2
+    if cell.replaced or cell.where not in UPDATE_CODECS:
+        return 5
+    if cell.where == "gossip-10" or cell.task == "answers" or cell.codec == "bf16":
+        return 4
+    if cell.where == "local-10" and cell.codec == "int8":
+        return 4
+    if cell.order and cell.where != "local-10":
+        return 4  # of one process's updates: far closer than any codec
+    return 1 if cell.task == "letters" else 3
+
+
+def _guess(where: str, task: str) -> float:
+    return SECONDS[BOUNDARY if where == BOUNDARY else "", task]
 
 
 @dataclass
@@ -114,12 +129,13 @@ class Bench:
 
     def is_done(self, cell: Cell) -> bool:
         had = self.results.get(cell.key, {})
-        return (had.get("rounds"), had.get("platform")) == (self.rounds_of(cell), this_platform())
+        wanted = {"settings": settings_of(cell, self.rounds_of(cell)), "platform": this_platform()}
+        return all(had.get(name) == value for name, value in wanted.items())
 
     def run_one(self, cell: Cell) -> None:
         """In a process of its own."""
-        guess = SECONDS["" if cell.where != BOUNDARY else BOUNDARY, cell.task]
-        guess *= self.rounds_of(cell) / TASKS[cell.task].rounds
+        guess = _guess(cell.where, cell.task) * self.rounds_of(cell) / TASKS[cell.task].rounds
+        guess *= SLOWER if cell.codec in SLOW_CODECS else 1.0
         if time.monotonic() + RESERVE * (self.pace or 1.0) * guess > self.end:
             print(f"{cell.key}: not begun, too little time is left", flush=True)
             return
@@ -177,16 +193,15 @@ def main() -> None:
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
     if not args.tables:
         bench = Bench(args.results, args.rounds, time.monotonic() + args.time_limit, results)
-        cells = boundary_cells() if BOUNDARY in args.where else []
-        cells += mode_cells(mode for mode in args.where if mode != BOUNDARY)
-        cells = [
+        wanted = [
             cell
-            for cell in cells
-            if cell.task in args.task
+            for cell in cells()
+            if cell.where in args.where
+            and cell.task in args.task
             and cell.seed in args.seed
             and (not args.codec or cell.codec in args.codec)
         ]
-        bench.run_all(cells, args.jobs)
+        bench.run_all(wanted, args.jobs)
     else:
         write_tables(PAGE, results)
         draw(PAGE.parent, results)

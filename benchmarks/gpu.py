@@ -1,7 +1,7 @@
 """One peer's stage of a 1B-class model, against the same layers in a plain loop: tokens/s and MFU.
 
     python benchmarks/gpu.py                      # on a GPU: bf16, a stage of Llama 3.2 1B's shape
-    python benchmarks/gpu.py --compile
+    python benchmarks/gpu.py --compile --codec int8
     python benchmarks/gpu.py --tiny --device cpu  # does the script run?
 
 (a) plain: forward and backward of the stage's layers, their inputs and output gradients on the
@@ -22,17 +22,20 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, boundary_codec, coded_form
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.ports import BACKWARD, FORWARD
 from swarmnet.training.arrays import from_tensor
+from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.computing import Computing, PrecisionName
 from swarmnet.training.device import DeviceThread
 from swarmnet.training.models.base import build_layer
 from swarmnet.training.models.llama import decoder_flops
 from swarmnet.training.models.registry import model_plan, split_stages
 from swarmnet.training.stage import TorchStage, build_stage
+from swarmnet.wire import Array
 
 STAGE = 1
 LLAMA_1B = {
@@ -68,6 +71,7 @@ def make_spec(options: argparse.Namespace) -> RunSpec:
                 "num_stages": 3,
                 "global_batch": options.samples,
                 "microbatch": options.samples,
+                "codec": options.codec,
             },
         }
     )
@@ -78,17 +82,24 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def plain_seconds(stage: TorchStage, came: Tensor, grad: Tensor, total: int) -> float:
-    """(a), on the stage's own layers; their gradients are thrown away."""
-    dtype = stage.computing.dtype
-    came, grad = came.to(stage.layers.device, dtype), grad.to(stage.layers.device, dtype)
+def plain_layers(stage: TorchStage) -> list[nn.Module]:
+    """Those of (a), in the precision of the passes."""
     layers = [
-        build_layer(stage.layers.plan, layer, 0).to(stage.layers.device, dtype)
+        build_layer(stage.layers.plan, layer, 0).to(stage.layers.device, stage.computing.dtype)
         for layer in stage.layers.builders
     ]
     if stage.computing.compile:
         for layer in layers:
             layer.compile(dynamic=False)
+    return layers
+
+
+def plain_seconds(
+    layers: list[nn.Module], stage: TorchStage, came: Tensor, grad: Tensor, total: int
+) -> float:
+    """(a); gradients add up as the stage's do."""
+    dtype = stage.computing.dtype
+    came, grad = came.to(stage.layers.device, dtype), grad.to(stage.layers.device, dtype)
 
     def microbatch() -> None:
         x = inputs = came.detach().requires_grad_()
@@ -107,19 +118,26 @@ def plain_seconds(stage: TorchStage, came: Tensor, grad: Tensor, total: int) -> 
     return time.perf_counter() - start_s
 
 
+def coded(codec: str, values: Tensor) -> Array:
+    """(samples, length, width) as it comes from another peer."""
+    rows = codec_of(codec).encode(values.reshape(-1, values.shape[-1]))
+    return from_tensor(rows.view(coded_form(codec, tuple(values.shape), 2)[1]))
+
+
 async def peer_seconds(
-    stage: TorchStage, came: Tensor, grad: Tensor, total: int, in_flight: int
+    stage: TorchStage, came: Tensor, grad: Tensor, total: int, in_flight: int, codec_name: str
 ) -> float:
     """(b)."""
     device = DeviceThread()
-    inputs, grads = from_tensor(came), from_tensor(grad)
+    codec = boundary_codec(codec_name)
+    inputs, grads = coded(codec.activations, came), coded(codec.gradients, grad)
     gate = asyncio.Semaphore(in_flight)
 
     async def microbatch(index: int) -> None:
         key = (0, index)
         async with gate:
-            await device.run(FORWARD, lambda: stage.forward(key, inputs))
-            await device.run(BACKWARD, lambda: stage.backward(key, grads))
+            await device.run(FORWARD, stage.forward_pass(key, inputs))
+            await device.run(BACKWARD, stage.backward_pass(key, grads))
             stage.forget(key)
 
     await asyncio.gather(*(microbatch(i) for i in range(WARM)))
@@ -152,6 +170,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--activations", choices=("keep", "blocks", "recompute", "offload"))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--codec", choices=tuple(BOUNDARY_CODECS), default=NONE)
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--samples", type=int, default=4, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=16)
@@ -182,11 +201,13 @@ def main() -> None:
     shape = (options.samples, spec.sequence_length, spec.model.hidden_size)
     came, grad = torch.randn(shape), torch.randn(shape) / 100
     total = options.microbatches
+    modules = plain_layers(stage)
     plain: list[float] = []
     ours: list[float] = []
     for _ in range(options.repeat):
-        plain.append(plain_seconds(stage, came, grad, total))
-        ours.append(asyncio.run(peer_seconds(stage, came, grad, total, options.in_flight)))
+        plain.append(plain_seconds(modules, stage, came, grad, total))
+        peer = peer_seconds(stage, came, grad, total, options.in_flight, options.codec)
+        ours.append(asyncio.run(peer))
     tokens = total * options.samples * spec.sequence_length
     print(
         f"{len(layers)} layers, {stage.num_parameters / 1e6:.1f} M parameters, {precision} on "

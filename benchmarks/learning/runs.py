@@ -10,6 +10,7 @@ transport in virtual time.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import platform
 import random
@@ -26,11 +27,11 @@ from benchmarks.learning.tasks import (
     EVALUATE_EVERY,
     AnswersData,
     share_of_right_answers,
-    spec_of,
+    spec_text,
     write_text,
 )
 from swarmnet.protocol.codecs import NONE
-from swarmnet.spec import RunSpec
+from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.ports import Data
 from swarmnet.training.data import open_data
 from tests.oracles.reference import ReferenceTrainer
@@ -80,6 +81,24 @@ def this_platform() -> str:
     return f"Python {platform.python_version()}, torch {torch.__version__}"
 
 
+def settings_of(cell: Cell, rounds: int) -> str:
+    """A hash of all that the spec says of a cell."""
+    text = _spec_text(cell, rounds, Path("text"))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _spec_text(cell: Cell, rounds: int, text: Path) -> str:
+    is_boundary = cell.where == BOUNDARY
+    return spec_text(
+        cell.task,
+        seed=cell.seed,
+        rounds=rounds,
+        text=text,
+        codec=cell.codec if is_boundary else NONE,
+        sync=None if is_boundary else MODES[cell.where] | {"codec": cell.codec},
+    )
+
+
 def run(cell: Cell, rounds: int) -> dict[str, Any]:
     """What a cell has learned, by the number of rounds: `losses` on held-out data, nats a token,
     and of the task `answers` the shares of `right` ones."""
@@ -93,6 +112,7 @@ def run(cell: Cell, rounds: int) -> dict[str, Any]:
         else:
             result = _run_swarm(cell, rounds, text)
     result |= {"rounds": rounds, "platform": this_platform()}
+    result["settings"] = settings_of(cell, rounds)
     if least is not None:
         result["least_loss"] = least
     result["seconds"] = round(time.monotonic() - began[0], 1)
@@ -108,7 +128,7 @@ def _data_of(cell: Cell, spec: RunSpec) -> Data:
 
 
 def _run_one_process(cell: Cell, rounds: int, text: Path) -> dict[str, Any]:
-    spec = spec_of(cell.task, seed=cell.seed, rounds=rounds, text=text, codec=cell.codec, sync=None)
+    spec = parse_spec(_spec_text(cell, rounds, text))
     trainer = ReferenceTrainer(spec, _data_of(cell, spec))
     slots = list(range(spec.pipeline.global_batch // spec.pipeline.microbatch))
     losses = {"0": trainer.held_out_loss()}
@@ -131,8 +151,7 @@ def _run_one_process(cell: Cell, rounds: int, text: Path) -> dict[str, Any]:
 def _run_swarm(cell: Cell, rounds: int, text: Path) -> dict[str, Any]:
     from tests.swarm.harness import in_virtual_time
 
-    sync = MODES[cell.where] | {"codec": cell.codec}
-    spec = spec_of(cell.task, seed=cell.seed, rounds=rounds, text=text, codec=NONE, sync=sync)
+    spec = parse_spec(_spec_text(cell, rounds, text))
     data = _data_of(cell, spec)
     result: dict[str, Any] = {}
 

@@ -29,6 +29,8 @@ RIGHT_AIM = 0.01
 """How much of the right answers: a hundredth of the prompts."""
 CODECS = ("bf16", "int8", "int6", "int4", "topk")
 REPLACED = (0, 10, 30)
+NOTHING = ["Not run yet."]
+BOUNDARY_PLOT = "convergence-boundary-{}.svg"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def figure(
 
 
 def verdict(codec: str, of: Figure, control: Figure | None, *, is_right: bool) -> str:
-    """Why a codec is accepted, or `no`."""
+    """Why a codec is accepted, or `no`; nothing before all seeds are there."""
+    if len(of.values) < len(SEEDS):
+        return ""
     if of.mean <= (RIGHT_AIM if is_right else AIMS[codec]):
         return "yes"
     if control is not None and of.mean - control.mean <= 2 * control.error(len(of.values)):
@@ -98,6 +102,8 @@ def codec_table(results: Results, where: str) -> list[str]:
     """Rows: codecs of one place. Columns: tasks, and the right answers."""
     columns = [(task, False) for task in TASKS if task != "answers"] + [("answers", True)]
     columns = [c for c in columns if figure(results, where, c[0], "none", is_right=c[1])]
+    if not columns:
+        return NOTHING
     heads = ["right answers" if is_right else f"`{task}`" for task, is_right in columns]
     lines = [
         "| codec | " + " | ".join(f"{head} | harmless" for head in heads) + " |",
@@ -119,6 +125,8 @@ def codec_table(results: Results, where: str) -> list[str]:
             cells.append(f"{_shown(of, is_right)} | {said}")
         if any(cell.strip(" |") for cell in cells):
             lines.append(_row(f"`{codec}`", cells))
+    if where == BOUNDARY:
+        lines += ["", *(f"![{task}]({BOUNDARY_PLOT.format(task)})" for task, _ in columns)]
     return lines
 
 
@@ -159,7 +167,7 @@ def mode_table(results: Results, task: str) -> list[str]:
             loss = mean(value_of(r, is_right=False) for r, _ in both)
             gap = "" if mode == "zero" else _shown(of, is_right=False)
             lines.append(_row(f"`{mode}`", [f"{loss:.4f}", gap]))
-    return lines
+    return lines if len(lines) > 2 else NOTHING
 
 
 def churn_table(results: Results) -> list[str]:
@@ -181,7 +189,7 @@ def churn_table(results: Results) -> list[str]:
             cells.append(f"{value_of(result, is_right=False):.4f} ({gap:+.2%})")
         if any(cells):
             lines.append(_row(f"`{mode}`", cells))
-    return lines
+    return lines if len(lines) > 2 else NOTHING
 
 
 def write_tables(page: Path, results: Results) -> None:
@@ -209,9 +217,9 @@ def draw(folder: Path, results: Results) -> None:
     for task in ("letters", "python"):
         drawn = _curves_of_codecs(results, BOUNDARY, task, is_right=False)
         title = f"Held-out loss over that of fp32, `{task}`, codecs at 7 boundaries"
-        _plot(folder / f"convergence-boundary-{task}.svg", title, " %", drawn)
+        _plot(folder / BOUNDARY_PLOT.format(task), title, " %", drawn)
     drawn = _curves_of_codecs(results, BOUNDARY, "answers", is_right=True)
-    _plot(folder / "convergence-boundary-answers.svg", "Right answers", " %", drawn)
+    _plot(folder / BOUNDARY_PLOT.format("answers"), "Right answers", " %", drawn)
     for task, name in (("letters", "0"), ("python", "python")):
         drawn = _curves_of_modes(results, task)
         title = f"Held-out loss over that of zero, {task}"
@@ -253,8 +261,8 @@ def _curves_of_modes(results: Results, task: str) -> Curves:
 
 
 def _plot(file: Path, title: str, unit: str, curves: Curves) -> None:
-    """Nothing where there are no curves."""
-    if not curves:
+    """Nothing where there is nothing to compare."""
+    if len(curves) < 2:
         return
     rounds = max(r for points in curves.values() for r, _ in points)
     values = [y for points in curves.values() for _, y in points]

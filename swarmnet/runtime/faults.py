@@ -34,7 +34,7 @@ from swarmnet.swarm.peer import Peer
 log = logging.getLogger("swarmnet.faults")
 
 VARIABLE = "SWARMNET_KILL_AT"
-ON_DEVICE = {"forward": ("forward", "forward_backward"), "backward": ("backward",)}
+ON_DEVICE = {"forward": ("forward_pass", "loss_pass"), "backward": ("backward_pass",)}
 CALLS = {"push": "reduce", "mirror": "mirror"}
 MOMENTS = ("forward", "backward", "push", "aggregate", "mirror", "donate", "feed")
 
@@ -87,10 +87,10 @@ class Faults:
             stage, optimizer = build(stage_index)
             for name, methods in ON_DEVICE.items():
                 for method in methods if name in names else ():
-                    self._after(stage, method, name)
+                    self._after_pass(stage, method, name)
             # The last stage has its backward in the same piece of work as its forward.
             if "backward" in names and stage_index == stage.num_stages - 1:
-                self._after(stage, "forward_backward", "backward")
+                self._after_pass(stage, "loss_pass", "backward")
             if "aggregate" in names:
                 self._after(optimizer, "sum", "aggregate")
             return stage, optimizer
@@ -118,12 +118,22 @@ class Faults:
         inner = getattr(port, method)
 
         def wrapped(*arguments: Any, **named: Any) -> Any:
-            result = inner(*arguments, **named)
-            if self.reached(name):
-                self.die()
-            return result
+            return self._die_here(name, inner(*arguments, **named))
 
         setattr(port, method, wrapped)
+
+    def _after_pass(self, stage: Any, method: str, name: str) -> None:
+        inner = getattr(stage, method)
+
+        def wrapped(*arguments: Any) -> Any:
+            return inner(*arguments).then(lambda result: self._die_here(name, result))
+
+        setattr(stage, method, wrapped)
+
+    def _die_here(self, name: str, result: Any) -> Any:
+        if self.reached(name):
+            self.die()
+        return result
 
     def _before_serving(self, transport: Any, method: str, name: str) -> None:
         handle = transport.handle

@@ -34,7 +34,14 @@ from swarmnet.protocol.codecs import (
 )
 from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.swarm.batch import Batch, Documents
-from swarmnet.swarm.ports import Generation, LossResult, ShardCodec, StepKey
+from swarmnet.swarm.ports import (
+    Generation,
+    LossResult,
+    Passage,
+    ShardCodec,
+    StepKey,
+    undivided,
+)
 from swarmnet.wire import Array
 
 NUMBERS = 4
@@ -189,14 +196,32 @@ class SyntheticStage:
         if (grad_outputs.dtype, grad_outputs.shape) != form:
             raise ProtocolViolation("not a gradient of a synthetic stage")
 
-    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
-        self._check_key(key, inputs)
-        weights = self._weights_of(key)
-        self._observe("forward", key=key, weights=weights)
-        self._kept[key] = _Kept(weights)
-        return activation(key, self._sizes)
+    def forward_pass(
+        self, key: StepKey, inputs: Array, documents: Documents | None = None
+    ) -> Passage[Array]:
+        def forward() -> Array:
+            self._check_key(key, inputs)
+            weights = self._weights_of(key)
+            self._observe("forward", key=key, weights=weights)
+            self._kept[key] = _Kept(weights)
+            return activation(key, self._sizes)
 
-    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
+        return undivided(forward)
+
+    def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
+        return undivided(lambda: self._backward(key, grad_outputs))
+
+    def loss_pass(
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
+    ) -> Passage[LossResult]:
+        def both() -> LossResult:
+            self.forward_pass(key, inputs)()
+            grads = self._backward(key, gradient(key, self._sizes))
+            return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
+
+        return undivided(both)
+
+    def _backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
         self._check_key(key, grad_outputs)
         kept = self._kept.get(key)
         assert kept is not None, f"backward of {key} without its forward"
@@ -208,13 +233,6 @@ class SyntheticStage:
         if self.stage_index == 0:
             return None
         return gradient(key, self._sizes)
-
-    def forward_backward(
-        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
-    ) -> LossResult:
-        self.forward(key, inputs)
-        grads = self.backward(key, gradient(key, self._sizes))
-        return LossResult(1.0, self._sizes.tokens_per_microbatch, grads)
 
     def retract(self, key: StepKey) -> None:
         kept = self._kept.pop(key, None)

@@ -433,9 +433,12 @@ class BallotReply:
 
 @dataclass(frozen=True, slots=True)
 class ReduceProgress:
-    """To a contributor that is about to leave, before the reply: the owners have made the step."""
+    """To a contributor, before the reply. One that is about to leave hears that the owners have
+    made the step; one that has waited long, that the sum is made."""
 
     shard: int
+    has_step: bool = True
+    """False: the primary has the sum, and waits for the norm of other stages."""
 
     def __post_init__(self) -> None:
         _index(self.shard)

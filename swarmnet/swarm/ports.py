@@ -7,8 +7,8 @@ the averaging thread (through `Worker.run`), the rest anywhere and at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from swarmnet.protocol.codecs import UpdateCodec
 from swarmnet.swarm.batch import Batch, Documents
@@ -27,6 +27,34 @@ BACKWARD, FORWARD, OTHER = "backward", "forward", "other"
 """Kinds of device work, in order of urgency: backward first, for it frees memory."""
 PRIORITIES = {BACKWARD: 0, FORWARD: 1, OTHER: 2}
 """Of work for one round; lower first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage(Generic[T]):
+    """A pass of a microbatch: what the device does, and what the host does with what comes and
+    goes. Whoever calls it does all three in turn; a `Device` may do the host's parts beside other
+    work. None of them sees anything but what it is given."""
+
+    arrive: Callable[[], Any]
+    """What has come, checked and decoded. Any thread, before its turn at the device."""
+    compute: Callable[[Any], Any]
+    """*device*"""
+    depart: Callable[[Any], T]
+    """What goes, coded and checked. Any thread, afterwards."""
+    is_apart: bool = False
+    """`compute` may return before the device has done it, and `depart` waits for that."""
+
+    def __call__(self) -> T:
+        return self.depart(self.compute(self.arrive()))
+
+    def then(self, work: Callable[[T], T]) -> Passage[T]:
+        """With `work` done on what goes."""
+        return replace(self, depart=lambda done: work(self.depart(done)))
+
+
+def undivided(work: Callable[[], T]) -> Passage[T]:
+    """A passage that the device does alone."""
+    return Passage(lambda: None, lambda _: work(), lambda result: result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +120,8 @@ class Device(Protocol):
     ) -> T:
         """Queues `work` for the round `turn` and returns what it returns. Cancelling the waiter of
         work that has not started removes it; work that has started finishes. `check` is called
-        when its turn has come: what that raises is raised, and the work is not begun."""
+        when its turn has come: what that raises is raised, and the work is not begun. What the host
+        does in a `Passage` may be done beside other work."""
 
     async def timed(
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
@@ -162,22 +191,24 @@ class Stage(Protocol):
         `documents`: of each sample, where attention and positions stay inside a document."""
 
     def check_gradient(self, grad_outputs: Array) -> None:
-        """The same of what `backward` takes. Activations and their gradients are coded
+        """The same of what `backward_pass` takes. Activations and their gradients are coded
         (`protocol.codecs`): what a stage takes and gives here is what is on the wire."""
 
-    def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
-        """*device* The activation for the next stage. Keeps what `backward` needs under `key`.
+    def forward_pass(
+        self, key: StepKey, inputs: Array, documents: Documents | None = None
+    ) -> Passage[Array]:
+        """The activation for the next stage. Keeps what `backward_pass` needs under `key`.
         Raises `ProtocolViolation` where inputs or outputs are not finite."""
 
-    def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
-        """*device* Adds the microbatch's gradient to the buffer; returns the gradient of the
+    def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
+        """Adds the microbatch's gradient to the buffer; gives the gradient of the
         input (None at stage 0). Keeps what `retract` needs. Raises `ProtocolViolation` where
         `grad_outputs` has the wrong shape or is not finite; then nothing was added."""
 
-    def forward_backward(
+    def loss_pass(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
-    ) -> LossResult:
-        """*device* The last stage's whole work: forward, loss, backward."""
+    ) -> Passage[LossResult]:
+        """The last stage's whole work: forward, loss, backward."""
 
     def retract(self, key: StepKey) -> None:
         """*device* Takes the contribution of a microbatch out of the buffer again: the same

@@ -1,26 +1,33 @@
-"""The threads that work: one before the device, one for averaging.
+"""The threads that work: one before the device, one that codes beside it, one for averaging.
 
 `DeviceThread` is a priority queue before a thread: backward work first (it frees memory), then
 forward, then other; the oldest first within a kind. Results come back to the event loop that
 asked. A piece of work costs some tens of microseconds more than calling it.
+
+Of a `Passage` the device thread does the middle part. What comes is decoded by the coding thread
+while the device is at something else, and what goes is coded there, so that the device goes on at
+once. The device thread does not wait for the coding thread: what that has not begun when the turn
+of a passage has come, it does itself. And it is at most `MAX_DEPARTING` passages ahead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from swarmnet.errors import Busy, NotReady
 from swarmnet.protocol.resource_limits import rest_s
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, PRIORITIES, Check, Passage
 
 MAX_WAITING = 1024
 """Pieces of work before one thread; more are refused with `Busy`."""
@@ -30,6 +37,10 @@ KNOWN_AFTER = 5
 """So many passes of a kind tell how long it takes."""
 PASSES = (FORWARD, BACKWARD)
 """Kinds of which one piece is as much work as another."""
+MAX_DEPARTING = 1
+"""Passages that the device thread has done and the coding thread has not: what waits keeps its
+tensors, and a GPU must not be given more work than is known to be wanted
+(tests/training/test_passages.py)."""
 CLOSE_TIMEOUT_S = 10.0
 """How long closing waits for the piece of work that runs."""
 
@@ -67,8 +78,76 @@ class _Item:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     seat: DeviceSeat | None = None
+    check: Check | None = None
+    arrival: _Arrival | None = None
+    """Of a passage."""
+    is_expected: bool = False
+    """The coding thread has been told of it."""
     has_started: bool = False
+    number: int = 0
+    """See `Piece`."""
     worked_s: float = 0.0
+    pause_s: float = 0.0
+    """How long to rest after it."""
+
+
+class _Arrival:
+    """What comes of a passage: done once, by whichever thread is there first."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def prepare(self) -> None:
+        """Does it, unless another thread has or does."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._do()
+            finally:
+                self._lock.release()
+
+    def take(self) -> Any:
+        """What has come. Raises what the work raised."""
+        with self._lock:
+            self._do()
+            value, self._value = self._value, None
+        if self._error is not None:
+            raise self._error
+        return value
+
+    def _do(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            self._value = work()
+        except BaseException as error:
+            self._error = error
+
+
+class _CodingThread:
+    """Does what it is given, in order."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="coding", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """`work` raises nothing."""
+        self._work.put(work)
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for what it has been given."""
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    def _main(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # do not keep its tensors alive while waiting
 
 
 class _WorkThread:
@@ -83,6 +162,12 @@ class _WorkThread:
         self._num_submitted = 0
         self._num_begun = 0
         self._at: _Item | None = None
+        self._leaving: _Item | None = None
+        """A passage that the coding thread has to end."""
+        self._coding: _CodingThread | None = None
+        self._room = threading.Semaphore(MAX_DEPARTING)
+        self._left_s = 0.0
+        """When the last passage was over that the device did on its own."""
         self._kinds = defaultdict[str, _Kind](_Kind)
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -94,9 +179,12 @@ class _WorkThread:
         priority: tuple[int, ...],
         work: Callable[[], T],
         seat: DeviceSeat | None = None,
+        check: Check | None = None,
     ) -> tuple[T, float]:
         loop = asyncio.get_running_loop()
-        item = _Item(kind, work, loop, loop.create_future(), seat)
+        item = _Item(kind, work, loop, loop.create_future(), seat, check)
+        if isinstance(work, Passage):
+            item.arrival = _Arrival(work.arrive)
         with self._condition:
             if self._closed:
                 raise NotReady("the device is closed")
@@ -105,6 +193,8 @@ class _WorkThread:
             self._num_submitted += 1
             heapq.heappush(self._heap, (priority, self._num_submitted, item))
             self.num_waiting += 1
+            if self._at is not None:
+                self._expect_next()
             self._condition.notify()
         try:
             return await item.future, item.worked_s
@@ -119,11 +209,12 @@ class _WorkThread:
 
     def at_work(self) -> Piece | None:
         with self._condition:
-            if self._at is None:
+            at = self._at or self._leaving
+            if at is None:
                 return None
-            kind = self._kinds[self._at.kind]
-            is_known = self._at.kind in PASSES and kind.num_done >= KNOWN_AFTER
-            return Piece(self._num_begun, kind.longest_s if is_known else None)
+            kind = self._kinds[at.kind]
+            is_known = at.kind in PASSES and kind.num_done >= KNOWN_AFTER
+            return Piece(at.number, kind.longest_s if is_known else None)
 
     async def close(self) -> None:
         with self._condition:
@@ -135,6 +226,9 @@ class _WorkThread:
             _deliver(item, None, NotReady("the device is closed"))
         if self._thread is not threading.current_thread():
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._coding is not None:
+            coding, self._coding = self._coding, None
+            await asyncio.to_thread(coding.close, CLOSE_TIMEOUT_S)
 
     def _remove(self, item: _Item) -> None:
         with self._condition:
@@ -160,8 +254,25 @@ class _WorkThread:
             item = heapq.heappop(self._heap)[2]
             item.has_started = True
             self._num_begun += 1
+            item.number = self._num_begun
             self._at = item
+            self._expect_next()
             return item
+
+    def _expect_next(self) -> None:
+        """Has what comes of the next item decoded meanwhile. With the condition held, while the
+        device is at work."""
+        if not self._heap or self._closed:
+            return
+        item = self._heap[0][2]
+        if item.arrival is not None and not item.is_expected:
+            item.is_expected = True
+            self._coder().submit(item.arrival.prepare)
+
+    def _coder(self) -> _CodingThread:
+        if self._coding is None:
+            self._coding = _CodingThread()
+        return self._coding
 
     def _do(self, item: _Item) -> float:
         """Returns how long to rest after it, seconds."""
@@ -169,44 +280,72 @@ class _WorkThread:
         error: BaseException | None = None
         start_s = time.perf_counter()
         try:
-            result = item.work()
-        except StopIteration as e:  # a future cannot carry it
-            error = RuntimeError(f"device work raised {e!r}")
+            if item.check is not None:
+                item.check()
+            if isinstance(item.work, Passage):
+                assert item.arrival is not None
+                result = item.work.compute(item.arrival.take())
+            else:
+                result = item.work()
         except BaseException as e:
             error = e
         worked_s = time.perf_counter() - start_s
-        pause_s = min(rest_s(worked_s, self.max_share), LONGEST_REST_S)
-        # A device that must rest is slower: who measures its speed by this clock finds it so.
-        item.worked_s = worked_s + pause_s
-        self.busy_s += item.worked_s
-        if item.seat is not None:
-            item.seat.busy_s += item.worked_s
+        if not isinstance(item.work, Passage) or error is not None:
+            self._end(item, result, error, worked_s)
+        else:
+            self._room.acquire()  # the one before has left
+            depart = functools.partial(self._depart, item, item.work, result, start_s, worked_s)
+            with self._condition:
+                self._leaving = item
+                self._coder().submit(depart)
+            if self.max_share is not None:  # how long it took is known when it has left
+                with self._room:
+                    pass
         with self._condition:
-            self.num_waiting -= 1
             self._at = None
+        return item.pause_s
+
+    def _depart(
+        self, item: _Item, passage: Passage[Any], done: Any, start_s: float, worked_s: float
+    ) -> None:
+        """On the coding thread."""
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = passage.depart(done)
+        except BaseException as e:
+            error = e
+        if passage.is_apart:
+            now_s = time.perf_counter()
+            worked_s, self._left_s = now_s - max(start_s, self._left_s), now_s
+        with self._condition:
+            self._leaving = None
+        self._end(item, result, error, worked_s)
+        self._room.release()
+
+    def _end(self, item: _Item, result: Any, error: BaseException | None, worked_s: float) -> None:
+        """An item is done, or has failed."""
+        if isinstance(error, StopIteration):  # a future cannot carry it
+            error = RuntimeError(f"device work raised {error!r}")
+        item.pause_s = min(rest_s(worked_s, self.max_share), LONGEST_REST_S)
+        # A device that must rest is slower: who measures its speed by this clock finds it so.
+        item.worked_s = worked_s + item.pause_s
+        with self._condition:
+            self.busy_s += item.worked_s
+            if item.seat is not None:
+                item.seat.busy_s += item.worked_s
+            self.num_waiting -= 1
             if error is None:  # what nobody wanted any more was not done
                 kind = self._kinds[item.kind]
                 kind.num_done += 1
                 kind.longest_s = max(kind.longest_s, worked_s)
         _deliver(item, result, error)
-        return pause_s
 
     def _rest(self, pause_s: float) -> None:
         until_s = time.perf_counter() + pause_s
         with self._condition:
             while not self._closed and (left_s := until_s - time.perf_counter()) > 0:
                 self._condition.wait(left_s)
-
-
-def _checked(work: Callable[[], T], check: Check | None) -> Callable[[], T]:
-    if check is None:
-        return work
-
-    def checked() -> T:
-        check()
-        return work()
-
-    return checked
 
 
 class DeviceThread:
@@ -252,7 +391,7 @@ class DeviceThread:
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> tuple[T, float]:
         """As the port says; raises as `run`."""
-        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), _checked(work, check))
+        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), work, None, check)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""
@@ -290,7 +429,7 @@ class DeviceSeat:
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None
     ) -> tuple[T, float]:
         """As the port says; raises as `run`."""
-        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), _checked(work, check), self)
+        return await self._thread.timed(kind, (turn, PRIORITIES[kind]), work, self, check)
 
     def seat(self) -> DeviceSeat:
         """As the port says."""

@@ -17,6 +17,7 @@ round, and those of the round before (its gradient is being exchanged) or of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -27,7 +28,7 @@ from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, bound
 from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.batch import Documents
-from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.swarm.ports import LossResult, Passage, StepKey
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.computing import Computing, computing_of
 from swarmnet.training.memory.device_copies import DeviceCopies, copies_of
@@ -171,58 +172,106 @@ class TorchStage:
     def check_gradient(self, grad_outputs: Array) -> None:
         self._boundary.check_gradient(grad_outputs)
 
+    def forward_pass(
+        self, key: StepKey, inputs: Array, documents: Documents | None = None
+    ) -> Passage[Array]:
+        def arrive() -> tuple[Tensor, LayerContext | None]:
+            self._boundary.check_inputs(inputs)
+            self._boundary.check_documents(inputs, documents)
+            return self._boundary.receive_inputs(inputs), self._boundary.receive_context(documents)
+
+        def compute(came: tuple[Tensor, LayerContext | None]) -> Callable[[], Array]:
+            x, context = came
+            self.vectors.use(key[0])
+            kept = self.kept.begin(key, x, context=context)
+            keeps_graph = self.computing.activations != "recompute"
+            with self.kept.forget_on_error(key):
+                with torch.set_grad_enabled(keeps_graph):
+                    outputs = self.layers.run(key, kept.inputs, kept.context)
+                sending = self._boundary.send_outputs(outputs)
+            if keeps_graph:
+                kept.keep_graph(outputs)
+            return sending
+
+        def depart(sending: Callable[[], Array]) -> Array:
+            with self.kept.forget_on_error(key):
+                return sending()
+
+        return Passage(arrive, compute, depart, self.layers.copies.is_apart)
+
+    def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
+        """As the port says. Raises `NotReady` for a key that is forgotten or was never here."""
+
+        def compute(grad: Tensor) -> Callable[[], Array | None]:
+            kept = self.kept.get(key)
+            if kept is None:
+                raise NotReady("the microbatch was given up here")
+            self.kept.check_not_added(key)
+            self.vectors.use(key[0])
+            scale = self._backward_passes.add(
+                kept.take_graph(), lambda: self.layers.again(key, kept), grad, kept.inputs
+            )
+            kept.mark_added(scale, grad)
+            return self._input_gradient(kept)
+
+        return Passage(
+            lambda: self._boundary.receive_gradient(grad_outputs),
+            compute,
+            lambda sending: sending(),
+            self.layers.copies.is_apart,
+        )
+
+    def loss_pass(
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
+    ) -> Passage[LossResult]:
+        def arrive() -> tuple[Tensor, Tensor, LayerContext | None]:
+            self.check(inputs, targets, documents)
+            wanted = self._boundary.receive_targets(targets)
+            return (
+                self._boundary.receive_inputs(inputs),
+                wanted,
+                self._boundary.receive_context(documents),
+            )
+
+        def compute(came: tuple[Tensor, Tensor, LayerContext | None]) -> tuple[Any, ...]:
+            x, wanted, context = came
+            self.vectors.use(key[0])
+            kept = self.kept.begin(key, x, wanted, context=context)
+            with self.kept.forget_on_error(key):
+                loss = self.layers.again(key, kept)
+                loss_sum = finite_loss(loss)
+            scale = self._backward_passes.add(
+                loss, lambda: self.layers.again(key, kept), torch.ones_like(loss), kept.inputs
+            )
+            kept.mark_added(scale)
+            return loss_sum, self.layers.plan.count(wanted), self._input_gradient(kept)
+
+        def depart(done: tuple[Any, ...]) -> LossResult:
+            loss_sum, num_tokens, sending = done
+            return LossResult(loss_sum, num_tokens, sending())
+
+        return Passage(arrive, compute, depart, self.layers.copies.is_apart)
+
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
-        self._boundary.check_inputs(inputs)
-        self._boundary.check_documents(inputs, documents)
-        context = self._context(documents)
-        self.vectors.use(key[0])
-        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), context=context)
-        keeps_graph = self.computing.activations != "recompute"
-        with self.kept.forget_on_error(key):
-            with torch.set_grad_enabled(keeps_graph):
-                outputs = self.layers.run(key, kept.inputs, kept.context)
-            sent = self._boundary.send_outputs(outputs)
-        if keeps_graph:
-            kept.keep_graph(outputs)
-        return sent
+        """The whole of `forward_pass`, *device*; so the next two."""
+        return TorchStage.forward_pass(self, key, inputs, documents)()
 
     def backward(self, key: StepKey, grad_outputs: Array) -> Array | None:
-        """As the port says. Raises `NotReady` for a key that is forgotten or was never here."""
-        kept = self.kept.get(key)
-        if kept is None:
-            raise NotReady("the microbatch was given up here")
-        self.kept.check_not_added(key)
-        grad = self._boundary.receive_gradient(grad_outputs)
-        self.vectors.use(key[0])
-        scale = self._backward_passes.add(
-            kept.take_graph(), lambda: self._pass(key, kept), grad, kept.inputs
-        )
-        kept.mark_added(scale, grad)
-        return self._input_gradient(kept)
+        return TorchStage.backward_pass(self, key, grad_outputs)()
 
     def forward_backward(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> LossResult:
-        self.check(inputs, targets, documents)
-        wanted = self._boundary.receive_targets(targets)
-        context = self._context(documents)
-        self.vectors.use(key[0])
-        kept = self.kept.begin(key, self._boundary.receive_inputs(inputs), wanted, context=context)
-        with self.kept.forget_on_error(key):
-            loss = self._pass(key, kept)
-            loss_sum = finite_loss(loss)
-        scale = self._backward_passes.add(
-            loss, lambda: self._pass(key, kept), torch.ones_like(loss), kept.inputs
-        )
-        kept.mark_added(scale)
-        return LossResult(loss_sum, self.layers.plan.count(wanted), self._input_gradient(kept))
+        return TorchStage.loss_pass(self, key, inputs, targets, documents)()
 
     def retract(self, key: StepKey) -> None:
         kept = self.kept.take_added(key)
         if kept is None:
             return
         self.vectors.use(key[0])
-        self._backward_passes.subtract(lambda: self._pass(key, kept), kept.grad_outputs, kept.scale)
+        self._backward_passes.subtract(
+            lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale
+        )
 
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
@@ -234,14 +283,14 @@ class TorchStage:
         sequences, the sequences shorter. Raises `ProtocolViolation` where an array does not fit."""
         wanted = targets if self.is_last else None
         x, expected = self._boundary.receive_evaluation(inputs, wanted, documents)
-        context = self._context(documents)
+        context = self._boundary.receive_context(documents)
         self.layers.show(self.vectors.present)
         with self.layers.evaluating(
             is_whole_batch=self._boundary.is_whole_batch(x), wants_outputs=targets is None
         ):
             outputs = self.layers.run(None, x, context).float()
             if not self.is_last:
-                return self._boundary.send_evaluation(outputs)
+                return self._boundary.send_evaluation(outputs)()
             if expected is None:
                 return from_tensor(outputs)
             plan = self.layers.plan
@@ -288,23 +337,10 @@ class TorchStage:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _pass(self, key: StepKey, kept: Kept) -> Tensor:
-        """The forward pass of a kept microbatch: outputs, or the loss at the last stage."""
-        if kept.targets is not None:
-            return self.layers.loss(key, kept.inputs, kept.targets, kept.context)
-        return self.layers.run(key, kept.inputs, kept.context)
-
-    def _context(self, documents: Documents | None) -> LayerContext | None:
-        """What layers get beside the activation. What is kept of it is small: each pass makes its
-        mask."""
-        if documents is None:
-            return None
-        return LayerContext(self._boundary.receive_documents(documents))
-
-    def _input_gradient(self, kept: Kept) -> Array | None:
+    def _input_gradient(self, kept: Kept) -> Callable[[], Array | None]:
         """After a backward pass: what the stage before waits for."""
         if self.stage_index == 0:
-            return None
+            return lambda: None
         return self._boundary.send_input_gradient(kept.take_input_gradient())
 
 

@@ -64,6 +64,10 @@ FIRST_PORT = 1024
 MAX_HOST_CHARS = 64
 DEAD_AFTER_S = 10
 """Sent bytes that the other side's kernel has not taken for so long end the connection."""
+UNSENT_BYTES = 256 << 10
+"""What the kernel holds of a stream beyond what is on its way. It holds megabytes otherwise, a
+second and more of a home's uplink, of which nobody knows that they wait for it: neither `Turns`,
+nor the measurement of the bandwidth (tests/transport/test_direct.py)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 10, 5, 3
 ACCEPT_PAUSE_S = 0.5
 """Rest after an accept that failed (no file descriptors left, as a rule)."""
@@ -429,7 +433,8 @@ def _drop(transport: asyncio.Transport | None, sock: socket.socket) -> None:
 
 
 def _tune(sock: socket.socket) -> None:
-    """No waiting for more to send, and an end to connections whose other side is gone."""
+    """No waiting for more to send, no long queue in the kernel, and an end to connections whose
+    other side is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -437,6 +442,7 @@ def _tune(sock: socket.socket) -> None:
         ("TCP_KEEPINTVL", KEEPALIVE_EVERY_S),
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", DEAD_AFTER_S * 1000),
+        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
     ):
         option = getattr(socket, name, None)
         if option is not None:

@@ -34,8 +34,8 @@ class Replica:
 
     def round(self, r: int, ids: range) -> None:
         for i in ids:
-            self.stage.forward((r, i), activation((r, i), SIZES))
-            self.stage.backward((r, i), gradient((r, i), SIZES))
+            self.stage.forward_pass((r, i), activation((r, i), SIZES))()
+            self.stage.backward_pass((r, i), gradient((r, i), SIZES))()
         self.local.step(len(ids) * TOKENS, r)
 
     def finish(self) -> None:

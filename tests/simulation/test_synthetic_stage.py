@@ -35,8 +35,8 @@ def stage() -> SyntheticStage:
 
 
 def pass_through(s: SyntheticStage, key: tuple[int, int]) -> None:
-    s.forward(key, activation(key, SIZES))
-    s.backward(key, gradient(key, SIZES))
+    s.forward_pass(key, activation(key, SIZES))()
+    s.backward_pass(key, gradient(key, SIZES))()
 
 
 def test_gradients_do_not_depend_on_the_order() -> None:
@@ -101,7 +101,7 @@ def test_what_it_hears_of() -> None:
     s = SyntheticStage(0, 1, SIZES, lambda event, **facts: heard.append(event))
     inputs, targets = SyntheticData(4).microbatch([7]).arrays
     s.check(inputs, targets)
-    s.forward_backward((0, 7), inputs, targets)
+    s.loss_pass((0, 7), inputs, targets)()
     s.retract((0, 7))
     assert heard == ["forward", "backward", "retract"]
 
@@ -113,7 +113,7 @@ def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str) -> Non
     s = SyntheticStage(1, 3, sizes, ignore)
     names = boundary_codec(codec)
     values, key = torch.ones(3, 128), (0, 1)
-    sent = s.forward(key, activation(key, sizes))
+    sent = s.forward_pass(key, activation(key, sizes))()
     assert sent.num_bytes == codec_of(names.activations).encode(values).nbytes
     back = gradient(key, sizes)
     s.check_gradient(back)
@@ -171,4 +171,4 @@ def test_a_backward_twice_is_an_error() -> None:
     s = stage()
     pass_through(s, (0, 1))
     with pytest.raises(AssertionError, match="twice"):
-        s.backward((0, 1), gradient((0, 1), SIZES))
+        s.backward_pass((0, 1), gradient((0, 1), SIZES))()

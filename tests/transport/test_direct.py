@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -23,7 +25,13 @@ from swarmnet.transport.base import Request
 from swarmnet.transport.buffers import BufferPool
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
-from swarmnet.transport.direct import DirectListener, Ticket, client_context, dial_direct
+from swarmnet.transport.direct import (
+    UNSENT_BYTES,
+    DirectListener,
+    Ticket,
+    client_context,
+    dial_direct,
+)
 from swarmnet.transport.frames import NOTIFY, head_frame
 from swarmnet.transport.links import MAX_DIRECT, TICKET_METHOD, DirectLinks
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
@@ -31,6 +39,8 @@ from swarmnet.wire import Array, Message, convert
 from tests.transport.streams import PATIENCE_S, identity
 
 HOST = "127.0.0.1"
+SIOCOUTQNSD = 0x894B
+"""Linux: bytes of a socket that the kernel has not sent yet."""
 BULK = Array("uint8", (300_000,), bytes(range(250)) * 1200)
 
 
@@ -198,6 +208,33 @@ def test_what_arrives_is_put_where_what_nobody_looks_at_any_more_lay(
         assert pool.num_bytes <= 3 * BULK.num_bytes  # and its own requests are sent from there
 
     monkeypatch.setattr(BufferPool, "take", recorded)
+    play(scenario)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the kernel's queue")
+def test_the_kernel_holds_little_of_what_waits() -> None:
+    """So that it is known what waits for the uplink."""
+    num_bytes = 48 << 20
+
+    async def scenario(w: World) -> None:
+        await w.upgraded()
+        (channel,) = channels(w.a, w.b)
+        (far,) = channels(w.b, w.a)
+        for _ in range(3):  # the kernel's buffers have grown
+            await w.call(Array("uint8", (num_bytes,), bytes(num_bytes)))
+        far._transport.pause_reading()  # noqa: SLF001  as a slow machine does
+        call = asyncio.ensure_future(w.call(Array("uint8", (num_bytes,), bytes(num_bytes))))
+        left = [0, 1]
+        while left[-1] != left[-2] or not left[-1]:
+            await asyncio.sleep(0.1)
+            left.append(w.a.traffic.queued_bytes())
+        wire = channel._transport  # noqa: SLF001  what the kernel has
+        handle = wire.get_extra_info("socket").fileno()
+        unsent = int.from_bytes(fcntl.ioctl(handle, SIOCOUTQNSD, bytes(4)), sys.byteorder)
+        assert 0 < unsent < 2 * UNSENT_BYTES
+        far._transport.resume_reading()  # noqa: SLF001  as above
+        await call
+
     play(scenario)
 
 

@@ -57,7 +57,8 @@ take the other for the primary's successor. So one that is waited for takes over
 
 No wait is for ever. Every one ends with an answer, by the death of the peer that is waited for, or,
 for contributions of peers that live, by the deadline. What is lost on the way is asked for again.
-The exception is a primary that lives and never closes the round.
+A peer that lives and gets nothing done, a primary above all, is dead here by the word of the
+caller (`Seen`).
 
 A ballot may take a replica for a holder of the optimizer state that it does not have, by an old
 record. That replica names one that has it instead, by the next ballot.

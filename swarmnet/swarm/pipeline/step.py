@@ -207,7 +207,7 @@ class StepService:
             FORWARD,
             key,
             1.0,
-            lambda: stage.forward_backward(key, inputs, targets, step.documents),
+            stage.loss_pass(key, inputs, targets, step.documents),
             flight.check,
         )
         self._announce(replica)
@@ -231,7 +231,7 @@ class StepService:
             FORWARD,
             key,
             FORWARD_PART,
-            lambda: stage.forward(key, inputs, step.documents),
+            stage.forward_pass(key, inputs, step.documents),
             flight.check,
         )
         if not replica.measured.sent_bytes:
@@ -247,7 +247,7 @@ class StepService:
                     BACKWARD,
                     key,
                     BACKWARD_PART,
-                    lambda grads=grads: stage.backward(key, grads),  # type: ignore[misc]
+                    stage.backward_pass(key, grads),
                     flight.check,
                 )
             except ProtocolViolation as e:  # not finite: the fault of what came back

@@ -31,6 +31,7 @@ from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.service import ExchangeService
 from swarmnet.swarm.update.exchange.shard_work import Put, ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
+from swarmnet.swarm.update.exchange.turns import Turns
 from swarmnet.swarm.update.optimizer_states import OptimizerStates
 from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
@@ -82,7 +83,8 @@ class Averaging:
             self._tasks,
             self._is_stepping,
         )
-        self.pace = ExchangePace(gossip, settings, self.limits, replica, self.ownership)
+        turns = Turns(lambda: transport.traffic.queued_bytes())
+        self.pace = ExchangePace(gossip, settings, self.limits, replica, turns)
         self.norms = Norms(
             transport,
             gossip,
@@ -218,7 +220,9 @@ class Averaging:
         if averaged is not None:
             self.lost.averaged(r, averaged)
         took = self.gossip.awake_s() - started
-        self.pace.took(took, is_usual=has_others and declared > 0 and exchange.is_usual)
+        known = exchange.progress
+        is_usual = has_others and declared > 0 and known.is_usual
+        self.pace.took(took, is_usual=is_usual, missed=known.missed)
         self.replica.measured.exchanged(took)
 
     async def _contribute(

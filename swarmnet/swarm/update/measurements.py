@@ -22,10 +22,7 @@ class Measurements:
         """Of the arrays that the newest microbatch made this replica send."""
         self.open_s = 0.0
         """How long the last round was open here; 0 before the first one has ended."""
-        self.began_at = 0.0
-        """Since when microbatches of the present round come and go here."""
         self._opened_at = 0.0
-        self._ahead_at = 0.0
 
     @property
     def piece_s(self) -> float:
@@ -44,19 +41,11 @@ class Measurements:
 
     def serving(self, now: float) -> None:
         """Its rounds are driven from now on."""
-        self.began_at = self._opened_at = now
-
-    def opened_ahead(self, now: float) -> None:
-        """The next round has been opened beside the present one."""
-        self._ahead_at = now
+        self._opened_at = now
 
     def closed(self, now: float) -> None:
         """The present round has."""
         self.open_s = now - self._opened_at
-
-    def began(self, now: float, *, was_ahead: bool) -> None:
-        """The next round has; `now` is when this was asked of the device."""
-        self.began_at = self._ahead_at if was_ahead else now
 
     def opened(self, now: float) -> None:
         """The round is known to the others too."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarmnet.protocol.membership.partition import num_cuts
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
+from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.update.placement import (
     Placement,
     comes_after_a_holder,
@@ -42,7 +43,8 @@ from swarmnet.transport.base import Transport
 log = logging.getLogger("swarmnet.ownership")
 
 CUT_WEIGHT = 1e-6
-"""By this the weight of an owner shrinks for each replica of its stage that it cannot call."""
+"""By this the weight of an owner shrinks for each replica of its stage that it cannot call, and
+that of a root for each replica."""
 REPAIR_EVERY_S = 5.0
 """Between two looks whether a shard has lost an owner in the middle of a round. So long, too, may
 owners of shards that this replica holds and does not own take to say that they hold them; else it
@@ -90,7 +92,8 @@ class Ownership:
         )
 
     def _placement(self, round_index: int) -> Placement:
-        weights = self._fit(self.members.candidates(self.replica.index, round_index))
+        candidates = self.members.candidates(self.replica.index, round_index)
+        weights = _fit(candidates, num_cuts(candidates))
         return placed(
             self.replica.index,
             self.replica.num_shards,
@@ -109,16 +112,12 @@ class Ownership:
         return sorted(m.peer_id for m in members if m.state == LEAVING)
 
     def roots(self, stage_index: int) -> list[str]:
-        """Peers of a stage in the order in which they stand in for its root."""
-        candidates = self.members.candidates(stage_index, self.current)
-        weights = tuple(self._fit(candidates).items())
-        return list(placed(stage_index, 1, weights, 1).order(0))
-
-    def _fit(self, candidates: Sequence[Record]) -> dict[str, float]:
-        """Weights of possible owners. Those who cannot call all others of their stage come behind
-        those who can, with whom everybody can exchange gradients."""
-        weights, cuts = weights_from(candidates), num_cuts(candidates)
-        return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}
+        """Peers of a stage in the order in which they stand in for its root. The roots of all
+        stages call each other, so one that cannot call everybody comes behind the others."""
+        now, view = asyncio.get_running_loop().time(), self.gossip.view
+        cuts = view.remembered(ALL, "cuts", now, lambda: num_cuts(view.replicas(ALL, now)))
+        weights = _fit(self.members.candidates(stage_index, self.current), cuts)
+        return list(placed(stage_index, 1, tuple(weights.items()), 1).order(0))
 
     def roster(self, round_index: int, shard_index: int) -> Roster:
         """The roles in the update of a shard, as the records of this moment say."""
@@ -270,3 +269,10 @@ class Ownership:
         order = self._order(r, j)
         records = [(p, view.get(p)) for p in order if p != self.gossip.own.peer_id]
         return [p for p, record in records if record is not None and record.holds_shard(j)]
+
+
+def _fit(candidates: Sequence[Record], cuts: Mapping[str, int]) -> dict[str, float]:
+    """Weights of possible owners. Those who are cut from others (`num_cuts`) come behind those who
+    are not, with whom everybody can exchange gradients."""
+    weights = weights_from(candidates)
+    return {p: w * CUT_WEIGHT ** cuts.get(p, 0) for p, w in weights.items()}

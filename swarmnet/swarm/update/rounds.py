@@ -142,7 +142,6 @@ class Rounds:
             if not self.is_drained(r):
                 if self._may_open_ahead(r):
                     await self._open_ahead()
-                    self.replica.measured.opened_ahead(asyncio.get_running_loop().time())
                 await self.gossip.changed.wait(LOOK_AGAIN_S)
                 continue
             await self.finish(r)
@@ -214,9 +213,7 @@ class Rounds:
         averaged_at = loop.time()
         state = progress.round_progress(self.gossip.view, r, averaged_at, self.settings.num_slots)
         replica.counted(state.committed * self.settings.samples_per_microbatch)
-        began_at, was_ahead = loop.time(), replica.ahead
         await replica.transitions.open_round(r + 1, is_whole=synced)
-        replica.measured.began(began_at, was_ahead=was_ahead)
         self.updates.finish_round(r)
         if synced:
             await self.on_open()

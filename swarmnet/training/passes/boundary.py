@@ -8,6 +8,8 @@ cannot make an infinite gradient where it enters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec
 from swarmnet.swarm.batch import IGNORED, Documents, check_documents
 from swarmnet.training.arrays import LARGEST_VALUE, check_shape, to_tensor
 from swarmnet.training.memory.device_copies import DeviceCopies
-from swarmnet.training.models.base import ModelPlan, TensorSpec
+from swarmnet.training.models.base import LayerContext, ModelPlan, TensorSpec
 from swarmnet.training.passes.crossing import Crossing
 from swarmnet.training.passes.refusals import Fp16Refusals
 from swarmnet.wire import Array
@@ -97,9 +99,12 @@ class Boundary:
             raise ProtocolViolation("this run does not keep documents apart, and some are named")
         check_documents(documents, *inputs.shape[:2])
 
-    def receive_documents(self, documents: Documents) -> Tensor:
-        """The position of each token in its document, int64 (samples, length), on the device."""
-        return self._copies.to_device(torch.stack([_positions(n) for n in documents]))
+    def receive_context(self, documents: Documents | None) -> LayerContext | None:
+        """What layers get beside the activation: the position of each token in its document, int64
+        (samples, length), on the device. What is kept of it is small: each pass makes its mask."""
+        if documents is None:
+            return None
+        return LayerContext(self._copies.to_device(torch.stack([_positions(n) for n in documents])))
 
     def receive_inputs(self, inputs: Array) -> Tensor:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
@@ -156,10 +161,10 @@ class Boundary:
         """Whether inputs have the shape of a microbatch."""
         return tuple(inputs.shape) == self._batch(self._inputs)
 
-    def send_outputs(self, outputs: Tensor) -> Array:
-        """The activation for the next stage, coded.
+    def send_outputs(self, outputs: Tensor) -> Callable[[], Array]:
+        """The activation for the next stage, coded, as `Crossing.send`.
 
-        Raises:
+        Raises, at once or when it is finished:
             ProtocolViolation: a value is not finite; the inputs are to blame.
             RemoteError: fp16 cannot hold the values, or the model's shapes are wrong.
         """
@@ -169,29 +174,40 @@ class Boundary:
                 f"stage {self._stage_index} gave {outputs.dtype} of shape {tuple(outputs.shape)}, "
                 f"not {self._dtype} of shape {expected}: correct the model's output_shape"
             )
-        try:
-            return self._outputs_out.send("activation", outputs)
-        except ProtocolViolation:
-            if self._refusals is None:
-                raise
-            raise self._refusals.refuse("an activation of") from None
+        sending, refusals = self._outputs_out.send("activation", outputs), self._refusals
 
-    def send_evaluation(self, outputs: Tensor) -> Array:
+        def finish() -> Array:
+            try:
+                return sending()
+            except ProtocolViolation:
+                if refusals is None:
+                    raise
+                raise refusals.refuse("an activation of") from None
+
+        return finish
+
+    def send_evaluation(self, outputs: Tensor) -> Callable[[], Array]:
         """As `send_outputs`, of inputs that `receive_evaluation` or `receive_text` gave. Raises
         `ProtocolViolation` where a value is not finite."""
         return self._outputs_out.send("activation", outputs)
 
-    def send_input_gradient(self, grad: Tensor) -> Array:
-        """The gradient for the stage before, coded.
+    def send_input_gradient(self, grad: Tensor) -> Callable[[], Array]:
+        """The gradient for the stage before, coded, as `Crossing.send`.
 
-        Raises:
+        Raises, when it is finished:
             RemoteError: a value is not finite; the parameters of this stage are to blame, not who
                 sent.
         """
-        try:
-            return self._input_gradients_out.send("gradient", grad)
-        except ProtocolViolation:
-            raise RemoteError(f"the gradient at stage {self._stage_index} is not finite") from None
+        sending = self._input_gradients_out.send("gradient", grad)
+
+        def finish() -> Array:
+            try:
+                return sending()
+            except ProtocolViolation:
+                where = f"the gradient at stage {self._stage_index}"
+                raise RemoteError(f"{where} is not finite") from None
+
+        return finish
 
     def _batch(self, spec: TensorSpec) -> tuple[int, ...]:
         return (self._microbatch, *spec.shape)

@@ -9,6 +9,7 @@ tensor to have the same codes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -48,14 +49,20 @@ class Crossing:
         """Raises `ProtocolViolation` unless dtype and shape are those of so many samples. Cheap."""
         check_shape(what, array, *self.form(batch))
 
-    def send(self, what: str, values: Tensor) -> Array:
-        """A tensor of the device, coded, as an array. Raises `ProtocolViolation` where a value is
-        not finite; `what` is its name in the error's text."""
+    def send(self, what: str, values: Tensor) -> Callable[[], Array]:
+        """A tensor of the device, coded, as an array: what is left to be done for it by the host,
+        on any thread. That raises `ProtocolViolation` where a value is not finite; `what` is its
+        name in the error's text. A GPU has been told all that it does when this returns."""
         rows = values.detach().float().reshape(-1, self._row_values)
-        coded = self._copies.to_host(self._codec.encode(rows)).wait()
-        self._codec.check(what, coded, self._row_values)
-        name = self._codec.name
-        return from_tensor(coded.view(coded_form(name, tuple(values.shape), self._num_free)[1]))
+        shape = coded_form(self._codec.name, tuple(values.shape), self._num_free)[1]
+        on_way = self._copies.to_host(self._codec.encode(rows)) if self._copies.is_apart else None
+
+        def finish() -> Array:
+            coded = self._codec.encode(rows) if on_way is None else on_way.wait()
+            self._codec.check(what, coded, self._row_values)
+            return from_tensor(coded.view(shape))
+
+        return finish
 
     def receive(self, what: str, array: Array) -> Tensor:
         """An array whose form was checked, decoded, fp32 on the device. Raises

@@ -96,7 +96,7 @@ class StageGeneration:
 
     def _sent(self, outputs: Tensor) -> tuple[Array, ...]:
         try:
-            return (self._boundary.send_evaluation(outputs),)
+            return (self._boundary.send_evaluation(outputs)(),)
         except ProtocolViolation:
             raise _not_finite() from None
 

@@ -37,6 +37,7 @@ from swarmnet.training.models.base import (
     with_mask,
 )
 from swarmnet.training.models.frozen import StageBase, settle
+from swarmnet.training.passes.kept import Kept
 
 KEEPS_ITS_INPUT = (nn.Linear, nn.Embedding)
 """Layers that keep no more than their input for the backward pass in any case."""
@@ -180,6 +181,12 @@ class StageLayers:
     ) -> Tensor:
         """A forward pass of the last stage and its loss: a scalar, in nats, summed over tokens."""
         return self.plan.loss(self.run(key, x, context).float(), targets)
+
+    def again(self, key: StepKey, kept: Kept) -> Tensor:
+        """The forward pass of a kept microbatch: outputs, or the loss at the last stage."""
+        if kept.targets is not None:
+            return self.loss(key, kept.inputs, kept.targets, kept.context)
+        return self.run(key, kept.inputs, kept.context)
 
     @contextlib.contextmanager
     def evaluating(self, *, is_whole_batch: bool, wants_outputs: bool) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.swarm.batch import Documents
-from swarmnet.swarm.ports import LossResult, StepKey
+from swarmnet.swarm.ports import LossResult, Passage, StepKey, undivided
 from swarmnet.training.computing import Computing
 from swarmnet.training.ranks.local_group import LocalGroup
 from swarmnet.training.ranks.rank_stage import RankStage
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 class LeadStage(RankStage):
     """Rank 0's stage: implements `swarm.ports.Stage` for the swarm, and tells the other ranks each
-    call before it makes it. All that the swarm sees of it is a stage."""
+    call before it makes it. All that the swarm sees of it is a stage. Its passages are undivided:
+    all ranks refuse a microbatch, or none, before the next call."""
 
     def __init__(self, *arguments: Any, group: LocalGroup, **options: Any) -> None:
         """`group`: of the ranks; the rest as for `TorchStage`. Raises `RankLost` where a rank is
@@ -36,6 +37,19 @@ class LeadStage(RankStage):
         group.send("build", about, fd=self.layers.shared.fd)
         group.join()
         self.layers.shared.close_fd()
+
+    def forward_pass(
+        self, key: StepKey, inputs: Array, documents: Documents | None = None
+    ) -> Passage[Array]:
+        return undivided(lambda: self.forward(key, inputs, documents))
+
+    def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
+        return undivided(lambda: self.backward(key, grad_outputs))
+
+    def loss_pass(
+        self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
+    ) -> Passage[LossResult]:
+        return undivided(lambda: self.forward_backward(key, inputs, targets, documents))
 
     def forward(self, key: StepKey, inputs: Array, documents: Documents | None = None) -> Array:
         return self._together(

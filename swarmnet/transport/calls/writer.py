@@ -9,7 +9,7 @@ from swarmnet.transport.base import Traffic
 from swarmnet.transport.calls.outbox import Outbox
 from swarmnet.transport.pacing import Pacer
 
-WRITE_BUFFER_BYTES = 1 << 20
+WRITE_BUFFER_BYTES = 256 << 10
 """Written and not yet taken by the operating system: what a small message waits behind at most."""
 BATCH_BYTES = 128 << 10
 """Written at a time, about."""

@@ -22,7 +22,7 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.ownership import Ownership
-from swarmnet.wire import Array
+from swarmnet.wire import Array, Message
 from tests.oracles.reference_modes import DelayedReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
@@ -348,16 +348,27 @@ def test_who_moves_does_not_wait_for_results_that_it_does_not_need(tmp_path: Pat
 
 
 def slow(averaging: Averaging, *, results: bool) -> None:
-    """Every result that this replica gives, or every contribution, waits for long."""
-    pace = averaging.pace
-    turn = pace.turn
+    """Every result that this replica gives, or all that it contributes, waits for long."""
+    work, liveness = averaging.work, averaging.gossip.liveness
+    copy_of, call = work.copy_of, liveness.call_while_live
 
-    async def late(array: Array | None, exchange: int, *, is_result: bool = False) -> None:
-        if is_result == results and averaging.plan.is_delayed(averaging.current):
+    async def wait() -> None:
+        if averaging.plan.is_delayed(averaging.current):
             await asyncio.sleep(SLOW_S)
-        await turn(array, exchange, is_result=is_result)
 
-    pace.turn = late  # type: ignore[method-assign]
+    async def late_copy(*arguments: Any, **options: Any) -> Array:
+        await wait()
+        return await copy_of(*arguments, **options)
+
+    async def late_call(peer_id: str, method: str, message: Message, **options: Any) -> Message:
+        if method in ("reduce", "mirror") and message.arrays:
+            await wait()
+        return await call(peer_id, method, message, **options)
+
+    if results:
+        work.copy_of = late_copy  # type: ignore[method-assign]
+    else:
+        liveness.call_while_live = late_call  # type: ignore[method-assign]
 
 
 def test_an_uncovered_stage_is_filled_without_a_rest(tmp_path: Path) -> None:

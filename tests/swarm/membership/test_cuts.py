@@ -150,6 +150,25 @@ def test_a_cut_of_one_pair_costs_few_rounds(
     play(tmp_path, scenario)
 
 
+def test_a_cut_between_the_roots_of_two_stages_costs_few_rounds(
+    tmp_path: Path, undisturbed: int
+) -> None:
+    """They tell each other the norms of their stages."""
+
+    async def scenario(swarm: Swarm, tasks: Tasks) -> None:
+        await swarm.until_round(5)
+        served = swarm.members["peer-0"].peer._served  # noqa: SLF001  nothing else tells the roots
+        assert served is not None
+        one, other = (served.averaging.ownership.roots(stage)[0] for stage in range(2))
+        swarm.hub.partition(one, other)
+        assert await made(swarm) >= KEPT * undisturbed
+        no_sample_twice(swarm)
+        swarm.hub.heal(one, other)
+        await together(swarm)
+
+    play(tmp_path, scenario)
+
+
 @pytest.mark.parametrize("way", [("peer-0", "peer-3"), ("peer-3", "peer-0"), ("peer-1", "peer-3")])
 def test_a_one_way_cut_costs_few_rounds(
     tmp_path: Path, undisturbed: int, way: tuple[str, str]

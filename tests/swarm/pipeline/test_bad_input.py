@@ -208,7 +208,7 @@ def test_only_replicas_of_a_stage_take_part_in_its_update(tmp_path: Path) -> Non
 
 
 class Tampered:
-    """A stage whose answers are changed on their way out."""
+    """A stage the answers of whose passes are changed on their way out."""
 
     def __init__(self, stage: Any, **changes: Callable[[Any], Any]) -> None:
         self._stage = stage
@@ -217,7 +217,7 @@ class Tampered:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._stage, name)
         change = self._changes.get(name)
-        return value if change is None else lambda *arguments: change(value(*arguments))
+        return value if change is None else lambda *arguments: value(*arguments).then(change)
 
 
 def with_gradient(grad: Array | None) -> Callable[[LossResult], LossResult]:
@@ -225,18 +225,16 @@ def with_gradient(grad: Array | None) -> Callable[[LossResult], LossResult]:
 
 
 BAD_ANSWERS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "gradient-nan": {"forward_backward": with_gradient(floats(NAN))},
-    "gradient-infinite": {"forward_backward": with_gradient(floats(float("-inf")))},
-    "gradient-shape": {"forward_backward": with_gradient(floats(shape=(4, 16, 31)))},
-    "gradient-dtype": {"forward_backward": with_gradient(floats(dtype="float64"))},
-    "gradient-missing": {"forward_backward": with_gradient(None)},
-    "loss-nan": {"forward_backward": lambda r: LossResult(NAN, r.num_tokens, r.grad_inputs)},
-    "no-tokens": {"forward_backward": lambda r: LossResult(r.loss_sum, 0, r.grad_inputs)},
-    "many-tokens": {"forward_backward": lambda r: LossResult(r.loss_sum, 1 << 30, r.grad_inputs)},
-    "too-many-tokens": {
-        "forward_backward": lambda r: LossResult(r.loss_sum, 1 << 62, r.grad_inputs)
-    },
-    "loss-huge": {"forward_backward": lambda r: LossResult(1.7e308, r.num_tokens, r.grad_inputs)},
+    "gradient-nan": {"loss_pass": with_gradient(floats(NAN))},
+    "gradient-infinite": {"loss_pass": with_gradient(floats(float("-inf")))},
+    "gradient-shape": {"loss_pass": with_gradient(floats(shape=(4, 16, 31)))},
+    "gradient-dtype": {"loss_pass": with_gradient(floats(dtype="float64"))},
+    "gradient-missing": {"loss_pass": with_gradient(None)},
+    "loss-nan": {"loss_pass": lambda r: LossResult(NAN, r.num_tokens, r.grad_inputs)},
+    "no-tokens": {"loss_pass": lambda r: LossResult(r.loss_sum, 0, r.grad_inputs)},
+    "many-tokens": {"loss_pass": lambda r: LossResult(r.loss_sum, 1 << 30, r.grad_inputs)},
+    "too-many-tokens": {"loss_pass": lambda r: LossResult(r.loss_sum, 1 << 62, r.grad_inputs)},
+    "loss-huge": {"loss_pass": lambda r: LossResult(1.7e308, r.num_tokens, r.grad_inputs)},
 }
 
 
@@ -262,9 +260,9 @@ def test_bad_answers_are_routed_around(tmp_path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"forward": lambda _: floats(NAN)}, id="activation-nan"),
-        pytest.param({"forward": lambda _: floats(shape=(4, 16, 31))}, id="activation-shape"),
-        pytest.param({"backward": lambda _: floats(NAN)}, id="gradient-nan"),
+        pytest.param({"forward_pass": lambda _: floats(NAN)}, id="activation-nan"),
+        pytest.param({"forward_pass": lambda _: floats(shape=(4, 16, 31))}, id="activation-shape"),
+        pytest.param({"backward_pass": lambda _: floats(NAN)}, id="gradient-nan"),
     ],
 )
 def test_a_bad_replica_in_the_middle_is_routed_around(

@@ -64,6 +64,41 @@ def test_who_has_not_heard_of_the_others_makes_no_update_without_them(
     in_virtual_time(scenario, spec)
 
 
+def test_two_that_begin_a_stage_unknown_to_each_other_make_one_update(tmp_path: Path) -> None:
+    """A feeder knows both and gives work to both. They begin with the same parameters, and each
+    waits for the samples that it misses: nobody has to fetch anything."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        loop = asyncio.get_running_loop()
+        swarm.start("peer-0", stage=0)
+        two = [swarm.start(name, stage=1, feeds=False) for name in ("peer-1", "peer-2")]
+        heard_at = math.inf
+
+        def hears_late(peer: Peer, name: str) -> None:
+            merge = peer.gossip.view.merge
+
+            def hears(record: Record, now: float) -> bool:
+                return (record.peer_id != name or now >= heard_at) and merge(record, now)
+
+            peer.gossip.view.merge = hears  # type: ignore[method-assign]
+
+        for peer, other in (two, two[::-1]):
+            hears_late(peer, other.transport.peer_id)
+        await swarm.until(lambda: all(p.gossip.own.declared[1] > 0 for p in two))
+        assert [p.gossip.own.declared[0] for p in two] == [0, 0]
+        heard_at = loop.time() + 3.0
+        await swarm.until_round(ROUNDS)
+        for peer in two:
+            totals = peer.gossip.own.totals
+            assert not totals.get("samples_lost"), totals
+            assert not totals.get("diverged"), totals
+        trainer = replay(spec, swarm.counted, ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
+
+    in_virtual_time(scenario, spec)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_newcomer_is_known_to_its_stage_before_it_computes(

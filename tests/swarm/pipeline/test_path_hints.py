@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarmnet.protocol.pipeline.ledger import StepKey
-from swarmnet.swarm.ports import LossResult
+from swarmnet.swarm.ports import LossResult, Passage
 from swarmnet.training.stage import TorchStage
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
@@ -23,13 +23,16 @@ def test_the_work_behind_a_dead_replica_is_done_once(
     receipt."""
     spec = tiny_spec(tmp_path, num_stages=3, rounds=30)
     worked: Counter[StepKey] = Counter()
-    compute = TorchStage.forward_backward
+    compute = TorchStage.loss_pass
 
-    def count(self: TorchStage, key: StepKey, *given: Any) -> LossResult:
-        worked[key] += 1
-        return compute(self, key, *given)
+    def count(self: TorchStage, key: StepKey, *given: Any) -> Passage[LossResult]:
+        def counted(result: LossResult) -> LossResult:
+            worked[key] += 1
+            return result
 
-    monkeypatch.setattr(TorchStage, "forward_backward", count)
+        return compute(self, key, *given).then(counted)
+
+    monkeypatch.setattr(TorchStage, "loss_pass", count)
 
     async def scenario(swarm: Swarm) -> None:
         for i, stage in enumerate((FIRST, MIDDLE, MIDDLE, LAST, LAST, LAST, LAST)):

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from swarmnet.protocol.codecs import UPDATE_CODECS
+from swarmnet.protocol.codecs import NONE, UPDATE_CODECS
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
-from swarmnet.protocol.update.pacing import BULK_SHARE, URGENT_SHARE
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.settings import Limits, RunSettings
-from swarmnet.swarm.timing import LOOK_LESS_S as LOOK_S
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
+from swarmnet.swarm.update.exchange.turns import Turns
 from swarmnet.swarm.update.measurements import Measurements
-from swarmnet.wire import Array
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0
 STAGE_BYTES = 40_000_000
 UPLOAD = 1e6
-SHARD = Array("uint8", (9_000_000,), bytes(9_000_000))
+SHARD_BYTES = 9_000_000
 """Nine seconds of such an uplink."""
 
 
@@ -37,24 +35,18 @@ def pace_of(mode: str, members: list[Record]) -> tuple[ExchangePace, SimpleNames
         plan=SyncPlan(mode, 100),
         current_exchange=7,
         index=0,
-        stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
-        measured=Measurements(),
         num_shards=1,
-        optimizer=SimpleNamespace(codec=SimpleNamespace(names=UPDATE_CODECS["none"])),
+        stage=SimpleNamespace(shard_sizes=[STAGE_BYTES // 4]),
+        optimizer=SimpleNamespace(codec=SimpleNamespace(names=UPDATE_CODECS[NONE])),
+        measured=Measurements(),
     )
     gossip = SimpleNamespace(
-        view=SimpleNamespace(
-            members=lambda stage, now: members,
-            counters=SimpleNamespace(launched_at_most=lambda r: 0),
-        ),
+        view=SimpleNamespace(members=lambda stage, now: members),
         own=SimpleNamespace(peer_id="newcomer", upload_bytes_per_s=UPLOAD),
         spread_s=2.0,
     )
     settings = RunSettings("run", 1, 64, 1, 100, 0.0, sync_mode=mode)
-    ownership = SimpleNamespace(
-        placement=lambda exchange: SimpleNamespace(owned_by=lambda peer_id: [0])
-    )
-    parts: Any = (gossip, settings, Limits(), replica, ownership)
+    parts: Any = (gossip, settings, Limits(), replica, Turns(lambda: 0))
     return ExchangePace(*parts), replica
 
 
@@ -129,21 +121,36 @@ def test_an_exchange_without_a_part_of_ones_own_is_no_measure() -> None:
     run(asked())
 
 
-def beside(mode: str, round_index: int) -> tuple[ExchangePace, SimpleNamespace]:
-    """Of a replica in an open round, of which nobody knows yet when it will be fed."""
-    pace, replica = pace_of(mode, [])
-    replica.round, replica.num_shards = round_index, 1
-    replica.is_fed = lambda r, *known: r < replica.round
-    return pace, replica
+def test_a_wait_for_who_does_not_come_is_no_measure() -> None:
+    """Else each deadline were longer than the one before, as long as somebody hangs."""
+
+    async def asked() -> None:
+        pace, _ = pace_of(ZERO, [])
+        pace.took(1.0)
+        usual_s, wait_s = pace.usual_s(), pace.contributions_s()[1]
+        for _ in range(9):
+            pace.took(pace.contributions_s()[1], missed={"hangs"})
+        assert (pace.usual_s(), pace.contributions_s()[1]) == (usual_s, wait_s)
+        assert pace.last_s == 1.0
+        pace.straggled("another")
+        assert pace.usual_s() == usual_s
+        pace.straggled("hangs")  # it was late, no more: the next deadline has room for it
+        assert pace.contributions_s()[1] > wait_s
+        slower_s = pace.usual_s()
+        pace.straggled("hangs")
+        assert pace.usual_s() == slower_s
+        pace.close()
+
+    run(asked())
 
 
-def turn_s(mode: str, round_index: int, exchange: int, *, is_result: bool = True) -> float:
-    """How long one message has the uplink."""
+def turns_s(mode: str) -> float:
+    """How long the second of two messages waits for the uplink."""
 
     async def asked() -> float:
-        pace, _ = beside(mode, round_index)
+        pace, _ = pace_of(mode, [])
         for _ in range(2):
-            await pace.turn(SHARD, exchange, is_result=is_result)
+            await pace.turn(SHARD_BYTES)
         took_s = asyncio.get_running_loop().time()
         pace.close()
         return took_s
@@ -151,33 +158,10 @@ def turn_s(mode: str, round_index: int, exchange: int, *, is_result: bool = True
     return run(asked())
 
 
-def test_results_that_others_wait_for_in_a_round_that_has_begun_are_urgent() -> None:
-    """The results of exchange 7 are what round 9 begins with: who has them is in it already."""
-    alone_s = SHARD.num_bytes / UPLOAD
-    at_leisure, urgent = (pytest.approx(alone_s / x) for x in (BULK_SHARE, URGENT_SHARE))
-    assert turn_s(DELAYED, 8, 7) == at_leisure
-    assert turn_s(DELAYED, 9, 7) == urgent
-    assert turn_s(DELAYED, 9, 8) == at_leisure
-    assert turn_s(DELAYED, 9, 7, is_result=False) == at_leisure
+def test_messages_take_turns_beside_a_round_and_nowhere_else() -> None:
+    assert turns_s(DELAYED) == pytest.approx(SHARD_BYTES / UPLOAD)
     for mode in (ZERO, LOCAL):
-        assert turn_s(mode, 7, 7) == turn_s(mode, 9, 7) == 0.0
-
-
-def test_results_that_have_their_turn_when_the_next_round_begins_are_urgent_from_then_on() -> None:
-    async def asked() -> None:
-        pace, replica = beside(DELAYED, 8)
-        loop = asyncio.get_running_loop()
-        await pace.turn(SHARD, 7, is_result=True)
-        waiting = loop.create_task(pace.turn(SHARD, 7, is_result=True))
-        await asyncio.sleep(2 * LOOK_S)
-        replica.round = 9
-        await waiting
-        sent = 2 * LOOK_S * BULK_SHARE * UPLOAD
-        rest_s = (SHARD.num_bytes - sent) / (URGENT_SHARE * UPLOAD)
-        assert loop.time() == pytest.approx(2 * LOOK_S + rest_s, abs=LOOK_S)
-        pace.close()
-
-    run(asked())
+        assert turns_s(mode) == 0.0
 
 
 def test_an_exchange_takes_no_negative_time() -> None:

@@ -16,14 +16,12 @@ from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import simulate
-from swarmnet.swarm.messages import ReduceRequest
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
-from tests.swarm.update.results import results_at
 
 ROUNDS = 24
 MODES: list[dict[str, Any]] = [
@@ -125,46 +123,37 @@ def test_auto_says_when_the_network_is_too_slow_for_it(
     assert all("the run waits for its network" in line for line in lines)
 
 
-def test_what_waits_for_room_on_the_link_is_of_the_exchange_beside_the_round(
+def test_all_that_an_exchange_sends_beside_a_round_takes_its_turn_on_the_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients, what backups need, and results; so only what still waits when the next round
-    begins is late."""
-    spec = tiny_spec(tmp_path, num_stages=1, rounds=8, sync={"mode": "delayed", "replication": 2})
+    """Gradients, what backups need, and results."""
+    rounds, replicas = 8, 3
+    sync = {"mode": "delayed", "replication": 2, "codec": "none"}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=rounds, sync=sync)
     turn = ExchangePace.turn
-    behind: dict[bool, set[int]] = {True: set(), False: set()}
-    """By whether it is a result: rounds from the exchange to the one that is open here."""
+    turned: dict[int, int] = {}
+    """By exchange, bytes."""
 
-    async def watched(
-        self: ExchangePace, array: Array | None, exchange: int, *, is_result: bool = False
-    ) -> None:
-        if array is not None and self._plan.is_delayed(self._current):
-            behind[is_result].add(self._replica.round - exchange)
-        await turn(self, array, exchange, is_result=is_result)
+    async def watched(self: ExchangePace, num_bytes: int) -> None:
+        if self._plan.is_delayed(self._current):
+            turned[self._current] = turned.get(self._current, 0) + num_bytes
+        await turn(self, num_bytes)
 
     monkeypatch.setattr(ExchangePace, "turn", watched)
+    stage_bytes = []
 
     async def scenario(swarm: Swarm) -> None:
-        swarm.start_grid(1, 3)
-        await swarm.until_round(3)
-        asker, giver = (swarm.members[f"peer-{i}"].peer for i in range(2))
-        here = giver.averaging
-
-        def given() -> list[int]:
-            """Shards whose results are here, and were made elsewhere."""
-            r, owned = here.current, here.ownership.placement(here.current).owned_by("peer-1")
-            return [j for of, j in sorted(results_at(here)) if of == r and j not in owned]
-
-        await swarm.until(lambda: bool(given()))
-        for results in behind.values():
-            results.clear()
-        request = ReduceRequest(here.current, 0, (given()[0],), num_tokens=(0,), terms=(1,))
-        await asker.transport.call("peer-1", "reduce", Message(request), timeout_s=10.0)
-        assert behind[True] == {1}, "of a result that is passed on"
-        await swarm.until_round(8)
+        swarm.start_grid(1, replicas)
+        await swarm.until_round(1)
+        replica = swarm.members["peer-0"].peer.replica
+        assert replica is not None
+        stage_bytes.append(4 * sum(replica.stage.shard_sizes))
+        await swarm.until_round(rounds)
 
     in_virtual_time(scenario, spec)
-    assert behind == {True: {1}, False: {1}}
+    print(turned, stage_bytes)
+    whole = stage_bytes[0] * (2 * (replicas - 1) + 1)
+    assert {r: n for r, n in turned.items() if r} == dict.fromkeys(range(1, rounds - 1), whole)
 
 
 async def replace_some(swarm: Swarm, rng: random.Random) -> None:

@@ -37,9 +37,7 @@ async def work(replica: Replica, r: int, microbatch_id: int = 1) -> None:
     inputs, targets = activation(key, SIZES), SyntheticData(4).microbatch([microbatch_id]).targets
     stage = replica.stage
     replica.ledger.begin(key, caller="caller", feeder="feeder", num_samples=4)
-    await replica.run(
-        FORWARD, key, 1.0, lambda: stage.forward_backward(key, inputs, targets), lambda: None
-    )
+    await replica.run(FORWARD, key, 1.0, stage.loss_pass(key, inputs, targets), lambda: None)
     replica.ledger.done(key, num_tokens=4, next_peer=None)
 
 

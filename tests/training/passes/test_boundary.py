@@ -74,13 +74,13 @@ def test_what_is_not_finite_is_refused_and_whoever_made_it_is_named(value: float
     with pytest.raises(ProtocolViolation, match="not finite"):
         border.receive_gradient(array)
     with pytest.raises(ProtocolViolation, match="not finite"):
-        border.send_outputs(to_tensor(array))
+        border.send_outputs(to_tensor(array))()
     with pytest.raises(RemoteError, match="the gradient at stage 1 is not finite"):
-        border.send_input_gradient(to_tensor(array))
+        border.send_input_gradient(to_tensor(array))()
     with pytest.raises(ProtocolViolation):
         finite_loss(torch.tensor(value))
     with pytest.raises(RemoteError, match="an activation of stage 1 does not fit into fp16"):
-        boundary(torch.float16).send_outputs(to_tensor(array).half())
+        boundary(torch.float16).send_outputs(to_tensor(array).half())()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_gradients_come_in_the_precision_of_the_passes_or_wait_to_be_scaled(
     border = boundary(dtype)
     assert border.receive_gradient(floats()).dtype == received
     assert (
-        border.send_outputs(torch.ones(MICROBATCH, LENGTH, WIDTH, dtype=dtype)).dtype == "float32"
+        border.send_outputs(torch.ones(MICROBATCH, LENGTH, WIDTH, dtype=dtype))().dtype == "float32"
     )
 
 
@@ -120,13 +120,15 @@ def coded_boundary(codec: str, stage_index: int = 1, microbatch: int = MICROBATC
 def test_what_one_stage_gives_the_next_one_takes(codec: str) -> None:
     here, there = coded_boundary(codec, 1), coded_boundary(codec, 2)
     values = torch.randn(MICROBATCH, LENGTH, WIDTH)
-    sent = here.send_outputs(values)
+    sent = here.send_outputs(values)()
     there.check_inputs(sent)
     received = there.receive_inputs(sent)
     assert received.shape == values.shape
     assert (received - values).abs().max() < 0.5
-    assert torch.equal(received, coded_boundary(codec, 2).receive_inputs(here.send_outputs(values)))
-    back = there.send_input_gradient(values)
+    assert torch.equal(
+        received, coded_boundary(codec, 2).receive_inputs(here.send_outputs(values)())
+    )
+    back = there.send_input_gradient(values)()
     here.check_gradient(back)
     assert (here.receive_gradient(back) - values).abs().max() < 0.5
     assert torch.equal(received, values) == (codec == NONE)
@@ -140,7 +142,7 @@ def test_samples_are_not_coded() -> None:
 
 def test_gradients_of_int4_have_more_bits_than_activations() -> None:
     border, values = coded_boundary(INT4), torch.ones(MICROBATCH, LENGTH, WIDTH)
-    activation, back = border.send_outputs(values), border.send_input_gradient(values)
+    activation, back = border.send_outputs(values)(), border.send_input_gradient(values)()
     assert activation.num_bytes < back.num_bytes
     with pytest.raises(ProtocolViolation, match="gradient: uint8 of shape"):
         border.check_gradient(activation)
@@ -150,12 +152,12 @@ def test_gradients_of_int4_have_more_bits_than_activations() -> None:
 def test_coded_evaluation_takes_less_than_a_microbatch(codec: str) -> None:
     here, there = coded_boundary(codec, 1), coded_boundary(codec, 2)
     values = torch.randn(1, 2, WIDTH)
-    sent = here.send_evaluation(values)
+    sent = here.send_evaluation(values)()
     received, _ = there.receive_evaluation(sent, tokens((1, 2)))
     assert received.shape == values.shape
     assert (received - values).abs().max() < 0.5
     for wrong, wanted in (
-        (here.send_evaluation(torch.randn(1, LENGTH + 1, WIDTH)), None),
+        (here.send_evaluation(torch.randn(1, LENGTH + 1, WIDTH))(), None),
         (Array(sent.dtype, (1, 2, sent.shape[2] + 1), bytes(2 * 100)), None),
         (sent, tokens((1, 3))),
     ):
@@ -168,15 +170,15 @@ def test_coded_evaluation_takes_less_than_a_microbatch(codec: str) -> None:
 def test_coded_or_not_what_is_not_finite_is_refused(codec: str, value: float) -> None:
     here, values = coded_boundary(codec), torch.full((MICROBATCH, LENGTH, WIDTH), value)
     with pytest.raises(ProtocolViolation, match="not finite"):
-        here.send_outputs(values)
+        here.send_outputs(values)()
     with pytest.raises(RemoteError, match="the gradient at stage 1 is not finite"):
-        here.send_input_gradient(values)
+        here.send_input_gradient(values)()
 
 
 def test_codes_that_no_codec_makes_are_refused() -> None:
     border = coded_boundary(INT8)
     dtype, shape, data = (lambda a: (a.dtype, a.shape, bytearray(a.data)))(
-        border.send_outputs(torch.ones(MICROBATCH, LENGTH, WIDTH))
+        border.send_outputs(torch.ones(MICROBATCH, LENGTH, WIDTH))()
     )
     data[-1] = 0x80
     spoilt = Array(dtype, shape, bytes(data))
@@ -188,7 +190,7 @@ def test_codes_that_no_codec_makes_are_refused() -> None:
 
 def test_outputs_of_another_shape_are_the_models_mistake() -> None:
     with pytest.raises(RemoteError, match="correct the model's output_shape"):
-        boundary().send_outputs(torch.ones(MICROBATCH, LENGTH, 7))
+        boundary().send_outputs(torch.ones(MICROBATCH, LENGTH, 7))()
 
 
 def test_evaluation_takes_less_than_a_microbatch() -> None:

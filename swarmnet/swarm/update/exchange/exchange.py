@@ -19,13 +19,14 @@ from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import ShardReply
+from swarmnet.swarm.messages import ReduceProgress, ShardReply
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.outbox import Outbox, Part
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
+from swarmnet.swarm.update.exchange.progress import Progress
 from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork, in_place
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
@@ -60,9 +61,11 @@ class Exchange:
         self._gossip, self._replica, self._ownership = gossip, replica, ownership
         self._work, self._books, self._pace, self._on_change = work, books, pace, on_change
         self._tasks = Tasks("exchange")
+        self.progress = Progress(number, ownership.members, pace, self.refresh)
         self._outbox = Outbox(
-            number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._was_taken
-        )
+            number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._heard,
+            self.progress.hangs,
+        )  # fmt: skip
         self._steps = ExchangeSteps(
             number,
             replica,
@@ -80,7 +83,7 @@ class Exchange:
         self._events: list[tuple[int, on.Event]] = []
         self._is_feeding = self._stays_in_stage = False
         self._members: dict[str, Standing] = {}
-        self._short_of = 0
+        self._short_of = self._num_calls = 0
         self._begun_at: float | None = None
         self._distrusted: set[str] = set()
         """Who gave parameters that no stage takes."""
@@ -88,7 +91,6 @@ class Exchange:
         """Where results go; None before this replica has closed its round."""
         self._calls: dict[on.Call, asyncio.Future[do.Command]] = {}
         """Of other replicas, which wait for an answer."""
-        self._num_calls = 0
         self._deadlines: dict[int, float] = {}
         self.results: dict[int, Result] = {}
         """By shard, what is here."""
@@ -99,8 +101,6 @@ class Exchange:
         self.changed = Condition()
         self.failure: Exception | None = None
         """Why it cannot end here."""
-        self.is_usual = True
-        """Nobody had to be waited for."""
         self.refresh()
         self._tasks.start(self._watch())
 
@@ -190,7 +190,10 @@ class Exchange:
         call = self._num_calls
         future = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            self.feed(shard, make(call))
+            event = make(call)
+            if isinstance(event, on.Pushed):
+                self.progress.came(event.sender)
+            self.feed(shard, event)
             return await future
         finally:
             self._calls.pop(call, None)
@@ -206,7 +209,7 @@ class Exchange:
             return
         self._members, self._short_of = members, counted
         if any(s.life == SUSPECT for s in members.values()):
-            self.is_usual = False
+            self.progress.waits()
         for j in list(self._machines):
             self.feed(j, on.Seen(members, counted))
 
@@ -226,6 +229,8 @@ class Exchange:
     async def _watch(self) -> None:
         while True:
             await self._gossip.changed.wait(LOOK_AGAIN_S)
+            facts = {j: machine.facts for j, machine in self._machines.items()}
+            self.progress.look(facts, self._begun_at, self._gossip.awake_s())
             self.refresh()
 
     # ---- commands ---------------------------------------------------------------------------
@@ -252,6 +257,7 @@ class Exchange:
             case do.Abandon():
                 self.fail(Behind(f"the stage is further on than round {self.number}"))
             case do.Sum() | do.FindNorm() | do.Step() | do.Mirror() | do.Repeat():
+                self.progress.begins(j, command)
                 self._steps.carry_out(j, command)
             case do.Pull():
                 raise NotImplementedError("pairs meet in gossip_averaging")
@@ -306,9 +312,12 @@ class Exchange:
         self._books.heard(self.number, j, told)
         return result
 
-    def _was_taken(self, j: int) -> None:
-        self.taken.add(j)
-        self._on_change()
+    def _heard(self, primary: str, told: ReduceProgress) -> None:
+        if told.has_step:
+            self.taken.add(told.shard)
+            self._on_change()
+        else:
+            self.progress.has_sum(told.shard, primary)
 
     def fail(self, error: Exception) -> None:
         """It cannot end here."""

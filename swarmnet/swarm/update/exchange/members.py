@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
-from swarmnet.protocol.update.roster import ALIVE, SUSPECT, Standing
+from swarmnet.protocol.update.roster import ALIVE, DEAD, SUSPECT, Standing
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.update.replica import Replica
@@ -26,6 +26,8 @@ class ExchangeMembers:
 
     gossip: Gossip
     replica: Replica
+    _hung: dict[str, int] = field(default_factory=dict)
+    """Who lives and got nothing done, by peer, in which exchange."""
 
     @property
     def plan(self) -> SyncPlan:
@@ -134,7 +136,24 @@ class ExchangeMembers:
             if record.peer_id not in found and liveness.is_suspect(record.peer_id):
                 found[record.peer_id] = self._standing(record, round_index, SUSPECT)
         found.pop(own, None)
+        for peer_id in self._hung.keys() & found.keys():
+            if self._is_hung(peer_id, found[peer_id]):
+                found[peer_id] = replace(found[peer_id], life=DEAD)
         return found
+
+    def found_hung(self, peer_id: str, round_index: int) -> None:
+        """A peer lives and gets nothing done in an exchange: it is as good as dead, in that one and
+        those after it, until its record says that it has finished that one."""
+        self._hung[peer_id] = round_index
+
+    def _is_hung(self, peer_id: str, standing: Standing) -> bool:
+        record = self.gossip.view.get(peer_id)
+        is_past = standing.is_past or (
+            record is not None and self.plan.parameter_version(record.round) > self._hung[peer_id]
+        )
+        if is_past:
+            del self._hung[peer_id]
+        return not is_past
 
     def _standing(self, record: Record, r: int, life: str) -> Standing:
         is_past = self.plan.parameter_version(record.round) > r

@@ -82,12 +82,14 @@ class Outbox:
         tasks: Tasks,
         feed: Feed,
         arrived: Arrived,
-        on_taken: Callable[[int], None],
+        on_progress: Callable[[str, ReduceProgress], None],
+        on_silent: Callable[[str], None],
     ) -> None:
-        """`on_taken(shard)`: the owners have made the step, as this replica is told when it is
-        about to leave."""
+        """`on_progress(primary, told)` hears what comes before a result; `on_silent(peer_id)`, that
+        a call was not answered in the time that it has."""
         self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
-        self._tasks, self._feed, self._arrived, self._on_taken = tasks, feed, arrived, on_taken
+        self._tasks, self._feed, self._arrived = tasks, feed, arrived
+        self._on_progress, self._on_silent = on_progress, on_silent
         self.own: dict[int, Part] = {}
         """What this replica contributes, by shard, as long as it is needed."""
         self.tokens: dict[int, int] = {}
@@ -212,10 +214,12 @@ class Outbox:
     ) -> dict[int, tuple[ShardReply, Array]]:
         nothing: Part = (0, None)
         parts = [self.own.get(j, nothing) if call.with_gradient else nothing for j in shards]
-        for j, (_, gradient) in zip(shards, parts, strict=True):
-            if j not in self._turned and gradient is not None:
-                self._turned.add(j)
-                await self._pace.turn(gradient, self._exchange)
+        given = {j: g for j, (_, g) in zip(shards, parts, strict=True) if g is not None}
+        # What is sent again, for its primary has died, goes at once: behind all others it would
+        # come too late.
+        num_bytes = sum(g.num_bytes for j, g in given.items() if j not in self._turned)
+        self._turned.update(given)
+        await self._pace.turn(num_bytes)
         terms = tuple(ballot.term for ballot in call.ballots.values())
         primary = call.ballots[shards[0]].primary
         request = ReduceRequest(
@@ -227,12 +231,14 @@ class Outbox:
             "" if primary == call.target else primary,
             is_whole=not self._replica.synced,
         )
-        gradients = tuple(gradient for _, gradient in parts if gradient is not None)
-        reply = await self._call(call.target, "reduce", Message(request, gradients), self._progress)
+        message = Message(request, tuple(given.values()))
+        reply = await self._call(
+            call.target,
+            "reduce",
+            message,
+            lambda told: self._on_progress(call.target, convert(told.body, ReduceProgress)),
+        )
         return self._results_in(shards, convert(reply.body, ReduceReply).shards, reply.arrays)
-
-    def _progress(self, message: Message) -> None:
-        self._on_taken(convert(message.body, ReduceProgress).shard)
 
     def _ends(self, call: PushCall, shard: int) -> bool:
         """Whether the answer to a push counts; there is none under way after it."""
@@ -245,6 +251,8 @@ class Outbox:
     def _push_failed(self, call: PushCall, shard: int, error: SwarmnetError) -> None:
         if not self._ends(call, shard):
             return
+        if isinstance(error, DeadlineExceeded):
+            self._on_silent(call.target)
         if isinstance(error, TransportError):
             self._gossip.probe(call.target)
         if self._has_moved_on(error):
@@ -268,7 +276,10 @@ class Outbox:
         terms = tuple(command.ballot.term for command in commands.values())
         request = BallotRequest(self._exchange, self._replica.index, shards, terms, is_final)
         try:
-            reply = await self._call(member, "ballot", Message(request))
+            # A promise takes no work; before one is given, an exchange may have to begin.
+            wait_s, _ = self._pace.contributions_s()
+            timeout_s = wait_s if is_final else None
+            reply = await self._call(member, "ballot", Message(request), timeout_s=timeout_s)
             told = convert(reply.body, BallotReply)
             if len(told.terms) != len(shards):
                 raise ProtocolViolation("not an answer for each shard")
@@ -276,6 +287,8 @@ class Outbox:
             found = self._results_in(with_result, told.told, reply.arrays)
         except SwarmnetError as e:  # it is asked again, as long as it lives
             log.debug("round %d: no answer of %s: %s", self._exchange, member[-8:], e)
+            if isinstance(e, DeadlineExceeded):
+                self._on_silent(member)
             if isinstance(e, TransportError):
                 self._gossip.probe(member)
             for j, command in commands.items():
@@ -312,7 +325,7 @@ class Outbox:
         """Has a backup make the step too."""
         event: on.Event = on.Refused(backup, attempt)
         try:
-            await self._pace.turn(gradient, self._exchange)
+            await self._pace.turn(gradient.num_bytes)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.
             wait_s, _ = self._pace.contributions_s()
             message = Message(request, (gradient,))
@@ -320,6 +333,7 @@ class Outbox:
             event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
             log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
+            self._on_silent(backup)
         except TransportError as e:
             log.debug("shard %d has not reached %s: %s", request.shard, backup[-8:], e)
             self._gossip.probe(backup)

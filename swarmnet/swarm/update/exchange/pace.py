@@ -1,4 +1,4 @@
-"""How long an exchange may take, and how much of the uplink it gets.
+"""How long an exchange may take, and when it gets the uplink.
 
 Deadlines come from the duration of the last exchanges, or, while that is unknown, from the slowest
 uplink. A slow peer must not be suspected, for its work would be lost; a dead one must not hold up a
@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import median_high
 
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import Record
-from swarmnet.protocol.update.pacing import (
-    URGENT_SHARE,
-    feeding_left_s,
-    gradient_share,
-    share_beside,
-)
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.exchange.coded import stage_bytes
 from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, Turns
-from swarmnet.swarm.update.ownership import Ownership
 from swarmnet.swarm.update.replica import Replica
-from swarmnet.wire import Array
 
 WAIT_FACTOR = 4.0
 """The deadline for contributions, over what a round's exchange took lately."""
@@ -45,7 +37,7 @@ steps of their own."""
 
 
 class ExchangePace:
-    """Deadlines and shares of the uplink for the exchanges of one replica's stage."""
+    """Deadlines and turns on the uplink for the exchanges of one replica's stage."""
 
     def __init__(
         self,
@@ -53,18 +45,19 @@ class ExchangePace:
         settings: RunSettings,
         limits: Limits,
         replica: Replica,
-        ownership: Ownership,
+        turns: Turns,
     ) -> None:
         self._gossip = gossip
         self._settings = settings
         self._limits = limits
         self._replica = replica
-        self._ownership = ownership
-        self._turns = Turns()
+        self._turns = turns
         self._exchange_s = 0.0
         self._stage_bytes = stage_bytes(replica)
+        self._held: tuple[float, frozenset[str]] | None = None
+        """What the last exchange took, where peers were waited for in vain, and for whom."""
         self.last_s = 0.0
-        """What the last exchange took."""
+        """What the last exchange took in which nobody was waited for in vain."""
 
     def close(self) -> None:
         self._turns.close()
@@ -79,14 +72,30 @@ class ExchangePace:
 
     # ---- time -------------------------------------------------------------------------------
 
-    def took(self, seconds: float, *, is_usual: bool = True) -> None:
+    def took(self, seconds: float, *, is_usual: bool = True, missed: Collection[str] = ()) -> None:
         """An exchange is over. One with no other replica, or to which this one had nothing to give,
         says nothing of others (`is_usual` is False). (A clock that leaves out its own stalls may
-        have gone back a little.)"""
+        have gone back a little.)
+
+        `missed`: who was waited for in vain. That wait is no measure of what an exchange takes: one
+        that hangs would make each deadline longer than the one before. It is one where such a peer
+        was late, and comes after all (`straggled`)."""
         seconds = max(0.0, seconds)
+        self._held = (seconds, frozenset(missed)) if missed and is_usual else None
+        if missed:
+            return
         self.last_s = seconds
         if is_usual:
-            self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
+            self._measure(seconds)
+
+    def straggled(self, peer_id: str) -> None:
+        """A contribution of a peer has come after its exchange."""
+        if self._held is not None and peer_id in self._held[1]:
+            self._measure(self._held[0])
+            self._held = None
+
+    def _measure(self, seconds: float) -> None:
+        self._exchange_s += EXCHANGE_SMOOTHING * (seconds - self._exchange_s)
 
     def usual_s(self) -> float:
         """Seconds that an exchange takes, by those before or by the slowest uplink; 0 while that
@@ -101,6 +110,11 @@ class ExchangePace:
         due_s = measured_s + self._limits.reduce_wait_min_s + self._closing_s()
         due_s = min(due_s, longest_s)
         return due_s, due_s if measured_s else longest_s
+
+    def sum_s(self) -> float:
+        """Longest wait for the word that a sum is made, at a primary that lives: it waits for
+        contributions from when it has closed the round itself, which may be as late as one."""
+        return 2 * self.contributions_s()[1]
 
     def norm_s(self) -> float:
         """Longest wait for the norm over all stages: until the last shard has been summed."""
@@ -164,51 +178,8 @@ class ExchangePace:
 
     # ---- the uplink -------------------------------------------------------------------------
 
-    async def turn(self, array: Array | None, exchange: int, *, is_result: bool = False) -> None:
-        """Beside a round, waits until the uplink has room beside the microbatches. A gradient that
-        has to be sent again, for its primary has died, goes at once: behind all others it would
-        come too late."""
-        if array is None or not self._plan.is_delayed(self._current):
-            return
-
-        def rate() -> float:
-            share = self._result_share(exchange) if is_result else self._gradient_share()
-            return share * self._gossip.own.upload_bytes_per_s
-
-        await self._turns.take(array.num_bytes, rate)
-
-    def _gradient_share(self) -> float:
-        """Of the uplink, for gradients and for what the backups need."""
-        rate = self._gossip.own.upload_bytes_per_s
-        return gradient_share(self._stage_bytes, rate, self._feeding_left_s())
-
-    def _feeding_left_s(self) -> float | None:
-        """Until all of the present round is launched, which is when the result of this exchange is
-        needed."""
-        replica = self._replica
-        age_s = asyncio.get_running_loop().time() - replica.measured.began_at
-        launched = self._gossip.view.counters.launched_at_most(replica.round)
-        return feeding_left_s(launched, self._settings.num_slots, age_s)
-
-    def _result_share(self, exchange: int) -> float:
-        """Of the uplink, for results: nothing of them is lost with a machine, but the round after
-        the one that the exchange runs beside cannot be fed before they are there. A replica
-        that has all of its own results is in that round already, and others wait for these."""
-        replica = self._replica
-        now = asyncio.get_running_loop().time()
-        is_late = exchange + 1 < replica.round
-        if is_late or replica.is_fed(
-            replica.round, self._gossip.view, now, self._settings.num_slots
-        ):
-            return URGENT_SHARE
-        rate = self._gossip.own.upload_bytes_per_s
-        return share_beside(self._result_bytes(), rate, self._feeding_left_s())
-
-    def _result_bytes(self) -> float:
-        """That this replica sends in an exchange: of the shards whose primary it is, to all."""
-        own = self._gossip.own.peer_id
-        now = asyncio.get_running_loop().time()
-        owned = self._ownership.placement(self._current).owned_by(own)
-        num_primary = len(owned) / self._settings.replication
-        num_others = len(self._gossip.view.members(self._replica.index, now)) - 1
-        return self._stage_bytes / self._replica.num_shards * num_primary * max(1, num_others)
+    async def turn(self, num_bytes: int) -> None:
+        """Beside a round, waits until the uplink has room beside the microbatches for a message of
+        this size, which is to be sent at once then."""
+        if num_bytes and self._plan.is_delayed(self._current):
+            await self._turns.take(num_bytes, self._gossip.own.upload_bytes_per_s)

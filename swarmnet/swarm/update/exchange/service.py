@@ -27,6 +27,7 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Exchange
@@ -87,8 +88,13 @@ class ExchangeService:
             self._reduce(push, request, j, n, gradients.get(j), Ballot(term, primary))
             for j, n, term in zip(push.shards, push.num_tokens, push.terms, strict=True)
         ]
-        results = await self._all_of(work) if len(work) > 1 else [await work[0]]
+        telling = self._tasks.start(self._tell_sums(request, push))
+        try:
+            results = await self._all_of(work) if len(work) > 1 else [await work[0]]
+        finally:
+            telling.cancel()
         reply = ReduceReply(tuple(told for told, _ in results))
+        await self._pace.turn(sum(values.num_bytes for _, values in results))
         return Message(reply, tuple(values for _, values in results))
 
     def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
@@ -145,11 +151,21 @@ class ExchangeService:
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
         values = await self._work.copy_of(j, answer.result, is_whole=push.is_whole)
-        await self._pace.turn(values, asked, is_result=True)
         return self._books.told(asked, j, remote), values
+
+    async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
+        """Who has waited long hears which sums are made here: the rest is up to other stages."""
+        await asyncio.sleep(self._pace.contributions_s()[1])
+        untold = set(push.shards)
+        while untold and push.round == self._replica.current_exchange:
+            for j in untold & self._present().progress.summed:
+                request.progress(Message(ReduceProgress(j, has_step=False)))
+                untold.discard(j)
+            await asyncio.sleep(LOOK_LESS_S)
 
     async def _straggler(self, asked: int, j: int, remote: str) -> Told:
         """The parameters of this round are what it lacks."""
+        self._pace.straggled(remote)
         current = self._replica.current_exchange
         values = await self._work.present(j)
         if self._replica.current_exchange != current:  # the copy may be of two rounds
@@ -180,7 +196,7 @@ class ExchangeService:
             raise _redirect(j, answer)
         is_alike = await self._tied.is_alike(j, push.digest)
         values = await self._work.copy_of(j, answer.result, is_whole=not is_alike)
-        await self._pace.turn(values, r, is_result=True)
+        await self._pace.turn(values.num_bytes)
         return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
 
     # ---- ballots ----------------------------------------------------------------------------

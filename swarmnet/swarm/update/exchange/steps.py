@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from swarmnet.errors import Stale, UserError
@@ -22,7 +22,8 @@ from swarmnet.wire import Array
 
 log = logging.getLogger("swarmnet.averaging")
 
-Work = do.Sum | do.FindNorm | do.Step | do.Mirror | do.Repeat
+Work = Callable[..., Awaitable[None]]
+"""What is done for a shard."""
 
 
 class ExchangeSteps:
@@ -64,26 +65,26 @@ class ExchangeSteps:
     ) -> None:
         match command:
             case do.Sum():
-                self._start(j, command.attempt, self._sum(j, command))
+                self._start(j, command.attempt, self._sum, command)
             case do.FindNorm(attempt):
-                self._start(j, attempt, self._find_norm(j, attempt))
+                self._start(j, attempt, self._find_norm, attempt)
             case do.Step():
                 before = self._before[j] = asyncio.get_running_loop().create_future()
-                self._start(j, command.attempt, self._step(j, command, before))
+                self._start(j, command.attempt, self._step, command, before)
             case do.Mirror():
                 for backup in command.backups:
                     self._tasks.start(self._mirror(j, backup, command, self._before[j]))
             case do.Repeat((mirror, gradient, maker), attempt):
-                self._start(j, attempt, self._repeat(j, attempt, mirror, gradient, maker))
+                self._start(j, attempt, self._repeat, attempt, mirror, gradient, maker)
 
-    def _start(self, j: int, attempt: int, work: Any) -> None:
-        self._tasks.start(self._guarded(j, attempt, work))
+    def _start(self, j: int, attempt: int, work: Work, *arguments: Any) -> None:
+        self._tasks.start(self._guarded(j, attempt, work, *arguments))
 
-    async def _guarded(self, j: int, attempt: int, work: Any) -> None:
+    async def _guarded(self, j: int, attempt: int, work: Work, *arguments: Any) -> None:
         """An error of the machine ends the attempt, not the exchange; one that its user has to see
         to ends the peer."""
         try:
-            await work
+            await work(j, *arguments)
         except UserError as e:
             self._states.fail(e)
             self._fail(e)

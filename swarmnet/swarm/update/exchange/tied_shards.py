@@ -159,7 +159,7 @@ class TiedShards:
         request = TiedSum(exchange, self._replica.index, shard, num_tokens, term, digest)
         message = Message(request, () if total is None else (total.gradient,))
         if total is not None:
-            await self._pace.turn(total.gradient, exchange)
+            await self._pace.turn(total.gradient.num_bytes)
         turn, named = shard, ""
         while not self._members.past(exchange):
             roots = self._roots(DECIDING_STAGE)

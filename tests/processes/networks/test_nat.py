@@ -3,88 +3,49 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 
 from peer.machine.limits import LIMITS_FILE
-from tests.processes.internet import Internet, NoNamespaces, internet
-from tests.processes.running import SPARING, Command, Machine, machine, tiny_run
+from tests.processes.networks.inside import ENTER, address_at, round_of, said, start, world
+from tests.processes.networks.internet import Internet
+from tests.processes.running import SPARING, Command, Machine, tiny_run
 
 pytestmark = pytest.mark.processes
 
 
-ENTER = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-with open("/run/netns/{space}") as found:
-    if libc.setns(found.fileno(), 0):
-        raise OSError(ctypes.get_errno(), "cannot enter {space}")
-"""
-"""As `ip netns exec`, for a process that is there already."""
-
-
-def start(running: Machine, space: str, name: str, *arguments: str) -> Command:
-    """A peer on a machine of the small internet."""
-    return running.start_peer(
-        name,
-        "--host",
-        "0.0.0.0",
-        *arguments,
-        before=ENTER.format(space=space),
-    )
-
-
 def test_peers_behind_nat_train_through_a_relay_and_survive_its_death() -> None:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.fail("network namespaces need Linux and root: run this test in a container as root")
-    try:
-        with internet() as net, machine() as running:
-            check(net, running)
-    except NoNamespaces as e:
-        pytest.fail(f"this machine offers no network namespaces: {e}")
+    with world() as (net, running):
+        check(net, running)
 
 
 def test_two_replicas_that_cannot_reach_each_other_do_so_through_a_third() -> None:
     """All others reach both. Without relays their stage would wait for one of them, or go on
     without it, in every round."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.fail("network namespaces need Linux and root: run this test in a container as root")
-    try:
-        with internet() as net, machine() as running:
-            spaces = [net.public(name) for name in ("one", "two", "three", "four")]
-            net.cut(2, 3)
-            assert not net.reaches(spaces[1], net.address_of(3))
-            assert net.reaches(spaces[1], net.address_of(1))
-            spec = tiny_run(running.folder, rounds=50_000)
-            first = start(running, spaces[0], "one", "--spec", str(spec), "--stage", "0")
-            running.until_ready(first)
-            address = f"/ip4/{net.address_of(1)}/tcp/{first.address.split('/tcp/')[1]}"
-            join = ("--join", address, "--data", str(running.folder / "text.txt"), "--debug")
-            two = start(running, spaces[1], "two", *join, "--stage", "1")
-            three = start(running, spaces[2], "three", *join, "--stage", "1")
-            four = start(running, spaces[3], "four", *join, "--stage", "0")
-            running.until_ready(two, three, four)
-            # One of them suffices: a channel that is open serves both.
-            words = "others reach this peer through it"
-            running.until(lambda: said(two, words) or said(three, words))
-            # Both are in the same rounds from now on.
-            newest = max(round_of(peer) for peer in (two, three))
-            for peer in (two, three):
-                running.until(lambda p=peer: round_of(p) > newest + 50)
-            assert abs(round_of(two) - round_of(three)) < 10
-    except NoNamespaces as e:
-        pytest.fail(f"this machine offers no network namespaces: {e}")
-
-
-def round_of(peer: Command) -> int:
-    """The newest that it has done itself, by its log."""
-    done = [line.split("round ")[1].split(":")[0] for line in peer.errors() if "open for" in line]
-    return int(done[-1]) if done else -1
+    with world() as (net, running):
+        spaces = [net.public(name) for name in ("one", "two", "three", "four")]
+        net.cut(2, 3)
+        assert not net.reaches(spaces[1], net.address_of(3))
+        assert net.reaches(spaces[1], net.address_of(1))
+        spec = tiny_run(running.folder, rounds=50_000)
+        first = start(running, spaces[0], "one", "--spec", str(spec), "--stage", "0")
+        running.until_ready(first)
+        address = address_at(net, 1, first)
+        join = ("--join", address, "--data", str(running.folder / "text.txt"), "--debug")
+        two = start(running, spaces[1], "two", *join, "--stage", "1")
+        three = start(running, spaces[2], "three", *join, "--stage", "1")
+        four = start(running, spaces[3], "four", *join, "--stage", "0")
+        running.until_ready(two, three, four)
+        # One of them suffices: a channel that is open serves both.
+        words = "others reach this peer through it"
+        running.until(lambda: said(two, words) or said(three, words))
+        # Both are in the same rounds from now on.
+        newest = max(round_of(peer) for peer in (two, three))
+        for peer in (two, three):
+            running.until(lambda p=peer: round_of(p) > newest + 50)
+        assert abs(round_of(two) - round_of(three)) < 10
 
 
 def check(net: Internet, running: Machine) -> None:
@@ -102,7 +63,7 @@ def check(net: Internet, running: Machine) -> None:
         (running.folder / name / LIMITS_FILE).write_text("paused = true\n")
     first = start(running, one, "one", "--spec", str(spec))
     running.until_ready(first)
-    address = f"/ip4/{net.address_of(1)}/tcp/{first.address.split('/tcp/')[1]}"
+    address = address_at(net, 1, first)
     join = ("--join", address)
     second = start(running, two, "two", *join)
     data = ("--data", str(running.folder / "text.txt"))
@@ -146,11 +107,6 @@ def doctor(running: Machine, space: str, address: str) -> dict[str, dict[str, st
     return {finding["check"]: finding for finding in json.loads(command.output())}
 
 
-def said(peer: Command, words: str) -> int:
-    """Lines of its log with these words."""
-    return sum(words in line for line in peer.errors())
-
-
 STAGES = (0, 1, 0, 1, 0, 1)
 ONE, OTHER = (0, 1, 2), (3, 4, 5)
 FOUND_OUT_S = 30.0
@@ -158,17 +114,6 @@ SPAN_S = 45.0
 KEPT = 0.8
 TOGETHER = 20
 """Rounds by which peers that train as one may be apart, by what their logs say at one moment."""
-
-
-@contextmanager
-def world() -> Iterator[tuple[Internet, Machine]]:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.fail("network namespaces need Linux and root: run this test in a container as root")
-    try:
-        with internet() as net, machine() as running:
-            yield net, running
-    except NoNamespaces as e:
-        pytest.fail(f"this machine offers no network namespaces: {e}")
 
 
 def six_and_an_onlooker(net: Internet, running: Machine, *options: str) -> list[Command]:
@@ -180,7 +125,7 @@ def six_and_an_onlooker(net: Internet, running: Machine, *options: str) -> list[
     spec = tiny_run(running.folder, rounds=1_000_000)
     first = start(running, onlooker, "onlooker", "--spec", str(spec), *options)
     running.until_ready(first)
-    address = f"/ip4/{net.address_of(1)}/tcp/{first.address.split('/tcp/')[1]}"
+    address = address_at(net, 1, first)
     join = ("--join", address, "--data", str(running.folder / "text.txt"), "--debug", *options)
     peers = [
         start(running, space, f"m{i}", *join, "--stage", str(STAGES[i]))

@@ -127,10 +127,36 @@ class Internet:
 
     def cut(self, first: int, second: int) -> None:
         """No packet goes between two public machines, by number from 1, any more."""
-        spaces = [s for s in self.spaces if not s.endswith(("-wire", "-nat"))]
+        spaces = self._public
         for here, there in ((first, second), (second, first)):
             run("ip", "-n", spaces[here - 1], "route", "add", "blackhole",
                 f"{self.address_of(there)}/32")  # fmt: skip
+
+    def cut_one_way(self, source: int, target: int) -> None:
+        """No packet gets from one public machine to another any more, by number from 1."""
+        space = self._public[target - 1]
+        address = self.address_of(source)
+        if not shutil.which("nft"):
+            self._inside(space, "iptables", "-A", "INPUT", "-s", address, "-j", "DROP")
+            return
+        for rule in (
+            "add table ip cuts",
+            "add chain ip cuts in { type filter hook input priority 0 ; }",
+            f"add rule ip cuts in ip saddr {address} drop",
+        ):
+            self._inside(space, "nft", rule)
+
+    def heal_one_way(self, target: int) -> None:
+        """All packets get to a public machine again, by number from 1."""
+        space = self._public[target - 1]
+        if shutil.which("nft"):
+            self._inside(space, "nft", "delete table ip cuts")
+        else:
+            self._inside(space, "iptables", "-F", "INPUT")
+
+    @property
+    def _public(self) -> list[str]:
+        return [s for s in self.spaces if not s.endswith(("-wire", "-nat"))]
 
     def reaches(self, space: str, address: str) -> bool:
         """Does a ping get there?"""

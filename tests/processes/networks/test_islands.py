@@ -4,37 +4,17 @@ machine, peers that come back elsewhere; network namespaces."""
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.processes.internet import (
-    HOME_NET,
-    PUBLIC_NET,
-    Internet,
-    NoNamespaces,
-    internet,
-)
+from tests.processes.networks.inside import world
+from tests.processes.networks.internet import HOME_NET, PUBLIC_NET
 from tests.processes.running import SWARMNET, Command, Machine, machine, tiny_run
 
 pytestmark = pytest.mark.processes
 
 TOGETHER_WITHIN_S = 60.0
-
-
-@contextmanager
-def world(net: str) -> Iterator[tuple[Internet, Machine]]:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.fail("network namespaces need Linux and root: run this test in a container as root")
-    try:
-        with internet(net) as made, machine() as running:
-            yield made, running
-    except NoNamespaces as e:
-        pytest.fail(f"this machine offers no network namespaces: {e}")
 
 
 def start(running: Machine, space: str, name: str, state: str, *arguments: str) -> Command:

@@ -1,0 +1,331 @@
+"""Internet links between network namespaces on one machine, where the kernel has no `sch_netem`.
+
+    with network(("one", "two"), Link(delay_s=0.012, bits_per_s=20e6)) as made:
+        subprocess.run(["ip", "netns", "exec", made.hosts["one"].space, ...])
+        print(made.counters()["one"].sent_bytes)
+
+Each host is a namespace whose only device is a TAP. A process of its own, the switch, carries
+Ethernet frames from one to the other: a frame leaves its host at the rate of that host's uplink,
+and arrives after the delay. What would wait longer than `QUEUE_S` for the uplink is dropped, as in
+a home router. There is no limit on what a host receives. Needs Linux, root, `/dev/net/tun` and
+`ip`. 100 Mbit/s take about a fifth of a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+QUEUE_S = 0.2
+"""Of waiting for an uplink."""
+READ_AT_ONCE = 64
+"""Frames of one host before the others have their turn."""
+MAX_FRAME_BYTES = 65_535
+NET = "200.5.5"
+"""Global addresses, as Python's `ipaddress` and libp2p see them; the namespaces have no way out."""
+PREFIX = "snl"
+"""Of the names of namespaces; the maker's pid follows."""
+CLONE_NEWNET = 0x40000000
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+ARP = b"\x08\x06"
+START_LIMIT_S = 10.0
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+
+
+class NoNetwork(Exception):
+    """This machine cannot make such a network; says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Of each host, to the switch and from there to the others."""
+
+    delay_s: float = 0.0
+    """One way."""
+    bits_per_s: float = 0.0
+    """Of the uplink, Ethernet headers included; 0 = no limit."""
+    loss: float = 0.0
+    """Part of the frames; ARP is never lost."""
+    mtu: int = 1500
+
+
+@dataclass
+class Counters:
+    """Of one host, Ethernet headers included."""
+
+    sent_bytes: int = 0
+    sent_frames: int = 0
+    received_bytes: int = 0
+    dropped_frames: int = 0
+    """On the way from it: lost, or the queue was full."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of the network."""
+
+    space: str
+    """Its namespace."""
+    address: str
+
+
+# ---- the switch, a process of its own ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def inside(space: str) -> Iterator[None]:
+    """This thread is in a network namespace; what it opens there stays there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(f"/run/netns/{space}", os.O_RDONLY)
+
+    def enter(handle: int) -> None:
+        if libc.setns(handle, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {space}")
+
+    try:
+        enter(there)
+        try:
+            yield
+        finally:
+            enter(home)
+    finally:
+        os.close(home)
+        os.close(there)
+
+
+def open_tap(space: str) -> int:
+    """A device `eth0` in a namespace; its frames come and go through the handle."""
+    with inside(space):
+        handle = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        wanted = struct.pack("16sH22x", b"eth0", IFF_TAP | IFF_NO_PI)
+        fcntl.ioctl(handle, TUNSETIFF, wanted)
+    return handle
+
+
+@dataclass
+class Port:
+    """Where a host is plugged in."""
+
+    handle: int
+    counters: Counters = field(default_factory=Counters)
+    free_at: float = 0.0
+    """When its uplink has sent what it has."""
+
+
+class Switch:
+    """Learns which host has which Ethernet address, and carries frames."""
+
+    def __init__(self, ports: Sequence[Port], link: Link) -> None:
+        self._ports = ports
+        self._link = link
+        self._owner: dict[bytes, Port] = {}
+        self._on_way: list[tuple[float, int, Port, bytes]] = []
+        self._num_frames = 0
+        self._random = random.Random(0)
+
+    def run(self, orders: int) -> None:
+        """Until `orders` ends; each line of it is answered with the counters."""
+        by_handle = {port.handle: port for port in self._ports}
+        while True:
+            now = time.monotonic()
+            self._deliver(now)
+            wait_s = max(0.0, self._on_way[0][0] - now) if self._on_way else None
+            ready, _, _ = select.select([*by_handle, orders], [], [], wait_s)
+            for handle in ready:
+                if handle != orders:
+                    self._read(by_handle[handle], time.monotonic())
+                elif not os.read(orders, 4096):
+                    return
+                else:
+                    counted = [asdict(port.counters) for port in self._ports]
+                    print(json.dumps(counted), flush=True)
+
+    def _read(self, port: Port, now: float) -> None:
+        for _ in range(READ_AT_ONCE):
+            try:
+                frame = os.read(port.handle, MAX_FRAME_BYTES)
+            except BlockingIOError:
+                return
+            self._owner[frame[6:12]] = port
+            self._send(port, frame, now)
+
+    def _send(self, port: Port, frame: bytes, now: float) -> None:
+        link = self._link
+        start = max(now, port.free_at)
+        is_lost = link.loss and frame[12:14] != ARP and self._random.random() < link.loss
+        if is_lost or start - now > QUEUE_S:
+            port.counters.dropped_frames += 1
+            return
+        if link.bits_per_s:
+            port.free_at = start = start + 8 * len(frame) / link.bits_per_s
+        port.counters.sent_bytes += len(frame)
+        port.counters.sent_frames += 1
+        is_for_one = not frame[0] & 1 and frame[:6] in self._owner
+        others = [self._owner[frame[:6]]] if is_for_one else self._ports
+        for other in others:
+            if other is port:
+                continue
+            if not link.bits_per_s and not link.delay_s:
+                _write(other, frame)
+                continue
+            self._num_frames += 1
+            entry = (start + link.delay_s, self._num_frames, other, frame)
+            heapq.heappush(self._on_way, entry)
+
+    def _deliver(self, now: float) -> None:
+        while self._on_way and self._on_way[0][0] <= now:
+            _, _, port, frame = heapq.heappop(self._on_way)
+            _write(port, frame)
+
+
+def _write(port: Port, frame: bytes) -> None:
+    """What the host does not take is lost, as on a cable."""
+    with contextlib.suppress(OSError):
+        os.write(port.handle, frame)
+        port.counters.received_bytes += len(frame)
+
+
+def serve(spaces: Sequence[str], link: Link) -> None:
+    """The switch's process: says `ready`, and ends with its standard input."""
+    ports = [Port(open_tap(space)) for space in spaces]
+    print("ready", flush=True)
+    Switch(ports, link).run(sys.stdin.fileno())
+
+
+# ---- the network, as its maker sees it -----------------------------------------------------------
+
+
+class Network:
+    """Hosts on a switch."""
+
+    def __init__(self, hosts: dict[str, Host], switch: subprocess.Popen[str]) -> None:
+        self.hosts = hosts
+        self._switch = switch
+
+    def counters(self) -> dict[str, Counters]:
+        """What each host has sent so far. Raises `NoNetwork` where the switch is gone."""
+        answer = self._ask()
+        if not answer:
+            raise NoNetwork("the switch has ended")
+        return {name: Counters(**found) for name, found in zip(self.hosts, json.loads(answer))}
+
+    def _ask(self) -> str:
+        assert self._switch.stdin is not None
+        assert self._switch.stdout is not None
+        try:
+            self._switch.stdin.write("count\n")
+            self._switch.stdin.flush()
+        except OSError:
+            return ""
+        return self._switch.stdout.readline()
+
+
+@contextlib.contextmanager
+def network(names: Sequence[str], link: Link, congestion: str = "") -> Iterator[Network]:
+    """At the end its namespaces and its switch are gone.
+
+    Args:
+        names: of the hosts.
+        link: of each.
+        congestion: the kernel's congestion control there (`cubic`, `bbr`); its default where not
+            given.
+
+    Raises:
+        NoNetwork: this machine does not offer it.
+    """
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise NoNetwork("network namespaces need Linux and root: run this as root")
+    if not Path("/dev/net/tun").exists():
+        raise NoNetwork("there is no /dev/net/tun here: modprobe tun, or --device /dev/net/tun")
+    hosts = {
+        name: Host(f"{PREFIX}{os.getpid()}-{name}", f"{NET}.{10 + i}")
+        for i, name in enumerate(names, 1)
+    }
+    with contextlib.ExitStack() as ends:
+        for host in hosts.values():
+            ip("netns", "add", host.space)
+            ends.callback(_remove, host.space)
+            ip("-n", host.space, "link", "set", "lo", "up")
+        switch = _start_switch([host.space for host in hosts.values()], link)
+        ends.callback(_end, switch)
+        for host in hosts.values():
+            ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.space, "link", "set", "eth0", "mtu", str(link.mtu), "up")
+            if congestion:
+                _choose_congestion(host.space, congestion)
+        yield Network(hosts, switch)
+
+
+def ip(*arguments: str) -> None:
+    """Raises `NoNetwork` with what the command said."""
+    command = ["ip", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        raise NoNetwork("there is no `ip` here: apt-get install iproute2") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()[:300]
+        raise NoNetwork(f"{' '.join(command)}: {said}")
+
+
+def remove_stale() -> None:
+    """Removes the namespaces of makers that were killed."""
+    for path in Path("/run/netns").glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            _remove(path.name)
+
+
+def _start_switch(spaces: Sequence[str], link: Link) -> subprocess.Popen[str]:
+    switch = subprocess.Popen(
+        [sys.executable, __file__, json.dumps(asdict(link)), *spaces],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C ends it last
+    )
+    assert switch.stdout is not None
+    said, _, _ = select.select([switch.stdout], [], [], START_LIMIT_S)
+    if not said or switch.stdout.readline() != "ready\n":
+        _end(switch)
+        raise NoNetwork("the switch does not start")
+    return switch
+
+
+def _choose_congestion(space: str, name: str) -> None:
+    with inside(space):
+        try:
+            CONGESTION.write_text(name)
+        except OSError:
+            raise NoNetwork(
+                f"this machine does not offer the congestion control {name} to namespaces: they "
+                f"may have {ALLOWED.read_text().strip()}; what is in {ALLOWED} may be more"
+            ) from None
+
+
+def _remove(space: str) -> None:
+    subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def _end(switch: subprocess.Popen[str]) -> None:
+    switch.kill()
+    switch.wait()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[2:], Link(**json.loads(sys.argv[1])))

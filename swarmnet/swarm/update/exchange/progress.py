@@ -1,0 +1,105 @@
+"""Who gets something done in an exchange, and who lives and does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from swarmnet.protocol.update import commands as do
+from swarmnet.protocol.update.shard_facts import FOLLOWING, Facts
+from swarmnet.swarm.update.exchange.members import ExchangeMembers
+from swarmnet.swarm.update.exchange.pace import ExchangePace
+
+log = logging.getLogger("swarmnet.averaging")
+
+
+class Progress:
+    """Of one exchange, as one replica knows it.
+
+    A primary tells who waits long for a result when it has the sum: from then on other stages may
+    be what it waits for. One that has none in time hangs, and so does who does not answer a call in
+    the time that it has."""
+
+    def __init__(
+        self, number: int, members: ExchangeMembers, pace: ExchangePace, refresh: Callable[[], None]
+    ) -> None:
+        """`refresh()` when there is one more that is as good as dead."""
+        self._number, self._members, self._pace, self._refresh = number, members, pace, refresh
+        self.is_usual = True
+        """Nobody had to be waited for who was suspected."""
+        self.summed: set[int] = set()
+        """Shards whose sum is made here."""
+        self.missed: set[str] = set()
+        """Who lives, was waited for, and has sent nothing."""
+        self._found: set[str] = set()
+        self._waits = SumWaits()
+
+    def begins(self, j: int, command: do.Command) -> None:
+        """Work on the shard that is begun here."""
+        if isinstance(command, do.Sum):
+            self.summed.discard(j)
+            self.missed.update(command.absent)
+        elif isinstance(command, do.FindNorm | do.Step):
+            self.summed.add(j)
+
+    def waits(self) -> None:
+        """For a suspected member."""
+        self.is_usual = False
+
+    def came(self, sender: str) -> None:
+        """A contribution is here, in time or not."""
+        self.missed.discard(sender)
+        self._pace.straggled(sender)  # in the exchange before, it was slow and no more
+
+    def has_sum(self, j: int, primary: str) -> None:
+        """Says that primary."""
+        self._waits.summed(j, primary)
+
+    def look(self, shards: Mapping[int, Facts], began: float | None, now: float) -> None:
+        """For primaries that hang. `began`: when this replica began the exchange, in awake seconds
+        as `now`; None where it has not."""
+        if began is not None:
+            for peer_id in sorted(self._waits.hung(shards, began, now, self._pace.sum_s())):
+                self.hangs(peer_id)
+
+    def hangs(self, peer_id: str) -> None:
+        """Nobody waits for it here any more."""
+        if peer_id in self._found:
+            return
+        self._found.add(peer_id)
+        log.info("round %d: %s lives and gets nothing done", self._number, peer_id[-8:])
+        self.missed.add(peer_id)
+        self._members.found_hung(peer_id, self._number)
+        self._refresh()
+
+
+class SumWaits:
+    """Whose sums are waited for. Times are awake seconds."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], float] = {}
+        """By shard and primary, since when its sum is waited for."""
+        self._summed: set[tuple[int, str]] = set()
+
+    def summed(self, shard: int, primary: str) -> None:
+        """A primary has the sum of a shard."""
+        self._summed.add((shard, primary))
+
+    def hung(
+        self, shards: Mapping[int, Facts], began: float, now: float, limit_s: float
+    ) -> set[str]:
+        """Living primaries without a sum after `limit_s`, of an exchange that this replica has
+        begun at `began`."""
+        if now < began + limit_s:
+            return set()
+        found = set()
+        for j, facts in shards.items():
+            primary = facts.ballot.primary
+            is_waiting = facts.state is FOLLOWING and facts.begun is not None
+            if not is_waiting or facts.target() != primary or facts.is_dead(primary):
+                continue
+            wait = (j, primary)
+            since = self._since.setdefault(wait, began if facts.ballot.is_first else now)
+            if wait not in self._summed and now >= since + limit_s:
+                found.add(primary)
+        return found

@@ -1,0 +1,201 @@
+"""A replica that lives and gets nothing done any more: it answers pings and gossips. Its own watch
+ends it where its device hangs (`runtime.stuck`); until then the others go on without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.update.roster import ALIVE, Ballot, Roster, Standing
+from swarmnet.protocol.update.shard_facts import Facts
+from swarmnet.swarm.update.exchange.members import ExchangeMembers
+from swarmnet.swarm.update.exchange.progress import SumWaits
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message
+from tests.swarm.handlers import intercept_calls
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+STAGES = {f"peer-{i}": min(i % 3, 1) for i in range(6)}
+"""Two replicas of the first stage, four of the last."""
+PRIMARY_OF_MOST, BACKUP = "peer-2", "peer-4"
+"""In the last stage."""
+SERVED = ("reduce", "ballot", "mirror", "norm", "stage_norm", "step", "admit", "fetch_parameters")
+SPEED = 0.2
+SPAN_S = 60.0
+FOUND_OUT_S = 45.0
+
+
+async def for_ever(*_: Any) -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def stop_calling(swarm: Swarm, name: str, *methods: str) -> None:
+    """Calls of the hung one do not get out of it."""
+    for method in methods:
+        intercept_calls(swarm.members[name].peer.transport, method, for_ever)
+
+
+def stop_answering(swarm: Swarm, name: str, *methods: str) -> None:
+    async def answer(request: Request) -> Message:
+        return await for_ever()
+
+    for method in methods:
+        swarm.members[name].peer.transport.handle(method, answer)
+
+
+def hang(swarm: Swarm, name: str) -> None:
+    """Owner of some shards, contributor to all."""
+    stop_calling(swarm, name, *SERVED)
+    stop_answering(swarm, name, *SERVED)
+
+
+def hang_as_contributor(swarm: Swarm, name: str) -> None:
+    """It sums and steps what it owns, and its gradient goes nowhere."""
+    stop_calling(swarm, name, "reduce")
+
+
+def hang_at_work(swarm: Swarm, name: str) -> None:
+    """It contributes, and sums, steps and copies nothing: its worker hangs."""
+    worker: Any = swarm.members[name].peer.machine.worker
+    worker.run = for_ever
+
+
+HANGS = {
+    "altogether, a primary": (hang, PRIMARY_OF_MOST),
+    "altogether, a backup": (hang, BACKUP),
+    "as contributor": (hang_as_contributor, BACKUP),
+    "as primary": (hang_at_work, PRIMARY_OF_MOST),
+    "as backup": (hang_at_work, BACKUP),
+}
+
+
+@pytest.mark.parametrize(("begin", "hung"), HANGS.values(), ids=HANGS)
+def test_a_replica_that_hangs_costs_few_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Swarm, str], None], hung: str
+) -> None:
+    named: set[tuple[str, str]] = set()
+    find = ExchangeMembers.found_hung
+
+    def found_hung(members: ExchangeMembers, peer_id: str, number: int) -> None:
+        named.add((members.gossip.own.peer_id, peer_id))
+        find(members, peer_id, number)
+
+    monkeypatch.setattr(ExchangeMembers, "found_hung", found_hung)
+
+    async def scenario(swarm: Swarm) -> None:
+        for name, stage in STAGES.items():
+            swarm.start(name, stage=stage, speed=SPEED)
+        await swarm.until_round(10)
+        before = await made(swarm, hung)
+        begin(swarm, hung)
+        await asyncio.sleep(FOUND_OUT_S)
+        after = await made(swarm, hung)
+        print(before, after, [round(usual_s(swarm, name), 2) for name in STAGES])
+        assert after >= 0.5 * before
+        assert max(usual_s(swarm, name) for name in STAGES if name != hung) < 2.0
+        assert swarm.total("diverged") == 0
+        same_parameters(swarm)
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000, global_batch=64)
+    in_virtual_time(scenario, spec, is_synthetic=True)
+    print(named)
+    assert {theirs for own, theirs in named if own != hung} <= {hung}, "a sound one was given up"
+
+
+@pytest.mark.parametrize("hung", [PRIMARY_OF_MOST, BACKUP])
+@pytest.mark.parametrize("hangs_s", [8.0, 15.0, 25.0])
+def test_one_that_was_only_slow_is_back_and_has_the_same_parameters(
+    tmp_path: Path, hung: str, hangs_s: float
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        for name, stage in STAGES.items():
+            swarm.start(name, stage=stage, speed=SPEED)
+        await swarm.until_round(10)
+        worker: Any = swarm.members[hung].peer.machine.worker
+        run, goes_on = worker.run, asyncio.Event()
+
+        async def slow(work: Callable[[], Any]) -> Any:
+            await goes_on.wait()
+            return await run(work)
+
+        worker.run = slow
+        await asyncio.sleep(hangs_s)
+        goes_on.set()
+        newest = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) > newest + 10, 120.0)
+        assert max(swarm.rounds()) - min(swarm.rounds()) <= 1
+        assert swarm.total("diverged") == 0
+        same_parameters(swarm)
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000, global_batch=64)
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+async def made(swarm: Swarm, hung: str) -> int:
+    """Rounds that the slowest of the sound ones makes in `SPAN_S`."""
+    sound = [m.peer.gossip for name, m in swarm.members.items() if name != hung]
+    before = [gossip.own.round for gossip in sound]
+    await asyncio.sleep(SPAN_S)
+    return min(gossip.own.round - r for gossip, r in zip(sound, before, strict=True))
+
+
+def usual_s(swarm: Swarm, name: str) -> float:
+    served = swarm.members[name].peer._served  # noqa: SLF001  it is told nowhere
+    assert served is not None
+    return served.averaging.pace.usual_s()
+
+
+def same_parameters(swarm: Swarm) -> None:
+    """Those of a stage that are in one round have the same bits."""
+    known: dict[tuple[int, int], bytes] = {}
+    for name, member in swarm.members.items():
+        own = member.peer.gossip.own
+        assert known.setdefault((own.stage, own.round), own.digests) == own.digests, name
+    assert len(known) <= 5, known.keys()
+
+
+# ---- whose sum is waited for -----------------------------------------------------------------
+
+LIMIT_S = 10.0
+PRIMARY, ME, NEXT = "primary", "me", "next"
+
+
+def waiting(ballot: Ballot, **standing: Any) -> Facts:
+    roster = Roster(ballot, (PRIMARY, NEXT), (PRIMARY, NEXT))
+    facts = Facts(ME, roster, ballot)
+    facts.begun = (4, "gradient")
+    facts.members = {PRIMARY: Standing(ALIVE, **standing), NEXT: Standing(ALIVE)}
+    return facts
+
+
+def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
+    waits, facts = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
+    assert waits.hung(facts, 100.0, 109.9, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 110.0, LIMIT_S) == {PRIMARY}
+
+
+def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
+    waits, facts = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
+    waits.summed(0, PRIMARY)
+    assert waits.hung({0: facts[0]}, 100.0, 150.0, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 150.0, LIMIT_S) == {PRIMARY}
+
+
+def test_who_takes_over_gets_as_long() -> None:
+    waits, facts = SumWaits(), {0: waiting(Ballot(3, NEXT))}
+    assert waits.hung(facts, 100.0, 120.0, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 129.9, LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 130.0, LIMIT_S) == {NEXT}
+
+
+def test_nobody_hangs_who_is_not_waited_for() -> None:
+    waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
+    facts.members = {PRIMARY: Standing(ALIVE), NEXT: Standing(ALIVE, is_past=True)}
+    assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
+    facts.begun = None
+    assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
