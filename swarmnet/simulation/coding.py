@@ -1,8 +1,8 @@
 """The time that machines spend coding what they send, and decoding what they get.
 
-A device that codes what crosses a boundary does not compute meanwhile: the harder case, since a
-host that has cores to spare could code beside the passes. What belongs to an update is coded on the
-averaging thread. How fast that goes is measured; a GPU is far faster.
+A device that codes what crosses a boundary does not compute meanwhile: the harder case, since real
+peers with cores to spare code beside the passes (`swarm.ports.Passage`). What belongs to an update
+is coded on the averaging thread. How fast that goes is measured; a GPU is far faster.
 """
 
 from __future__ import annotations

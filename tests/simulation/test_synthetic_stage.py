@@ -142,8 +142,8 @@ def test_shards_of_updates_claim_the_bytes_of_the_wire_and_take_the_time_of_codi
     def spent(name: str) -> float:
         return coding.encode_s(name, size) + coding.decode_s(name, size)
 
-    s.forward((0, 1), activation((0, 1), sizes))
-    s.backward((0, 1), gradient((0, 1), sizes))
+    s.forward_pass((0, 1), activation((0, 1), sizes))()
+    s.backward_pass((0, 1), gradient((0, 1), sizes))()
     sent = synthetic.contribution(0, s.gradient_shard(0), keeps_error=True)
     assert time.take() == pytest.approx(spent(names.contributions))
     torch_sent = real.contribution(0, values, keeps_error=True)
