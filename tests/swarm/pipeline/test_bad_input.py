@@ -46,7 +46,7 @@ from swarmnet.swarm.messages import (
     Unreached,
 )
 from swarmnet.swarm.peer import Peer
-from swarmnet.swarm.ports import LossResult
+from swarmnet.swarm.ports import LossResult, Passage
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Array, Message, convert, pack
@@ -208,7 +208,7 @@ def test_only_replicas_of_a_stage_take_part_in_its_update(tmp_path: Path) -> Non
 
 
 class Tampered:
-    """A stage the answers of whose passes are changed on their way out."""
+    """A stage whose answers, or those of its passes, are changed on their way out."""
 
     def __init__(self, stage: Any, **changes: Callable[[Any], Any]) -> None:
         self._stage = stage
@@ -217,7 +217,14 @@ class Tampered:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._stage, name)
         change = self._changes.get(name)
-        return value if change is None else lambda *arguments: value(*arguments).then(change)
+        if change is None:
+            return value
+
+        def changed(*arguments: Any) -> Any:
+            answer = value(*arguments)
+            return answer.then(change) if isinstance(answer, Passage) else change(answer)
+
+        return changed
 
 
 def with_gradient(grad: Array | None) -> Callable[[LossResult], LossResult]:
