@@ -4,6 +4,7 @@ ends it where its device hangs (`runtime.stuck`); until then the others go on wi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,37 @@ def test_nobody_hangs_who_is_not_waited_for() -> None:
     assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
     facts.begun = None
     assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
+
+
+@pytest.mark.parametrize("work_s", [1.0, 4.0, 9.0])
+def test_nobody_hangs_in_a_slow_first_exchange(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, work_s: float
+) -> None:
+    """Machines so slow that each piece of an update takes seconds, on fast links."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(0)
+        for member in swarm.members.values():
+            slow(member.peer.machine.worker, work_s)
+            member.peer.gossip.update(upload_bytes_per_s=100e6)
+        await swarm.until_round(2)
+        assert "gets nothing done" not in caplog.text
+        assert swarm.total("diverged") == 0
+        assert swarm.total("samples_lost") == 0
+        swarm.parameters()
+
+    caplog.set_level(logging.INFO)
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=3, sync={"shard_parameters": 1 << 20})
+    in_virtual_time(scenario, spec)
+
+
+def slow(worker: Any, work_s: float) -> None:
+    run = worker.run
+
+    async def slowly(work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(work_s)
+        return await run(work)
+
+    worker.run = slowly

@@ -64,7 +64,7 @@ class Exchange:
         self.progress = Progress(number, ownership.members, pace, self.refresh)
         self._outbox = Outbox(
             number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._heard,
-            self.progress.hangs,
+            self.progress.silent,
         )  # fmt: skip
         self._steps = ExchangeSteps(
             number,

@@ -113,8 +113,15 @@ class ExchangePace:
 
     def sum_s(self) -> float:
         """Longest wait for the word that a sum is made, at a primary that lives: it waits for
-        contributions from when it has closed the round itself, which may be as late as one."""
-        return 2 * self.contributions_s()[1]
+        contributions from when it has closed the round itself, which may be as late as one. What
+        links take says nothing of what machines take: a first exchange may be a slow one."""
+        is_known = self.knows_exchanges
+        return 2 * (self.contributions_s()[1] if is_known else self._longest_wait_s())
+
+    @property
+    def knows_exchanges(self) -> bool:
+        """It is known how long an exchange takes, so that silence tells something."""
+        return self._usual_exchange_s() > 0
 
     def norm_s(self) -> float:
         """Longest wait for the norm over all stages: until the last shard has been summed."""

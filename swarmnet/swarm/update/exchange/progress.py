@@ -62,6 +62,11 @@ class Progress:
             for peer_id in sorted(self._waits.hung(shards, began, now, self._pace.sum_s())):
                 self.hangs(peer_id)
 
+    def silent(self, peer_id: str) -> None:
+        """It has not answered in the time that an exchange takes, if that is known."""
+        if self._pace.knows_exchanges:
+            self.hangs(peer_id)
+
     def hangs(self, peer_id: str) -> None:
         """Nobody waits for it here any more."""
         if peer_id in self._found:
