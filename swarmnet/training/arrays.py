@@ -99,9 +99,6 @@ def is_finite(values: Tensor, largest: float = LARGEST_FLOAT) -> bool:
     """No value is NaN, infinite, or larger than `largest` either way."""
     if values.numel() == 0:
         return True
-    limit = min(largest * largest, LARGEST_FLOAT)
-    if limit > SMALLEST_DOT and _dot(values) <= limit:
-        return True  # no value is larger than the root of the sum of all squares
     # `aminmax` hands a NaN on, and no comparison with it is true.
     low, high = torch.aminmax(values)
     return bool(low.item() >= -largest and high.item() <= largest)
