@@ -779,9 +779,9 @@ class RunSpec(_Table):
             values["data"]["sequence_length"] = self.sequence_length
         pipeline["layers"] = pipeline["layers"] or tuple(layers)
         if pipeline["codec"] == AUTO:
-            pipeline["codec"] = AUTO_BOUNDARY_CODEC
+            pipeline["codec"] = NONE if self.model.kind == "custom" else AUTO_BOUNDARY_CODEC
         if sync["codec"] == AUTO:
-            sync["codec"] = AUTO_UPDATE_CODEC
+            sync["codec"] = NONE if self.sync.mode == "gossip" else AUTO_UPDATE_CODEC
         sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
         sync["warmup_rounds"] = self._chosen_warmup
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
@@ -885,6 +885,12 @@ class RunSpec(_Table):
         if run_id not in (spec.run_id, run_id_of_0_1(spec)):
             raise SpecError(f"{source} is not that of its run")
         return spec
+
+    def without_codecs(self) -> RunSpec:
+        """This run in fp32 on the wire."""
+        values = self.model_dump()
+        values["pipeline"]["codec"] = values["sync"]["codec"] = NONE
+        return _validate(values, "the spec")
 
     def with_rounds(self, rounds: int) -> RunSpec:
         """This run with another length; a warm-up that no longer fits shrinks in proportion."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from swarmnet.protocol.codecs import AUTO, AUTO_BOUNDARY_CODEC, AUTO_UPDATE_CODEC
 from swarmnet.run_identity import run_id_of, written_values
 
 REQUIRED = object()
@@ -105,16 +106,18 @@ def possible_run_ids_of_0_1(spec: BaseModel) -> tuple[str, ...]:
     """The ids that a run may have had in 0.1, from its resolved spec: 0.1 had the same numbers
     where the person gave them as where the program chose them. The cut and the size of shards are
     taken for the program's choice without looking."""
-    values = _values(spec)
+    values = _values(spec, AUTO_BOUNDARY_CODEC, AUTO_UPDATE_CODEC)
     return () if values is None else tuple(run_id_of(_text(v)) for v in _less_resolved(values))
 
 
-def _values(spec: BaseModel) -> dict[str, Any] | None:
+def _values(spec: BaseModel, boundary: str = AUTO, update: str = AUTO) -> dict[str, Any] | None:
+    """None where the spec uses a newer key. `boundary` and `update`: codecs that the program may
+    have chosen."""
     used, given = written_values(spec), spec.model_dump(mode="json")
     used.pop("files", None)  # a later version adds them when it resolves a spec
     used.get("data", {}).pop("fingerprint", None)  # likewise
-    for table in ("pipeline", "sync"):
-        if used.get(table, {}).get("codec") == "auto":
+    for table, chosen in (("pipeline", boundary), ("sync", update)):
+        if used.get(table, {}).get("codec") == chosen:
             del used[table]["codec"]  # likewise for a file that does not say
     values: dict[str, Any] = {}
     if used.keys() - KEYS.keys():

@@ -35,9 +35,10 @@ DTYPES = {NONE: "float32", BF16: "bfloat16"}
 """Of coded arrays that have the shape of what was coded; all others are rows of bytes."""
 
 AUTO = "auto"
-AUTO_BOUNDARY_CODEC = NONE
-"""What `[pipeline] codec = "auto"` means for a run that is started now. It may be what
-docs/convergence.md has shown to be harmless."""
+AUTO_BOUNDARY_CODEC = INT8
+"""What `[pipeline] codec = "auto"` means for a run of a language model that is started now. It may
+be what docs/convergence.md has shown to be harmless. Nobody knows what crosses the boundaries of a
+custom model: it is not coded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ BOUNDARY_CODECS = {
 
 
 def boundary_codec(name: str) -> BoundaryCodec:
-    """By `[pipeline] codec`, `auto` included."""
-    return BOUNDARY_CODECS[AUTO_BOUNDARY_CODEC if name == AUTO else name]
+    """By `[pipeline] codec`. With `auto`, which no run has that was started, nothing is coded."""
+    return BOUNDARY_CODECS[NONE if name == AUTO else name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +100,14 @@ UPDATE_CODECS = {
 """By name in the spec (`[sync] codec`). `topk` is for changes over many steps, as in SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706). Nothing makes up for what is lost of a sum, so sums have more
 bits."""
-AUTO_UPDATE_CODEC = NONE
-"""What `[sync] codec = "auto"` means for a run that is started now. It may be what
-docs/convergence.md has shown to be harmless."""
+AUTO_UPDATE_CODEC = INT8
+"""What `[sync] codec = "auto"` means for a run that is started now, but in mode `gossip`. It may be
+what docs/convergence.md has shown to be harmless."""
 
 
 def update_codec(name: str) -> UpdateCodec:
-    """By `[sync] codec`, `auto` included."""
-    return UPDATE_CODECS[AUTO_UPDATE_CODEC if name == AUTO else name]
+    """By `[sync] codec`, likewise."""
+    return UPDATE_CODECS[NONE if name == AUTO else name]
 
 
 def row_bytes(codec: str, num_values: int) -> int:

@@ -331,6 +331,8 @@ class _WorkThread:
         # A device that must rest is slower: who measures its speed by this clock finds it so.
         item.worked_s = worked_s + item.pause_s
         with self._condition:
+            if self._at is item:  # who hears of it finds the thread free
+                self._at = None
             self.busy_s += item.worked_s
             if item.seat is not None:
                 item.seat.busy_s += item.worked_s

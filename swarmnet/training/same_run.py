@@ -25,7 +25,7 @@ def may_continue(saved: Mapping[str, Any], saved_id: str, spec: RunSpec) -> bool
         )
     except SpecError:
         return False
-    return filled.run_id == _without_data(spec).run_id
+    return filled.without_codecs().run_id == _of_0_1(spec).run_id
 
 
 def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: str) -> bool:
@@ -35,11 +35,11 @@ def continues(saved: Mapping[str, Any], saved_id: str, spec: RunSpec, builder: s
         return False
     try:
         old = RunSpec.from_checkpoint(saved, saved_id)
-        return resolve(old, builder).run_id == _without_data(spec).run_id
+        return _of_0_1(resolve(old, builder)).run_id == _of_0_1(spec).run_id
     except SwarmnetError:
         return False
 
 
-def _without_data(spec: RunSpec) -> RunSpec:
-    """0.1 knew no fingerprint of the data."""
-    return spec.with_data(rounds=spec.optimizer.rounds, fingerprint="")
+def _of_0_1(spec: RunSpec) -> RunSpec:
+    """0.1 knew no fingerprint of the data, and coded nothing."""
+    return spec.with_data(rounds=spec.optimizer.rounds, fingerprint="").without_codecs()

@@ -113,9 +113,14 @@ def test_who_starts_a_run_chooses_a_codec_that_no_one_asked_for(
 def test_a_run_of_before_the_codecs_stays_without_whatever_auto_means_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    canonical = resolve(parse_spec(LLAMA)).canonical()
+    canonical = resolve(parse_spec(LLAMA)).without_codecs().canonical()
     assert b"codec" not in canonical
-    monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "int8")
+    monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "bf16")
     spec = RunSpec.from_canonical(canonical)
     assert spec.open_keys == ()
-    assert resolve(spec).pipeline.codec == "none"
+    assert (resolve(spec).pipeline.codec, resolve(spec).sync.codec) == ("none", "none")
+
+
+def test_what_was_not_shown_to_be_harmless_is_not_coded_unasked() -> None:
+    gossip = resolve(parse_spec(LLAMA + '[sync]\nmode = "gossip"\n'))
+    assert (gossip.pipeline.codec, gossip.sync.codec) == ("int8", "none")

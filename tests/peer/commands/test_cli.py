@@ -130,6 +130,8 @@ COMMANDS = {
         "--microbatches",
         "--sequences",
         "--codec",
+        "--update-codec",
+        "--coding-speed",
         "--sync",
         "--local-steps",
         "--assignment",
