@@ -41,6 +41,13 @@ def test_a_machine_is_measured_once_for_a_run(
     assert len(measured) == 2
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_run_that_codes_is_measured_too(tmp_path: Path, codec: str) -> None:
+    spec = small_spec()
+    pipeline = spec.pipeline.model_copy(update={"codec": codec})
+    assert expected(spec.model_copy(update={"pipeline": pipeline}), tmp_path) > 0
+
+
 def test_two_stages_take_half_of_one_each(tmp_path: Path) -> None:
     spec = small_spec()
     one = spec.model_copy(update={"pipeline": spec.pipeline.model_copy(update={"num_stages": 1})})
