@@ -71,7 +71,8 @@ def tiny_run(
     data: str | None = None,
     sync_mode: str = "zero",
 ) -> Path:
-    """A run.toml of a Llama that computes in no time, on text that is made here."""
+    """A run.toml of a Llama that computes in no time, on text that is made here. Its updates are
+    fp32, for they are compared with those of a plain loop."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
@@ -103,6 +104,7 @@ microbatch = 4
 evaluate_every = 0
 [sync]
 mode = "{sync_mode}"
+codec = "none"
 local_steps = 5
 shard_parameters = 4096
 """)
