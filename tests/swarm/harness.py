@@ -63,15 +63,15 @@ def tiny_spec(
     **pipeline: Any,
 ) -> RunSpec:
     """A small Llama on text that is made here, of at least one layer a stage. `sync`: of `[sync]`;
-    no warm-up where it has none."""
+    no warm-up where it has none. Nothing is coded, unless it is said."""
     text = folder / "text.txt"
     rng = random.Random(0)
     text.write_bytes(bytes(rng.choice(b"abcdefgh \n") for _ in range(20_000)))
     extra, more = (
         "\n".join(f"{key} = {value!r}" for key, value in values.items()).replace("'", '"')
         for values in (
-            pipeline,
-            {"shard_parameters": 4096, "warmup_rounds": 0} | (sync or {}),
+            {"codec": "none"} | pipeline,
+            {"shard_parameters": 4096, "warmup_rounds": 0, "codec": "none"} | (sync or {}),
         )
     )
     return parse_spec(f"""
