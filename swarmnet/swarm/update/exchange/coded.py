@@ -24,7 +24,8 @@ def check_coded(replica: Replica, what: str, codec: str, shard: int, values: Arr
     """Raises `ProtocolViolation` unless the array has the form of the shard in this codec."""
     size = replica.stage.shard_sizes[shard]
     if (values.dtype, values.shape) != coded_form(codec, (size,), 0):
-        raise ProtocolViolation(f"{what} of shard {shard}: {size} numbers in {codec} are wanted")
+        kind = "fp32" if codec == NONE else codec
+        raise ProtocolViolation(f"{what} of shard {shard}: {size} {kind} numbers are wanted")
 
 
 def check_contribution(replica: Replica, shard: int, values: Array) -> None:

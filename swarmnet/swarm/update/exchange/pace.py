@@ -113,10 +113,13 @@ class ExchangePace:
 
     def sum_s(self) -> float:
         """Longest wait for the word that a sum is made, at a primary that lives: it waits for
-        contributions from when it has closed the round itself, which may be as late as one. What
-        links take says nothing of what machines take: a first exchange may be a slow one."""
+        contributions from when it has closed the round itself, which may be as late as one, and
+        after a death for leases and promises, as long as a norm may take. What links take says
+        nothing of what machines take: a first exchange may be a slow one. A verdict that is wrong
+        costs the moments of what the other owns (tests/swarm/update/test_replication.py)."""
         is_known = self.knows_exchanges
-        return 2 * (self.contributions_s()[1] if is_known else self._longest_wait_s())
+        wait_s = self.contributions_s()[1] if is_known else self._longest_wait_s()
+        return 2 * wait_s + self.norm_s()
 
     @property
     def knows_exchanges(self) -> bool:
