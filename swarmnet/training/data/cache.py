@@ -124,9 +124,14 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _remove_unused(root: Path) -> None:
+    """Not what other processes are at work on: folders whose names begin with a dot."""
     oldest = time.time() - UNUSED_DAYS * 86_400
-    for about in (*root.glob(f"*/{ABOUT}"), *root.glob(f"*/{SIZES}")):
-        if about.stat().st_mtime < oldest:
+    for about in (*root.glob(f"[!.]*/{ABOUT}"), *root.glob(f"[!.]*/{SIZES}")):
+        try:
+            is_old = about.stat().st_mtime < oldest
+        except OSError:  # another process has just removed it
+            continue
+        if is_old:
             shutil.rmtree(about.parent, ignore_errors=True)
             about.parent.with_suffix(".lock").unlink(missing_ok=True)
 

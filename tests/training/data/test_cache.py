@@ -145,6 +145,18 @@ def test_entries_that_nobody_used_go(tmp_path: Path, root: Path, made: list[int]
     assert len(made) == 3
 
 
+def test_what_another_process_is_at_work_on_stays(tmp_path: Path, root: Path) -> None:
+    """It may go under its hands at any moment: nobody else looks at it."""
+    at_work = root / ".key.abc"
+    at_work.mkdir(parents=True)
+    (at_work / ABOUT).write_text("{}")
+    old = time.time() - (UNUSED_DAYS + 1) * 86_400
+    os.utime(at_work / ABOUT, (old, old))
+    (tmp_path / "a.txt").write_text(TEXT)
+    opened(str(tmp_path / "a.txt"))
+    assert (at_work / ABOUT).is_file()
+
+
 def test_large_files_are_hashed_once(
     tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
