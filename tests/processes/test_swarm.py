@@ -138,7 +138,7 @@ def test_local_with_chaos_says_what_it_cost(running: Machine) -> None:
 def test_local_that_is_killed_leaves_no_process(running: Machine) -> None:
     path = tiny_run(running.folder, rounds=100_000)
     local = running.start("local", "local", "--peers", "2", "--spec", str(path), "--plain")
-    running.until(lambda: len(children_of(local.pid)) == 2)
+    running.until(lambda: len(children_of(local.pid)) >= 2)  # later its own daemon is one too
     running.kill(local)
     running.until(lambda: not processes_of(running.folder), 30)
 
