@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.protocol.codecs import CHUNK, NONE, UpdateCodec, update_codec
-from swarmnet.training.arrays import check_shape, from_tensor, to_tensor
+from swarmnet.training.arrays import check_shape, from_tensor, is_finite, to_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.wire import Array
 
@@ -46,7 +46,8 @@ class TorchShardCodec:
         coded = encode_shard(name, values)
         if keeps_error:
             lost = values - _decoded(name, coded, values.numel())
-            self._errors[shard_index] = lost.to(torch.bfloat16)
+            if is_finite(lost):  # else one bad gradient would spoil all that come after it
+                self._errors[shard_index] = lost.to(torch.bfloat16)
         elif error is not None:
             self._errors[shard_index] = error
         return from_tensor(coded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,6 +64,16 @@ def test_a_gradient_that_is_offered_elsewhere_changes_nothing() -> None:
     codec = TorchShardCodec(UPDATE_CODECS["int4"], [SIZE])
     codec.contribution(0, from_tensor(numbers(1)), keeps_error=True)
     assert same(codec, numbers(2)) == same(codec, numbers(2))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", CODED)
+def test_a_gradient_that_is_not_finite_spoils_none_after_it(name: str, bad: float) -> None:
+    codec = TorchShardCodec(UPDATE_CODECS[name], [SIZE])
+    gradient = numbers(1)
+    gradient[7] = bad
+    codec.contribution(0, from_tensor(gradient), keeps_error=True)
+    assert same(codec, numbers(2)) == same(TorchShardCodec(codec.names, [SIZE]), numbers(2))
 
 
 def adamw(codec: str) -> ShardedAdamW:
