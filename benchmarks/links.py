@@ -49,6 +49,8 @@ from tapnet import Counters, Host, Link, Network, NoNetwork, inside, network, re
 
 from tests.processes.running import SWARMNET, Command, Machine, machine  # noqa: E402
 
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Of the peers."""
 RESULTS = ROOT / "docs" / "links.json"
 PAGE = ROOT / "docs" / "wire.md"
 BEGIN, END = "<!-- links: begin -->", "<!-- links: end -->"
@@ -205,7 +207,7 @@ class Swarm:
             NAMES[i], "--parent-pid", str(os.getpid()), "--stage", str(STAGES[i]),
             "--metrics-port", str(METRICS_PORT + i),
             "--host", "127.0.0.1" if host is None else "0.0.0.0", *arguments,
-            command=(*entering, *self._pinning, *SWARMNET), environment={"PYTHONPATH": str(ROOT)},
+            command=(*entering, *self._pinning, *SWARMNET), environment={"PYTHONPATH": PYTHONPATH},
         )  # fmt: skip
         self.peers.append(peer)
         return peer
@@ -330,17 +332,17 @@ def _default_congestion() -> str:
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-def load() -> dict[str, list[dict[str, Any]]]:
+def load(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The measurements so far, by cell."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def keep(cell: Cell, measured: Measured) -> None:
+def keep(path: Path, cell: Cell, measured: Measured) -> None:
     """Adds one measurement to the file."""
-    results = load()
+    results = load(path)
     results.setdefault(cell.key, []).append(asdict(measured))
     text = json.dumps(results, indent=1, sort_keys=True)
-    RESULTS.write_text(text + "\n")
+    path.write_text(text + "\n")
 
 
 @dataclass(frozen=True)
@@ -441,9 +443,9 @@ def _line(row: Row) -> str:
     return "| " + " | ".join(columns) + " |"
 
 
-def show() -> None:
+def show(path: Path) -> None:
     """Prints the table, puts it between its marks in the page, and draws."""
-    results = load()
+    results = load(path)
     lines = [*_about(results), *table(results)]
     print("\n".join(lines))
     text = PAGE.read_text()
@@ -509,6 +511,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=12.0, help="seconds of a measurement")
     parser.add_argument("--congestion", default="", help="TCP's, in the namespaces: cubic, bbr")
     parser.add_argument("--cores", default="", help="that peers are held to: 0,1 (taskset -c)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file, docs/links.json")
     parser.add_argument("--list", action="store_true", help="name the cells and end")
     parser.add_argument("--show", action="store_true", help="table and plots of what is there")
     parser.add_argument("--dry", action="store_true", help="measure and print, keep nothing")
@@ -518,10 +521,10 @@ def main() -> None:
         parser.error("no cell has such a name; --list names them")
     if args.list:
         for cell in wanted:
-            print(f"{cell.key:36} {len(load().get(cell.key, []))}")
+            print(f"{cell.key:36} {len(load(args.results).get(cell.key, []))}")
         return
     if args.show:
-        show()
+        show(args.results)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("links.py: ended by a signal"))
     try:
@@ -535,11 +538,11 @@ def measure_all(wanted: Sequence[Cell], args: argparse.Namespace) -> None:
     remove_stale()
     for number in range(args.repeat):
         for cell in wanted:
-            if not args.dry and len(load().get(cell.key, [])) > number:
+            if not args.dry and len(load(args.results).get(cell.key, [])) > number:
                 continue
             measured = measure(cell, args.window, args.congestion, args.cores)
             if not args.dry:
-                keep(cell, measured)
+                keep(args.results, cell, measured)
             print(_said(cell, measured), flush=True)
 
 
