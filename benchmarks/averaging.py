@@ -15,8 +15,8 @@ the next round's parameters in place:
 
 Seconds are medians over the rounds. CPU seconds (user and system, daemons included, of all
 processes) are per GB of gradients averaged (N times the model). Bytes sent are per peer, over the
-size of the gradient; 2 (N - 1) / N is the least that can be (ring all-reduce), and R - 1 backups
-cost (R - 1) / N more.
+size of the gradient; 2 (N - 1) / N is the least that can be (ring all-reduce). Backups whose
+machines make other bits than the primary's cost (R - 1) / N more.
 
 Whether the phases of an update overlap: a shard is being *reduced* from its first contribution of
 another peer, complete at the primary, to the sum; *stepped* until the result is there; *gathered*

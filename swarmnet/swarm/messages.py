@@ -456,6 +456,8 @@ class ShardReply:
     """Behind the step that they come from; -1 where that is not known."""
     norm: float = -1.0
     """What the reply to `norm` says of the round; -1 where that is not known."""
+    is_copy: bool = False
+    """The result is, to the bit, the one that the caller has made as backup: there is no array."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.num_tokens < 2**62:
@@ -465,7 +467,7 @@ class ShardReply:
 
 @dataclass(frozen=True, slots=True)
 class ReduceReply:
-    """In the order of the request. Arrays: the parameters of each shard, fp32."""
+    """In the order of the request. Arrays: of each shard that is no copy, the result."""
 
     shards: tuple[ShardReply, ...]
 
@@ -525,6 +527,17 @@ class MirrorRequest:
         _lineage(self.lineage)
         if not math.isfinite(self.scale):
             raise ValueError("the scale is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReply:
+    """Of a backup that has made the step."""
+
+    digest: bytes = b""
+    """Of the result of it (`Result.digest`); empty where there is none."""
+
+    def __post_init__(self) -> None:
+        _lineage(self.digest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,9 @@ class Confirm:
     """Answer the primary: its step has been made here."""
 
     call: Call
+    result: Handle
+    """Of the step that was made here: the primary need not give it out to this backup if its own is
+    the same."""
 
 
 @dataclass(frozen=True, slots=True)

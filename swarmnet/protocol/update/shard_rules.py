@@ -427,7 +427,7 @@ def copied(u: Facts, event: on.Stepped) -> None:
     if event.attempt != u.attempt:
         return
     u.state, u.result = COPIED, event.result
-    u.commands.append(do.Confirm(u.copied_for))
+    u.commands.append(do.Confirm(u.copied_for, u.result))
     u.copied_for = None
     if not must_use_copy(u):
         deny_all(u)

@@ -217,17 +217,19 @@ def sent_bytes(
     codec: str = NONE,
 ) -> float:
     """What a replica sends to others of its stage in a round, on average. To each of N primaries
-    its part of the gradient (g bytes a parameter, by the codec), to each replica the results of its
-    own shards (r bytes), to R - 1 backups their sums (s bytes):
-    Psi ((g + r) (N - 1) + s (R - 1)) / N, with g = r = s = 4 where nothing is coded, and in mode
-    `local` so much every `local_steps` rounds. In mode `gossip` every `local_steps` rounds an offer
+    its part of the gradient (g bytes a parameter, by the codec), to R - 1 backups their sums (s
+    bytes), to each of the others the results of its own shards (r bytes):
+    Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded, and in
+    mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from the
+    primary's in the last bit gets the results too. In mode `gossip` every `local_steps` rounds an offer
     of four vectors to the partner; of an odd number one has none."""
     n, psi = num_replicas, num_parameters
     names = codec_in(mode, codec)
     g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))
     if mode == GOSSIP:
         return OFFERED_VECTORS * s * psi * (n - n % 2) / n / local_steps
-    each = psi * ((g + r) * (n - 1) + s * (min(replication, n) - 1)) / n
+    owners = min(replication, n)
+    each = psi * (g * (n - 1) + s * (owners - 1) + r * (n - owners)) / n
     return each / local_steps if mode == LOCAL else each
 
 

@@ -268,7 +268,7 @@ class Actor:
                 self.answer(call, on.Agreed(me, ballot, *question_of(call)))
             case do.Deny(call, ballot):
                 self.answer(call, on.Denied(me, ballot))
-            case do.Confirm(call):
+            case do.Confirm(call, _):
                 self.answer(call, on.Confirmed(me, attempt_of(call)))
             case do.Refuse(call):
                 self.answer(call, on.Refused(me, attempt_of(call)))

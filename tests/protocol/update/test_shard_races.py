@@ -134,7 +134,7 @@ def test_the_primary_dies_before_the_mirror() -> None:
 def test_the_primary_dies_after_the_mirror() -> None:
     """The backup has the result, and gives it to those that come."""
     b = copying()
-    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror", "result")]
     assert do.Adopt("result", is_own=False) in sees(b, a=GONE)
     assert b.handle(pushed("c")) == [do.Give("push of c", "result")]
     assert b.handle(on.Asked("ask", "c", C, is_final=True)) == [do.Give("ask", "result")]
@@ -377,7 +377,7 @@ def test_two_of_which_each_waits_for_the_other() -> None:
 
 def test_of_several_backups_none_gives_out_before_the_primary_has() -> None:
     b = copying(holders="abc")
-    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror", "result")]
     assert b.facts.state is COPIED
     assert not b.handle(pushed("c"))
     found = b.handle(result_of("a", "the primary's"))
@@ -389,7 +389,7 @@ def test_a_broken_call_for_the_mirrored_step_comes_again() -> None:
     """The primary waits for the step, not for the first call."""
     b = copying()
     assert not b.handle(on.MirrorCame("mirror 2", "a", A, "step", fits=False))
-    assert do.Confirm("mirror 2") in b.handle(on.Stepped("result", 1))
+    assert do.Confirm("mirror 2", "result") in b.handle(on.Stepped("result", 1))
 
 
 def test_a_backup_that_cannot_make_the_step_waits_for_the_result() -> None:
@@ -423,7 +423,7 @@ def test_a_ballot_beyond_all_terms_is_not_followed() -> None:
 
 def copied(me: str = "b", **options: Any) -> ShardUpdate:
     u = copying(me, **options)
-    assert u.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    assert u.handle(on.Stepped("result", 1)) == [do.Confirm("mirror", "result")]
     assert u.facts.state is COPIED
     return u
 
@@ -449,7 +449,7 @@ def test_a_backup_that_copied_early_pushes_when_it_has_closed_the_round() -> Non
     b = ShardUpdate("b", Roster(A, tuple("abc"), tuple("ab"), tuple("ab"), is_holder=True))
     sees(b)
     b.handle(on.MirrorCame("mirror", "a", A, "step", fits=True))
-    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror")]
+    assert b.handle(on.Stepped("result", 1)) == [do.Confirm("mirror", "result")]
     found = b.handle(on.Begun(1, "gradient of b"))
     assert found == [do.Push("a", A, has_gradient=True)]
 

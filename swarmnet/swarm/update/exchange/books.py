@@ -32,10 +32,24 @@ class Books:
         """By exchange and shard: of sums that were made here."""
         self._counted: dict[int, int] = {}
         """In mode `local`: tokens that rounds counted, by the word of the feeders."""
+        self._copies: dict[tuple[int, int], dict[str, bytes]] = {}
+        """By exchange and shard: backups of the newest step made here, with the digests of what
+        they made."""
 
     def summed(self, exchange: int, shard: int, senders: frozenset[str]) -> None:
         """A sum has been made here."""
         self._senders[(exchange, shard)] = senders
+        self._copies.pop((exchange, shard), None)
+
+    def copied(self, exchange: int, shard: int, backup: str, digest: bytes) -> None:
+        """A backup has made the step too."""
+        self._copies.setdefault((exchange, shard), {})[backup] = digest
+
+    def takes_copy(self, exchange: int, shard: int, remote: str, digest: bytes) -> bool:
+        """Whether a peer need not be given a result, for it has made the same. It is told so once:
+        if it comes again it has its copy no more."""
+        copy = self._copies.get((exchange, shard), {}).pop(remote, b"")
+        return copy == digest != b""
 
     def stepped(self, exchange: int, shard: int, num_tokens: int) -> None:
         """So many tokens are behind a result."""
@@ -48,13 +62,22 @@ class Books:
         if told.norm >= 0:
             self._norms.heard(exchange, told.norm)
 
-    def told(self, exchange: int, shard: int, remote: str, coming: int | None = None) -> ShardReply:
+    def told(
+        self,
+        exchange: int,
+        shard: int,
+        remote: str,
+        coming: int | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> ShardReply:
         """What a contributor is told with its result. `coming`: the round that begins with it."""
         return ShardReply(
             exchange + 1 if coming is None else coming,
             remote in self._senders.get((exchange, shard), ()),
             self._tokens.get((exchange, shard), UNKNOWN),
             self.norm(exchange),
+            is_copy,
         )
 
     def norm(self, exchange: int) -> float:
@@ -107,3 +130,4 @@ class Books:
         oldest = exchange - BEHIND_ROUNDS
         self._tokens = {key: n for key, n in self._tokens.items() if key[0] >= oldest}
         self._senders = {key: p for key, p in self._senders.items() if key[0] >= oldest}
+        self._copies = {key: p for key, p in self._copies.items() if key[0] >= oldest}

@@ -293,17 +293,22 @@ class Exchange:
         self.done.setdefault(j, counted or not self._outbox.tokens[j])
         self.changed.notify_all()
 
-    async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array) -> Result:
-        """Parameters from another replica, put where they go; a result that holds instead is put
-        over them. Raises `ProtocolViolation` where they are of no use: their sender is dead for
-        this exchange."""
+    async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array | None) -> Result:
+        """Parameters from another replica, or the copy here, put where they go; a result that holds
+        instead is put over them. Raises `ProtocolViolation` where they are of no use: their sender
+        is dead for this exchange; `NotReady` where there is no copy."""
+        if values is None:
+            facts = self._machines[j].facts
+            if facts.state is not State.COPIED or facts.result is None:
+                raise NotReady("the copy was given up")  # and is not told of again
+            values = facts.result.values
         result, put = Result(values, told.counted), self._put
         try:
-            if put is None:
-                await self._work.check(j, values)
-            else:
+            if put is not None:
                 await self._work.put(j, result, put)
                 result = in_place(result, is_in_stage=self._stays_in_stage)
+            elif values is not None:
+                await self._work.check(j, values)
         except ProtocolViolation as e:
             log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
             self._distrusted.add(sender)

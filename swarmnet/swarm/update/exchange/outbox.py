@@ -29,6 +29,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     BallotReply,
     BallotRequest,
+    MirrorReply,
     MirrorRequest,
     ReduceProgress,
     ReduceReply,
@@ -53,9 +54,11 @@ Part = tuple[int, Array | None]
 """A contribution to a shard: the tokens behind it, and their gradient (none for no tokens)."""
 Feed = Callable[[int, on.Event], None]
 """By shard, what has happened."""
-Arrived = Callable[[int, str, ShardReply, Array], Awaitable[on.Handle]]
-"""A result: shard, sender, what was told with it, values. Returns what it is kept as; raises
-`ProtocolViolation` where the values are of no use."""
+Told = tuple[ShardReply, Array | None]
+"""What came of a shard; without values where they are those of the copy here."""
+Arrived = Callable[[int, str, ShardReply, Array | None], Awaitable[on.Handle]]
+"""A result: shard, sender, and what came. Returns what it is kept as; raises `ProtocolViolation`
+where the values are of no use, `NotReady` where there is no copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -209,9 +212,7 @@ class Outbox:
             if self._ends(call, j):
                 self._feed(j, on.ResultCame(call.target, result, call.ballots[j]))
 
-    async def _pushed(
-        self, call: PushCall, shards: tuple[int, ...]
-    ) -> dict[int, tuple[ShardReply, Array]]:
+    async def _pushed(self, call: PushCall, shards: tuple[int, ...]) -> dict[int, Told]:
         nothing: Part = (0, None)
         parts = [self.own.get(j, nothing) if call.with_gradient else nothing for j in shards]
         given = {j: g for j, (_, g) in zip(shards, parts, strict=True) if g is not None}
@@ -307,7 +308,7 @@ class Outbox:
                 self._feed(j, on.Denied(member, Ballot(term, primary)))
 
     async def _result_of(
-        self, shard: int, member: str, ballot: Ballot, told: ShardReply, values: Array
+        self, shard: int, member: str, ballot: Ballot, told: ShardReply, values: Array | None
     ) -> None:
         """`ballot`: that of the call which it answers."""
         try:
@@ -321,15 +322,18 @@ class Outbox:
 
     async def mirror(
         self, backup: str, request: MirrorRequest, gradient: Array, attempt: int
-    ) -> None:
-        """Has a backup make the step too."""
+    ) -> tuple[on.Event, bytes]:
+        """Has a backup make the step too. Returns what comes of it, and the digest of what the
+        backup has made."""
         event: on.Event = on.Refused(backup, attempt)
+        digest = b""
         try:
             await self._pace.turn(gradient.num_bytes)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.
             wait_s, _ = self._pace.contributions_s()
             message = Message(request, (gradient,))
-            await self._call(backup, "mirror", message, timeout_s=wait_s)
+            reply = await self._call(backup, "mirror", message, timeout_s=wait_s)
+            digest = convert(reply.body, MirrorReply).digest
             event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
             log.debug("shard %d was too long on its way to %s: %s", request.shard, backup[-8:], e)
@@ -343,7 +347,7 @@ class Outbox:
             denied = _ballot_in(e)
             if denied is not None:
                 event = on.Denied(backup, denied)
-        self._feed(request.shard, event)
+        return event, digest
 
     # ---- calls ------------------------------------------------------------------------------
 
@@ -375,12 +379,17 @@ class Outbox:
 
     def _results_in(
         self, shards: tuple[int, ...], told: tuple[ShardReply, ...], arrays: tuple[Array, ...]
-    ) -> dict[int, tuple[ShardReply, Array]]:
-        if not len(shards) == len(told) == len(arrays):
+    ) -> dict[int, Told]:
+        num_given = sum(not reply.is_copy for reply in told)
+        if len(told) != len(shards) or len(arrays) != num_given:
             raise ProtocolViolation(f"an answer of {len(told)} shards to a call for {len(shards)}")
-        for j, values in zip(shards, arrays, strict=True):
-            check_result(self._replica, j, values)
-        return dict(zip(shards, zip(told, arrays, strict=True), strict=True))
+        given, found = iter(arrays), dict[int, Told]()
+        for j, reply in zip(shards, told, strict=True):
+            values = None if reply.is_copy else next(given)
+            if values is not None:
+                check_result(self._replica, j, values)
+            found[j] = reply, values
+        return found
 
 
 def shared_call_bytes(upload_bytes_per_s: float) -> int:

@@ -18,6 +18,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     BallotReply,
     BallotRequest,
+    MirrorReply,
     MirrorRequest,
     ReduceProgress,
     ReduceReply,
@@ -39,7 +40,8 @@ from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
-Told = tuple[ShardReply, Array]
+Told = tuple[ShardReply, Array | None]
+"""Without values where the caller has them."""
 
 
 class ExchangeService:
@@ -93,9 +95,9 @@ class ExchangeService:
             results = await self._all_of(work) if len(work) > 1 else [await work[0]]
         finally:
             telling.cancel()
-        reply = ReduceReply(tuple(told for told, _ in results))
-        await self._pace.turn(sum(values.num_bytes for _, values in results))
-        return Message(reply, tuple(values for _, values in results))
+        reply, arrays = ReduceReply(tuple(told for told, _ in results)), _values_in(results)
+        await self._pace.turn(sum(values.num_bytes for values in arrays))
+        return Message(reply, arrays)
 
     def _gradients_of(self, push: ReduceRequest, arrays: tuple[Array, ...]) -> dict[int, Array]:
         shards = [j for j, n in zip(push.shards, push.num_tokens, strict=True) if n]
@@ -150,6 +152,9 @@ class ExchangeService:
             raise _redirect(j, answer)
         if self._is_leaving(remote):
             request.progress(Message(ReduceProgress(j)))
+        digest = b"" if push.is_whole else answer.result.digest
+        if self._books.takes_copy(asked, j, remote, digest):
+            return self._books.told(asked, j, remote, is_copy=True), None
         values = await self._work.copy_of(j, answer.result, is_whole=push.is_whole)
         return self._books.told(asked, j, remote), values
 
@@ -163,7 +168,7 @@ class ExchangeService:
                 untold.discard(j)
             await asyncio.sleep(LOOK_LESS_S)
 
-    async def _straggler(self, asked: int, j: int, remote: str) -> Told:
+    async def _straggler(self, asked: int, j: int, remote: str) -> tuple[ShardReply, Array]:
         """The parameters of this round are what it lacks."""
         self._pace.straggled(remote)
         current = self._replica.current_exchange
@@ -211,13 +216,14 @@ class ExchangeService:
             )
         )
         told = [(i, found) for i, (_, found) in enumerate(answers) if found is not None]
+        arrays = _values_in([found for _, found in told])
         reply = BallotReply(
             tuple(ballot.term for ballot, _ in answers),
             tuple(ballot.primary for ballot, _ in answers),
             tuple(i for i, _ in told),
             tuple(reply for _, (reply, _) in told),
         )
-        return Message(reply, tuple(values for _, (_, values) in told))
+        return Message(reply, arrays)
 
     async def _vote(
         self, remote: str, asked: int, j: int, ballot: Ballot, is_final: bool
@@ -257,7 +263,7 @@ class ExchangeService:
             j, lambda call: on.MirrorCame(call, remote, ballot, step, fits=not why_not)
         )
         if isinstance(answer, do.Confirm):
-            return Message()
+            return Message(MirrorReply(answer.result.digest))
         if isinstance(answer, do.Deny):
             raise _redirect(j, answer)
         raise NotReady(why_not or "this step was made here already")
@@ -282,6 +288,10 @@ class ExchangeService:
         if turn is Turn.OVER:
             raise Stale(f"round {asked} is over here", round=replica.current_exchange)
         return turn
+
+
+def _values_in(told: Sequence[Told]) -> tuple[Array, ...]:
+    return tuple(values for _, values in told if values is not None)
 
 
 def _redirect(shard: int, answer: do.Command) -> Redirect:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import xxhash
 
 from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.protocol.codecs import NONE
@@ -55,6 +57,8 @@ class Result:
     who made it."""
     is_placed: bool = False
     """It has been put where it goes."""
+    digest: bytes = b""
+    """XXH3-64 of the values, where they are of a step that was made here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +213,7 @@ class ShardWork:
         replica = self._replica
         await self.until_exported()
 
-        def work() -> Array:
+        def work() -> Result:
             present = replica.common_shard(shard)
             is_delayed = self.plan.is_delayed(exchange)
             total = replica.optimizer.codec.decoded_sum(shard, gradient)
@@ -217,9 +221,9 @@ class ShardWork:
                 shard, present, total, before.scale, exchange, is_delayed
             )
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, gradient))
-            return after
+            return Result(after, digest=xxhash.xxh3_64_digest(after.data))
 
-        return Result(await replica.worker.run(work))
+        return await replica.worker.run(work)
 
     # ---- a backup's work --------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class ShardWork:
         if mirror.norm >= 0:
             self._norms.heard(mirror.round, mirror.norm)
         self._makers[mirror.shard] = maker
-        return Result(result.values, counted=True)  # as far as is known
+        return replace(result, counted=True)  # as far as is known
 
     # ---- results ----------------------------------------------------------------------------
 
@@ -295,7 +299,7 @@ def in_place(result: Result, *, is_in_stage: bool) -> Result:
     coded it is small to send."""
     is_coded = result.values is not None and result.values.dtype != "float32"
     values = result.values if is_coded or not is_in_stage else None
-    return Result(values, result.counted, is_placed=True)
+    return replace(result, values=values, is_placed=True)
 
 
 def _copied(shard: Array) -> Array:

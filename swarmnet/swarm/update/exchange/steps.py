@@ -169,7 +169,10 @@ class ExchangeSteps:
             state.lineage,
             command.ballot.term,
         )
-        await self._outbox.mirror(backup, request, total.gradient, command.attempt)
+        event, digest = await self._outbox.mirror(backup, request, total.gradient, command.attempt)
+        if self._attempts[j] == command.attempt:
+            self._books.copied(self._number, j, backup, digest)
+        self._feed(j, event)
 
     async def _repeat(
         self, j: int, attempt: int, mirror: MirrorRequest, gradient: Array, maker: str
