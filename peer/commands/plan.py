@@ -196,9 +196,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"{sync.replication} owners of a shard and N = {options.replicas} replicas of a "
         f"stage; {p.total + without:g} without ZeRO (Rajbhandari et al., "
         "2020: 16 in mixed precision).",
-        "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a round, "
-        "with "
-        f"{_sizes(sync.mode, sync.codec)}; local the same every H = {sync.local_steps} rounds; "
+        "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
+        f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = {sync.local_steps} rounds; "
         "gossip four numbers every H rounds, to one partner"
         f"{warm_up}. "
         "Activations and their gradients come on top.",

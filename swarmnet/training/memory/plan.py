@@ -221,8 +221,8 @@ def sent_bytes(
     bytes), to each of the others the results of its own shards (r bytes):
     Psi (g (N - 1) + s (R - 1) + r (N - R)) / N, with g = r = s = 4 where nothing is coded, and in
     mode `local` so much every `local_steps` rounds. A backup whose arithmetic differs from the
-    primary's in the last bit gets the results too. In mode `gossip` every `local_steps` rounds an offer
-    of four vectors to the partner; of an odd number one has none."""
+    primary's in the last bit gets the results too. In mode `gossip` every `local_steps` rounds an
+    offer of four vectors to the partner; of an odd number one has none."""
     n, psi = num_replicas, num_parameters
     names = codec_in(mode, codec)
     g, s, r = map(number_bytes, (names.contributions, names.sums, names.results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def in_the_last_bit(after: Array) -> Array:
 def test_who_makes_other_bits_gets_the_result(tmp_path: Path, mode: str, codec: str) -> None:
     found: dict[bool, int] = {}
 
-    async def scenario(swarm: Swarm) -> None:
+    async def scenario(swarm: Swarm, is_unlike: bool) -> None:
         def build_unlike(stage_index: int) -> tuple[Any, Any]:
             stage, optimizer = swarm.build(stage_index)
             step = optimizer.step
@@ -57,7 +58,7 @@ def test_who_makes_other_bits_gets_the_result(tmp_path: Path, mode: str, codec: 
         swarm.parameters()  # asserts that replicas are the same
 
     for is_unlike in (False, True):
-        in_virtual_time(scenario, spec_of(tmp_path, mode, codec))
+        in_virtual_time(partial(scenario, is_unlike=is_unlike), spec_of(tmp_path, mode, codec))
     print(f"{mode}, {codec}: {found[False]:,} bytes a round, {found[True]:,} of unlike machines")
     assert found[True] > 1.2 * found[False]
 
