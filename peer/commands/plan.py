@@ -197,9 +197,8 @@ def _formulae(spec: RunSpec, options: PlanOptions, p: Precision) -> list[str]:
         f"stage; {p.total + without:g} without ZeRO (Rajbhandari et al., "
         "2020: 16 in mixed precision).",
         "Sent, bytes a parameter: zero and delayed (g (N - 1) + s (R - 1) + r (N - R)) / N a "
-        f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = {sync.local_steps} rounds; "
-        "gossip four numbers every H rounds, to one partner"
-        f"{warm_up}. "
+        f"round, with {_sizes(sync.mode, sync.codec)}; local the same every H = "
+        f"{sync.local_steps} rounds; gossip four numbers every H rounds, to one partner{warm_up}. "
         "Activations and their gradients come on top.",
         f"Optimizer: {store}, the share of a replica of average upload bandwidth. Activations: "
         f"{options.in_flight} microbatches of {spec.pipeline.microbatch} samples in flight, "
