@@ -76,6 +76,22 @@ def test_shards_share_a_call_as_far_as_they_fit(
     in_virtual_time(scenario, spec)
 
 
+def test_shards_share_calls_beside_a_round_too(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync={"mode": "delayed"})
+
+    async def scenario(swarm: Swarm) -> None:
+        calls: Calls = Counter()
+        for i in range(NUM_PEERS):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(2)
+        for name in swarm.members:
+            count_calls(swarm, name, calls)
+        await swarm.until_round(ROUNDS)
+        assert max(len(shards) for _, _, _, shards in calls) > 2
+
+    in_virtual_time(scenario, spec)
+
+
 def test_who_calls_the_wrong_primary_hears_it_at_once(tmp_path: Path) -> None:
     """Two that each take the other for the primary of everything: were the answer to wait until
     all shards are done, each would wait for what the other keeps back."""

@@ -47,6 +47,8 @@ log = logging.getLogger("swarmnet.averaging")
 SHARED_CALL_S, MAX_SHARED_CALL_BYTES = 1.0, 16 << 20
 """Shards share a call as long as they go up this replica's link in such a time, and are not more
 bytes: of too many, a primary that could step some would hear late."""
+BESIDE_PART = 0.05
+"""Of that, beside a round: a microbatch may wait behind such a call."""
 USUAL_SHARED_CALL_BYTES = 4 << 20
 """The same while the link has not been measured."""
 
@@ -163,9 +165,9 @@ class Outbox:
                 self._tasks.start(self._ask(member, several, is_final))
 
     def _calls_for(self, pushes: Sequence[tuple[int, do.Push]]) -> list[PushCall]:
-        """Beside a round each shard waits for room on the link alone, and a replica that leaves
-        wants to hear of each as early as can be."""
-        is_alone = self._gossip.own.state == LEAVING or self._is_delayed
+        """Beside a round what shares a call waits for room on the link together, and a replica that
+        leaves wants to hear of each shard as early as can be."""
+        is_alone = self._gossip.own.state == LEAVING
         calls: list[PushCall] = []
         open_: dict[str, tuple[PushCall, int]] = {}
         """By primary, a call that has room, and how much."""
@@ -177,6 +179,7 @@ class Outbox:
             call, room = open_.get(command.target, (None, 0))
             if call is None or room < num_bytes or len(call.ballots) == MAX_ARRAYS:
                 room = shared_call_bytes(self._gossip.own.upload_bytes_per_s)
+                room = int(room * BESIDE_PART) if self._is_delayed else room
                 call = PushCall(command.target, {}, True)
                 calls.append(call)
             call.ballots[j] = command.ballot
