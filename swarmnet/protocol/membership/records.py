@@ -147,6 +147,9 @@ class Record:
     holds: bytes = b""
     """Bit j % 8 of byte j // 8: holds the optimizer state of shard j as of the beginning of
     `round`."""
+    fresh: bytes = b""
+    """As `holds`: shards that it holds since the middle of `round`. So long it is the primary of
+    none of them that another peer holds."""
     held_out: HeldOut | None = None
     totals: dict[str, int] = field(default_factory=dict)
     """Counters since its start, such as `rerouted` or `sent_bytes`."""
@@ -228,7 +231,8 @@ class Record:
             raise ValueError("too many or too long addresses")
         if len(self.digests) > MAX_SHARDS * DIGEST_BYTES or len(self.digests) % DIGEST_BYTES:
             raise ValueError("digests of an impossible length")
-        if len(self.holds) > MAX_SHARDS // 8 or len(self.counts) > KEPT_ROUNDS:
+        longest = max(len(self.holds), len(self.fresh))
+        if longest > MAX_SHARDS // 8 or len(self.counts) > KEPT_ROUNDS:
             raise ValueError("a field of a record is too long")
         if len(self.totals) > 64 or any(
             len(k) > 64 or not 0 <= v < 2**62 for k, v in self.totals.items()
@@ -277,6 +281,10 @@ class Record:
     def holds_shard(self, shard_index: int) -> bool:
         return has_bit(self.holds, shard_index)
 
+    def is_fresh(self, shard_index: int) -> bool:
+        """Whether it holds a shard since the middle of its round."""
+        return has_bit(self.fresh, shard_index)
+
     def with_count(self, count: RoundCount) -> Record:
         """This record with the counters of one round replaced; the oldest rounds are dropped."""
         counts = {c.round: c for c in self.counts}
@@ -293,7 +301,7 @@ def record_bytes(num_shards: int, num_slots: int) -> int:
     """A bound of a record's msgpack, bytes, in a run whose stages have up to `num_shards` shards
     and whose rounds have `num_slots` slots."""
     digests = DIGEST_BYTES * num_shards
-    holds = (1 + MAX_RESTORABLE) * (num_shards // 8 + 1)
+    holds = (2 + MAX_RESTORABLE) * (num_shards // 8 + 1)
     sets = 3 * KEPT_ROUNDS * (num_slots // 8 + 1)
     return FIXED_BYTES + digests + holds + sets
 

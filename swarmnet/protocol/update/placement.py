@@ -5,14 +5,22 @@ shard. Thaler and Ravishankar, "Using name-based mappings to increase hit rates"
 score -weight / ln(h), h uniform in (0, 1), a peer comes first with probability proportional to
 its weight, and whether a peer beats another does not depend on a third: a peer that joins or
 leaves moves only the shards that it gains or loses.
+
+Which owner of a shard comes first is shared out: between the owners of a group of shards, by their
+weights, and not by chance. A group is all shards with the same owners, so there is much to share
+out where there are few replicas, and that is where chance weighs: of four shards of two equal
+peers, it makes one peer the primary of three or four every other time, and that peer's uplink is
+what all wait for. The optimizer state is at all owners, so none moves with it.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import accumulate
 from statistics import fmean
 
 from swarmnet.protocol.membership.records import Record
@@ -45,9 +53,13 @@ KEPT_DRAWS = 1 << 16
 
 @lru_cache(maxsize=KEPT_DRAWS)
 def _log_draw(stage: int, shard_index: int, peer_id: str) -> float:
-    name = f"{stage}|{shard_index}|{peer_id}".encode()
-    x = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> (64 - HASH_BITS)
-    return math.log((x + 0.5) / 2**HASH_BITS)
+    return math.log(_draw(f"{stage}|{shard_index}|{peer_id}"))
+
+
+def _draw(name: str) -> float:
+    """Uniform in (0, 1)."""
+    x = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> (64 - HASH_BITS)
+    return (x + 0.5) / 2**HASH_BITS
 
 
 KEPT_PLACEMENTS = 64
@@ -68,17 +80,35 @@ class Placement:
         self.replication = replication
         self.weights = dict(weights)
         self._orders = [tuple(owners(stage, j, self.weights)) for j in range(num_shards)]
+        self._share_out()
         self._owned: dict[str, list[int]] = {p: [] for p in self.weights}
         for j in range(num_shards):
             for peer_id in self.owners(j):
                 self._owned[peer_id].append(j)
 
+    def _share_out(self) -> None:
+        """Who comes first of the owners of each shard: systematic sampling in each group."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for j in range(self.num_shards):
+            groups.setdefault(tuple(sorted(self.owners(j))), []).append(j)
+        for group, shards in groups.items():
+            if len(group) < 2:
+                continue
+            ends = list(accumulate(self.weights[p] for p in group))
+            start = _draw(f"{self.stage}|{'|'.join(group)}")
+            for k, j in enumerate(shards):
+                at = (start + k / len(shards)) % 1.0 * ends[-1]
+                first = group[min(bisect_right(ends, at), len(group) - 1)]
+                rest = (p for p in self._orders[j] if p != first)
+                self._orders[j] = (first, *rest)
+
     def order(self, shard_index: int) -> tuple[str, ...]:
-        """All peers, best owner first."""
+        """All peers: the primary, the other owners, then the others, each after who is a better
+        owner."""
         return self._orders[shard_index]
 
     def owners(self, shard_index: int) -> tuple[str, ...]:
-        """The first `replication` of the order."""
+        """The first `replication` of the order, the primary first."""
         return self._orders[shard_index][: self.replication]
 
     def primary(self, shard_index: int) -> str | None:
@@ -110,16 +140,6 @@ def short_of_owners(placement: Placement, records: Iterable[Record], peer_id: st
     wanted = [j for j in placement.owned_by(peer_id) if not own.holds_shard(j)]
     enough = min(placement.replication, len(known))
     return [j for j in wanted if sum(r.holds_shard(j) for r in known.values()) < enough]
-
-
-def comes_after_a_holder(
-    placement: Placement, records: Iterable[Record], peer_id: str, shard_index: int
-) -> bool:
-    """True where a peer that publishes now that it holds a shard does not become its primary: a
-    holder comes before it in the order."""
-    holders = {r.peer_id for r in records if r.holds_shard(shard_index)}
-    order = placement.order(shard_index)
-    return peer_id in order and any(p in holders for p in order[: order.index(peer_id)])
 
 
 def weights_from(records: Iterable[Record]) -> dict[str, float]:

@@ -96,6 +96,7 @@ class Openings:
             "round": replica.round,
             "digests": replica.digests,
             "holds": holds,
+            "fresh": b"",
             "active_from": active_from,
             "samples_per_s": rate,
             "queue_length": replica.device.num_waiting,

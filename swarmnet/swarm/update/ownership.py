@@ -7,9 +7,9 @@ exchange begins here (`roster`), and is fixed from then on (`protocol.update.ros
 
 A replica that comes to own a shard fetches its state during one round, follows it through that
 round's update as a backup, and says that it holds it when the next round begins. Where an owner is
-lost in the middle of a round, the next in order fetches the state at once, and says so at once
-where that makes no other replica the primary: rounds may be long, and a shard is in danger for
-seconds, not for the rest of one. A replica drops state when others own the shard and all of them
+lost in the middle of a round, the next in order fetches the state at once, and says so at once,
+but is no primary before the next round: rounds may be long, and a shard is in danger for seconds,
+not for the rest of one. A replica drops state when others own the shard and all of them
 say that they hold it."""
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record, bitmap
 from swarmnet.protocol.membership.view import ALL
 from swarmnet.protocol.update.placement import (
     Placement,
-    comes_after_a_holder,
     placed,
     short_of_owners,
     weights_from,
@@ -154,7 +153,11 @@ class Ownership:
             behind = record is None or self.plan.parameter_version(record.round) < r - 1
             return record is not None and not behind and record.holds_shard(j)
 
-        return order, tuple(p for p in order if holds(p))
+        def is_fresh(peer_id: str) -> bool:
+            record = own if peer_id == own.peer_id else self.gossip.view.get(peer_id)
+            return record is not None and record.is_fresh(j)
+
+        return order, tuple(sorted(filter(holds, order), key=is_fresh))
 
     def followers(self, round_index: int, shard_index: int) -> list[str]:
         """Who makes the step of a shard with its primary: its owners; and as long as some of them
@@ -217,22 +220,22 @@ class Ownership:
         return short_of_owners(self.placement(r), candidates, self.gossip.own.peer_id)
 
     async def _take_over(self, r: int, shards: Sequence[int]) -> None:
-        """Fetches, and says what is held now where that does not change who is primary."""
+        """Fetches, and says what is held now. That does not change who is the primary: this replica
+        comes after all that held it when the round began."""
         await self.states.fetch_all(r, shards, self.holders)
         own = self.gossip.own
         if self.replica.round != own.round or own.state != ACTIVE:
             return
-        placement, candidates = self.placement(r), self.members.candidates(self.replica.index, r)
-        told = [
-            j
-            for j in shards
-            if self.states.has_input(j, r)
-            and comes_after_a_holder(placement, candidates, own.peer_id, j)
-        ]
-        held = [j for j in range(self.replica.num_shards) if own.holds_shard(j)]
-        if set(told) - set(held):
+        num_shards = self.replica.num_shards
+        held = {j for j in range(num_shards) if own.holds_shard(j)}
+        told = {j for j in shards if self.states.has_input(j, r) and self.holders(r, j)} - held
+        if told:
             log.info("%d shards that had lost an owner were taken over", len(told))
-            self.gossip.update(holds=bitmap(sorted({*told, *held}), self.replica.num_shards))
+            fresh = told | {j for j in held if own.is_fresh(j)}
+            self.gossip.update(
+                holds=bitmap(sorted(held | told), num_shards),
+                fresh=bitmap(sorted(fresh), num_shards),
+            )
 
     def _is_spare(self, j: int, owners: Sequence[str]) -> bool:
         """The shard's owners all have what this replica has of it, and no step is made here."""
