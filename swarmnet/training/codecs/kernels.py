@@ -1,0 +1,420 @@
+"""Triton kernels of `int8`, `int6` and `int4`: one that encodes, one that decodes, and both check.
+
+A module of its own, since Triton comes with torch for CUDA alone: `fused` imports it when there is a
+device for it. The bits are those of `blocks` and `tiles`, because each step is one that IEEE 754
+defines, in the same order: `div_rn` is the exactly rounded quotient, products and sums are not
+fused (`enable_fp_fusion`), rounding to integers is the addition of `1.5 * 2^23`, which is to the
+nearest, ties to even, below 2^22, and what rounds to bfloat16 is whole-number arithmetic. Largest
+magnitudes are found among the bits of the numbers, whose order is that of the magnitudes, with NaN
+above all.
+
+One program codes a group of blocks of one row. It writes one byte of findings: not 0 where a scale
+or a code is none that `check` takes. What a kernel is compiled for is in capitals, as is usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swarmnet.protocol.codecs import BLOCK, INT8, TILE, TILE_BITS, num_blocks, row_bytes
+from swarmnet.training.codecs.base import LARGEST_SCALED, SMALLEST
+from swarmnet.training.codecs.blocks import LARGEST_CODE
+from swarmnet.training.codecs.tiles import GRID
+
+NUMBERS = 2048
+"""That one program codes at most."""
+LEAST_TILES = 16
+"""Of a program: the fewest rows of a matrix product."""
+NUM_WARPS = 4
+EXACT = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+
+
+def kernels_of(name: str, num_values: int) -> Int8Kernels | TileKernels | None:
+    """For rows of so many numbers. None for a codec that has no kernels."""
+    if name == INT8:
+        return Int8Kernels(num_values)
+    return TileKernels(name, num_values) if name in TILE_BITS else None
+
+
+class Int8Kernels:
+    """Implements `fused.Kernels` for `blocks.Int8`."""
+
+    def __init__(self, num_values: int) -> None:
+        blocks = num_blocks(num_values, BLOCK)
+        group = min(triton.next_power_of_2(blocks), NUMBERS // BLOCK)
+        self.num_findings = triton.cdiv(blocks, group)
+        self._options = {
+            "N": num_values,
+            "BLOCKS": blocks,
+            "ROW": row_bytes(INT8, num_values),
+            "BLOCK": BLOCK,
+            "GROUP": group,
+            "LARGEST_CODE": LARGEST_CODE,
+            "LARGEST_SCALE": bfloat16_bits(LARGEST_SCALED / LARGEST_CODE),
+            **EXACT,
+        }
+        self._smallest = float_bits(SMALLEST)
+
+    def encode(self, values: Tensor, coded: Tensor, findings: Tensor) -> None:
+        with _on_device_of(values):
+            _encode_int8[values.shape[0], self.num_findings](
+                *_numbers(values), coded, findings, SMALLEST=self._smallest, **self._options
+            )
+
+    def decode(self, coded: Tensor, values: Tensor, findings: Tensor) -> None:
+        with _on_device_of(values):
+            _decode_int8[values.shape[0], self.num_findings](
+                coded, *_numbers(values), findings, **self._options
+            )
+
+
+class TileKernels:
+    """Implements `fused.Kernels` for `tiles.Tiles`."""
+
+    def __init__(self, name: str, num_values: int) -> None:
+        tiles, bits = num_blocks(num_values, TILE), TILE_BITS[name]
+        group = max(LEAST_TILES, min(triton.next_power_of_2(tiles), NUMBERS // TILE))
+        largest_code = (1 << (bits - 1)) - 1
+        most = LARGEST_SCALED / largest_code
+        self.num_findings = triton.cdiv(tiles, group)
+        self._options = {
+            "N": num_values,
+            "TILES": tiles,
+            "ROW": row_bytes(name, num_values),
+            "TILE": TILE,
+            "BITS": bits,
+            "GROUP": group,
+            "LARGEST_CODE": largest_code,
+            "LARGEST_SCALE": bfloat16_bits(most),
+            "LARGEST_ROTATED": bfloat16_bits(most / TILE),
+            **EXACT,
+        }
+        self._encodes = {
+            "GRID": GRID,
+            "MOST_ROTATED": math.floor(math.sqrt(TILE) * GRID),  # rotated numbers are whole ones
+            "SMALLEST": float_bits(SMALLEST),
+        }
+
+    def encode(self, values: Tensor, coded: Tensor, findings: Tensor) -> None:
+        with _on_device_of(values):
+            _encode_tiles[values.shape[0], self.num_findings](
+                *_numbers(values), coded, findings, **self._encodes, **self._options
+            )
+
+    def decode(self, coded: Tensor, values: Tensor, findings: Tensor) -> None:
+        with _on_device_of(values):
+            _decode_tiles[values.shape[0], self.num_findings](
+                coded, *_numbers(values), findings, **self._options
+            )
+
+
+def float_bits(value: float) -> int:
+    """Of the fp32 number."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def bfloat16_bits(value: float) -> int:
+    """Of the largest bfloat16 number that is not above a positive one."""
+    bits = float_bits(value) >> 16
+    (number,) = struct.unpack("<f", struct.pack("<I", bits << 16))
+    return bits if number <= value else bits - 1
+
+
+def _numbers(values: Tensor) -> tuple[Tensor, bool]:
+    """A tensor of fp32 as it is, one of bfloat16 as its bits, and which it is."""
+    is_bf16 = values.dtype is torch.bfloat16
+    return (values.view(torch.int16) if is_bf16 else values), is_bf16
+
+
+def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton starts kernels on the thread's present device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+# ---- numbers --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_numbers(pointers: Any, mask: Any, IS_BF16: tl.constexpr) -> Any:
+    """As fp32."""
+    numbers = tl.load(pointers, mask=mask, other=0)
+    if IS_BF16:
+        numbers = _widened(numbers.to(tl.int32))
+    return numbers
+
+
+@triton.jit
+def _store_numbers(pointers: Any, values: Any, mask: Any, IS_BF16: tl.constexpr) -> None:
+    if IS_BF16:
+        bits = values.to(tl.int32, bitcast=True)
+        sign = (bits >> 16) & 0x8000
+        tl.store(pointers, (_bfloat16(bits) | sign).to(tl.int16), mask=mask)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _bfloat16(bits: Any) -> Any:
+    """fp32 numbers' bits to those of their magnitudes in bfloat16."""
+    bits = bits & 0x7FFFFFFF
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(bits > 0x7F800000, 0x7FC0, nearest)
+
+
+@triton.jit
+def _widened(bits: Any) -> Any:
+    """bfloat16 numbers' bits as fp32 numbers."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(values: Any) -> Any:
+    """fp32 numbers below 2^22 as int32."""
+    return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _largest(blocks: Any, SMALLEST: tl.constexpr) -> Any:
+    """The largest magnitude of each line, at least `SMALLEST` (bits), fp32 [lines, 1]."""
+    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.maximum(tl.max(bits, axis=1), SMALLEST)
+    return tl.expand_dims(largest, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_scales(pointers: Any, mask: Any) -> Any:
+    """Their bits. Scales need not be aligned, so byte by byte."""
+    low = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+    return low | (tl.load(pointers + 1, mask=mask, other=0).to(tl.int32) << 8)
+
+
+@triton.jit
+def _store_scales(pointers: Any, bits: Any, mask: Any) -> None:
+    tl.store(pointers, (bits & 255).to(tl.uint8), mask=mask)
+    tl.store(pointers + 1, (bits >> 8).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _store_finding(findings: Any, is_wrong: Any) -> None:
+    """Of this program. `is_wrong`: of a block each, int32."""
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(findings + program, tl.max(is_wrong, axis=0).to(tl.uint8))
+
+
+# ---- int8 -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _encode_int8(
+    values: Any,
+    IS_BF16: tl.constexpr,
+    coded: Any,
+    findings: Any,
+    N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    SMALLEST: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    places = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    numbers = _load_numbers(values + row * N + places, places < N, IS_BF16)
+    largest = _largest(numbers, SMALLEST)
+    scales = _bfloat16(tl.div_rn(largest, LARGEST_CODE * 1.0).to(tl.int32, bitcast=True))
+    codes = _nearest(tl.div_rn(numbers, _widened(scales)))
+    start = coded + row * ROW
+    bits = tl.reshape(scales, [GROUP])
+    _store_scales(start + 2 * blocks, bits, blocks < BLOCKS)
+    tl.store(start + 2 * BLOCKS + places, codes.to(tl.uint8), mask=places < N)
+    _store_finding(findings, (bits > LARGEST_SCALE).to(tl.int32))
+
+
+@triton.jit
+def _decode_int8(
+    coded: Any,
+    values: Any,
+    IS_BF16: tl.constexpr,
+    findings: Any,
+    N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    places = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    start = coded + row * ROW
+    scales = _load_scales(start + 2 * blocks, blocks < BLOCKS)
+    codes = tl.load(start + 2 * BLOCKS + places, mask=places < N, other=0).to(tl.int32)
+    codes = ((codes & 255) ^ 128) - 128
+    numbers = codes.to(tl.float32) * tl.expand_dims(_widened(scales), 1)
+    _store_numbers(values + row * N + places, numbers, places < N, IS_BF16)
+    # -0.0 is a scale that `check` takes, as it is not below 0.
+    is_wrong = ((scales > LARGEST_SCALE) & (scales != 0x8000)).to(tl.int32)
+    is_outside = (codes < -LARGEST_CODE).to(tl.int32)
+    _store_finding(findings, tl.maximum(is_wrong, tl.max(is_outside, axis=1)))
+
+
+# ---- int6 and int4 --------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotated(tiles: Any, TILE: tl.constexpr) -> Any:
+    """fp32 whole numbers of at most 11 bits, each line times Sylvester's matrix, exactly: they are
+    fp16 numbers, and their sums are fp32 numbers."""
+    lines = tl.arange(0, TILE)
+    parity = lines[:, None] & lines[None, :]
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = (parity ^ (parity >> 1)) & 1
+    return tl.dot(tiles.to(tl.float16), (1 - 2 * parity).to(tl.float16))
+
+
+@triton.jit
+def _part(codes: Any, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr) -> Any:
+    """Of lines of codes, cut into so many parts, the one with this index."""
+    WIDTH: tl.constexpr = codes.shape[1] // PARTS
+    parts = tl.reshape(codes, [GROUP, PARTS, WIDTH])
+    is_it = tl.arange(0, PARTS)[None, :, None] == index
+    return tl.sum(tl.where(is_it, parts, 0), axis=1)
+
+
+@triton.jit
+def _encode_tiles(
+    values: Any,
+    IS_BF16: tl.constexpr,
+    coded: Any,
+    findings: Any,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    ROW: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    LARGEST_ROTATED: tl.constexpr,
+    GRID: tl.constexpr,
+    MOST_ROTATED: tl.constexpr,
+    SMALLEST: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    places = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    numbers = _load_numbers(values + row * N + places, places < N, IS_BF16)
+    step = tl.div_rn(_largest(numbers, SMALLEST), GRID * 1.0)
+    whole = _nearest(tl.div_rn(numbers, step)).to(tl.float32)
+    rotated = _rotated(whole, TILE)
+    largest = tl.expand_dims(tl.max(tl.abs(rotated), axis=1), 1)
+    is_rotated = largest <= MOST_ROTATED * 1.0
+    steps = tl.where(is_rotated, tl.maximum(largest, 1.0) * (1.0 / TILE), GRID * 1.0)
+    quotient = tl.div_rn(step * steps, LARGEST_CODE * 1.0)
+    scales = _bfloat16(quotient.to(tl.int32, bitcast=True))
+    factors = tl.div_rn(tl.where(is_rotated, step * (1.0 / TILE), step), _widened(scales))
+    codes = _nearest(tl.where(is_rotated, rotated, whole) * factors) + (LARGEST_CODE + 1)
+    start = coded + row * ROW
+    most = tl.where(is_rotated, LARGEST_ROTATED, LARGEST_SCALE)
+    is_wrong = tl.reshape((scales > most).to(tl.int32), [GROUP])
+    signed = tl.reshape(tl.where(is_rotated, scales | 0x8000, scales), [GROUP])
+    _store_scales(start + 2 * tiles, signed, tiles < TILES)
+    _store_packed(start + 2 * TILES, tiles, codes, TILES, BITS, GROUP)
+    _store_finding(findings, is_wrong)
+
+
+@triton.jit
+def _store_packed(
+    start: Any,
+    tiles: Any,
+    codes: Any,
+    TILES: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    WIDTH: tl.constexpr = 32 // (2 if BITS == 4 else 4)
+    SIZE: tl.constexpr = 32 * BITS // 8
+    pointers = start + tiles[:, None] * SIZE + tl.arange(0, WIDTH)[None, :]
+    is_tile = tiles[:, None] < TILES
+    if BITS == 4:
+        low, high = _part(codes, 0, GROUP, 2), _part(codes, 1, GROUP, 2)
+        tl.store(pointers, (low | (high << 4)).to(tl.uint8), mask=is_tile)
+    else:
+        last = _part(codes, 3, GROUP, 4)
+        for i in tl.static_range(3):
+            part = _part(codes, i, GROUP, 4) | (((last >> (2 * i)) & 3) << 6)
+            tl.store(pointers + i * WIDTH, part.to(tl.uint8), mask=is_tile)
+
+
+@triton.jit
+def _load_packed(
+    start: Any,
+    tiles: Any,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+) -> Any:
+    """int32 [tiles, TILE]; 1, which no check minds, beyond the last tile."""
+    first = start + tiles[:, None] * (TILE * BITS // 8)
+    is_tile = tiles[:, None] < TILES
+    places = tl.arange(0, TILE)[None, :]
+    if BITS == 4:
+        HALF: tl.constexpr = TILE // 2
+        byte = tl.load(first + places % HALF, mask=is_tile, other=0x11).to(tl.int32)
+        codes = (byte >> (4 * (places // HALF))) & 15
+    else:  # six bits of a byte are a code of the first three parts, two belong to the last one
+        PART: tl.constexpr = TILE // 4
+        is_last = is_tile & (places >= 3 * PART)
+        byte = tl.load(first + places, mask=is_tile & (places < 3 * PART), other=1).to(tl.int32)
+        rest = first + places % PART
+        last = tl.load(rest, mask=is_last, other=0).to(tl.int32) >> 6
+        last |= tl.load(rest + PART, mask=is_last, other=0).to(tl.int32) >> 6 << 2
+        last |= tl.load(rest + 2 * PART, mask=is_last, other=0).to(tl.int32) >> 6 << 4
+        codes = tl.where(is_last, last, byte & 63)
+    return codes
+
+
+@triton.jit
+def _decode_tiles(
+    coded: Any,
+    values: Any,
+    IS_BF16: tl.constexpr,
+    findings: Any,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    ROW: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    LARGEST_ROTATED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    start = coded + row * ROW
+    bits = _load_scales(start + 2 * tiles, tiles < TILES)
+    raw = _load_packed(start + 2 * TILES, tiles, TILES, TILE, BITS)
+    codes = (raw - (LARGEST_CODE + 1)).to(tl.float32)
+    scales = bits & 0x7FFF
+    is_rotated = bits > 0x8000  # -0.0 is not below 0
+    chosen = tl.where(tl.expand_dims(is_rotated, 1), _rotated(codes, TILE), codes)
+    numbers = chosen * tl.expand_dims(_widened(scales), 1)
+    places = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    _store_numbers(values + row * N + places, numbers, places < N, IS_BF16)
+    most = tl.where(is_rotated, LARGEST_ROTATED, LARGEST_SCALE)
+    is_outside = tl.max((raw == 0).to(tl.int32), axis=1)
+    _store_finding(findings, tl.maximum((scales > most).to(tl.int32), is_outside))
