@@ -143,7 +143,7 @@ def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 @triton.jit
-def _load_numbers(pointers: Any, mask: Any, IS_BF16: tl.constexpr) -> Any:
+def _load_numbers(pointers: tl.tensor, mask: tl.tensor, IS_BF16: tl.constexpr) -> tl.tensor:
     """As fp32."""
     numbers = tl.load(pointers, mask=mask, other=0)
     if IS_BF16:
@@ -152,7 +152,7 @@ def _load_numbers(pointers: Any, mask: Any, IS_BF16: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _store_numbers(pointers: Any, values: Any, mask: Any, IS_BF16: tl.constexpr) -> None:
+def _store_numbers(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor, IS_BF16: tl.constexpr) -> None:
     if IS_BF16:
         bits = values.to(tl.int32, bitcast=True)
         sign = (bits >> 16) & 0x8000
@@ -162,7 +162,7 @@ def _store_numbers(pointers: Any, values: Any, mask: Any, IS_BF16: tl.constexpr)
 
 
 @triton.jit
-def _bfloat16(bits: Any) -> Any:
+def _bfloat16(bits: tl.tensor) -> tl.tensor:
     """fp32 numbers' bits to those of their magnitudes in bfloat16."""
     bits = bits & 0x7FFFFFFF
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -170,19 +170,19 @@ def _bfloat16(bits: Any) -> Any:
 
 
 @triton.jit
-def _widened(bits: Any) -> Any:
+def _widened(bits: tl.tensor) -> tl.tensor:
     """bfloat16 numbers' bits as fp32 numbers."""
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _nearest(values: Any) -> Any:
+def _nearest(values: tl.tensor) -> tl.tensor:
     """fp32 numbers below 2^22 as int32."""
     return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
-def _largest(blocks: Any, SMALLEST: tl.constexpr) -> Any:
+def _largest(blocks: tl.tensor, SMALLEST: tl.constexpr) -> tl.tensor:
     """The largest magnitude of each line, at least `SMALLEST` (bits), fp32 [lines, 1]."""
     bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.maximum(tl.max(bits, axis=1), SMALLEST)
@@ -190,20 +190,20 @@ def _largest(blocks: Any, SMALLEST: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _load_scales(pointers: Any, mask: Any) -> Any:
+def _load_scales(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Their bits. Scales need not be aligned, so byte by byte."""
     low = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     return low | (tl.load(pointers + 1, mask=mask, other=0).to(tl.int32) << 8)
 
 
 @triton.jit
-def _store_scales(pointers: Any, bits: Any, mask: Any) -> None:
+def _store_scales(pointers: tl.tensor, bits: tl.tensor, mask: tl.tensor) -> None:
     tl.store(pointers, (bits & 255).to(tl.uint8), mask=mask)
     tl.store(pointers + 1, (bits >> 8).to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def _store_finding(findings: Any, is_wrong: Any) -> None:
+def _store_finding(findings: tl.tensor, is_wrong: tl.tensor) -> None:
     """Of this program. `is_wrong`: of a block each, int32."""
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(findings + program, tl.max(is_wrong, axis=0).to(tl.uint8))
@@ -214,10 +214,10 @@ def _store_finding(findings: Any, is_wrong: Any) -> None:
 
 @triton.jit
 def _encode_int8(
-    values: Any,
+    values: tl.tensor,
     IS_BF16: tl.constexpr,
-    coded: Any,
-    findings: Any,
+    coded: tl.tensor,
+    findings: tl.tensor,
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROW: tl.constexpr,
@@ -243,10 +243,10 @@ def _encode_int8(
 
 @triton.jit
 def _decode_int8(
-    coded: Any,
-    values: Any,
+    coded: tl.tensor,
+    values: tl.tensor,
     IS_BF16: tl.constexpr,
-    findings: Any,
+    findings: tl.tensor,
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROW: tl.constexpr,
@@ -274,7 +274,7 @@ def _decode_int8(
 
 
 @triton.jit
-def _rotated(tiles: Any, TILE: tl.constexpr) -> Any:
+def _rotated(tiles: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """fp32 whole numbers of at most 11 bits, each line times Sylvester's matrix, exactly: they are
     fp16 numbers, and their sums are fp32 numbers."""
     lines = tl.arange(0, TILE)
@@ -286,7 +286,7 @@ def _rotated(tiles: Any, TILE: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _part(codes: Any, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr) -> Any:
+def _part(codes: tl.tensor, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
     """Of lines of codes, cut into so many parts, the one with this index."""
     WIDTH: tl.constexpr = codes.shape[1] // PARTS
     parts = tl.reshape(codes, [GROUP, PARTS, WIDTH])
@@ -296,10 +296,10 @@ def _part(codes: Any, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.conste
 
 @triton.jit
 def _encode_tiles(
-    values: Any,
+    values: tl.tensor,
     IS_BF16: tl.constexpr,
-    coded: Any,
-    findings: Any,
+    coded: tl.tensor,
+    findings: tl.tensor,
     N: tl.constexpr,
     TILES: tl.constexpr,
     ROW: tl.constexpr,
@@ -338,9 +338,9 @@ def _encode_tiles(
 
 @triton.jit
 def _store_packed(
-    start: Any,
-    tiles: Any,
-    codes: Any,
+    start: tl.tensor,
+    tiles: tl.tensor,
+    codes: tl.tensor,
     TILES: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -361,12 +361,12 @@ def _store_packed(
 
 @triton.jit
 def _load_packed(
-    start: Any,
-    tiles: Any,
+    start: tl.tensor,
+    tiles: tl.tensor,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     BITS: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """int32 [tiles, TILE]; 1, which no check minds, beyond the last tile."""
     first = start + tiles[:, None] * (TILE * BITS // 8)
     is_tile = tiles[:, None] < TILES
@@ -389,10 +389,10 @@ def _load_packed(
 
 @triton.jit
 def _decode_tiles(
-    coded: Any,
-    values: Any,
+    coded: tl.tensor,
+    values: tl.tensor,
     IS_BF16: tl.constexpr,
-    findings: Any,
+    findings: tl.tensor,
     N: tl.constexpr,
     TILES: tl.constexpr,
     ROW: tl.constexpr,
