@@ -1,7 +1,7 @@
 """Triton kernels of `int8`, `int6` and `int4`: one that encodes, one that decodes, and both check.
 
-A module of its own, since Triton comes with torch for CUDA alone: `fused` imports it when there is a
-device for it. The bits are those of `blocks` and `tiles`, because each step is one that IEEE 754
+A module of its own, since Triton comes with torch for CUDA alone: `fused` imports it when there is
+a device for it. The bits are those of `blocks` and `tiles`, because each step is one that IEEE 754
 defines, in the same order: `div_rn` is the exactly rounded quotient, products and sums are not
 fused (`enable_fp_fusion`), rounding to integers is the addition of `1.5 * 2^23`, which is to the
 nearest, ties to even, below 2^22, and what rounds to bfloat16 is whole-number arithmetic. Largest
@@ -152,7 +152,9 @@ def _load_numbers(pointers: tl.tensor, mask: tl.tensor, IS_BF16: tl.constexpr) -
 
 
 @triton.jit
-def _store_numbers(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor, IS_BF16: tl.constexpr) -> None:
+def _store_numbers(
+    pointers: tl.tensor, values: tl.tensor, mask: tl.tensor, IS_BF16: tl.constexpr
+) -> None:
     if IS_BF16:
         bits = values.to(tl.int32, bitcast=True)
         sign = (bits >> 16) & 0x8000
@@ -286,7 +288,9 @@ def _rotated(tiles: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _part(codes: tl.tensor, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+def _part(
+    codes: tl.tensor, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr
+) -> tl.tensor:
     """Of lines of codes, cut into so many parts, the one with this index."""
     WIDTH: tl.constexpr = codes.shape[1] // PARTS
     parts = tl.reshape(codes, [GROUP, PARTS, WIDTH])

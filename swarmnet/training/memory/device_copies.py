@@ -6,6 +6,7 @@ for its event, never for the whole device. On a CPU there is one memory, and not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,12 +33,19 @@ class OnHost:
 class DeviceCopies(Protocol):
     """Between one device and the host."""
 
+    device: torch.device
     is_apart: bool
     """The device has memory of its own."""
 
     def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
         """A host tensor on the device. What the caller's thread computes next waits for it, the
         caller does not. `after`: an event that the copy waits for."""
+
+    def to_device_through(
+        self, tensor: Tensor, work: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """What `work` makes of a host tensor's copy on the device: what stays there, and what
+        comes back to the host. The caller waits for both, but not for what the device computes."""
 
     def to_host(self, tensor: Tensor) -> OnHost:
         """A device tensor on the host, with the same strides where they have no gaps."""
@@ -46,10 +54,16 @@ class DeviceCopies(Protocol):
 class OneMemory:
     """Of a CPU: nothing to copy."""
 
+    device = torch.device("cpu")
     is_apart = False
 
     def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
         return tensor
+
+    def to_device_through(
+        self, tensor: Tensor, work: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        return work(self.to_device(tensor))
 
     def to_host(self, tensor: Tensor) -> OnHost:
         return OnHost(tensor)
@@ -61,8 +75,9 @@ class CudaCopies:
     is_apart = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._inward = torch.cuda.Stream(device)
+        self.device = device
+        # Kernels there are short, and go before those of passes: someone waits for them.
+        self._inward = torch.cuda.Stream(device, priority=-1)
         self._outward = torch.cuda.Stream(device)
 
     def to_device(self, tensor: Tensor, after: Any = None) -> Tensor:
@@ -70,15 +85,29 @@ class CudaCopies:
         if after is not None:
             self._inward.wait_event(after)
         with torch.cuda.stream(self._inward):
-            moved = pinned.to(self._device, non_blocking=True)
-        computing = torch.cuda.current_stream(self._device)
+            moved = pinned.to(self.device, non_blocking=True)
+        computing = torch.cuda.current_stream(self.device)
         computing.wait_stream(self._inward)
         moved.record_stream(computing)
         return moved
 
+    def to_device_through(
+        self, tensor: Tensor, work: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        with torch.cuda.stream(self._inward):
+            made, told = work(pinned.to(self.device, non_blocking=True))
+            host = torch.empty_like(told, device="cpu", pin_memory=True)
+            host.copy_(told, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record(self._inward)
+        made.record_stream(torch.cuda.current_stream(self.device))
+        ready.synchronize()
+        return made, host
+
     def to_host(self, tensor: Tensor) -> OnHost:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        self._outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._outward):
             host.copy_(tensor, non_blocking=True)
             ready = torch.cuda.Event()

@@ -110,7 +110,7 @@ class Boundary:
         """Inputs whose shape was checked, on the device; floats in the precision of the passes."""
         if self._inputs.dtype != "float32":
             return self._receive_integers("inputs", inputs, self._inputs)
-        return self._inputs_in.receive("inputs", inputs).to(self._dtype)
+        return self._inputs_in.receive("inputs", inputs, self._dtype)
 
     def receive_targets(self, targets: Array) -> Tensor:
         """Targets whose shape was checked, on the device."""
@@ -124,8 +124,8 @@ class Boundary:
         """The gradient of the outputs, on the device, in the precision of the passes; in fp16 it
         stays fp32 until it is scaled."""
         self.check_gradient(grad_outputs)
-        grad = self._output_gradients_in.receive("gradient", grad_outputs)
-        return grad if self._refusals is not None else grad.to(self._dtype)
+        dtype = torch.float32 if self._refusals is not None else self._dtype
+        return self._output_gradients_in.receive("gradient", grad_outputs, dtype)
 
     def receive_evaluation(
         self, inputs: Array, targets: Array | None, documents: Documents | None = None
@@ -218,7 +218,7 @@ class Boundary:
         return 2 if self._plan.is_sequence and spec.shape else 1
 
     def _crossing(self, codec: str, spec: TensorSpec) -> Crossing:
-        return Crossing(codec, spec.shape, self._num_free(spec), self._copies)
+        return Crossing(codec, spec.shape, self._num_free(spec), self._copies, self._dtype)
 
     def _input_form(self) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the inputs of a microbatch."""

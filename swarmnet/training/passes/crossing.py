@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from swarmnet.protocol.codecs import coded_form
 from swarmnet.training.arrays import check_shape, from_tensor, to_tensor
+from swarmnet.training.codecs.fused import fused_codec
 from swarmnet.training.codecs.registry import codec_of
-from swarmnet.training.memory.device_copies import DeviceCopies
+from swarmnet.training.memory.device_copies import DeviceCopies, OnHost
 from swarmnet.wire import Array
 
 
@@ -24,7 +26,12 @@ class Crossing:
     """fp32 tensors of one shape a sample, one way."""
 
     def __init__(
-        self, codec: str, shape: tuple[int, ...], num_free: int, copies: DeviceCopies
+        self,
+        codec: str,
+        shape: tuple[int, ...],
+        num_free: int,
+        copies: DeviceCopies,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """
         Args:
@@ -33,6 +40,7 @@ class Crossing:
             num_free: dimensions of a batch that are not part of a coded row: samples and, for
                 sequences, tokens.
             copies: between the host and the stage's device.
+            dtype: of the passes.
         """
         self._codec = codec_of(codec)
         self._shape = shape
@@ -40,6 +48,7 @@ class Crossing:
         self._row_shape = shape[num_free - 1 :]
         self._row_values = math.prod(self._row_shape)
         self._copies = copies
+        self._fused = fused_codec(self._codec, self._row_values, copies.device, dtype)
 
     def form(self, batch: int) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the array of so many samples."""
@@ -53,8 +62,11 @@ class Crossing:
         """A tensor of the device, coded, as an array: what is left to be done for it by the host,
         on any thread. That raises `ProtocolViolation` where a value is not finite; `what` is its
         name in the error's text. A GPU has been told all that it does when this returns."""
-        rows = values.detach().float().reshape(-1, self._row_values)
+        rows = values.detach().reshape(-1, self._row_values)
         shape = coded_form(self._codec.name, tuple(values.shape), self._num_free)[1]
+        if self._fused is not None:
+            return self._send_fused(what, self._copies.to_host(self._fused.encode(rows)), shape)
+        rows = rows.float()
         on_way = self._copies.to_host(self._codec.encode(rows)) if self._copies.is_apart else None
 
         def finish() -> Array:
@@ -64,12 +76,29 @@ class Crossing:
 
         return finish
 
-    def receive(self, what: str, array: Array) -> Tensor:
-        """An array whose form was checked, decoded, fp32 on the device. Raises
+    def receive(self, what: str, array: Array, dtype: torch.dtype = torch.float32) -> Tensor:
+        """An array whose form was checked, decoded, on the device, rounded to `dtype`. Raises
         `ProtocolViolation` where its values are none of this codec's, or not finite."""
         coded = to_tensor(array)
         free = coded.shape[: self._num_free]
         rows = coded.reshape(math.prod(free), -1)
-        self._codec.check(what, rows, self._row_values)
-        decoded = self._codec.decode(self._copies.to_device(rows), self._row_values)
-        return decoded.view(*free, *self._row_shape)
+        if self._fused is not None:
+            decoded = self._receive_fused(what, rows, dtype)
+        else:
+            self._codec.check(what, rows, self._row_values)
+            decoded = self._codec.decode(self._copies.to_device(rows), self._row_values)
+        return decoded.view(*free, *self._row_shape).to(dtype)
+
+    def _send_fused(self, what: str, on_way: OnHost, shape: tuple[int, ...]) -> Callable[[], Array]:
+        fused = self._fused
+        assert fused is not None
+        return lambda: from_tensor(fused.checked(what, on_way.wait()).view(shape))
+
+    def _receive_fused(self, what: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        fused = self._fused
+        assert fused is not None
+        decoded, findings = self._copies.to_device_through(
+            rows, lambda coded: fused.decode(coded, dtype)
+        )
+        fused.check(what, rows, findings)
+        return decoded
