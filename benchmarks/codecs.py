@@ -13,6 +13,7 @@ work, the numbers and the codes in its memory; medians of `--repeat`.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from swarmnet.protocol.codecs import CHUNK, NONE, TOPK
 from swarmnet.training.codecs.base import Codec
+from swarmnet.training.codecs.fused import fused_codec
 from swarmnet.training.codecs.registry import CODECS
 
 SHAPES = {"0.5 MB": (1024, 128), "8 MB": (2048, 1024), "64 MB": (8192, 2048)}
@@ -87,8 +89,20 @@ def measure(codec: Codec, size: str, device: torch.device, repeat: int) -> Row:
         codec.check("activation", coded, n)
         return codec.decode(coded, n)
 
+    def encode() -> Tensor:
+        return codec.encode(values)
+
+    fused = fused_codec(codec, n, device, values.dtype)
+    if fused is not None:
+        encode = functools.partial(fused.encode, values)
+
+        def receive() -> Tensor:
+            decoded, findings = fused.decode(coded, values.dtype)
+            fused.check("activation", coded, findings.cpu())
+            return decoded
+
     clock = clock_of(device)
-    encode_s = median_s(lambda: codec.encode(values), clock, repeat)
+    encode_s = median_s(encode, clock, repeat)
     decode_s = median_s(receive, clock, repeat)
     megabytes = values.nbytes / MEGA
     both = megabytes / (encode_s + decode_s)

@@ -18,6 +18,8 @@ LARGEST_SCALED = 1.01 * LARGEST_VALUE
 """Of a scale times the largest code, since the scale was rounded."""
 PIECE = 1 << 18
 """Numbers that are coded at a time: what is between the steps then stays in a processor's cache."""
+PIECE_APART = 1 << 23
+"""Likewise on a GPU, where each step costs time to start."""
 
 
 class Codec(Protocol):
@@ -39,7 +41,14 @@ class Codec(Protocol):
 
 def pieces_of(rows: Tensor, num_values: int) -> tuple[Tensor, ...]:
     """Rows, cut so that each piece has about `PIECE` numbers."""
-    return rows.split(max(1, PIECE // max(num_values, 1)))
+    size = PIECE if rows.is_cpu else PIECE_APART
+    return rows.split(max(1, size // max(num_values, 1)))
+
+
+def divided(values: Tensor, by: float) -> Tensor:
+    """The nearest quotients. Of a plain number as the divisor, torch on a GPU multiplies by the
+    reciprocal, and that may be another number."""
+    return values / torch.full((), float(by), device=values.device)
 
 
 def in_blocks(values: Tensor, size: int) -> Tensor:

@@ -14,6 +14,7 @@ from swarmnet.training.codecs.base import (
     as_bytes,
     check_rows,
     check_scales,
+    divided,
     in_blocks,
     largest_of,
     pieces_of,
@@ -54,7 +55,7 @@ def _encode(values: Tensor) -> Tensor:
     blocks = in_blocks(values, BLOCK)
     largest = largest_of(blocks).clamp_min(SMALLEST)
     # The nearest bfloat16 is at most 2^-8 too small: the largest code is then below 127.5.
-    scales = (largest / LARGEST_CODE).to(torch.bfloat16)
+    scales = divided(largest, LARGEST_CODE).to(torch.bfloat16)
     codes = (blocks / scales.float()).round_().to(torch.int8)
     coded = codes.flatten(1).view(torch.uint8)[:, :n]
     return torch.cat([as_bytes(scales.squeeze(-1)), coded], dim=1)

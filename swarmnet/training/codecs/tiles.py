@@ -25,6 +25,7 @@ from swarmnet.training.codecs.base import (
     as_bytes,
     check_rows,
     check_scales,
+    divided,
     in_blocks,
     largest_of,
     pieces_of,
@@ -70,14 +71,14 @@ class Tiles:
 
     def _encode(self, values: Tensor) -> Tensor:
         tiles = in_blocks(values, TILE)
-        step = largest_of(tiles).clamp_min(SMALLEST) / GRID
+        step = divided(largest_of(tiles).clamp_min(SMALLEST), GRID)
         whole = (tiles / step).round_()
         rotated = whole @ hadamard(values.device)
         largest = largest_of(rotated)
         is_rotated = largest < math.sqrt(TILE) * GRID
         # Numbers of a tile of zeros are rotated to zeros.
         steps = torch.where(is_rotated, largest.clamp_min(1.0) / TILE, float(GRID))
-        scales = (step * steps / self.largest_code).to(torch.bfloat16)
+        scales = divided(step * steps, self.largest_code).to(torch.bfloat16)
         factors = torch.where(is_rotated, step / TILE, step) / scales.float()
         codes = torch.where(is_rotated, rotated, whole).mul_(factors).round_()
         signed = torch.where(is_rotated, -scales, scales)
