@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +49,9 @@ class Crossing:
         self._row_shape = shape[num_free - 1 :]
         self._row_values = math.prod(self._row_shape)
         self._copies = copies
-        self._fused = fused_codec(self._codec, self._row_values, copies.device, dtype)
+        # Codecs are hashed by identity, which their protocol cannot say.
+        codec_key = cast(Any, self._codec)
+        self._fused = fused_codec(codec_key, self._row_values, copies.device, dtype)
 
     def form(self, batch: int) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of the array of so many samples."""
