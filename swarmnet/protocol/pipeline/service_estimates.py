@@ -24,6 +24,10 @@ MIN_SHARE = 0.05
 protects others from getting no calls while one seems to take no time
 (tests/protocol/pipeline/test_routing.py)."""
 
+SELDOM = 2
+"""A replica that gets a call so many times as seldom as others is measured often enough to average
+(tests/protocol/pipeline/test_service_estimates.py)."""
+
 
 @dataclass(slots=True)
 class _Replica:
@@ -34,6 +38,8 @@ class _Replica:
     """Moving average of the service time of a call; None until measured."""
     rest_s: float | None = None
     """Moving average of what a call took beyond the device time that it announces."""
+    measured_at: int = 0
+    """When it was measured last, in measurements of all replicas."""
 
 
 class ServiceEstimates:
@@ -45,6 +51,7 @@ class ServiceEstimates:
         self._samples_per_call = samples_per_call
         self._replicas: dict[str, _Replica] = {}
         self._usual_s: float | None = None
+        self._num_measured = 0
 
     def announce(self, samples_per_s: Mapping[str, float]) -> None:
         """The throughput that each live replica announces (samples/s; 0: unknown). Estimates of
@@ -89,11 +96,22 @@ class ServiceEstimates:
         """Takes in that a call took `elapsed_s` seconds, when `crowd` own calls were outstanding at
         the replica, this one included."""
         replica = self._replicas[peer_id]
-        device_s = self._announced_s(replica)
+        device_s, weight = self._announced_s(replica), self._weight(replica)
         if device_s is not None:
-            replica.rest_s = _average(replica.rest_s, max(0.0, elapsed_s - device_s))
+            rest_s = max(0.0, elapsed_s - device_s)
+            replica.rest_s = _average(replica.rest_s, rest_s, weight)
         service_s = self._own_share_s(elapsed_s, device_s, crowd)
-        replica.service_s = _average(replica.service_s, service_s)
+        replica.service_s = _average(replica.service_s, service_s, weight)
+
+    def _weight(self, replica: _Replica) -> float:
+        """Of a new measurement beside the old ones, which grow old for all replicas alike: the more
+        calls have gone to others since, the less the old ones count. Else one that was slow once
+        would get few calls, and with so few be slow for ever."""
+        self._num_measured += 1
+        num_replicas = sum(r.is_present for r in self._replicas.values())
+        turns = (self._num_measured - replica.measured_at) / max(1, SELDOM * num_replicas)
+        replica.measured_at = self._num_measured
+        return 1 - (1 - SMOOTHING) ** max(1.0, turns)
 
     def _own_share_s(self, elapsed_s: float, device_s: float | None, crowd: int) -> float:
         """The service time that one call of `elapsed_s` speaks for: what the replica announces,
@@ -131,5 +149,5 @@ class ServiceEstimates:
         return guess
 
 
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
+def _average(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else old + weight * (new - old)

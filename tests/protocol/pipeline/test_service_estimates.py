@@ -57,6 +57,20 @@ def test_a_delay_that_nothing_explains_is_shared_among_the_own_calls() -> None:
     assert estimates.seconds("b") == pytest.approx(0.1 + 0.5 / 4)
 
 
+def test_one_slow_call_is_forgotten_though_few_calls_follow_it() -> None:
+    """The more calls go to others meanwhile, the more the next one counts."""
+    for calls_of_others, wanted in ((1, 0.9), (30, 0.5), (300, 0.1)):
+        estimates = estimates_of(a=80.0, b=80.0)
+        estimates.measure("a", 0.1, crowd=1)
+        estimates.measure("b", 1.1, crowd=1)
+        assert estimates.seconds("b") == pytest.approx(1.1)
+        for _ in range(calls_of_others):
+            estimates.measure("a", 0.1, crowd=1)
+        estimates.measure("b", 0.1, crowd=1)
+        assert estimates.seconds("b") - 0.1 <= wanted + 1e-9
+        assert calls_of_others > 1 or estimates.seconds("b") - 0.1 == pytest.approx(0.9)
+
+
 def test_later_measurements_move_an_average() -> None:
     estimates = estimates_of(a=80.0, b=80.0)
     estimates.measure("b", 0.1, crowd=1)
