@@ -269,7 +269,7 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
         end, last = _at_round_end(swarm, running), look()
         about = about_machine() | {"congestion": congestion or _default_congestion()}
         if cores:
-            about["peer_cores"] = cores
+            about["peer_cores"] = _num_cores(cores)
     rounds = end["round"] - begin["round"]
     seconds = end["time_unix_s"] - begin["time_unix_s"]
     batch = spec["pipeline"]["global_batch"] * spec["model"]["max_position_embeddings"]
@@ -323,6 +323,12 @@ def about_machine() -> dict[str, Any]:
         cpu = Path("/proc/cpuinfo").read_text()
         model = re.findall(r"model name\s*: (.*)", cpu)[0]
     return {"cores": os.cpu_count(), "cpu": model, "load": round(os.getloadavg()[0], 1)}
+
+
+def _num_cores(cores: str) -> int:
+    """Of a list as `taskset -c` takes it: `0,2-3` are three."""
+    ends = [part.split("-") for part in cores.split(",")]
+    return sum(int(part[-1]) - int(part[0]) + 1 for part in ends)
 
 
 def _default_congestion() -> str:
@@ -463,7 +469,7 @@ def _about(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     """On which machines."""
     kinds = {
         f"{m['about']['cores']} cores ({m['about']['cpu']}), "
-        + (f"peers on cores {m['about']['peer_cores']}, " if "peer_cores" in m["about"] else "")
+        + (f"peers on {m['about']['peer_cores']} of them, " if "peer_cores" in m["about"] else "")
         + f"TCP {m['about']['congestion']}"
         for found in results.values()
         for m in found
