@@ -175,6 +175,11 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True)
+class StoodStill:
+    """This process stood still for so long that others may have taken it for dead."""
+
+
+@dataclass(frozen=True, slots=True)
 class MovedOn:
     """The stage has moved on by more than this exchange."""
 
@@ -198,5 +203,6 @@ Event = (
     | MirrorFailed
     | DeadlinePassed
     | Again
+    | StoodStill
     | MovedOn
 )

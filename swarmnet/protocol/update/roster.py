@@ -12,8 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
-"""What the failure detector says of a peer: its lease runs, it is being looked for, it is over."""
+ALIVE, SUSPECT, HUNG, DEAD = "alive", "suspect", "hung", "dead"
+"""What is found of a peer. Its lease runs, it is being looked for, or it is over, as the failure
+detector says; or it lives and gets nothing done, as the exchange has found: nobody waits for its
+work, and it still has its say."""
 
 MAX_TERM, MAX_LEAD = 1 << 20, 64
 """A takeover raises a term by two. Nothing raises it so often in one exchange, nor so far beyond
@@ -54,6 +56,11 @@ class Standing:
     round."""
     is_past: bool = False
     """It has finished the exchange: the result is there."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """For its part of the exchange."""
+        return self.life not in (HUNG, DEAD)
 
 
 @dataclass(frozen=True, slots=True)

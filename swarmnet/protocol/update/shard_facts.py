@@ -83,6 +83,8 @@ class Facts:
     promised: frozenset[str] = frozenset()
     """Of a primary that has closed its sum: who promised its ballot, by a contribution or by an
     answer. Who was not waited for may follow another primary."""
+    has_stood_still: bool = False
+    """This replica has, since it leads: others may have promised another ballot since theirs."""
     count: int = 0
     """How often promises were counted anew."""
     lost: frozenset[str] = frozenset()
@@ -113,29 +115,33 @@ class Facts:
         return [
             peer_id
             for peer_id, standing in sorted(self.members.items())
-            if standing.life != DEAD
+            if standing.is_waited_for
             and peer_id not in given
             and peer_id not in self.lacking
             and standing.declared != 0
         ]
 
     def back(self) -> frozenset[str]:
-        """Members that live and have promised nothing."""
+        """Members that live, if only for a question, and have promised nothing."""
         if self.roster.pulls:
             return frozenset()
-        return frozenset(self.living()) - self.promised
+        return frozenset(self.answering()) - self.promised
 
     def is_dead(self, peer_id: str) -> bool:
         """To this replica; a stranger to the exchange is as good as dead."""
         standing = self.members.get(peer_id)
-        return peer_id != self.me and (standing is None or standing.life == DEAD)
+        return peer_id != self.me and (standing is None or not standing.is_waited_for)
 
     def dead(self) -> frozenset[str]:
-        """Members that are dead to this replica."""
-        return frozenset(self.members).difference(self.living())
+        """Members that are dead to this replica, and cannot be asked."""
+        return frozenset(self.members).difference(self.answering())
+
+    def answering(self) -> list[str]:
+        """Those that live, and those that live and get nothing done."""
+        return sorted(p for p, s in self.members.items() if s.life != DEAD)
 
     def living(self) -> list[str]:
-        return sorted(p for p, s in self.members.items() if s.life != DEAD)
+        return sorted(p for p, s in self.members.items() if s.is_waited_for)
 
     def past(self) -> str | None:
         """A member that has finished the exchange and lives: the result is there. In gossip

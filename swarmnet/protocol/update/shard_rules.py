@@ -103,14 +103,14 @@ def must_ask_back(u: Facts) -> bool:
 def lead(u: Facts) -> None:
     """It is the primary of the ballot that it goes by."""
     u.state = GATHERING
-    u.is_expired = False
+    u.is_expired = u.has_stood_still = False
     give_up_push(u)
     if u.begun is not None:
         add_part(u, u.me, *u.begun)
     if u.roster.pulls:
         u.commands += [do.Pull(p) for p in u.living()]
-    if not u.ballot.is_first and u.living():
-        u.commands.append(do.Ask(tuple(u.living()), u.ballot, is_final=True, count=u.count))
+    if not u.ballot.is_first and u.answering():
+        u.commands.append(do.Ask(tuple(u.answering()), u.ballot, is_final=True, count=u.count))
     set_deadline(u)
     pause(u)
 
@@ -172,7 +172,8 @@ def count_again(u: Facts) -> None:
 
 
 def ask_back(u: Facts) -> None:
-    """Before the result is given out: who was dead a moment ago may have another one."""
+    """Before the result is given out: who was dead a moment ago may have another one, and so may
+    one that is waited for no more."""
     asked = u.back() - u.asked
     u.asked |= asked
     u.commands.append(do.Ask(tuple(sorted(asked)), u.ballot, is_final=True, count=u.count))
@@ -391,7 +392,7 @@ def clip_known(u: Facts, event: on.ClipKnown) -> None:
 
 def step(u: Facts) -> None:
     u.state = STEPPING
-    if u.lost:
+    if u.lost or u.has_stood_still:
         count_again(u)
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
     backups = frozenset(u.roster.backups) - u.served - {u.me}
@@ -471,6 +472,16 @@ def expire_pair(u: Facts, event: on.DeadlinePassed) -> None:
 
 def expire(u: Facts, event: on.DeadlinePassed) -> None:
     u.is_expired = u.begun is not None
+
+
+def doubt(u: Facts, event: on.StoodStill) -> None:
+    """Whoever has contributed may follow another primary by now. It is asked before the result is
+    given out."""
+    u.has_stood_still = True
+
+
+def doubt_promises(u: Facts, event: on.StoodStill) -> None:
+    count_again(u)
 
 
 def abandon(u: Facts, event: on.MovedOn) -> None:

@@ -187,6 +187,13 @@ EVENTS: dict[type[Event], dict[State, Rule]] = {
         no, gathering=rules.expire, stepping=rules.expire_pair, mirroring=rules.expire_pair
     ),
     on.Again: _row(rules.again, decided=no, adopted=no, abandoned=no),
+    on.StoodStill: _row(
+        no,
+        gathering=rules.doubt,
+        clipping=rules.doubt,
+        stepping=rules.doubt_promises,
+        mirroring=rules.doubt_promises,
+    ),
     on.MovedOn: _row(
         no,
         following=rules.abandon,

@@ -131,6 +131,11 @@ class Liveness:
         others."""
         return self._view.reach.awake_s(_now())
 
+    def stalled_s(self) -> float:
+        """For how long this process has stood still, in all."""
+        self._view.reach.awake_s(_now())
+        return self._view.detector.clock.stalled_s
+
     def on_change(self, callback: Callable[[str, State], None]) -> None:
         """`callback(peer_id, state)` when a peer is lost, dead, or back."""
         self._on_change.append(callback)

@@ -59,6 +59,11 @@ class Rest(NamedTuple):
     deadlines: int
     failures: int
     strays: int
+    hangs: bool
+    stops: bool
+    hung: bool = False
+    stopped: int = -1
+    """The index of the peer whose process is stopped."""
     is_decided: bool = False
     """A primary has given a result out: all its backups that lived had it."""
     is_parted: bool = False
@@ -118,7 +123,16 @@ class Interned:
         self.under_way.append(())
         self.nothing = self.sent.number(())
         s = self.scenario
-        rest = Rest(s.crashes, s.drops, s.suspicions, s.deadlines, s.failures, s.strays)
+        rest = Rest(
+            s.crashes,
+            s.drops,
+            s.suspicions,
+            s.deadlines,
+            s.failures,
+            s.strays,
+            bool(s.hangs),
+            bool(s.stops),
+        )
         actors = start(s)
         numbers = [self.freeze(a) for a in actors]
         sent = tuple(self.message(m) for a in actors for m in a.sent)
@@ -140,6 +154,14 @@ class Interned:
     def is_dead(self, standing: int) -> bool:
         found = self.standings.all[standing]
         return found is None or found.life == DEAD
+
+    def is_waited_for(self, standing: int) -> bool:
+        found = self.standings.all[standing]
+        return found is not None and found.is_waited_for
+
+    def told_of(self, numbers: list[int], k: int, rest: Rest) -> int:
+        """What others can know of a peer."""
+        return self.dead if k == rest.stopped else self.own[numbers[k]]
 
     def freeze(self, actor: Actor) -> int:
         if self.scenario.reduced and not has_new_result(actor):

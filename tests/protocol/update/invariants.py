@@ -32,7 +32,7 @@ def takes_for_living(net: Interned, numbers: list[int], a: int, b: int) -> bool:
     if {net.peers[a], net.peers[b]} == set(net.scenario.cut):
         return False
     has_group = net.is_settled[numbers[a]] and bool(net.locals.all[numbers[a]].group)
-    return has_group or not net.is_dead(net.seen[numbers[a]][b])
+    return has_group or net.is_waited_for(net.seen[numbers[a]][b])
 
 
 def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[int, Rest]:
@@ -45,7 +45,8 @@ def take_result(net: Interned, numbers: list[int], i: int, rest: Rest) -> tuple[
         other = net.locals.all[local]
         if other.result != actor.result and not net.scenario.pulls:
             rest = rest._replace(is_parted=True)
-            if other.me in actor.group and actor.me in other.group:
+            is_parted = net.scenario.suspicions or net.scenario.cut
+            if not is_parted or (other.me in actor.group and actor.me in other.group):
                 raise Broken(f"{actor.me} has {actor.result}, {other.me} has {other.result}")
     if actor.machine.facts.state is DECIDED:
         check_backups(net, numbers, i)
@@ -60,7 +61,7 @@ def check_backups(net: Interned, numbers: list[int], i: int) -> None:
     if net.scenario.pulls or own.result[1] is None:
         return
     for k, local in enumerate(numbers):
-        if k == i or local == GONE or net.is_dead(net.seen[numbers[i]][k]):
+        if k == i or local == GONE or not net.is_waited_for(net.seen[numbers[i]][k]):
             continue
         other = net.locals.all[local]
         if any(isinstance(event, on.Stepped) for event in other.under_way):
@@ -110,8 +111,8 @@ def check_moments(net: Interned, world: int, found: list[Local], result: Any) ->
         if is_other and not local.is_told_spoiled:
             raise Broken(f"{local.me} goes on with a state after {local.applied}")
     s, rest = net.scenario, net.rests.all[world >> net.at_rest]
-    gone = s.crashes + s.suspicions + s.failures + bool(s.cut)
-    gone -= rest.crashes + rest.suspicions + rest.failures
+    gone = s.crashes + s.suspicions + s.failures + bool(s.hangs) + bool(s.stops) + bool(s.cut)
+    gone -= rest.crashes + rest.suspicions + rest.failures + rest.hangs + rest.stops
     # A backup gives out what it copied when its primary dies, and does not mirror it on.
     most = s.replication if rest.is_decided else max(2, s.replication - 1)
     gone += bool(s.primaries)  # of two primaries at once one may spoil its state

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import DEAD
+from swarmnet.protocol.update.roster import DEAD, HUNG
 from tests.protocol.update.interned import BITS, GONE, MASK, NOBODY, Interned, Rest
 from tests.protocol.update.invariants import take_result
 from tests.protocol.update.small_world import Actor, Broken, Message, Outcome
@@ -44,11 +44,14 @@ class Moves(Interned):
         """What happens without a fault."""
         numbers = self.unpack(world)
         bag = world >> self.at_messages & MASK
-        found = []
-        outcomes, own, target, source = self.outcomes, self.own, self.target, self.source
+        rest = self.rests.all[world >> self.at_rest]
+        found: list[int] = []
+        outcomes, target, source = self.outcomes, self.target, self.source
         for m, left in self.deliveries_of(bag):
             i = target[m]
-            local, heard = numbers[i], own[numbers[source[m]]]
+            if i == rest.stopped:
+                continue
+            local, heard = numbers[i], self.told_of(numbers, source[m], rest)
             outcome = outcomes.get((local << BITS | m) << 8 | heard)
             if outcome is None:
                 outcome = self.deliver(local, m, heard)
@@ -57,24 +60,32 @@ class Moves(Interned):
         late: list[int] = []
         lazy = self.scenario.lazy
         for i, local in enumerate(numbers):
+            if i == rest.stopped:
+                continue
             for name, outcome in self.events_of(local):
                 if name == "happen":
                     found.append(self.after(world, numbers, bag, i, outcome))
                 elif name == "late" and not (lazy and found):
                     late.append(self.after(world, numbers, bag, i, outcome))
-        self.add_news(world, numbers, bag, found, late)
-        return found if found and lazy else found + late
+        self.add_news(world, numbers, bag, rest, found, late)
+        ends = self.ends_of_faults(world, numbers, bag, rest)
+        return (found if found and lazy else found + late) + ends
 
     def add_news(
-        self, world: int, numbers: list[int], bag: int, found: list[int], late: list[int]
+        self,
+        world: int,
+        numbers: list[int],
+        bag: int,
+        rest: Rest,
+        found: list[int],
+        late: list[int],
     ) -> None:
-        own = self.own
         for i, local in enumerate(numbers):
-            if local == GONE or self.is_settled[local]:
+            if local == GONE or i == rest.stopped or self.is_settled[local]:
                 continue
             seen = self.seen[local]
             for k in range(self.size):
-                told = own[numbers[k]]
+                told = self.told_of(numbers, k, rest)
                 if k == i or seen[k] == told:
                     continue
                 key = (local, k, told)
@@ -124,17 +135,42 @@ class Moves(Interned):
 
     def hear(self, key: tuple[int, int, int]) -> Outcome:
         local, k, told = key
-        standing = self.standings.all[told]
+        standing, before = self.standings.all[told], self.locals.all[local].seen[k]
         is_cut = {self.peers[k], self.locals.all[local].me} == set(self.scenario.cut)
         if is_cut and standing is not None:
             standing = replace(standing, life=DEAD)
+        is_hung = before is not None and before.life == HUNG
+        if is_hung and standing is not None and standing.life != DEAD and not standing.is_past:
+            standing = replace(standing, life=HUNG)
         outcome = Outcome(NOBODY, self.nothing, False)
-        if self.locals.all[local].seen[k] != standing:
+        if before != standing:
             actor = self.actor(local)
             actor.see(self.peers[k], standing)
             outcome = self.outcome(actor)
         self.news[key] = outcome
         return outcome
+
+    def ends_of_faults(self, world: int, numbers: list[int], bag: int, rest: Rest) -> list[int]:
+        """A stopped process goes on; another one finds that a device hangs. When, is open."""
+        found: list[int] = []
+        i = rest.stopped
+        if i >= 0:
+            actor = self.actor(numbers[i])
+            actor.handle(on.StoodStill())
+            ended = self.rests.number(rest._replace(stopped=-1))
+            found.append(self.after(world, numbers, bag, i, self.outcome(actor), ended))
+        k = self.peers.find(self.scenario.hangs) if rest.hung else -1
+        for i, local in enumerate(numbers):
+            is_blind = k < 0 or i in (k, rest.stopped) or local == GONE or self.is_settled[local]
+            if is_blind or numbers[k] == GONE:
+                continue
+            standing = self.locals.all[local].seen[k]
+            if standing is None or not standing.is_waited_for or standing.is_past:
+                continue
+            actor = self.actor(local)
+            actor.see(self.peers[k], replace(standing, life=HUNG))
+            found.append(self.after(world, numbers, bag, i, self.outcome(actor)))
+        return found
 
     def events_of(self, local: int) -> tuple[tuple[str, Outcome], ...]:
         """What is under way at a peer, and when it may come."""
@@ -171,7 +207,7 @@ class Faults(Moves):
 
     def faults(self, world: int) -> list[int]:
         rest = self.rests.all[world >> self.at_rest]
-        if not any(rest[:6]):
+        if not any(rest[:8]):
             return []
         numbers = self.unpack(world)
         bag = world >> self.at_messages & MASK
@@ -184,8 +220,18 @@ class Faults(Moves):
                     found.append(self.crash(numbers, bag, i, rest))
         if rest.suspicions:
             self.add_suspicions(world, numbers, bag, rest, found)
+        if rest.hangs:
+            less = rest._replace(hangs=False, hung=True)
+            found.append(self.pack(numbers, bag, self.rests.number(less)))
+        if rest.stops:
+            i = self.peers.index(self.scenario.stops)
+            if numbers[i] != GONE and not self.is_over[numbers[i]]:
+                less = rest._replace(stops=False, stopped=i)
+                found.append(self.pack(numbers, bag, self.rests.number(less)))
         if rest.deadlines or rest.failures:
             for i, local in enumerate(numbers):
+                if i == rest.stopped:
+                    continue
                 for name, outcome in self.events_of(local):
                     if name in ("deadlines", "failures") and getattr(rest, name):
                         less = self.less(rest, name)
@@ -217,7 +263,7 @@ class Faults(Moves):
     ) -> None:
         less = self.less(rest, "suspicions")
         for i, local in enumerate(numbers):
-            if local == GONE or self.is_settled[local]:
+            if local == GONE or i == rest.stopped or self.is_settled[local]:
                 continue
             for k, seen in enumerate(self.seen[local]):
                 if k == i or numbers[k] == GONE or self.is_dead(seen):

@@ -48,6 +48,11 @@ class Scenario:
     crashes: int = 0
     drops: int = 0
     suspicions: int = 0
+    hangs: str = ""
+    """A peer whose device may hang, as each of the others finds by itself. It answers questions."""
+    stops: str = ""
+    """A peer whose process may stop, and goes on later. Meanwhile the others find that it is
+    dead."""
     deadlines: int = 0
     """Deadlines that pass before all has come that will come."""
     failures: int = 0

@@ -64,7 +64,7 @@ class Exchange:
         self.progress = Progress(number, ownership.members, pace, self.refresh)
         self._outbox = Outbox(
             number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._heard,
-            self.progress.silent,
+            self.progress.silent, self.progress.mute,
         )  # fmt: skip
         self._steps = ExchangeSteps(
             number,
@@ -82,6 +82,7 @@ class Exchange:
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []
         self._is_feeding = self._stays_in_stage = False
+        self._stalled_s = gossip.liveness.stalled_s()
         self._members: dict[str, Standing] = {}
         self._short_of = self._num_calls = 0
         self._begun_at: float | None = None
@@ -156,6 +157,7 @@ class Exchange:
         if self._is_feeding:
             return
         self._is_feeding = True
+        self._notice_stall()
         try:
             while self._events:
                 j, next_event = self._events.pop(0)
@@ -163,6 +165,14 @@ class Exchange:
                     self._carry_out(j, command)
         finally:
             self._is_feeding = False
+
+    def _notice_stall(self) -> None:
+        """Before anything that happened before this process stood still, or meanwhile: others may
+        have gone on without it."""
+        stalled_s = self._gossip.liveness.stalled_s()
+        if stalled_s > self._stalled_s:
+            self._stalled_s = stalled_s
+            self._events[:0] = [(j, on.StoodStill()) for j in self._machines]
 
     def _machine(self, shard: int) -> ShardUpdate:
         machine = self._machines.get(shard)

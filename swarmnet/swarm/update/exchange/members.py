@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
-from swarmnet.protocol.update.roster import ALIVE, DEAD, SUSPECT, Standing
+from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, SUSPECT, Standing
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.update.replica import Replica
@@ -28,6 +28,8 @@ class ExchangeMembers:
     replica: Replica
     _hung: dict[str, int] = field(default_factory=dict)
     """Who lives and got nothing done, by peer, in which exchange."""
+    _mute: set[str] = field(default_factory=set)
+    """Those of them that do not even answer a question."""
 
     @property
     def plan(self) -> SyncPlan:
@@ -138,13 +140,19 @@ class ExchangeMembers:
         found.pop(own, None)
         for peer_id in self._hung.keys() & found.keys():
             if self._is_hung(peer_id, found[peer_id]):
-                found[peer_id] = replace(found[peer_id], life=DEAD)
+                life = DEAD if peer_id in self._mute else HUNG
+                found[peer_id] = replace(found[peer_id], life=life)
         return found
 
     def found_hung(self, peer_id: str, round_index: int) -> None:
-        """A peer lives and gets nothing done in an exchange: it is as good as dead, in that one and
-        those after it, until its record says that it has finished that one."""
+        """A peer lives and gets nothing done in an exchange: nobody waits for its work, in that one
+        and those after it, until its record says that it has finished that one."""
         self._hung[peer_id] = round_index
+
+    def found_mute(self, peer_id: str) -> None:
+        """One that was found to hang does not answer a question either: it is as good as dead."""
+        if peer_id in self._hung:
+            self._mute.add(peer_id)
 
     def _is_hung(self, peer_id: str, standing: Standing) -> bool:
         record = self.gossip.view.get(peer_id)
@@ -153,6 +161,7 @@ class ExchangeMembers:
         )
         if is_past:
             del self._hung[peer_id]
+            self._mute.discard(peer_id)
         return not is_past
 
     def _standing(self, record: Record, r: int, life: str) -> Standing:

@@ -89,12 +89,14 @@ class Outbox:
         arrived: Arrived,
         on_progress: Callable[[str, ReduceProgress], None],
         on_silent: Callable[[str], None],
+        on_mute: Callable[[str], None],
     ) -> None:
         """`on_progress(primary, told)` hears what comes before a result; `on_silent(peer_id)`, that
-        a call was not answered in the time that it has."""
+        a call was not answered in the time that it has; `on_mute(peer_id)`, that a question was
+        not."""
         self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
         self._tasks, self._feed, self._arrived = tasks, feed, arrived
-        self._on_progress, self._on_silent = on_progress, on_silent
+        self._on_progress, self._on_silent, self._on_mute = on_progress, on_silent, on_mute
         self.own: dict[int, Part] = {}
         """What this replica contributes, by shard, as long as it is needed."""
         self.tokens: dict[int, int] = {}
@@ -292,7 +294,7 @@ class Outbox:
         except SwarmnetError as e:  # it is asked again, as long as it lives
             log.debug("round %d: no answer of %s: %s", self._exchange, member[-8:], e)
             if isinstance(e, DeadlineExceeded):
-                self._on_silent(member)
+                self._on_mute(member)
             if isinstance(e, TransportError):
                 self._gossip.probe(member)
             for j, command in commands.items():

@@ -67,8 +67,15 @@ class Progress:
         if self._pace.knows_exchanges:
             self.hangs(peer_id)
 
+    def mute(self, peer_id: str) -> None:
+        """It has not answered a question in that time, which takes no work."""
+        if self._pace.knows_exchanges:
+            self.hangs(peer_id)
+            self._members.found_mute(peer_id)
+            self._refresh()
+
     def hangs(self, peer_id: str) -> None:
-        """Nobody waits for it here any more."""
+        """Nobody waits for its work here any more."""
         if peer_id in self._found:
             return
         self._found.add(peer_id)
