@@ -35,6 +35,8 @@ for _name in (
     "one contributor with tokens",
     "three owners and a lost message",
     "sums that take long",
+    "the only owner's device hangs",
+    "the only owner's process stops",
 ):
     EXPLORED[_name] = SMALL[_name]
 EXPLORED |= {

@@ -154,7 +154,7 @@ class Moves(Interned):
         """A stopped process goes on; another one finds that a device hangs. When, is open."""
         found: list[int] = []
         i = rest.stopped
-        if i >= 0:
+        if i >= 0 and numbers[i] != GONE:
             actor = self.actor(numbers[i])
             actor.handle(on.StoodStill())
             ended = self.rests.number(rest._replace(stopped=-1))

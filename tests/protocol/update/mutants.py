@@ -18,6 +18,7 @@ MOST_ROUNDS = 300
 FACTS_RULES = (
     "waits_for",
     "back",
+    "answering",
     "living",
     "dead",
     "told",

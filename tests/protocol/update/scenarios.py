@@ -40,6 +40,14 @@ SMALL = {
     "three owners": Scenario(replication=3, crashes=1),
     "three owners and a lost message": Scenario(replication=3, drops=1),
     "three owners and two crashes": Scenario(replication=3, crashes=2),
+    "a primary whose device hangs": Scenario(hangs="a"),
+    "the only owner's device hangs": Scenario(
+        peers="ab", tokens=(1, 1), replication=1, hangs="a", drops=1
+    ),
+    "the only owner's process stops": Scenario(
+        peers="ab", tokens=(1, 1), replication=1, stops="a", slow_sums=True, deadlines=1
+    ),
+    "a primary's process stops": Scenario(peers="ab", tokens=(1, 1), stops="a"),
     "a pair": Scenario(
         peers="ab", tokens=(1, 1), pulls=True, clips=False, crashes=1, drops=1, suspicions=1
     ),
@@ -61,6 +69,8 @@ DEEP = {
     "no holder known, a crash and a suspicion": Scenario(primaries="aac", crashes=1, suspicions=1),
     "each its own, a crash": Scenario(primaries="abc", crashes=1),
     "pauses of any length": Scenario(lazy=False),
+    "the only owner's device hangs, for two": Scenario(replication=1, hangs="a"),
+    "the only owner's process stops, for two": Scenario(replication=1, stops="a"),
     "four peers and a crash": Scenario(peers="abcd", tokens=(1, 1, 1, 1), crashes=1),
     "four peers and a loss": Scenario(peers="abcd", tokens=(1, 1, 1, 1), drops=1),
 }
@@ -87,4 +97,6 @@ def any_scenario(seed: int) -> Scenario:
         clips=rng.random() < 0.7,
         slow_sums=rng.random() < 0.3,
         lazy=False,
+        hangs=rng.choice(("", "", "a")),
+        stops=rng.choice(("", "", "a")),
     )
