@@ -140,6 +140,10 @@ class Facts:
         """Those that live, and those that live and get nothing done."""
         return sorted(p for p, s in self.members.items() if s.life != DEAD)
 
+    def voters(self) -> list[str]:
+        """Who is asked before the primary is overthrown: all that answer, but the primary."""
+        return [p for p in self.answering() if p != self.ballot.primary]
+
     def living(self) -> list[str]:
         return sorted(p for p, s in self.members.items() if s.is_waited_for)
 
@@ -160,7 +164,7 @@ class Facts:
 
     def told(self) -> str | None:
         """Who lives and has said that the primary does."""
-        return self.host if self.host in self.living() else None
+        return self.host if self.host in self.answering() else None
 
     def successor(self) -> str:
         """Who takes over from a dead primary: the first in the order that lives."""

@@ -64,7 +64,7 @@ def needs_no_takeover(u: Facts) -> bool:
 
 
 def all_agree(u: Facts) -> bool:
-    return u.agreed >= set(u.living())
+    return u.agreed >= set(u.voters())
 
 
 def is_complete(u: Facts) -> bool:
@@ -123,8 +123,8 @@ def canvass(u: Facts) -> None:
 
 def ask_again(u: Facts) -> None:
     """The question before a takeover."""
-    if u.living():
-        u.commands.append(do.Ask(tuple(u.living()), u.next_ballot(), is_final=False, count=u.count))
+    if u.voters():
+        u.commands.append(do.Ask(tuple(u.voters()), u.next_ballot(), is_final=False, count=u.count))
         pause(u)
 
 

@@ -36,6 +36,7 @@ for _name in (
     "three owners and a lost message",
     "sums that take long",
     "the only owner's device hangs",
+    "the only owner's device hangs for ever",
     "the only owner's process stops",
 ):
     EXPLORED[_name] = SMALL[_name]

@@ -58,12 +58,13 @@ class Moves(Interned):
             if outcome.local != NOBODY:
                 found.append(self.after(world, numbers, left, i, outcome))
         late: list[int] = []
-        lazy = self.scenario.lazy
+        lazy, is_hung = self.scenario.lazy, rest.hung and self.scenario.hangs_for_ever
         for i, local in enumerate(numbers):
             if i == rest.stopped:
                 continue
             for name, outcome in self.events_of(local):
-                if name == "happen":
+                is_stuck = is_hung and self.peers[i] == self.scenario.hangs
+                if name == "happen" or (name == "work" and not is_stuck):
                     found.append(self.after(world, numbers, bag, i, outcome))
                 elif name == "late" and not (lazy and found):
                     late.append(self.after(world, numbers, bag, i, outcome))
@@ -194,7 +195,8 @@ class Moves(Interned):
             return [("late" if self.scenario.mute else "deadlines", happen())]
         if isinstance(event, on.Again | on.Refused):
             return [("late", happen())]
-        found = [("happen", happen())]
+        is_work = isinstance(event, on.Summed | on.ClipKnown | on.Stepped)
+        found = [("work" if is_work else "happen", happen())]
         machine = self.machines[local]
         assert machine is not None
         if isinstance(event, on.Stepped) and machine.facts.copied_for is not None:

@@ -19,6 +19,7 @@ FACTS_RULES = (
     "waits_for",
     "back",
     "answering",
+    "voters",
     "living",
     "dead",
     "told",

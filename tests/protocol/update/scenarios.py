@@ -44,6 +44,9 @@ SMALL = {
     "the only owner's device hangs": Scenario(
         peers="ab", tokens=(1, 1), replication=1, hangs="a", drops=1
     ),
+    "the only owner's device hangs for ever": Scenario(
+        peers="ab", tokens=(1, 1), replication=1, hangs="a", hangs_for_ever=True
+    ),
     "the only owner's process stops": Scenario(
         peers="ab", tokens=(1, 1), replication=1, stops="a", slow_sums=True, deadlines=1
     ),

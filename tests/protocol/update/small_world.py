@@ -50,6 +50,8 @@ class Scenario:
     suspicions: int = 0
     hangs: str = ""
     """A peer whose device may hang, as each of the others finds by itself. It answers questions."""
+    hangs_for_ever: bool = False
+    """Nothing that it is at is done then."""
     stops: str = ""
     """A peer whose process may stop, and goes on later. Meanwhile the others find that it is
     dead."""

@@ -203,6 +203,8 @@ class Exchange:
             event = make(call)
             if isinstance(event, on.Pushed):
                 self.progress.came(event.sender)
+            elif isinstance(event, on.Asked) and event.is_final:
+                self.progress.leads(event.sender)
             self.feed(shard, event)
             return await future
         finally:

@@ -154,6 +154,11 @@ class ExchangeMembers:
         if peer_id in self._hung:
             self._mute.add(peer_id)
 
+    def works(self, peer_id: str) -> None:
+        """A peer that was found to hang leads an exchange now."""
+        self._hung.pop(peer_id, None)
+        self._mute.discard(peer_id)
+
     def _is_hung(self, peer_id: str, standing: Standing) -> bool:
         record = self.gossip.view.get(peer_id)
         is_past = standing.is_past or (

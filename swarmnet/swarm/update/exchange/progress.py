@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from swarmnet.protocol.update import commands as do
-from swarmnet.protocol.update.shard_facts import FOLLOWING, Facts
+from swarmnet.protocol.update.shard_facts import CLIPPING, COPYING, FOLLOWING, STEPPING, Facts
 from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 
@@ -57,8 +57,12 @@ class Progress:
 
     def look(self, shards: Mapping[int, Facts], began: float | None, now: float) -> None:
         """For primaries that hang. `began`: when this replica began the exchange, in awake seconds
-        as `now`; None where it has not."""
-        if began is not None:
+        as `now`; None where it has not. Who is still at work itself may be the one that hangs."""
+        is_at_work = any(
+            facts.state in (STEPPING, COPYING) or (facts.state is CLIPPING and j not in self.summed)
+            for j, facts in shards.items()
+        )
+        if began is not None and not is_at_work:
             for peer_id in sorted(self._waits.hung(shards, began, now, self._pace.sum_s())):
                 self.hangs(peer_id)
 
@@ -72,6 +76,13 @@ class Progress:
         if self._pace.knows_exchanges:
             self.hangs(peer_id)
             self._members.found_mute(peer_id)
+            self._refresh()
+
+    def leads(self, peer_id: str) -> None:
+        """It takes over: it gets as long as the one before it."""
+        if peer_id in self._found:
+            self._found.discard(peer_id)
+            self._members.works(peer_id)
             self._refresh()
 
     def hangs(self, peer_id: str) -> None:
