@@ -9,6 +9,7 @@ from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
 from swarmnet.protocol.update.roster import (
     DEAD,
+    HUNG,
     MAX_LEAD,
     SUSPECT,
     Ballot,
@@ -35,6 +36,7 @@ A = first_ballot("a", is_holder=True)
 B = A.next_of("b", is_holder=True)
 C = A.next_of("c", is_holder=False)
 LIVES, GONE, PAST = Standing(), Standing(life=DEAD), Standing(is_past=True)
+HANGS = Standing(life=HUNG)
 
 
 def replica(me: str, peers: str = "abc", holders: str = "ab", **options: Any) -> ShardUpdate:
@@ -1050,3 +1052,53 @@ def test_a_backup_is_waited_for_beyond_the_deadline() -> None:
     u = mirroring()
     assert not u.handle(on.DeadlinePassed())
     assert u.facts.state is MIRRORING
+
+
+# ---- who hangs, and who stood still --------------------------------------------------------------
+
+
+def test_one_that_hangs_is_asked_before_the_result_is_given_out() -> None:
+    u = replica("b", "abc", "a")
+    sees(u, a=HANGS, c=GONE)
+    assert u.facts.state is CLIPPING, "nobody waits for its work"
+    found = u.handle(on.ClipKnown(1))
+    ballot = u.facts.ballot
+    assert ask(("a",), ballot, is_final=True, count=1) in found
+    u.handle(on.Stepped("result", 1))
+    assert u.facts.state is MIRRORING
+    found = u.handle(agreed("a", ballot, is_final=True, count=1))
+    assert do.Adopt("result", is_own=True) in found
+
+
+def test_the_result_of_one_that_hangs_holds() -> None:
+    u = replica("b", "abc", "a")
+    sees(u, a=HANGS, c=GONE)
+    u.handle(on.ClipKnown(1))
+    u.handle(on.Stepped("result", 1))
+    found = u.handle(result_of("a", "that of a", u.facts.ballot))
+    assert do.Adopt("that of a", is_own=False) in found
+
+
+def test_one_that_hangs_has_its_say_before_a_takeover() -> None:
+    """A replica that hangs itself may find that all others do."""
+    u = replica("c")
+    found = sees(u, a=HANGS, b=HANGS)
+    assert ask(("b",), A.next_of("c", is_holder=False), is_final=False) in found
+    assert u.handle(on.Denied("b", A))[-1] == do.Push("b", A, has_gradient=False)
+    assert u.facts.state is FOLLOWING
+
+
+def test_after_standing_still_a_primary_asks_who_has_contributed() -> None:
+    u = replica("a", "abc", "a")
+    u.handle(pushed("b"))
+    u.handle(pushed("c"))
+    u.handle(on.Summed("sum", 1))
+    u.handle(on.ClipKnown(1))
+    assert u.facts.state is STEPPING
+    found = u.handle(on.StoodStill())
+    assert ask(("b", "c"), A, is_final=True, count=1) in found
+    u.handle(on.Stepped("result", 1))
+    assert u.facts.state is MIRRORING
+    u.handle(on.Denied("b", C))
+    assert u.facts.state is FOLLOWING, "it has been overthrown"
+    assert u.facts.is_spoiled

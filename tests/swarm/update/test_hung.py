@@ -28,6 +28,7 @@ SERVED = ("reduce", "ballot", "mirror", "norm", "stage_norm", "step", "admit", "
 SPEED = 0.2
 SPAN_S = 60.0
 FOUND_OUT_S = 45.0
+OUTLASTS_ALL_S = 90.0
 
 
 async def for_ever(*_: Any) -> Message:
@@ -134,6 +135,41 @@ def test_one_that_was_only_slow_is_back_and_has_the_same_parameters(
         same_parameters(swarm)
 
     spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000, global_batch=64)
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+@pytest.mark.parametrize("num_works", [1, 2])
+def test_the_only_owner_hangs_and_comes_back_with_no_second_result(
+    tmp_path: Path, num_works: int
+) -> None:
+    """With one owner a shard no backup denies its late step: whoever takes over asks it."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(4)
+        hung = swarm.members["peer-0"].peer.averaging.ownership.placement(4).order(0)[0]
+        peer = swarm.members[hung].peer
+        worker: Any = peer.machine.worker
+        run, goes_on, left = worker.run, asyncio.Event(), [num_works]
+
+        async def hang_after_some(work: Callable[[], Any]) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                await goes_on.wait()
+            return await run(work)
+
+        await swarm.until(lambda: peer.replica is not None and peer.replica.closed)
+        worker.run = hang_after_some
+        await asyncio.sleep(OUTLASTS_ALL_S)
+        goes_on.set()
+        newest = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) > newest + 5, 120.0)
+        assert swarm.total("diverged") == 0
+        same_parameters(swarm)
+
+    sync = {"replication": 1}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=100_000, sync=sync)
     in_virtual_time(scenario, spec, is_synthetic=True)
 
 
