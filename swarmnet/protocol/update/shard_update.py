@@ -57,8 +57,11 @@ take the other for the primary's successor. So one that is waited for takes over
 
 No wait is for ever. Every one ends with an answer, by the death of the peer that is waited for, or,
 for contributions of peers that live, by the deadline. What is lost on the way is asked for again.
-A peer that lives and gets nothing done, a primary above all, is dead here by the word of the
-caller (`Seen`).
+A peer that lives and gets nothing done, a primary above all, is not waited for, by the word of the
+caller (`HUNG` in `Seen`). It may have a result all the same, and more so with one owner, where no
+backup denies it. So it is asked before a takeover, if it is not the one that is overthrown, and for
+its promise before a result is given out. A process that stood still was dead to the others
+meanwhile: what it was promised before does not count (`StoodStill`).
 
 A ballot may take a replica for a holder of the optimizer state that it does not have, by an old
 record. That replica names one that has it instead, by the next ballot.

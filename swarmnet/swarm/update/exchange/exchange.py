@@ -157,7 +157,10 @@ class Exchange:
         if self._is_feeding:
             return
         self._is_feeding = True
-        self._notice_stall()
+        stalled_s = self._gossip.liveness.stalled_s()
+        if stalled_s > self._stalled_s:  # before what happened before that, or meanwhile
+            self._stalled_s = stalled_s
+            self._events[:0] = [(j, on.StoodStill()) for j in self._machines]
         try:
             while self._events:
                 j, next_event = self._events.pop(0)
@@ -165,14 +168,6 @@ class Exchange:
                     self._carry_out(j, command)
         finally:
             self._is_feeding = False
-
-    def _notice_stall(self) -> None:
-        """Before anything that happened before this process stood still, or meanwhile: others may
-        have gone on without it."""
-        stalled_s = self._gossip.liveness.stalled_s()
-        if stalled_s > self._stalled_s:
-            self._stalled_s = stalled_s
-            self._events[:0] = [(j, on.StoodStill()) for j in self._machines]
 
     def _machine(self, shard: int) -> ShardUpdate:
         machine = self._machines.get(shard)
