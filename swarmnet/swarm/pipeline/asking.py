@@ -148,9 +148,12 @@ class Asking:
         """Does a callee that has been silent say that it has the microbatch? None where it says
         nothing."""
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
-        timeout_s = min(silent_s, ANSWER_S)
+        timeout_s, message = min(silent_s, ANSWER_S), Message(asked)
         try:
-            reply = await self.transport.call(peer_id, "admit", Message(asked), timeout_s=timeout_s)
+            if peer_id == self.gossip.own.peer_id:
+                reply = await self.ask_self(message)
+            else:
+                reply = await self.transport.call(peer_id, "admit", message, timeout_s=timeout_s)
             return convert(reply.body, AdmitReply).known
         except (TransportError, DeadlineExceeded):
             return None

@@ -57,6 +57,7 @@ class Entrance:
         asked = convert(request.message.body, AdmitRequest)
         replica = self._serving(asked.stage)
         key = (asked.round, asked.microbatch_id)
+        self._check_device(replica)
         if asked.round < replica.round:
             raise Stale(f"round {asked.round} is over here", round=replica.round)
         if key in self._flights or replica.ledger.get(key) is not None:
@@ -77,6 +78,7 @@ class Entrance:
         `announced`: the caller asks, or has asked, before it sends the microbatch."""
         if self._gossip.own.state == LEAVING or replica.phase.is_given(round_index):
             raise NotReady("this peer is leaving")
+        self._check_device(replica)
         waiting = self._num_waiting(replica, round_index)
         # A place is free when a piece of work is done.
         limits = self.limits
@@ -95,6 +97,11 @@ class Entrance:
             raise Busy("the queue is full", backlog_s=over * (piece_s or LOOK_AGAIN_S))
         if not self._resource_limits.has_room(replica.index, num_in_flight):
             raise Busy("no memory for more", backlog_s=replica.service_s)
+
+    def _check_device(self, replica: Replica) -> None:
+        """Raises `NotReady` where the device hangs: what is here comes too late, if ever."""
+        if replica.measured.hangs(asyncio.get_running_loop().time()):
+            raise NotReady("the device does not answer")
 
     def entering(self, key: StepKey, task: asyncio.Task[Any]) -> None:
         """A microbatch was let in: it waits here until `entered`, or the end of its task."""

@@ -284,10 +284,9 @@ class Wiring:
         than it used to be, gets the time for it. After each `look_s` it is asked too: a callee that
         then says nothing at all is not waited for."""
         loop = asyncio.get_running_loop()
-        if peer_id == self.gossip.own.peer_id:
-            return await self.call_self("step", message, on_progress)
+        is_own = peer_id == self.gossip.own.peer_id
         traffic = self.transport.traffic
-        num_bytes = traffic.queued_bytes() + _num_bytes(message.arrays)
+        num_bytes = 0 if is_own else traffic.queued_bytes() + _num_bytes(message.arrays)
         silent_since = loop.time() + traffic.upload_s(num_bytes)
         patience = Deadline(silent_since + look_s)
 
@@ -298,7 +297,9 @@ class Wiring:
             on_progress(progress)
 
         call = loop.create_task(
-            self.gossip.liveness.call_while_live(
+            self.call_self("step", message, heard)
+            if is_own
+            else self.gossip.liveness.call_while_live(
                 peer_id,
                 "step",
                 message,
@@ -309,7 +310,7 @@ class Wiring:
         )
         try:
             while not await patience.wait(call):
-                if not traffic.queued_bytes():  # all of it is sent
+                if is_own or not traffic.queued_bytes():  # all of it is sent
                     has_it = await self._asking.is_at_work(peer_id, message.body, look_s)
                     is_late = loop.time() >= silent_since + silence_s
                     if has_it is None or (is_late and not has_it):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from swarmnet.protocol.histogram import Histogram
-from swarmnet.protocol.pipeline.service_time import ServiceTime
+from swarmnet.protocol.pipeline.service_time import STUCK_FACTOR, ServiceTime
+from swarmnet.protocol.timing import PATIENCE_S
 
 
 class Measurements:
@@ -23,12 +24,33 @@ class Measurements:
         self.open_s = 0.0
         """How long the last round was open here; 0 before the first one has ended."""
         self._opened_at = 0.0
+        self._num_passes = 0
+        self._last_pass_at = 0.0
+        """When the device ended a pass last, or was given the first of those that wait."""
 
     @property
     def piece_s(self) -> float:
         """Device seconds of a piece of work, a forward or a backward: half a microbatch. 0 while
         unknown."""
         return self.service.seconds / 2
+
+    def pass_waits(self, now: float) -> None:
+        """The device is given a pass."""
+        if not self._num_passes:
+            self._last_pass_at = now
+        self._num_passes += 1
+
+    def pass_ended(self, now: float, *, is_done: bool) -> None:
+        """Nobody waits for it any more, or (`is_done`) the device has come to it."""
+        self._num_passes -= 1
+        if is_done:
+            self._last_pass_at = now
+
+    def hangs(self, now: float) -> bool:
+        """Passes wait, and the device ends none in many times the usual time."""
+        longest_s = max(PATIENCE_S, STUCK_FACTOR * self.service.seconds)
+        is_known = self._num_passes > 0 and self.service.seconds > 0
+        return is_known and now > self._last_pass_at + longest_s
 
     def worked(self, took_s: float, part: float) -> None:
         """The device took so long for this part of the work on a microbatch."""

@@ -13,6 +13,7 @@ with parameters and a gradient buffer for each (two versions, as in PipeDream-2B
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
@@ -159,7 +160,15 @@ class Replica:
             if not self.takes(key[0]):
                 raise Stale(f"round {key[0]} is closed here", round=self.round)
 
-        value, took_s = await self.device.timed(kind, work, key[0], still_wanted)
+        loop, is_done = asyncio.get_running_loop(), True
+        self.measured.pass_waits(loop.time())
+        try:
+            value, took_s = await self.device.timed(kind, work, key[0], still_wanted)
+        except asyncio.CancelledError:
+            is_done = False
+            raise
+        finally:
+            self.measured.pass_ended(loop.time(), is_done=is_done)
         self.measured.worked(took_s, part)
         return value
 

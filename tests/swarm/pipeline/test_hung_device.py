@@ -1,0 +1,75 @@
+"""A device that hangs in a pass, at a peer that goes on talking: the pipeline goes on without it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.protocol.pipeline.service_time import STUCK_FACTOR
+from swarmnet.protocol.timing import PATIENCE_S
+from swarmnet.swarm.update.measurements import Measurements
+from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
+
+FOUND_OUT_S, SPAN_S = 90.0, 30.0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_others_go_on_without_a_device_that_hangs(tmp_path: Path, stage: int) -> None:
+    """Of one of two replicas: of the first stage, where all feed themselves, or of the last."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(10)
+        hung = f"peer-{stage}"
+        device: Any = swarm.members[hung].peer.machine.device
+        device._device._finish = lambda job: None  # noqa: SLF001  what it is at never ends
+        await asyncio.sleep(FOUND_OUT_S)
+        before = rounds(swarm, hung)
+        await asyncio.sleep(SPAN_S)
+        after = rounds(swarm, hung)
+        assert min(b - a for a, b in zip(before, after, strict=True)) > 5
+        assert swarm.total("diverged") == 0
+
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=100_000)
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+def rounds(swarm: Swarm, hung: str) -> list[int]:
+    """Of the others."""
+    others = [m.peer.replica for name, m in swarm.members.items() if name != hung]
+    return [replica.round for replica in others if replica is not None]
+
+
+def measured(work_s: float) -> Measurements:
+    """It knows how long a microbatch takes."""
+    found = Measurements()
+    for _ in range(5):
+        found.worked(work_s, 1.0)
+    return found
+
+
+@pytest.mark.parametrize("work_s", [0.1, 10.0])
+def test_a_device_hangs_that_ends_no_pass_in_many_times_the_usual_time(work_s: float) -> None:
+    longest_s = max(PATIENCE_S, STUCK_FACTOR * work_s)
+    known = measured(work_s)
+    assert not known.hangs(1000.0), "nothing waits"
+    known.pass_waits(1000.0)
+    known.pass_waits(1001.0)
+    assert not known.hangs(1000.0 + longest_s)
+    assert known.hangs(1000.1 + longest_s)
+    known.pass_ended(1002.0, is_done=False)
+    assert known.hangs(1000.1 + longest_s), "that nobody waits for one is no work"
+    known.pass_waits(1003.0)
+    known.pass_ended(1005.0, is_done=True)
+    assert not known.hangs(1005.0 + longest_s)
+    assert known.hangs(1005.1 + longest_s)
+
+
+def test_a_device_of_unknown_speed_is_waited_for() -> None:
+    unknown = Measurements()
+    unknown.pass_waits(0.0)
+    assert not unknown.hangs(1e6)
