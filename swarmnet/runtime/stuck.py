@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from swarmnet.errors import UserError
-from swarmnet.protocol.pipeline.service_time import STUCK_FACTOR
 from swarmnet.swarm.pipeline.wiring import LONGEST_CALL_S
 from swarmnet.training.device import Piece
 
 STUCK_S = LONGEST_CALL_S
 """A piece of work that takes longer comes too late for everybody."""
 STUCK_AT_LEAST_S = 120.0
+STUCK_FACTOR = 20.0
 """Nor is a forward or backward pass waited for that takes so many times as long as the longest one
 before, and so many seconds: a pass is always the same work, and a stage waits for who hangs."""
 LOOK_S = 10.0

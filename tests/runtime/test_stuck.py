@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from swarmnet.errors import UserError
-from swarmnet.protocol.pipeline.service_time import STUCK_FACTOR
 from swarmnet.runtime.ranks import until_over
 from swarmnet.runtime.stuck import (
     LOOK_S,
     STUCK_AT_LEAST_S,
+    STUCK_FACTOR,
     STUCK_S,
     stuck_after_s,
     until_stuck,

@@ -11,9 +11,6 @@ BACKWARD_PART = 1 - FORWARD_PART
 """Parts of a microbatch's work. A backward pass is twice a forward pass (2 and 4 FLOP a parameter
 and token: Kaplan et al. 2020). Where a stage differs, only estimates from more forward than
 backward passes are wrong: in the long run there are as many of both."""
-STUCK_FACTOR = 20.0
-"""A pass is always the same work: one that takes so many times as long as usual hangs. It protects
-a stage from waiting for its device (tests/runtime/test_stuck.py)."""
 MIN_PIECES = 3
 """Pieces of work before there is an estimate. The first is left out: it warms caches and
 compiles."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from swarmnet.protocol.histogram import Histogram
-from swarmnet.protocol.pipeline.service_time import STUCK_FACTOR, ServiceTime
+from swarmnet.protocol.pipeline.routing import DEADLINE_FACTOR
+from swarmnet.protocol.pipeline.service_time import ServiceTime
 from swarmnet.protocol.timing import PATIENCE_S
 
 
@@ -47,8 +48,8 @@ class Measurements:
             self._last_pass_at = now
 
     def hangs(self, now: float) -> bool:
-        """Passes wait, and the device ends none in many times the usual time."""
-        longest_s = max(PATIENCE_S, STUCK_FACTOR * self.service.seconds)
+        """Passes wait, and the device ends none in the time of several microbatches."""
+        longest_s = max(PATIENCE_S, DEADLINE_FACTOR * self.service.seconds)
         is_known = self._num_passes > 0 and self.service.seconds > 0
         return is_known and now > self._last_pass_at + longest_s
 
