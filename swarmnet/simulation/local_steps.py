@@ -116,7 +116,7 @@ class SyntheticLocalSteps:
         change = _rounded(_minus(common, self._fast(shard_index)))
         arrays = (self.common_shard(shard_index), self._claim(shard_index, change), *moments)
         codec = self._outer.codec
-        return values, tuple(codec.coded_sum(shard_index, array) for array in arrays)
+        return values, tuple(codec.coded_sum(shard_index, array)[0] for array in arrays)
 
     def meet(
         self,
@@ -164,8 +164,7 @@ class SyntheticLocalSteps:
         more than nothing: here it takes the time."""
         codec = self._outer.codec
         if codec.names.sums != NONE:
-            own = codec.coded_sum(shard_index, self._claim(shard_index, (0.0,) * NUMBERS))
-            codec.decoded_sum(shard_index, own)
+            codec.coded_sum(shard_index, self._claim(shard_index, (0.0,) * NUMBERS))
         return _numbers(codec.decoded_sum(shard_index, array))
 
     def _fast(self, shard_index: int) -> Numbers:

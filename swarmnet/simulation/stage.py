@@ -353,8 +353,9 @@ class SyntheticShardCodec:
         is_short = (coded.dtype, coded.shape) == self.names.form(short, self._size)
         return self._decoded(short if is_short else self.names.contributions, coded)
 
-    def coded_sum(self, shard_index: int, total: Array) -> Array:
-        return self._coded(self.names.sums, total)
+    def coded_sum(self, shard_index: int, total: Array) -> tuple[Array, Array]:
+        coded = self._coded(self.names.sums, total)
+        return coded, self._decoded(self.names.sums, coded)
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
         return self._decoded(self.names.sums, coded)
@@ -364,10 +365,10 @@ class SyntheticShardCodec:
             return result
         return self._decoded(self.names.results, result)
 
-    def coded_result(self, parameters: Array) -> Array:
-        """What a step gives. What coding loses of it is known when it is decoded."""
-        self._time.decoded(self.names.results, self._size)
-        return self._coded(self.names.results, parameters)
+    def coded_result(self, parameters: Array) -> tuple[Array, Array]:
+        """What a step gives, and what everyone makes of it."""
+        result = self._coded(self.names.results, parameters)
+        return result, self._decoded(self.names.results, result)
 
     def _coded(self, codec: str, shard: Array) -> Array:
         self._time.encoded(codec, self._size)
@@ -438,7 +439,7 @@ class SyntheticOptimizer:
         scale: float,
         round_index: int,
         is_delayed: bool = False,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         steps, momentum = self._state[shard_index]
         gradient: Gradient = gradient_sum.data
         self._observe("step", shard=shard_index, round=round_index, gradient=gradient)

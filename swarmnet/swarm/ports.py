@@ -278,8 +278,8 @@ class ShardCodec(Protocol):
     def decoded_contribution(self, shard_index: int, coded: Array) -> Array:
         """fp32."""
 
-    def coded_sum(self, shard_index: int, total: Array) -> Array:
-        """For the backups."""
+    def coded_sum(self, shard_index: int, total: Array) -> tuple[Array, Array]:
+        """For the backups, and what `decoded_sum` makes of it. Raises like that."""
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
         """On which all owners step."""
@@ -329,11 +329,12 @@ class Optimizer(Protocol):
         scale: float,
         round_index: int,
         is_delayed: bool = False,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """One optimizer step on gradient `gradient_sum * scale`, with the learning rate of
-        `round_index`. `parameters` is not changed; the new ones are returned, or their change as
-        the codec has it. `is_delayed`: the round that begins with them will lack one update, which
-        they may anticipate."""
+        `round_index`. `parameters` is not changed. Returns the result, which is the new parameters
+        or their change as the codec has it, and what `ShardCodec.applied` makes of it.
+        `is_delayed`: the round that begins with them will lack one update, which they may
+        anticipate."""
 
     def export(self, shard_index: int) -> tuple[dict[str, Any], tuple[Array, ...]]:
         """The state, to be sent or saved: plain values and arrays. Snapshots, not views."""

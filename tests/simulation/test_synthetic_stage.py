@@ -148,19 +148,23 @@ def test_shards_of_updates_claim_the_bytes_of_the_wire_and_take_the_time_of_codi
     assert time.take() == pytest.approx(spent(names.contributions))
     torch_sent = real.contribution(0, values, keeps_error=True)
     assert (sent.dtype, sent.shape) == (torch_sent.dtype, torch_sent.shape)
-    total = synthetic.coded_sum(0, optimizer.sum([synthetic.decoded_contribution(0, sent)]))
-    torch_total = real.coded_sum(0, values)
-    assert (total.dtype, total.shape) == (torch_total.dtype, torch_total.shape)
+    decoded = synthetic.decoded_contribution(0, sent)
     time.take()
+    total, stepped_on = synthetic.coded_sum(0, optimizer.sum([decoded]))
+    assert time.take() == pytest.approx(spent(names.sums))
+    torch_total, _ = real.coded_sum(0, values)
+    assert (total.dtype, total.shape) == (torch_total.dtype, torch_total.shape)
     decoded = synthetic.decoded_sum(0, total)
     assert time.take() == coding.decode_s(names.sums, size)
+    assert decoded == stepped_on
     assert check_sum(1, 0, decoded.data), "nothing of it is lost"
     optimizer.create(0)
-    result = optimizer.step(0, s.parameter_shard(0), decoded, 1.0, 0)
+    result, after = optimizer.step(0, s.parameter_shard(0), decoded, 1.0, 0)
     assert time.take() == pytest.approx(spent(names.results))
     assert (result.dtype, result.shape) == names.form(names.results, size)
     applied = synthetic.applied(0, s.parameter_shard(0), result)
     assert time.take() == coding.decode_s(names.results, size)
+    assert applied == after
     s.stage_parameters(0, applied)
     if codec != NONE:
         with pytest.raises(ProtocolViolation):

@@ -94,5 +94,5 @@ def update(
     for stage, optimizer in pairs:
         for j in range(len(stage.shard_sizes)):
             old, gradient = stage.parameter_shard(j), stage.gradient_shard(j)
-            stage.stage_parameters(j, optimizer.step(j, old, gradient, scale, r))
+            stage.stage_parameters(j, optimizer.step(j, old, gradient, scale, r)[0])
         stage.finish_round()

@@ -23,6 +23,7 @@ from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.exchange.aggregation import Aggregator, ContributionNorms
 from swarmnet.swarm.update.exchange.books import Books
+from swarmnet.swarm.update.exchange.coded import coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Behind, Exchange
 from swarmnet.swarm.update.exchange.members import ExchangeMembers
 from swarmnet.swarm.update.exchange.norms import Norms
@@ -238,8 +239,12 @@ class Averaging:
         others are coded. Returns the tokens behind them."""
         declared, parts, num_bytes = -1, dict[int, Part](), 0
 
-        def give() -> None:
+        async def give() -> None:
             nonlocal declared
+            given = {j: gradient for j, (_, gradient) in parts.items() if gradient is not None}
+            if given and self.work.codes_contributions:
+                coded = await self.work.contributions(exchange.number, given)
+                parts.update((j, (parts[j][0], gradient)) for j, gradient in coded.items())
             tokens = max((num_tokens for num_tokens, _ in parts.values()), default=0)
             if tokens > declared:
                 declared = tokens
@@ -250,12 +255,11 @@ class Averaging:
             num_tokens, gradient = await part(j)
             if gradient is not None and self.work.codes_contributions:
                 if num_bytes > CODED_AT_ONCE_BYTES:
-                    give()
+                    await give()
                     parts, num_bytes = {}, 0
-                gradient = await self.work.contribution(exchange.number, j, gradient)
-                num_bytes += gradient.num_bytes
+                num_bytes += coded_bytes(self.replica, j)
             parts[j] = num_tokens, gradient
-        give()
+        await give()
         return declared
 
     async def _until_restored(self, r: int) -> None:

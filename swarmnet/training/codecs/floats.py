@@ -25,6 +25,13 @@ class Plain:
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         return coded
 
+    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
+        self.check(what, coded, num_values)
+        return coded
+
+    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values, values
+
 
 class BFloat16:
     """`bf16`: the nearest bfloat16, ties to even. The error of a number is at most 2^-8 of it (and
@@ -41,6 +48,14 @@ class BFloat16:
 
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         return coded.float()
+
+    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
+        self.check(what, coded, num_values)
+        return coded.float()
+
+    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        coded = values.to(torch.bfloat16)
+        return coded, coded.float()
 
 
 def _check_form(what: str, coded: Tensor, dtype: torch.dtype, num_values: int) -> None:

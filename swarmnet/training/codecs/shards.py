@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarmnet.protocol.codecs import CHUNK, NONE, UpdateCodec, update_codec
+from swarmnet.protocol.codecs import CHUNK, NONE, UpdateCodec, coded_form, update_codec
 from swarmnet.training.arrays import check_shape, from_tensor, is_finite, to_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.wire import Array
@@ -43,13 +43,14 @@ class TorchShardCodec:
         error, values = self._errors.pop(shard_index, None), to_tensor(gradient)
         if error is not None:
             values = values + error
-        coded = encode_shard(name, values)
-        if keeps_error:
-            lost = values - _decoded(name, coded, values.numel())
-            if is_finite(lost):  # else one bad gradient would spoil all that come after it
-                self._errors[shard_index] = lost.to(torch.bfloat16)
-        elif error is not None:
-            self._errors[shard_index] = error
+        if not keeps_error:
+            if error is not None:
+                self._errors[shard_index] = error
+            return from_tensor(encode_shard(name, values))
+        coded, sent = round_trip(name, values)
+        lost = values - sent
+        if is_finite(lost):  # else one bad gradient would spoil all that come after it
+            self._errors[shard_index] = lost.to(torch.bfloat16)
         return from_tensor(coded)
 
     def forget_error(self, shard_index: int) -> None:
@@ -63,8 +64,14 @@ class TorchShardCodec:
 
     # ---- sums -------------------------------------------------------------------------------
 
-    def coded_sum(self, shard_index: int, total: Array) -> Array:
-        return _coded(self.names.sums, total)
+    def coded_sum(self, shard_index: int, total: Array) -> tuple[Array, Array]:
+        if self.names.sums == NONE:
+            return total, total
+        values = to_tensor(total)
+        coded = encode_shard(self.names.sums, values)
+        # Checked like what comes from others: a step is made by all owners or by none.
+        decoded = decode_shard(self.names.sums, coded, values.numel())
+        return from_tensor(coded), from_tensor(decoded)
 
     def decoded_sum(self, shard_index: int, coded: Array) -> Array:
         return self._read("a sum", self.names.sums, shard_index, coded)
@@ -94,44 +101,45 @@ def coded_result(name: str, present: Tensor, wanted: Tensor) -> tuple[Array, Ten
     """What goes down where the parameters are to be `wanted`, and what everyone makes of it."""
     if name == NONE:
         return from_tensor(wanted), wanted
-    coded = encode_shard(name, wanted - present)
-    return from_tensor(coded), present + _decoded(name, coded, wanted.numel())
+    coded, change = round_trip(name, wanted - present)
+    return from_tensor(coded), change.add_(present)
 
 
 def encode_shard(name: str, values: Tensor) -> Tensor:
     """fp32 [n] as a coded flat vector of `row_bytes(name, n)` bytes."""
     codec = codec_of(name)
-    end = values.numel() // ROW * ROW
-    rows = values[:end].view(-1, ROW), values[end:].unsqueeze(0)
-    return _joined([codec.encode(part).flatten() for part in rows if part.numel()])
+    return _joined([codec.encode(rows) for rows in _rows(values, values.numel(), ROW)])
+
+
+def round_trip(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and what everyone makes of it, fp32 [n]."""
+    codec = codec_of(name)
+    parts = [codec.round_trip(rows) for rows in _rows(values, values.numel(), ROW)]
+    return _joined([coded for coded, _ in parts]), _joined([decoded for _, decoded in parts])
 
 
 def decode_shard(name: str, coded: Tensor, num_values: int) -> Tensor:
     """The reverse, checked. Raises `ProtocolViolation`: not what this codec makes of finite
     numbers."""
     codec = codec_of(name)
-    for rows, n in _coded_rows(name, coded, num_values):
-        codec.check("a coded shard", rows, n)
-    return _decoded(name, coded, num_values)
+    (size,) = coded_form(name, (ROW,), 0)[1]
+    parts, left = [], num_values
+    for rows in _rows(coded, num_values, size):
+        n = min(left, ROW)
+        parts.append(codec.read("a coded shard", rows, n))
+        left -= n * rows.shape[0]
+    return _joined(parts)
 
 
-def _coded(name: str, values: Array) -> Array:
-    return values if name == NONE else from_tensor(encode_shard(name, to_tensor(values)))
-
-
-def _decoded(name: str, coded: Tensor, num_values: int) -> Tensor:
-    codec = codec_of(name)
-    parts = _coded_rows(name, coded, num_values)
-    return _joined([codec.decode(rows, n).flatten() for rows, n in parts])
-
-
-def _coded_rows(name: str, coded: Tensor, num_values: int) -> list[tuple[Tensor, int]]:
-    """Long rows and the last one, with the numbers in a row of each."""
-    (size,) = UpdateCodec(name, name, name).form(name, ROW)[1]
+def _rows(flat: Tensor, num_values: int, size: int) -> list[Tensor]:
+    """A shard of so many numbers in rows of `size` elements, and the last, shorter one."""
     end = num_values // ROW * size
-    found = [(coded[:end].view(-1, size), ROW), (coded[end:].unsqueeze(0), num_values % ROW)]
-    return [(rows, n) for rows, n in found if rows.numel()]
+    if not end:
+        return [flat.unsqueeze(0)]
+    if num_values % ROW == 0:
+        return [flat.view(-1, size)]
+    return [flat[:end].view(-1, size), flat[end:].unsqueeze(0)]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return parts[0].view(-1) if len(parts) == 1 else torch.cat([p.view(-1) for p in parts])

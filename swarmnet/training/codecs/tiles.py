@@ -69,6 +69,14 @@ class Tiles:
         pieces = pieces_of(coded, num_values)
         return torch.cat([self._decode(piece, num_values) for piece in pieces])
 
+    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
+        self.check(what, coded, num_values)
+        return self.decode(coded, num_values)
+
+    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        coded = self.encode(values)
+        return coded, self.decode(coded, values.shape[1])
+
     def _encode(self, values: Tensor) -> Tensor:
         tiles = in_blocks(values, TILE)
         step = divided(largest_of(tiles).clamp_min(SMALLEST), GRID)

@@ -74,7 +74,7 @@ class TorchLocalSteps:
         clip = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip > 0 else 1.0
         for j, gradient in enumerate(gradients):
             before = self._stage.parameter_shard(j)
-            after = self._optimizer.step(j, before, gradient, clip / num_tokens, round_index)
+            _, after = self._optimizer.step(j, before, gradient, clip / num_tokens, round_index)
             self._stepped[j] = after
             self._stage.stage_parameters(j, after)
             self.tokens[j] += num_tokens
@@ -87,7 +87,7 @@ class TorchLocalSteps:
         common = from_tensor(self._common[shard_index].clone())
         arrays = (common, self.change(shard_index, 1.0), *moments)
         codec = self._outer.codec
-        return values, tuple(codec.coded_sum(shard_index, array) for array in arrays)
+        return values, tuple(codec.coded_sum(shard_index, array)[0] for array in arrays)
 
     def meet(
         self,
@@ -159,8 +159,8 @@ class TorchLocalSteps:
             raise ProtocolViolation(f"shard {shard_index} of a partner is not finite")
         if codec.names.sums == NONE:
             return values
-        coded = codec.coded_sum(shard_index, from_tensor(own))
-        return own + (values - to_tensor(codec.decoded_sum(shard_index, coded)))
+        _, decoded = codec.coded_sum(shard_index, from_tensor(own))
+        return own + (values - to_tensor(decoded))
 
     def finish_round(self) -> None:
         self._stepped.clear()

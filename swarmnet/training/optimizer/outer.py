@@ -131,7 +131,7 @@ class OuterNesterov:
         scale: float,
         round_index: int,
         is_delayed: bool = False,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """As the port says; the rate is the same in every round but the plain ones. Raises
         `ProtocolViolation`, the state unchanged, where the change has the wrong length or is not
         finite, or leads to parameters that no stage takes."""
@@ -153,14 +153,14 @@ class OuterNesterov:
         state.steps += 1
         return self._publish(state, present, new)
 
-    def _publish(self, state: OuterState, present: Tensor, new: Tensor) -> Array:
-        """The result, coded; keeps how far what everyone makes of it is ahead of `new`."""
+    def _publish(self, state: OuterState, present: Tensor, new: Tensor) -> tuple[Array, Array]:
+        """The result, coded, and what all make of it; keeps how far that is ahead of `new`."""
         result, published = coded_result(self.codec.names.results, present, new)
         if published is not new:
             if state.ahead is None:
                 state.ahead = self._store.zeros(new.numel())
             torch.sub(published, new, out=state.ahead)
-        return result
+        return result, from_tensor(published)
 
     def _is_plain(self, round_index: int) -> bool:
         return round_index < self._warmup_rounds or round_index == self._last_round

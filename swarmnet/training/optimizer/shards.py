@@ -152,7 +152,7 @@ class ShardedAdamW:
         scale: float,
         round_index: int,
         is_delayed: bool = False,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
         """As the port says. Raises `ProtocolViolation`, the state unchanged, where the gradient has
         the wrong length or is not finite, and `KeyError` where the state is not held."""
         state = self._states[shard_index]
@@ -169,16 +169,18 @@ class ShardedAdamW:
         wanted = new + self._look_ahead(state, gradient, rate) if is_delayed else new
         return self._publish(state, present, new, wanted)
 
-    def _publish(self, state: ShardState, present: Tensor, new: Tensor, wanted: Tensor) -> Array:
-        """The result, coded; keeps how far what everyone makes of it is ahead of `new`."""
+    def _publish(
+        self, state: ShardState, present: Tensor, new: Tensor, wanted: Tensor
+    ) -> tuple[Array, Array]:
+        """The result, coded, and what all make of it; keeps how far that is ahead of `new`."""
         result, published = coded_result(self.codec.names.results, present, wanted)
         if published is new:
             state.ahead = None
-            return result
+            return result, result
         if state.ahead is None:
             state.ahead = self._store.zeros(new.numel())
         torch.sub(published, new, out=state.ahead)
-        return result
+        return result, from_tensor(published)
 
     def _look_ahead(self, state: ShardState, gradient: Tensor, rate: float) -> Tensor:
         """How far the parameters are to be ahead after a step."""

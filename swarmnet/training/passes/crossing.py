@@ -87,9 +87,11 @@ class Crossing:
         rows = coded.reshape(math.prod(free), -1)
         if self._fused is not None:
             decoded = self._receive_fused(what, rows, dtype)
-        else:
+        elif self._copies.is_apart:
             self._codec.check(what, rows, self._row_values)
             decoded = self._codec.decode(self._copies.to_device(rows), self._row_values)
+        else:
+            decoded = self._codec.read(what, rows, self._row_values)
         return decoded.view(*free, *self._row_shape).to(dtype)
 
     def _send_fused(self, what: str, on_way: OnHost, shape: tuple[int, ...]) -> Callable[[], Array]:

@@ -76,7 +76,7 @@ def test_twenty_steps_with_clipping_equal_torch(shard_size: int, fused: bool) ->
         norm = math.sqrt(sum(ours.sum_of_squares(from_tensor(s)) for s in shards)) / num_tokens
         scale = min(1.0, SPEC.grad_clip_norm / (norm + 1e-6)) / num_tokens
         new = [
-            to_tensor(ours.step(j, from_tensor(old), from_tensor(shard), scale, r))
+            to_tensor(ours.step(j, from_tensor(old), from_tensor(shard), scale, r)[0])
             for j, (old, shard) in enumerate(zip(flat.split(shard_size), shards, strict=True))
         ]
         flat = torch.cat(new)
@@ -116,8 +116,8 @@ def test_a_step_changes_neither_parameters_nor_gradient_and_is_repeatable() -> N
     a, b = optimizer_of(100), optimizer_of(100)
     old, gradient = torch.randn(73), torch.randn(73)
     copies = old.clone(), gradient.clone()
-    first = a.step(0, from_tensor(old), from_tensor(gradient), 0.5, 0)
-    second = b.step(0, from_tensor(old), from_tensor(gradient), 0.5, 0)
+    first, _ = a.step(0, from_tensor(old), from_tensor(gradient), 0.5, 0)
+    second, _ = b.step(0, from_tensor(old), from_tensor(gradient), 0.5, 0)
     assert bytes(first.data) == bytes(second.data)
     assert torch.equal(old, copies[0])
     assert torch.equal(gradient, copies[1])
@@ -137,7 +137,7 @@ def test_state_is_held_for_owned_shards_only_and_moves_whole() -> None:
     b.load(1, *exported)
     assert b.owned() == [0, 1, 2]
     for r in (1, 2):
-        ours, theirs = (o.step(1, values, values, 1.0, r) for o in (a, b))
+        ours, theirs = (o.step(1, values, values, 1.0, r)[0] for o in (a, b))
         assert bytes(ours.data) == bytes(theirs.data)
     assert [bytes(x.data) for x in exported[1]] == snapshot  # a snapshot, not a view
 
@@ -253,12 +253,12 @@ def test_how_far_parameters_are_ahead_is_taken_away_again() -> None:
     at, ahead = from_tensor(first), from_tensor(first)
     for r, gradient in enumerate(gradients):
         last = r == len(gradients) - 1
-        at = plain.step(0, at, from_tensor(gradient), 1.0, r)
+        at, _ = plain.step(0, at, from_tensor(gradient), 1.0, r)
         if r == 3:
             backup = optimizer_of(1000)
             backup.load(0, *late.export(0))
             late = backup
-        ahead = late.step(0, ahead, from_tensor(gradient), 1.0, r, not last)
+        ahead, _ = late.step(0, ahead, from_tensor(gradient), 1.0, r, not last)
         apart = (to_tensor(at) - to_tensor(ahead)).abs().max().item()
         assert apart < 1e-6 if last else apart > 1e-4
     assert len(late.export(0)[1]) == 2

@@ -12,10 +12,12 @@ squares of their shards, contributor by contributor, and get the sums over all s
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.protocol.codecs import NONE
@@ -47,14 +49,9 @@ class Part:
     gradient: Array
 
 
-@dataclass(frozen=True, slots=True)
-class Aggregate:
-    """`total` is None where there was nothing to sum."""
-
-    total: Array | None
-    squares: float
-    """Its sum of squares."""
-    num_tokens: int
+T = TypeVar("T")
+Finish = Callable[[Array, float, int], T]
+"""What is made of an aggregate, its sum of squares and the tokens behind it, on the worker."""
 
 
 @dataclass
@@ -70,15 +67,24 @@ class Aggregator:
     """Senders of contributions that were clipped in the last round that had any."""
 
     async def __call__(
-        self, round_index: int, shard_index: int, parts: list[Part], counted: int
-    ) -> Aggregate:
+        self,
+        round_index: int,
+        shard_index: int,
+        parts: list[Part],
+        counted: int,
+        finish: Finish[T],
+    ) -> T | None:
         """`parts` by ascending peer id; `counted`: tokens of the round by the word of the feeders.
-        Raises `ProtocolViolation` where finite contributions overflow."""
+        None where there is nothing to sum. Raises `ProtocolViolation` where finite contributions
+        overflow."""
+        tells = self.rule == robust.MEDIAN_CLIP and self.norms.may_be_waited_for()
+        if self._is_mean(parts) and not tells:
+            return await self._sum(round_index, shard_index, parts, finish)
         parts = await self._decoded(round_index, shard_index, parts)
-        if self.rule == robust.MEAN or len(parts) < robust.MIN_CONTRIBUTORS:
-            if self.rule == robust.MEDIAN_CLIP and self.norms.may_be_waited_for():
+        if self._is_mean(parts):
+            if tells:
                 self.norms.tell(round_index, shard_index, await self._squares(parts))
-            return await self._sum(round_index, shard_index, parts)
+            return await self._sum(round_index, shard_index, parts, finish, are_coded=False)
         squares = await self._squares(parts)
         parts = self._only_sound(round_index, shard_index, parts, squares)
         tokens = robust.fair_tokens({p.peer_id: p.num_tokens for p in parts}, counted)
@@ -90,61 +96,85 @@ class Aggregator:
             if shard_index == 0:
                 self._report_clipped(round_index, factors)
         if not parts:
-            return Aggregate(None, 0.0, 0)
-        total = await self.worker.run(
-            lambda: self.optimizer.aggregate(
+            return None
+
+        def work() -> T:
+            total = self.optimizer.aggregate(
                 self.rule,
                 [p.gradient for p in parts],
                 [tokens[p.peer_id] for p in parts],
                 [factors[p.peer_id] for p in parts],
             )
-        )
-        total_squares = await self.worker.run(lambda: self.optimizer.sum_of_squares(total))
-        if not math.isfinite(total_squares):
-            raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
-        return Aggregate(total, total_squares, sum(tokens.values()))
+            total_squares = self.optimizer.sum_of_squares(total)
+            if not math.isfinite(total_squares):
+                raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
+            return finish(total, total_squares, sum(tokens.values()))
+
+        return await self.worker.run(work)
+
+    def _is_mean(self, parts: list[Part]) -> bool:
+        return self.rule == robust.MEAN or len(parts) < robust.MIN_CONTRIBUTORS
 
     async def _decoded(self, round_index: int, shard_index: int, parts: list[Part]) -> list[Part]:
         """Without those that are not what the codec makes of finite numbers."""
-        codec = self.optimizer.codec
-
-        def work() -> tuple[list[Part], list[Part]]:
-            sound, others = [], []
-            for part in parts:
-                try:
-                    gradient = codec.decoded_contribution(shard_index, part.gradient)
-                except ProtocolViolation:
-                    others.append(part)
-                else:
-                    sound.append(replace(part, gradient=gradient))
-            return sound, others
-
-        if codec.names.contributions == NONE:
+        if self.optimizer.codec.names.contributions == NONE:
             return parts
-        sound, others = await self.worker.run(work)
+        sound, others = await self.worker.run(lambda: self._decode(shard_index, parts))
         for part in others:
             self._report(round_index, shard_index, part.peer_id, "not finite")
         return sound
 
-    async def _sum(self, round_index: int, shard_index: int, parts: list[Part]) -> Aggregate:
-        """The mean: one pass over the sum tells whether all was finite."""
+    def _decode(self, shard_index: int, parts: list[Part]) -> tuple[list[Part], list[Part]]:
+        """On the worker: the parts decoded, and those that cannot be."""
+        codec, sound, others = self.optimizer.codec, list[Part](), list[Part]()
+        for part in parts:
+            try:
+                gradient = codec.decoded_contribution(shard_index, part.gradient)
+            except ProtocolViolation:
+                others.append(part)
+            else:
+                sound.append(replace(part, gradient=gradient))
+        return sound, others
 
-        def work() -> tuple[Array, float]:
-            total = self.optimizer.sum([p.gradient for p in parts])
-            return total, self.optimizer.sum_of_squares(total)
+    async def _sum(
+        self,
+        round_index: int,
+        shard_index: int,
+        parts: list[Part],
+        finish: Finish[T],
+        *,
+        are_coded: bool = True,
+    ) -> T | None:
+        """The mean: one pass over the sum tells whether all was finite. All in one turn of the
+        worker, which costs about as much as the arithmetic on a small shard."""
+
+        def work() -> tuple[list[Part], list[Part], float, T | None]:
+            sound, others = self._decode(shard_index, parts) if are_coded else (parts, [])
+            if not sound:
+                return sound, others, 0.0, None
+            total = self.optimizer.sum([p.gradient for p in sound])
+            squares, num_tokens = self.optimizer.sum_of_squares(total), _tokens(sound)
+            if not robust.is_sound(squares, num_tokens):
+                return sound, others, squares, None
+            return sound, others, squares, finish(total, squares, num_tokens)
 
         while parts:
-            total, squares = await self.worker.run(work)
-            num_tokens = sum(p.num_tokens for p in parts)
-            if robust.is_sound(squares, num_tokens):
-                return Aggregate(total, squares, num_tokens)
-            sound = self._only_sound(round_index, shard_index, parts, await self._squares(parts))
-            if len(sound) == len(parts) and math.isfinite(squares):
-                return Aggregate(total, squares, num_tokens)
-            if len(sound) == len(parts):
+            parts, others, squares, made = await self.worker.run(work)
+            for part in others:
+                self._report(round_index, shard_index, part.peer_id, "not finite")
+            if made is not None or not parts:
+                return made
+            are_coded, summed = False, parts
+            parts = self._only_sound(round_index, shard_index, parts, await self._squares(parts))
+            if len(parts) == len(summed) and not math.isfinite(squares):
                 raise ProtocolViolation(f"the gradient of shard {shard_index} overflows")
-            parts = sound
-        return Aggregate(None, 0.0, 0)
+            if len(parts) == len(summed):
+                return await self.worker.run(functools.partial(self._made, parts, squares, finish))
+        return None
+
+    def _made(self, parts: list[Part], squares: float, finish: Finish[T]) -> T:
+        total = self.optimizer.sum([p.gradient for p in parts])
+        return finish(total, squares, _tokens(parts))
 
     async def _squares(self, parts: list[Part]) -> dict[str, float]:
         """By peer; not finite where the gradient is not."""
@@ -180,6 +210,10 @@ class Aggregator:
                 ", ".join(f"{p[-8:]} x {factors[p]:.2g}" for p in clipped),
             )
         self._clipped = clipped or self._clipped
+
+
+def _tokens(parts: list[Part]) -> int:
+    return sum(p.num_tokens for p in parts)
 
 
 def strike(gossip: Gossip, peer_id: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
@@ -304,12 +305,12 @@ class Exchange:
         """Parameters from another replica, or the copy here, put where they go; a result that holds
         instead is put over them. Raises `ProtocolViolation` where they are of no use: their sender
         is dead for this exchange; `NotReady` where there is no copy."""
+        result, put = Result(values, told.counted), self._put
         if values is None:
             facts = self._machines[j].facts
             if facts.state is not State.COPIED or facts.result is None:
                 raise NotReady("the copy was given up")  # and is not told of again
-            values = facts.result.values
-        result, put = Result(values, told.counted), self._put
+            result = replace(facts.result, counted=told.counted)
         try:
             if put is not None:
                 await self._work.put(j, result, put)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -44,6 +44,8 @@ class Total:
     squares: float
     """Sum of squares of what owners step on."""
     num_tokens: int
+    decoded: Array | None = None
+    """What owners step on, where `gradient` is coded and this replica has coded it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,8 @@ class Result:
     """It has been put where it goes."""
     digest: bytes = b""
     """XXH3-64 of the values, where they are of a step that was made here."""
+    parameters: Array | None = None
+    """What `values` lead to, where the step was made here and they are not there yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,46 +118,60 @@ class ShardWork:
     # ---- a primary's work -------------------------------------------------------------------
 
     async def total(
-        self, exchange: int, shard: int, parts: Sequence[tuple[str, int, Array]]
+        self,
+        exchange: int,
+        shard: int,
+        parts: Sequence[tuple[str, int, Array]],
+        *,
+        is_whole: bool = True,
     ) -> Total | None:
-        """The aggregate of the contributions, ascending by peer; None where there is nothing to
-        sum, or it overflows."""
+        """The aggregate of the contributions, ascending by peer, as `coded` has it; not coded where
+        something is to be added (`is_whole` False). None where there is nothing to sum, or it
+        overflows."""
         counted = self._books.counted_behind(exchange, shard)
+
+        def finish(gradient: Array, squares: float, num_tokens: int) -> Total:
+            total = Total(gradient, squares, num_tokens)
+            return self._coded(shard, total) if is_whole else total
+
         try:
-            found = await self._aggregator(
-                exchange, shard, [Part(*part) for part in parts], counted
+            return await self._aggregator(
+                exchange, shard, [Part(*part) for part in parts], counted, finish
             )
         except ProtocolViolation as e:
             log.warning("round %d: no step: %s", exchange, e)
             return None
-        if found.total is None:
-            return None
-        return Total(found.total, found.squares, found.num_tokens)
 
     async def coded(self, shard: int, total: Total) -> Total:
         """As the backups get it: all owners step on what comes of that."""
-        codec, optimizer = self._replica.optimizer.codec, self._replica.optimizer
-        if codec.names.sums == NONE:
+        return await self._replica.worker.run(lambda: self._coded(shard, total))
+
+    def _coded(self, shard: int, total: Total) -> Total:
+        """On the worker."""
+        optimizer = self._replica.optimizer
+        if optimizer.codec.names.sums == NONE:
             return total
-
-        def work() -> Total:
-            coded = codec.coded_sum(shard, total.gradient)
-            squares = optimizer.sum_of_squares(codec.decoded_sum(shard, coded))
-            return Total(coded, squares, total.num_tokens)
-
-        return await self._replica.worker.run(work)
+        coded, decoded = optimizer.codec.coded_sum(shard, total.gradient)
+        return Total(coded, optimizer.sum_of_squares(decoded), total.num_tokens, decoded)
 
     @property
     def codes_contributions(self) -> bool:
         """What this replica contributes takes time to code."""
         return self._replica.optimizer.codec.names.contributions != NONE
 
-    async def contribution(self, exchange: int, shard: int, gradient: Array) -> Array:
-        """A gradient as it is sent, once for an exchange: pushed again, it is the same."""
+    async def contributions(
+        self, exchange: int, gradients: Mapping[int, Array]
+    ) -> dict[int, Array]:
+        """Gradients by shard as they are sent, once for an exchange: pushed again, they are the
+        same."""
         codec, plan = self._replica.optimizer.codec, self.plan
-        is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
+
+        def coded(shard: int, gradient: Array) -> Array:
+            is_short = len(plan.window(shard, exchange)) == 1 or exchange >= plan.rounds - 1
+            return codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
+
         return await self._replica.worker.run(
-            lambda: codec.contribution(shard, gradient, keeps_error=True, is_short=is_short)
+            lambda: {j: coded(j, gradient) for j, gradient in gradients.items()}
         )
 
     async def contributions_lost(self, shards: Sequence[int]) -> None:
@@ -198,7 +216,7 @@ class ShardWork:
         """The step of a primary. One that would overflow is not made, there or at the backups."""
         self._books.stepped(exchange, shard, total.num_tokens)
         try:
-            return await self._step(exchange, shard, total.gradient, before)
+            return await self._step(exchange, shard, total.gradient, before, total.decoded)
         except ProtocolViolation as e:  # at the backups too, with the same state
             log.warning("round %d: no step: %s", exchange, e)
             return await self.leave_as_it_is(exchange, shard)
@@ -209,19 +227,29 @@ class ShardWork:
         self._books.stepped(exchange, shard, 0)
         return Result(await self.present(shard))
 
-    async def _step(self, exchange: int, shard: int, gradient: Array, before: Before) -> Result:
+    async def _step(
+        self,
+        exchange: int,
+        shard: int,
+        gradient: Array,
+        before: Before,
+        decoded: Array | None = None,
+    ) -> Result:
+        """`decoded`: of `gradient`, where it is known."""
         replica = self._replica
         await self.until_exported()
 
         def work() -> Result:
             present = replica.common_shard(shard)
             is_delayed = self.plan.is_delayed(exchange)
-            total = replica.optimizer.codec.decoded_sum(shard, gradient)
-            after = replica.optimizer.step(
-                shard, present, total, before.scale, exchange, is_delayed
-            )
+            total = decoded
+            if total is None:
+                total = replica.optimizer.codec.decoded_sum(shard, gradient)
+            made = replica.optimizer.step(shard, present, total, before.scale, exchange, is_delayed)
             self._states.stepped(shard, exchange, descended(before.lineage, exchange, gradient))
-            return Result(after, digest=xxhash.xxh3_64_digest(after.data))
+            values, parameters = made
+            digest = xxhash.xxh3_64_digest(values.data)
+            return Result(values, digest=digest, parameters=parameters)
 
         return await replica.worker.run(work)
 
@@ -251,11 +279,14 @@ class ShardWork:
 
     async def put(self, shard: int, result: Result, put: Put) -> None:
         """Puts a result where it goes. Raises `ProtocolViolation` where it does not fit."""
-        values = result.values
+        values, parameters = result.values, result.parameters
+
+        def work() -> None:
+            assert values is not None
+            put(shard, applied(self._replica, shard, values) if parameters is None else parameters)
+
         if values is not None and not result.is_placed:
-            await self._replica.worker.run(
-                lambda: put(shard, applied(self._replica, shard, values))
-            )
+            await self._replica.worker.run(work)
 
     def adopted(self, exchange: int, shard: int) -> None:
         """A result is here. Where another stage makes the step, no state changes with it."""
@@ -299,7 +330,7 @@ def in_place(result: Result, *, is_in_stage: bool) -> Result:
     coded it is small to send."""
     is_coded = result.values is not None and result.values.dtype != "float32"
     values = result.values if is_coded or not is_in_stage else None
-    return replace(result, values=values, is_placed=True)
+    return replace(result, values=values, is_placed=True, parameters=None)
 
 
 def _copied(shard: Array) -> Array:

@@ -98,11 +98,11 @@ class ExchangeSteps:
             names = ", ".join(p[-8:] for p in command.absent)
             log.info("round %d shard %d: went on without %s", self._number, j, names)
         self._attempts[j] = command.attempt
-        total = await self._work.total(self._number, j, command.parts)
-        if decides_tied(self._replica, j):
+        is_whole = not decides_tied(self._replica, j)
+        total = await self._work.total(self._number, j, command.parts, is_whole=is_whole)
+        if not is_whole:
             total = await self._tied.add(self._number, j, total)
-        if total is not None:
-            total = await self._work.coded(j, total)
+            total = None if total is None else await self._work.coded(j, total)
         if self._attempts[j] != command.attempt:
             return
         if follows_tied(self._replica, j):
