@@ -57,6 +57,21 @@ def there_and_back(name: str, values: Tensor) -> Tensor:
     return decoded
 
 
+def bits(values: Tensor) -> bytes:
+    return bytes(values.contiguous().view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(values=rows_of_numbers())
+def test_what_is_done_at_once_gives_the_same_bits(name: str, values: Tensor) -> None:
+    """Signs of zeros too: all replicas add the change of their parameters that they read."""
+    codec, n = codec_of(name), values.shape[1]
+    coded, decoded = codec.round_trip(values)
+    assert bits(coded) == bits(codec.encode(values))
+    assert bits(decoded) == bits(codec.decode(coded, n))
+    assert bits(decoded) == bits(codec.read("rows", coded, n))
+
+
 def errors_and_largest(values: Tensor, decoded: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """By block: what went wrong, and the largest magnitude, in fp64."""
     errors = in_blocks(decoded.double() - values.double(), size)
@@ -181,8 +196,9 @@ def test_what_none_has_coded_is_refused(name: str, said: str) -> None:
     coded = WRONG[said](codec.encode(torch.randn(3, 96)))
     if name == INT8 and said == "a code outside":
         coded[1, -1] = 0x80  # -128
-    with pytest.raises(ProtocolViolation, match=said):
-        codec.check("rows", coded, 96)
+    for refuse in (codec.check, codec.read):
+        with pytest.raises(ProtocolViolation, match=said):
+            refuse("rows", coded, 96)
 
 
 @settings(max_examples=200)
