@@ -37,16 +37,16 @@ def test_coding_takes_its_bytes_over_the_rate() -> None:
 
 
 def test_activations_are_coded_forward_and_their_gradients_backward() -> None:
-    """In `int4`, gradients have 6 bits."""
+    """In `int4`, activations have 6 bits."""
 
     def passes(*, has_before: bool, has_after: bool) -> PassCoding:
         codec = boundary_codec(INT4)
         return ROUND.passes(codec, 16, has_before=has_before, has_after=has_after)
 
     assert passes(has_before=False, has_after=False) == PassCoding(0.0, 0.0)
-    assert passes(has_before=False, has_after=True) == PassCoding(16.0, 1.0)
-    assert passes(has_before=True, has_after=False) == PassCoding(8.0, 2.0)
-    assert passes(has_before=True, has_after=True) == PassCoding(24.0, 3.0)
+    assert passes(has_before=False, has_after=True) == PassCoding(2.0, 8.0)
+    assert passes(has_before=True, has_after=False) == PassCoding(1.0, 16.0)
+    assert passes(has_before=True, has_after=True) == PassCoding(3.0, 24.0)
 
 
 def test_what_a_thread_has_coded_is_taken_once() -> None:

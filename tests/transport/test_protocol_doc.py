@@ -128,8 +128,8 @@ def test_coded_rows_are_as_described() -> None:
             f"| `{name}` | one of each tile of {codecs.TILE} numbers | {size} bytes a tile" in text
         )
         assert codecs.row_bytes(name, codecs.TILE) == codecs.SCALE_BYTES + size
-    assert codecs.BOUNDARY_CODECS[codecs.INT4] == codecs.BoundaryCodec(codecs.INT4, codecs.INT6)
-    assert "activations have the form `int4` and gradients `int6`" in text
+    assert codecs.BOUNDARY_CODECS[codecs.INT4] == codecs.BoundaryCodec(codecs.INT6, codecs.INT4)
+    assert "activations have the form `int6` and gradients `int4`" in text
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)

@@ -140,10 +140,10 @@ def test_samples_are_not_coded() -> None:
         coded_boundary(INT8, 1).check_inputs(floats())
 
 
-def test_gradients_of_int4_have_more_bits_than_activations() -> None:
+def test_activations_of_int4_have_more_bits_than_gradients() -> None:
     border, values = coded_boundary(INT4), torch.ones(MICROBATCH, LENGTH, WIDTH)
     activation, back = border.send_outputs(values)(), border.send_input_gradient(values)()
-    assert activation.num_bytes < back.num_bytes
+    assert activation.num_bytes > back.num_bytes
     with pytest.raises(ProtocolViolation, match="gradient: uint8 of shape"):
         border.check_gradient(activation)
 
