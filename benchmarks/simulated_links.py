@@ -1,11 +1,13 @@
-"""What codecs are worth on slow links, in the simulator: two tables.
+"""Simulated swarms, in tables: those of docs/simulation.md.
 
-    python benchmarks/simulated_links.py reach [--results FILE]
-    python benchmarks/simulated_links.py swarm [--results FILE]
+    python benchmarks/simulated_links.py TABLE... [--jobs N] [--results FILE]
 
-Eight stages, one equal machine each, no churn, mode `delayed`, 64 microbatches a round. A cell is
-one `swarmnet simulate`, whose command is printed. With `--results` the cells are kept there, and
-what is there already is not run again.
+A cell of a table is one `swarmnet simulate`, whose command is printed. With `--results` the cells
+are kept there, and what is there already is not run again. `--jobs` cells run at a time, each on a
+core of its own.
+
+`reach` and `swarm`: eight stages, one equal machine each, no churn, mode `delayed`, 64 microbatches
+a round.
 
 `reach`: 100 Mbit/s and 50 ms between two machines. A microbatch's forward and backward pass of a
 stage take an eighth of the time of its activation on the wire as fp32.
@@ -17,141 +19,247 @@ that is a machine that computes, sends, and waits for the latency in turn, whose
 the time of the computation. Where a microbatch waits twice for the latency, forward and back, it
 computes for 472 ms, and sends 6.5 MB. Here: three sequences of 2^20 numbers in `int8` both ways,
 and the latency is that of one way.
+
+`homes`: twelve machines on home links, two stages, no churn, by codec.
+
+`churn`: machines on home links that come and go, by assignment; and a longer time of a small swarm.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from peer.commands.simulate import SimulateOptions, run_simulation
 from swarmnet.protocol.codecs import INT4, INT6, INT8, NONE
+from swarmnet.simulation.baselines import ADAPTIVE, STATIC, SWARM
+from swarmnet.simulation.breakdown import EXCHANGE, WORKING
+from swarmnet.simulation.coding import CPU, GPU
 
-STAGES = 8
-MICROBATCHES = 64
-HOURS = 0.1
-CHECK_S = 0.5
+EQUAL = SimulateOptions(
+    peers=8, stages=8, hours=0.1, churn=0.0, speed_ratio=1.0, microbatches=64, check_every_s=0.5
+)
 REACH_LINK, REACH_SERVICE_S = "100/50", 0.042
 REACH_CODECS = (NONE, INT8, INT6, INT4)
 SWARM_MBIT_S, SWARM_SEQUENCES, SWARM_SERVICE_S = 500, 3, 0.1573
 PUBLISHED = {10: 79.3, 50: 70.3, 100: 60.2, 200: 48.5}
 """Per cent, by ms."""
-GPU_SPEED = 50.0
-"""Assumed of a GPU's coding, over that of one core: its memory is as much faster, or more."""
+HOME_CODECS = ((NONE, NONE), (INT8, NONE), (INT8, INT8), (INT4, INT4))
+SHORT_CHURN = SimulateOptions(peers=64, stages=4, hours=1.0, service_s=16.0, microbatches=60)
+LONG_CHURN = SimulateOptions(peers=32, stages=4, hours=6.0, service_s=16.0, microbatches=60)
+NAMES = {
+    "service_s": "service",
+    "check_every_s": "check-every",
+    "rebalance_every_s": "rebalance-every",
+}
+"""Of options, where they are not called like their field."""
+
+Values = dict[str, Any]
+"""A result as `swarmnet simulate --json` prints it."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One simulation."""
+class Row:
+    """A row of a table: its first column, and the simulations that the others are made of."""
 
-    links: str
-    service_s: float
-    codec: str
-    sequences: int = 1
-    coding_speed: float = 1.0
+    name: str
+    cells: tuple[SimulateOptions, ...]
 
-    @property
-    def options(self) -> SimulateOptions:
-        return SimulateOptions(
-            peers=STAGES,
-            stages=STAGES,
-            hours=HOURS,
-            churn=0.0,
-            speed_ratio=1.0,
-            links=self.links,
-            service_s=self.service_s,
-            sequences=self.sequences,
-            microbatches=MICROBATCHES,
-            codec=self.codec,
-            coding_speed=self.coding_speed,
-            check_every_s=CHECK_S,
-            as_json=True,
-        )
 
-    @property
-    def command(self) -> str:
-        """For a shell."""
-        o = self.options
-        return (
-            f"swarmnet simulate --peers {o.peers} --stages {o.stages} --hours {o.hours} --churn 0 "
-            f"--speed-ratio 1 --links {o.links} --service {o.service_s} "
-            f"--sequences {o.sequences} --microbatches {o.microbatches} --codec {o.codec} "
-            f"--coding-speed {o.coding_speed:g} --check-every {o.check_every_s}"
-        )
+@dataclass(frozen=True)
+class Table:
+    """Rows alike."""
+
+    head: tuple[str, ...]
+    rows: tuple[Row, ...]
+    columns: Callable[[Sequence[Values]], Sequence[str]]
+    """Of the results of a row's cells."""
+
+    def lines(self, results: Results) -> Iterator[str]:
+        """In Markdown, with the commands below."""
+        yield "| " + " | ".join(self.head) + " |"
+        yield "|" + "---|" * len(self.head)
+        for row in self.rows:
+            columns = self.columns([results.of(cell) for cell in row.cells])
+            yield "| " + " | ".join((row.name, *columns)) + " |"
+        yield ""
+        yield from dict.fromkeys(command(cell) for row in self.rows for cell in row.cells)
 
 
 @dataclass
 class Results:
-    """Samples/s and bound by command, kept in a file where there is one."""
+    """Results by command, kept in a file where there is one."""
 
     path: Path | None
+    _known: dict[str, Values] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._known: dict[str, list[float]] = {}
         if self.path is not None and self.path.exists():
             self._known = json.loads(self.path.read_text())
 
-    def of(self, cell: Cell) -> tuple[float, float]:
-        """Samples/s, and those of the bound; simulates where they are not known."""
-        if cell.command not in self._known:
-            said: list[str] = []
-            run_simulation(cell.options, said.append)
-            values = json.loads(said[-1])
-            self._known[cell.command] = [values["samples_per_s"], values["bound_per_s"]]
-            if self.path is not None:
-                self.path.write_text(json.dumps(self._known, indent=1) + "\n")
-        rate, bound = self._known[cell.command]
-        return rate, bound
+    def of(self, cell: SimulateOptions) -> Values:
+        """Of a cell that has been made. Raises `KeyError` for another one."""
+        return self._known[command(cell)]
+
+    def make(self, cells: Sequence[SimulateOptions], num_jobs: int) -> None:
+        """Simulates those that are not known."""
+        wanted = {command(c): c for c in cells if command(c) not in self._known}
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_jobs, mp_context=context) as pool:
+            running = {pool.submit(simulated, cell): name for name, cell in wanted.items()}
+            for done in as_completed(running):
+                self._known[running[done]] = done.result()
+                if self.path is not None:
+                    self.path.write_text(json.dumps(self._known, indent=1) + "\n")
+
+
+def command(cell: SimulateOptions) -> str:
+    """For a shell."""
+    text = "swarmnet simulate"
+    for option in fields(cell):
+        value = getattr(cell, option.name)
+        if value != option.default:
+            name = NAMES.get(option.name, option.name.replace("_", "-"))
+            text += f" --{name} {value:g}" if isinstance(value, float) else f" --{name} {value}"
+    return text
+
+
+def simulated(cell: SimulateOptions) -> Values:
+    """The result, without its curves."""
+    said: list[str] = []
+    run_simulation(replace(cell, as_json=True), said.append)
+    values: Values = json.loads(said[-1])
+    del values["samples_over_time"]
+    return values
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def of_bounds(values: Values) -> list[str]:
+    """Samples/s, and their parts of both bounds."""
+    rate = values["samples_per_s"]
+    parts = [percent(rate / values[name]) for name in ("bound_per_s", "best_per_s")]
+    return [f"{rate:.2f}", *parts]
+
+
+def reach() -> Table:
+    """What codecs are worth on a slow link."""
+
+    def cell(codec: str) -> SimulateOptions:
+        return replace(EQUAL, links=REACH_LINK, service_s=REACH_SERVICE_S, codec=codec)
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        plain, coded = cells
+        rate = coded["samples_per_s"]
+        part = percent(rate / coded["bound_per_s"])
+        return [f"{rate:.2f}", part, f"{rate / plain['samples_per_s']:.2f}"]
+
+    rows = tuple(Row(f"`{codec}`", (cell(NONE), cell(codec))) for codec in REACH_CODECS)
+    return Table(("codec", "samples/s", "of its own bound", "over fp32"), rows, columns)
+
+
+def swarm() -> Table:
+    """Utilisation: the part of the time in which a machine computes, without coding."""
+
+    def cell(ms: int, codec: str, device: str) -> SimulateOptions:
+        return replace(
+            EQUAL,
+            links=f"{SWARM_MBIT_S}/{ms}",
+            service_s=SWARM_SERVICE_S,
+            sequences=SWARM_SEQUENCES,
+            codec=codec,
+            device=device,
+        )
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        return [percent(values["samples_per_s"] * SWARM_SERVICE_S) for values in cells]
+
+    rows = tuple(
+        Row(f"{ms} | {part} %", (cell(ms, INT8, GPU), cell(ms, INT8, CPU), cell(ms, NONE, CPU)))
+        for ms, part in PUBLISHED.items()
+    )
+    head = ("ms", "SWARM, published", "`int8`, `gpu`", "`int8`, `cpu`", "fp32")
+    return Table(head, rows, columns)
+
+
+def homes() -> Table:
+    """A small swarm on home links, by codec."""
+    swarm_of = SimulateOptions(
+        peers=12, stages=2, hours=0.2, churn=0.0, service_s=4.0, microbatches=40
+    )
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        (values,) = cells
+        spent = values["breakdown"]
+        sent = f"{values['bytes_per_peer_s'] / 1e6:.2f} MB/s"
+        return [*of_bounds(values), percent(spent[WORKING]), percent(spent[EXCHANGE]), sent]
+
+    rows = tuple(
+        Row(f"`{codec}` | `{update}`", (replace(swarm_of, codec=codec, update_codec=update),))
+        for codec, update in HOME_CODECS
+    )
+    bounds = ("samples/s", "as they served", "best assignment")
+    head = ("`--codec`", "`--update-codec`", *bounds, "machines at work")
+    return Table((*head, "waiting for the exchange", "sent by a peer"), rows, columns)
+
+
+def churn() -> Table:
+    """Machines that come and go, by assignment; and a longer time."""
+
+    def columns(cells: Sequence[Values]) -> list[str]:
+        (values,) = cells
+        faults, settled = values["faults"], values["settled_samples"]
+        lost = values["samples_lost_mean"]
+        recovery = sorted(values["recovery_s"])
+        return [
+            *of_bounds(values),
+            percent(values["breakdown"][WORKING]),
+            ", ".join(f"{n} {name}" for name, n in faults.items()),
+            f"{values['moved']}",
+            f"{lost:.0f} of {settled} ({percent(lost / max(1, settled))})",
+            f"{values['stages_restarted']}; {values['shards_reset']}",
+            f"{recovery[len(recovery) // 2]:.0f} s, {recovery[-1]:.0f} s" if recovery else "",
+            f"{values['control_bytes_per_peer_s'] / 1e3:.1f} kB/s",
+        ]
+
+    rows = [
+        Row(f"64 peers, `{name}`", (replace(SHORT_CHURN, assignment=name),))
+        for name in (ADAPTIVE, SWARM, STATIC)
+    ]
+    rows.append(Row(f"32 peers, {LONG_CHURN.hours:g} hours", (LONG_CHURN,)))
+    head = ("swarm", "samples/s", "as they served", "best assignment", "at work", "what happened")
+    more = ("moves", "samples lost, mean of all shards", "stages begun afresh; shards reset")
+    return Table((*head, *more, "recovery, median and longest", "control"), tuple(rows), columns)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "reach": reach,
+    "swarm": swarm,
+    "homes": homes,
+    "churn": churn,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=("reach", "swarm"))
+    parser.add_argument("tables", nargs="+", choices=TABLES, metavar="TABLE")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
-    table = reach if options.table == "reach" else swarm
-    for line in table(Results(options.results)):
-        print(line, flush=True)
-
-
-def reach(results: Results) -> Iterator[str]:
-    """A row for each codec."""
-    yield "| codec | samples/s | of the bound | over fp32 | command |"
-    yield "|---|---|---|---|---|"
-    plain = 0.0
-    for codec in REACH_CODECS:
-        cell = Cell(REACH_LINK, REACH_SERVICE_S, codec)
-        rate, bound = results.of(cell)
-        plain = plain or rate
-        yield (
-            f"| `{codec}` | {rate:.2f} | {100 * rate / bound:.1f} % | {rate / plain:.2f} | "
-            f"`{cell.command}` |"
-        )
-
-
-def swarm(results: Results) -> Iterator[str]:
-    """A row for each latency. Utilisation: computation alone; coding is none."""
-    yield "| ms | SWARM, published | `int8`, GPU | `int8`, one core codes | fp32 |"
-    yield "|---|---|---|---|---|"
-    for ms, published in PUBLISHED.items():
-        cells = [swarm_cell(ms, INT8, GPU_SPEED), swarm_cell(ms, INT8), swarm_cell(ms, NONE)]
-        yield f"| {ms} | {published} % | " + " | ".join(utilisations(cells, results)) + " |"
-    yield f"\nThe first cell: `{swarm_cell(10, INT8, GPU_SPEED).command}`"
-
-
-def swarm_cell(ms: int, codec: str, coding_speed: float = 1.0) -> Cell:
-    """At this latency."""
-    links = f"{SWARM_MBIT_S}/{ms}"
-    return Cell(links, SWARM_SERVICE_S, codec, SWARM_SEQUENCES, coding_speed)
-
-
-def utilisations(cells: Sequence[Cell], results: Results) -> Iterator[str]:
-    """Parts of the time in which a machine computes."""
-    for cell in cells:
-        yield f"{100 * results.of(cell)[0] * cell.service_s:.1f} %"
+    tables = [TABLES[name]() for name in options.tables]
+    results = Results(options.results)
+    cells = [cell for table in tables for row in table.rows for cell in row.cells]
+    results.make(cells, options.jobs)
+    for table in tables:
+        print("\n".join(table.lines(results)), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,7 @@ def simulate(swarm: SwarmGroup, policy: PolicyGroup, check: CheckGroup) -> None:
             microbatches=swarm.microbatches,
             codec=swarm.codec,
             update_codec=swarm.update_codec,
+            device=swarm.device,
             coding_speed=swarm.coding_speed,
             trace=swarm.trace,
             sync=policy.sync or "",

@@ -24,7 +24,7 @@ from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
-from swarmnet.simulation.coding import Coding
+from swarmnet.simulation.coding import CPU, DEVICE_KINDS, Coding
 from swarmnet.simulation.network import BITS, FAST_LINK, MEGABIT, Link
 from swarmnet.simulation.scenario import (
     MICROBATCHES_PER_REPLICA,
@@ -77,8 +77,11 @@ class SimulateOptions:
     """`[pipeline] codec`."""
     update_codec: str = INT8
     """`[sync] codec`."""
-    coding_speed: float = 1.0
-    """Of all codecs, over one core (`simulation.coding`); 0 where coding takes no time."""
+    device: str = CPU
+    """Of every machine: one of `simulation.coding.DEVICE_KINDS`."""
+    coding_speed: float | None = None
+    """Of all codecs, over one core; 0 where coding takes no time. None: that of the kind of
+    device."""
     sync: str = ""
     """A mode of `protocol.update.sync_modes`; empty for `delayed`, and for `zero` in the small
     swarms."""
@@ -222,11 +225,17 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         rebalance_every_s=options.rebalance_every_s,
         check_s=options.check_every_s or scenario.check_s,
         speed_ratio=options.speed_ratio,
-        coding=Coding(factor=options.coding_speed or math.inf),
+        coding=_coding(options),
         home_links=options.links == HOME,
         link=_link(options.links),
         trace=() if options.trace is None else tuple(read_trace(options.trace)),
     )
+
+
+def _coding(options: SimulateOptions) -> Coding:
+    kind = DEVICE_KINDS[options.device]
+    factor = kind.factor if options.coding_speed is None else options.coding_speed
+    return Coding(factor=factor or math.inf, is_beside=kind.codes_beside)
 
 
 def _link(text: str) -> Link:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swarmnet.protocol.membership.records import LEFT
 from swarmnet.simulation.bound import (
     Capacity,
+    CodingCosts,
     Integral,
     SampleCosts,
     best_flow,
@@ -141,10 +142,19 @@ class Accounts:
 
 
 def _costs(scenario: Scenario) -> SampleCosts:
-    sizes, samples = scenario.sizes, scenario.samples_per_microbatch
+    sizes, coding = scenario.sizes, scenario.coding
+    samples, ways = scenario.samples_per_microbatch, scenario.sizes.boundary
+
+    def costs(encoded: str, decoded: str) -> CodingCosts:
+        return CodingCosts(
+            coding.encode_s(encoded, sizes.activation_numbers) / samples,
+            coding.decode_s(decoded, sizes.activation_numbers) / samples,
+        )
+
     return SampleCosts(
         sizes.activation_bytes / samples,
         sizes.gradient_bytes / samples,
-        scenario.pass_coding(has_before=True, has_after=False).total_s / samples,
-        scenario.pass_coding(has_before=False, has_after=True).total_s / samples,
+        before=costs(encoded=ways.gradients, decoded=ways.activations),
+        after=costs(encoded=ways.activations, decoded=ways.gradients),
+        is_beside=coding.is_beside,
     )

@@ -1,12 +1,13 @@
 """The max-flow bound of a swarm's throughput, from its compute and its links.
 
-A microbatch passes one replica of every stage. A replica is a node with a capacity: the rate of its
-device, which computes and codes, limited by the rate at which its link carries activations and
-their gradients in and out. Any replica can send to any replica of the next stage and the core of
-the network is unlimited. So the graph between two stages is complete, every minimum cut lies in the
-nodes of a single stage, and the maximum flow is the least over the stages of the sum of their
-capacities (Ford and Fulkerson 1956; the criterion of SWARM, Ryabinin et al. 2023). Averaging is not
-charged: the bound is above what any schedule can reach.
+A microbatch passes one replica of every stage. A replica is a node with a capacity: the rate at
+which it computes and codes, limited by the rate at which its link carries activations and their
+gradients in and out. Where coding is done beside the device, a machine has two workers: one of them
+computes, the other one encodes, and either decodes. Any replica can send to any replica of the next
+stage and the core of the network is unlimited. So the graph between two stages is complete, every
+minimum cut lies in the nodes of a single stage, and the maximum flow is the least over the stages
+of the sum of their capacities (Ford and Fulkerson 1956; the criterion of SWARM, Ryabinin et al.
+2023). Averaging is not charged: the bound is above what any schedule can reach.
 """
 
 from __future__ import annotations
@@ -20,9 +21,20 @@ class Capacity:
     """The capacity of one machine."""
 
     samples_per_s: float
-    """Of its device, forward and backward."""
+    """That its device computes, forward and backward."""
     up_bytes_per_s: float
     down_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CodingCosts:
+    """Seconds of coding for one sample at one boundary, both ways."""
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+NO_COSTS = CodingCosts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +45,12 @@ class SampleCosts:
     """Bytes."""
     gradient: float
     """Bytes, on the way back."""
-    before_s: float = 0.0
-    """Device seconds of coding where the boundary is before a stage."""
-    after_s: float = 0.0
-    """Likewise, where it is after one."""
+    before: CodingCosts = NO_COSTS
+    """Where the boundary is before a stage."""
+    after: CodingCosts = NO_COSTS
+    """Where it is after one."""
+    is_beside: bool = False
+    """Coding is done beside the device."""
 
 
 def replica_rate(
@@ -47,10 +61,14 @@ def replica_rate(
     has_before, has_after = stage_index > 0, stage_index < num_stages - 1
     sent = has_after * per_sample.activation + has_before * per_sample.gradient
     received = has_before * per_sample.activation + has_after * per_sample.gradient
+    before, after = per_sample.before, per_sample.after
+    encode_s = has_before * before.encode_s + has_after * after.encode_s
+    decode_s = has_before * before.decode_s + has_after * after.decode_s
     rate = machine.samples_per_s
-    coding_s = has_before * per_sample.before_s + has_after * per_sample.after_s
-    if coding_s:
-        rate = 1.0 / (1.0 / rate + coding_s)
+    if encode_s or decode_s:
+        compute_s = 1.0 / rate
+        all_s = compute_s + encode_s + decode_s
+        rate = 1.0 / (max(compute_s, encode_s, all_s / 2) if per_sample.is_beside else all_s)
     if sent:
         rate = min(rate, machine.up_bytes_per_s / sent)
     if received:

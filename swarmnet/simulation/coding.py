@@ -1,8 +1,8 @@
 """The time that machines spend coding what they send, and decoding what they get.
 
-A device that codes what crosses a boundary does not compute meanwhile: the harder case, since real
-peers with cores to spare code beside the passes (`swarm.ports.Passage`). What belongs to an update
-is coded on the averaging thread. How fast that goes is measured; a GPU is far faster.
+What crosses a boundary is coded beside the device, by a thread of its own, or by the device itself,
+as its kind says (`training/device.py`). What belongs to an update is coded on the averaging thread.
+How fast one core codes is measured; how fast a GPU does is assumed.
 """
 
 from __future__ import annotations
@@ -37,15 +37,39 @@ as it is takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
-class PassCoding:
-    """Seconds of coding in the passes of a microbatch through a stage."""
+class DeviceKind:
+    """How the peers of one kind of device code what crosses a boundary."""
 
-    forward_s: float
-    backward_s: float
+    codes_beside: bool
+    """On a thread beside the device, which computes meanwhile; else the device codes."""
+    factor: float
+    """So many times as fast as `MEASURED`."""
+
+
+CPU, GPU = "cpu", "gpu"
+DEVICE_KINDS = {
+    CPU: DeviceKind(codes_beside=True, factor=1.0),
+    GPU: DeviceKind(codes_beside=False, factor=50.0),
+}
+"""A GPU runs the codecs' kernels between those of the passes. Its factor is assumed: its memory is
+as much faster than that of a core, or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCoding:
+    """Seconds of coding for one pass of a microbatch."""
+
+    arrive_s: float = 0.0
+    """To check and decode what comes, before the pass."""
+    depart_s: float = 0.0
+    """To code what goes, after it."""
 
     @property
     def total_s(self) -> float:
-        return self.forward_s + self.backward_s
+        return self.arrive_s + self.depart_s
+
+
+NO_CODING = PassCoding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,8 @@ class Coding:
     """By codec, all but `none`."""
     factor: float = 1.0
     """So many times as fast as `speeds`; infinite where coding takes no time."""
+    is_beside: bool = DEVICE_KINDS[CPU].codes_beside
+    """What crosses a boundary is coded beside the device, and not by it."""
 
     def encode_s(self, codec: str, num_values: int) -> float:
         """Seconds to code so many fp32 numbers. Raises `KeyError` for an unknown codec."""
@@ -69,19 +95,29 @@ class Coding:
             return 0.0
         return FP32_BYTES * num_values / (self.factor * self.speeds[codec].decode)
 
-    def passes(
+    def forward(
         self, codec: BoundaryCodec, num_values: int, *, has_before: bool, has_after: bool
     ) -> PassCoding:
-        """Of a stage with a stage before it or after it, whose boundaries have `num_values` numbers
-        a microbatch: the activation comes in and goes out forward, its gradient backward."""
-        forward_s = backward_s = 0.0
-        if has_before:
-            forward_s += self.decode_s(codec.activations, num_values)
-            backward_s += self.encode_s(codec.gradients, num_values)
-        if has_after:
-            forward_s += self.encode_s(codec.activations, num_values)
-            backward_s += self.decode_s(codec.gradients, num_values)
-        return PassCoding(forward_s, backward_s)
+        """Of a forward pass in a stage with a stage before it or after it, whose boundaries have
+        `num_values` numbers a microbatch. The last stage computes the loss and goes back at once:
+        its activation's gradient is what goes."""
+        goes_on = self.encode_s(codec.activations, num_values)
+        goes_back = self.encode_s(codec.gradients, num_values) if has_before else 0.0
+        return PassCoding(
+            self.decode_s(codec.activations, num_values) if has_before else 0.0,
+            goes_on if has_after else goes_back,
+        )
+
+    def backward(
+        self, codec: BoundaryCodec, num_values: int, *, has_before: bool, has_after: bool
+    ) -> PassCoding:
+        """Of a backward pass, likewise. There is none of its own in the last stage."""
+        if not has_after:
+            return NO_CODING
+        return PassCoding(
+            self.decode_s(codec.gradients, num_values),
+            self.encode_s(codec.gradients, num_values) if has_before else 0.0,
+        )
 
 
 class CodingTime:

@@ -1,20 +1,42 @@
-"""Devices and threads in virtual time: the work is real, its duration is made up."""
+"""Devices and threads in virtual time: the work is real, its duration is made up.
+
+Where a device is given a `coding`, a coder stands beside it, and the two divide a `Passage` as the
+threads of `training.device` do. The coder does one thing at a time, in order: it decodes what comes
+of the device's next passage, and codes what goes of its last one. The device does not wait for it:
+what the coder has not begun when the turn of a passage has come, the device decodes itself. And it
+is at most one passage ahead of the coder.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import Any, TypeVar
 
 from swarmnet.errors import Busy
-from swarmnet.swarm.ports import PRIORITIES, Check
+from swarmnet.simulation.coding import NO_CODING, PassCoding
+from swarmnet.swarm.ports import PRIORITIES, Check, Passage, undivided
 
 T = TypeVar("T")
 
 MAX_WAITING = 1024
 """Pieces of work queued at most."""
+
+
+class _Arrival(Enum):
+    """Of what comes of a passage."""
+
+    OPEN = auto()
+    """Nobody has begun to decode it."""
+    COMING = auto()
+    """The coder decodes it."""
+    THERE = auto()
+    """It is decoded, or is by the device."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +47,41 @@ class _Job:
     result: asyncio.Future[Any]
     seat: SyntheticSeat | None = None
     took_s: float = 0.0
+    coding: PassCoding = NO_CODING
+    """Of it, beside the device."""
+    arrival: _Arrival = _Arrival.OPEN
+    is_expected: bool = False
+    """The coder has been told of it."""
+
+
+class _Coder:
+    """A thread beside a device, which does what it is given, one thing at a time, in order."""
+
+    def __init__(self, standstill_s: Callable[[], float]) -> None:
+        self._standstill_s = standstill_s
+        self._waiting: deque[tuple[Callable[[], float], Callable[[], None]]] = deque()
+        self._is_at_work = False
+
+    def submit(self, begin: Callable[[], float], end: Callable[[], None]) -> None:
+        """`begin()` says how many seconds it takes, when its turn has come; then `end()`."""
+        self._waiting.append((begin, end))
+        if not self._is_at_work:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._is_at_work = True
+        while self._waiting:
+            begin, end = self._waiting.popleft()
+            if seconds := begin():
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._standstill_s() + seconds, self._ended, end)
+                return
+            end()
+        self._is_at_work = False
+
+    def _ended(self, end: Callable[[], None]) -> None:
+        end()
+        self._go_on()
 
 
 class SyntheticDevice:
@@ -33,22 +90,43 @@ class SyntheticDevice:
     The work function itself runs at the end of that time, on the event loop; its check runs at the
     beginning and at the end. One piece of work runs at a time, in the order of the port."""
 
-    def __init__(self, seconds: Callable[[str], float], *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[str], float],
+        coding: Callable[[str], PassCoding] | None = None,
+        standstill_s: Callable[[], float] = lambda: 0.0,
+        *,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """
+        Args:
+            seconds: of the device, by the kind of work.
+            coding: of a passage, by its kind, beside the device; None where nothing is beside it.
+            standstill_s: how long the machine stands still from now on; asked when work begins.
+            max_waiting: pieces of work queued at most.
+        """
         self._seconds = seconds
+        self._coding = coding
+        self._standstill_s = standstill_s
         self._max_waiting = max_waiting
         self._heap: list[tuple[int, int, int, _Job]] = []
         """By turn, priority, and number of submission."""
         self._num_submitted = 0
         self._running: _Job | None = None
+        self._done: tuple[_Job, Callable[[], Any]] | None = None
+        """What runs is computed, and waits for the coder, with what this has to do."""
+        self._leaving: _Job | None = None
+        """A passage that the coder has to end."""
+        self._coder = _Coder(standstill_s)
         self._busy_s = 0.0
-        self._started_at = 0.0
+        self._started_at: float | None = None
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._heap) + (self._running is not None)
+        return len(self._heap) + (self._running is not None) + (self._leaving is not None)
 
     def waiting_until(self, turn: int) -> int:
         """As the port says."""
@@ -57,7 +135,7 @@ class SyntheticDevice:
 
     @property
     def busy_s(self) -> float:
-        if self._running is None:
+        if self._started_at is None:
             return self._busy_s
         return self._busy_s + asyncio.get_running_loop().time() - self._started_at
 
@@ -94,10 +172,14 @@ class SyntheticDevice:
             )
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(kind, work, check, result, seat)
+        if self._coding is not None and isinstance(work, Passage):
+            job.coding = self._coding(kind)
         self._num_submitted += 1
         heapq.heappush(self._heap, (turn, PRIORITIES[kind], self._num_submitted, job))
         if self._running is None:
             self._start_next()
+        else:
+            self._expect_next()
         try:
             return await result, job.took_s
         except asyncio.CancelledError:
@@ -116,12 +198,16 @@ class SyntheticDevice:
     def _start_next(self) -> None:
         self._running = job = self._next()
         if job is None:
-            self._idle.set()
+            self._rest()
             return
         self._idle.clear()
-        loop = asyncio.get_running_loop()
-        self._started_at = loop.time()
-        loop.call_later(max(0.0, self._seconds(job.kind)), self._finish, job)
+        self._started_at = asyncio.get_running_loop().time()
+        self._expect_next()
+        if job.arrival is _Arrival.COMING:
+            return  # goes on when it is there
+        arrive_s = job.coding.arrive_s if job.arrival is _Arrival.OPEN else 0.0
+        job.arrival = _Arrival.THERE
+        self._compute(job, arrive_s)
 
     def _next(self) -> _Job | None:
         """The next piece of work that is still wanted."""
@@ -131,21 +217,95 @@ class SyntheticDevice:
                 return job
         return None
 
-    def _finish(self, job: _Job) -> None:
+    def _compute(self, job: _Job, arrive_s: float = 0.0) -> None:
+        """After the device has spent `arrive_s` on what comes."""
+        took_s = self._standstill_s() + arrive_s + self._seconds(job.kind)
+        asyncio.get_running_loop().call_later(max(0.0, took_s), self._computed, job)
+
+    def _computed(self, job: _Job) -> None:
+        assert self._started_at is not None
         job.took_s = asyncio.get_running_loop().time() - self._started_at
+        self._started_at = None
         self._busy_s += job.took_s
         if job.seat is not None:
             job.seat.busy_s += job.took_s
-        if _is_wanted(job):  # the work is done only now: its check must see the changes meanwhile
-            try:
-                value = _beside_the_loop(job.work)
-            except Exception as error:
-                if not job.result.done():
-                    job.result.set_exception(error)
-            else:
-                if not job.result.done():
-                    job.result.set_result(value)
+        if not _is_wanted(job):  # what is done only now must see the changes meanwhile
+            self._start_next()
+            return
+        work = job.work
+        passage = work if isinstance(work, Passage) else undivided(work)
+        done = _attempt(job, lambda: passage.compute(passage.arrive()))
+        depart = partial(passage.depart, done)
+        if done is not FAILED and self._coding is not None and passage is work:
+            self._done = job, depart
+            if self._leaving is None:
+                self._leave()
+            return
+        if done is not FAILED:
+            _settle(job, depart)
         self._start_next()
+
+    def _leave(self) -> None:
+        """What is computed goes to the coder, and the device goes on."""
+        assert self._done is not None
+        (job, depart), self._done = self._done, None
+        self._running, self._leaving = None, job
+        self._coder.submit(lambda: job.coding.depart_s, partial(self._left, job, depart))
+        self._start_next()
+
+    def _left(self, job: _Job, depart: Callable[[], Any]) -> None:
+        self._leaving = None
+        _settle(job, depart)
+        if self._done is not None:
+            self._leave()
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._running is None and self._leaving is None:
+            self._idle.set()
+
+    def _expect_next(self) -> None:
+        """Has what comes of the next passage decoded, while the device is at work."""
+        if not self._heap:
+            return
+        job = self._heap[0][3]
+        if job.coding.arrive_s and not job.is_expected:
+            job.is_expected = True
+            self._coder.submit(partial(self._begin_arrival, job), partial(self._arrived, job))
+
+    def _begin_arrival(self, job: _Job) -> float:
+        if job.arrival is not _Arrival.OPEN:
+            return 0.0
+        job.arrival = _Arrival.COMING
+        return job.coding.arrive_s
+
+    def _arrived(self, job: _Job) -> None:
+        if job.arrival is not _Arrival.COMING:
+            return
+        job.arrival = _Arrival.THERE
+        if job is self._running:
+            self._compute(job)
+
+
+FAILED = object()
+
+
+def _attempt(job: _Job, work: Callable[[], Any]) -> Any:
+    """What `work` returns; or `FAILED`, and the waiter has its error."""
+    try:
+        return _beside_the_loop(work)
+    except Exception as error:
+        if not job.result.done():
+            job.result.set_exception(error)
+        return FAILED
+
+
+def _settle(job: _Job, work: Callable[[], Any]) -> None:
+    """The waiter gets what `work` returns, or raises."""
+    result = _attempt(job, work)
+    if result is not FAILED and not job.result.done():
+        job.result.set_result(result)
 
 
 def _is_wanted(job: _Job) -> bool:

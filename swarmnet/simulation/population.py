@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import OBSERVER_STAGE
 from swarmnet.simulation.baselines import assigner, limits_for
-from swarmnet.simulation.coding import CodingTime
+from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
 from swarmnet.simulation.invariants import Member, Monitor
@@ -237,37 +237,45 @@ class Population:
 
         return Machine(
             build,
-            SyntheticDevice(self._costs(host)),
+            self._device(host),
             InlineWorker(taken=coding.take),
             SyntheticData(scenario.samples_per_microbatch),
             build_local=build_local,
             measure=lambda: host.benchmark_s * scenario.service_s,
         )
 
-    def _costs(self, host: Host) -> Callable[[str], float]:
-        """Device seconds by the kind of work, at this moment."""
+    def _device(self, host: Host) -> SyntheticDevice:
         scenario = self._scenario
         service_s = scenario.service_s / host.speed
         forward_s = FORWARD_PART * service_s
         last = scenario.stages - 1
-        costs: dict[tuple[str, int], float] = {}
-        for k in range(scenario.stages):
-            coding = scenario.pass_coding(has_before=k > 0, has_after=k < last)
-            costs[FORWARD, k] = forward_s + coding.forward_s
-            costs[BACKWARD, k] = service_s - forward_s + coding.backward_s
-            if k == last:
-                costs[FORWARD, k] = service_s + coding.total_s
+        coding = [scenario.pass_coding(k) for k in range(scenario.stages)]
+        by_device_s = {FORWARD: forward_s, BACKWARD: service_s - forward_s}
         rng = scenario.rng(f"noise {host.name} {host.incarnation}")
 
-        def seconds(kind: str) -> float:
+        def stage() -> int:
             member = self._monitor.members.get(host.name)
-            stage = member.peer.gossip.own.stage if member else OBSERVER_STAGE
-            cost_s = costs.get((kind, max(0, stage)), OTHER_S)
+            return max(0, member.peer.gossip.own.stage if member else OBSERVER_STAGE)
+
+        def coding_of(kind: str) -> PassCoding:
+            forward, backward = coding[stage()]
+            return {FORWARD: forward, BACKWARD: backward}.get(kind, NO_CODING)
+
+        def seconds(kind: str) -> float:
+            cost_s = by_device_s.get(kind, OTHER_S)
+            if kind == FORWARD and stage() == last:
+                cost_s = service_s
+            if not scenario.coding.is_beside:
+                cost_s += coding_of(kind).total_s
             if scenario.service_sigma:
                 cost_s *= math.exp(rng.gauss(0.0, scenario.service_sigma))
-            return max(0.0, host.frozen_until - self._monitor.now()) + cost_s
+            return cost_s
 
-        return seconds
+        return SyntheticDevice(
+            seconds,
+            coding_of if scenario.coding.is_beside else None,
+            lambda: max(0.0, host.frozen_until - self._monitor.now()),
+        )
 
     def _bootstrap_candidates(self) -> list[str]:
         """Peers that a newcomer may be told of: all, or, where some peers last, those that one of

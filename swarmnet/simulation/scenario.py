@@ -49,8 +49,8 @@ class Scenario:
     coding: Coding = field(default_factory=Coding)
     """How fast every machine codes, whatever its speed."""
     service_s: float = 0.05
-    """Device seconds of one microbatch, forward and backward, at a machine of speed 1; coding comes
-    on top."""
+    """Device seconds of one microbatch, forward and backward, at a machine of speed 1, without
+    coding."""
     service_sigma: float = 0.0
     """Of the logarithm: by how much the device time of the same work varies."""
     speed_ratio: float = 4.0
@@ -104,13 +104,17 @@ class Scenario:
         """Microbatches of a round."""
         return num_slots_of(self.global_batch, self.samples_per_microbatch)
 
-    def pass_coding(self, *, has_before: bool, has_after: bool) -> PassCoding:
-        """Device seconds of coding of a microbatch, in a stage with such neighbours."""
-        return self.coding.passes(
-            self.sizes.boundary,
-            self.sizes.activation_numbers,
-            has_before=has_before,
-            has_after=has_after,
+    def pass_coding(self, stage_index: int) -> tuple[PassCoding, PassCoding]:
+        """Of a microbatch's forward and backward pass in a stage."""
+        has_before, has_after = stage_index > 0, stage_index < self.stages - 1
+        values = self.sizes.activation_numbers
+        return (
+            self.coding.forward(
+                self.sizes.boundary, values, has_before=has_before, has_after=has_after
+            ),
+            self.coding.backward(
+                self.sizes.boundary, values, has_before=has_before, has_after=has_after
+            ),
         )
 
     def rng(self, name: str) -> random.Random:

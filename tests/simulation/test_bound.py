@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarmnet.simulation.bound import (
     Capacity,
+    CodingCosts,
     Integral,
     SampleCosts,
     best_flow,
@@ -60,9 +63,26 @@ def test_an_integral_of_a_rate_that_changes() -> None:
     assert integral.total == pytest.approx(11.0)
 
 
+CODED = SampleCosts(1.0, 1.0, CodingCosts(0.02, 0.08), CodingCosts(0.03, 0.02))
+"""A tenth of a second is coded before it, and half of it after."""
+
+
 def test_a_device_that_codes_computes_less() -> None:
-    """A tenth of a second computes a sample; as long is coded before it, and half of it after."""
-    machine, costs = Capacity(10.0, 1e9, 1e9), SampleCosts(1.0, 1.0, before_s=0.1, after_s=0.05)
+    """It computes a sample in a tenth of a second."""
+    machine, costs = Capacity(10.0, 1e9, 1e9), CODED
     rates = [replica_rate(machine, stage, 3, costs) for stage in range(3)]
     assert rates == pytest.approx([1 / 0.15, 1 / 0.25, 1 / 0.2])
     assert replica_rate(machine, 0, 1, costs) == 10.0
+
+
+def test_a_coder_beside_the_device_costs_what_both_have_to_do_and_no_less() -> None:
+    """The device may decode, not encode; a middle stage encodes for 0.05 s and decodes for 0.1."""
+    costs = replace(CODED, is_beside=True)
+
+    def rate(compute_s: float, costs: SampleCosts = costs) -> float:
+        return replica_rate(Capacity(1.0 / compute_s, 1e9, 1e9), 1, 3, costs)
+
+    assert rate(0.2) == pytest.approx(1 / 0.2), "all that is coded is coded meanwhile"
+    assert rate(0.01) == pytest.approx(2 / 0.16), "both have as much to do"
+    encoding = replace(costs, before=CodingCosts(0.5, 0.0), after=CodingCosts(0.0, 0.0))
+    assert rate(0.01, encoding) == pytest.approx(1 / 0.5), "the coder encodes alone"

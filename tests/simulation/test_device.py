@@ -3,11 +3,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarmnet.errors import Busy
 from swarmnet.simulation.clock import run
+from swarmnet.simulation.coding import PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
-from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, Passage
 
 SECONDS = {BACKWARD: 2.0, FORWARD: 1.0, OTHER: 0.5}
 
@@ -181,3 +184,137 @@ def test_work_that_is_not_wanted_any_more_takes_no_time() -> None:
         assert device.busy_s == pytest.approx(2.0)
 
     run(main())
+
+
+# ---- a coder beside the device ------------------------------------------------------------------
+
+
+def passage(name: str, log: list[tuple[str, float]] | None = None) -> Passage[str]:
+    """`log` gets when it was computed."""
+    loop = asyncio.get_running_loop()
+
+    def compute(came: str) -> str:
+        if log is not None:
+            log.append((name, loop.time()))
+        return came
+
+    return Passage(lambda: name, compute, lambda done: done)
+
+
+async def end(device: SyntheticDevice, work: Passage[str]) -> tuple[str, float, float]:
+    """What it gives, when, and how long the device took."""
+    result, took_s = await device.timed(FORWARD, work)
+    return result, now(), took_s
+
+
+def test_one_is_computed_while_the_next_is_decoded_and_the_last_is_coded() -> None:
+    """Only the first one's decoding and the last one's coding cannot be hidden."""
+
+    async def main() -> list[tuple[str, float, float]]:
+        device = SyntheticDevice(lambda _: 2.0, lambda _: PassCoding(1.0, 1.0))
+        ends = await asyncio.gather(*(end(device, passage(x)) for x in "abcd"))
+        assert device.busy_s == 9.0
+        return ends
+
+    assert run(main()) == [("a", 4.0, 3.0), ("b", 6.0, 2.0), ("c", 8.0, 2.0), ("d", 10.0, 2.0)]
+
+
+def test_the_device_is_one_passage_ahead_of_the_coder_at_most() -> None:
+    async def main() -> tuple[list[float], list[tuple[str, float]]]:
+        log: list[tuple[str, float]] = []
+        device = SyntheticDevice(lambda _: 1.0, lambda _: PassCoding(0.0, 5.0))
+        tasks = [asyncio.create_task(end(device, passage(x, log))) for x in "abcd"]
+        await asyncio.sleep(2.5)
+        assert device.num_waiting == 4, "nothing has left yet"
+        ends = await asyncio.gather(*tasks)
+        assert device.num_waiting == 0
+        assert device.busy_s == 4.0
+        return [at for _, at, _ in ends], log
+
+    ends, log = run(main())
+    assert ends == [6.0, 11.0, 16.0, 21.0]
+    assert log == [("a", 1.0), ("b", 2.0), ("c", 7.0), ("d", 12.0)]
+
+
+def test_the_device_decodes_what_the_coder_has_not_begun_and_waits_for_what_it_has() -> None:
+    async def main() -> list[float]:
+        device = SyntheticDevice(lambda _: 1.0, lambda _: PassCoding(3.0, 4.0))
+        other = asyncio.create_task(device.run(OTHER, lambda: None))
+        first = asyncio.create_task(end(device, passage("a")))  # decoded from 0 to 3 by the coder
+        await asyncio.sleep(5.0)
+        second = asyncio.create_task(end(device, passage("b")))  # the coder codes "a" from 4 to 8
+        await other
+        return [at for _, at, _ in await asyncio.gather(first, second)]
+
+    assert run(main()) == [8.0, 13.0]
+
+
+def test_other_work_and_failed_passages_need_no_coder() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(lambda _: 1.0, lambda _: PassCoding(1.0, 1.0))
+
+        def fail(_: object = None) -> str:
+            raise ValueError("bad")
+
+        assert (await device.timed(OTHER, lambda: 3), now()) == ((3, 1.0), 1.0)
+        with pytest.raises(ValueError, match="bad"):
+            await device.run(FORWARD, Passage(lambda: "", fail, str))
+        assert now() == 3.0
+        with pytest.raises(ValueError, match="bad"):
+            await device.run(FORWARD, Passage(lambda: "", str, fail))
+        assert now() == 6.0
+        assert device.num_waiting == 0
+
+    run(main())
+
+
+def test_closing_waits_for_what_the_coder_has_to_end() -> None:
+    async def main() -> None:
+        device = SyntheticDevice(lambda _: 1.0, lambda _: PassCoding(0.0, 5.0))
+        tasks = [asyncio.create_task(end(device, passage(x))) for x in "abc"]
+        await asyncio.sleep(1.5)
+        await device.close()
+        assert now() == 11.0, "what is computed is coded: two passages"
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [r[0] for r in results[:2]] == ["a", "b"]  # type: ignore[index]
+        assert isinstance(results[2], asyncio.CancelledError)
+
+    run(main())
+
+
+def test_a_machine_that_stands_still_neither_computes_nor_codes() -> None:
+    async def main() -> list[float]:
+        until = [10.0]
+        device = SyntheticDevice(
+            lambda _: 2.0, lambda _: PassCoding(1.0, 1.0), lambda: max(0.0, until[0] - now())
+        )
+        ends = [(await end(device, passage("a")))[1]]
+        until[0] = 20.0
+        return [*ends, (await end(device, passage("b")))[1]]
+
+    assert run(main()) == [14.0, 24.0]
+
+
+PARTS = st.integers(0, 8)
+
+
+@given(st.lists(st.tuples(PARTS, PARTS, PARTS), min_size=1, max_size=12))
+def test_passages_are_never_done_sooner_than_the_bound_nor_later_than_in_turn(
+    parts: list[tuple[int, int, int]],
+) -> None:
+    """Seconds to arrive, to be computed and to depart, of passages that are all there at once."""
+
+    async def main() -> float:
+        computing = iter([compute_s for _, compute_s, _ in parts])
+        coding = iter([PassCoding(arrive_s, depart_s) for arrive_s, _, depart_s in parts])
+        device = SyntheticDevice(lambda _: next(computing), lambda _: next(coding))
+        names = [str(i) for i in range(len(parts))]
+        ends = await asyncio.gather(*(end(device, passage(name)) for name in names))
+        assert [name for name, _, _ in ends] == names
+        assert device.num_waiting == 0
+        return now()
+
+    arrive_s, compute_s, depart_s = (sum(seconds) for seconds in zip(*parts, strict=True))
+    all_s = arrive_s + compute_s + depart_s
+    took_s = run(main())
+    assert max(compute_s, depart_s, all_s / 2) - 1e-6 <= took_s <= all_s + 1e-6

@@ -131,6 +131,7 @@ COMMANDS = {
         "--sequences",
         "--codec",
         "--update-codec",
+        "--device",
         "--coding-speed",
         "--sync",
         "--local-steps",

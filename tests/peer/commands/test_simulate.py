@@ -113,7 +113,22 @@ def test_coding_takes_the_time_that_is_said(capsys: pytest.CaptureFixture[str]) 
     for speed in ("0", "1", "0.01"):
         assert run_command([*SHORT, "--json", "--service", "0.5", "--coding-speed", speed]) == 0
         bounds.append(json.loads(capsys.readouterr().out)["bound_per_s"])
-    assert bounds[0] > bounds[1] > 2 * bounds[2]
+    assert bounds[0] >= bounds[1] > 2 * bounds[2]
+
+
+def test_a_gpu_codes_itself_and_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    """A core that codes as fast beside the device takes nothing from it."""
+    bounds = []
+    for device in (
+        ["gpu"],
+        ["gpu", "--coding-speed", "1"],
+        ["cpu"],
+        ["cpu", "--coding-speed", "0"],
+    ):
+        assert run_command([*SHORT, "--json", "--service", "0.5", "--device", *device]) == 0
+        bounds.append(json.loads(capsys.readouterr().out)["bound_per_s"])
+    gpu, slow_gpu, cpu, free = bounds
+    assert slow_gpu < gpu < cpu == free
 
 
 def test_a_bad_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
