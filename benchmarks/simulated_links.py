@@ -1,10 +1,10 @@
 """Simulated swarms, in tables: those of docs/simulation.md.
 
-    python benchmarks/simulated_links.py TABLE... [--jobs N] [--results FILE]
+    python benchmarks/simulated_links.py TABLE... [--jobs N] [--results FILE] [--write]
 
-A cell of a table is one `swarmnet simulate`, whose command is printed. With `--results` the cells
-are kept there, and what is there already is not run again. `--jobs` cells run at a time, each on a
-core of its own.
+A cell of a table is one `swarmnet simulate`; the first one's command is printed. With `--results`
+the cells are kept there, and what is there already is not run again. `--jobs` cells run at a time,
+each on a core of its own. `--write` puts the tables into the page.
 
 `reach` and `swarm`: eight stages, one equal machine each, no churn, mode `delayed`, 64 microbatches
 a round.
@@ -42,6 +42,7 @@ from swarmnet.simulation.baselines import ADAPTIVE, STATIC, SWARM
 from swarmnet.simulation.breakdown import EXCHANGE, WORKING
 from swarmnet.simulation.coding import CPU, GPU
 
+PAGE = Path(__file__).parents[1] / "docs" / "simulation.md"
 EQUAL = SimulateOptions(
     peers=8, stages=8, hours=0.1, churn=0.0, speed_ratio=1.0, microbatches=64, check_every_s=0.5
 )
@@ -82,14 +83,13 @@ class Table:
     """Of the results of a row's cells."""
 
     def lines(self, results: Results) -> Iterator[str]:
-        """In Markdown, with the commands below."""
+        """In Markdown, with the command of the first cell below."""
         yield "| " + " | ".join(self.head) + " |"
         yield "|" + "---|" * len(self.head)
         for row in self.rows:
             columns = self.columns([results.of(cell) for cell in row.cells])
             yield "| " + " | ".join((row.name, *columns)) + " |"
-        yield ""
-        yield from dict.fromkeys(command(cell) for row in self.rows for cell in row.cells)
+        yield f"\n```\n{command(self.rows[0].cells[0])}\n```"
 
 
 @dataclass
@@ -253,13 +253,25 @@ def main() -> None:
     parser.add_argument("tables", nargs="+", choices=TABLES, metavar="TABLE")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     tables = [TABLES[name]() for name in options.tables]
     results = Results(options.results)
     cells = [cell for table in tables for row in table.rows for cell in row.cells]
     results.make(cells, options.jobs)
-    for table in tables:
-        print("\n".join(table.lines(results)), end="\n\n", flush=True)
+    for name, table in zip(options.tables, tables, strict=True):
+        text = "\n".join(table.lines(results))
+        print(text, end="\n\n", flush=True)
+        if options.write:
+            PAGE.write_text(with_table(PAGE.read_text(), name, text))
+
+
+def with_table(page: str, name: str, text: str) -> str:
+    """The page, with this table in place of the one of its name. Raises `ValueError` where it has
+    no place for it."""
+    begin, end = (f"<!-- {name}: {edge} -->" for edge in ("begin", "end"))
+    start, stop = page.index(begin) + len(begin), page.index(end)
+    return f"{page[:start]}\n{text}\n{page[stop:]}"
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_where_nothing_is_coded_the_history_is_that_of_no_time() -> None:
 
 @pytest.mark.parametrize(
     ("is_beside", "each_s", "work_s"),
-    [(False, 0.05, 0.4), (True, 0.05, 0.2), (True, 0.15, 0.4)],
+    [(False, 0.05, 0.4), (True, 0.02, 0.2), (True, 0.15, 0.4)],
     ids=["the device codes", "a coder keeps up", "both have too much to do"],
 )
 def test_coding_beside_the_device_takes_only_what_it_cannot_hide(
