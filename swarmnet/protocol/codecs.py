@@ -10,7 +10,7 @@ simulator charges.
 | `bf16` | bfloat16 |
 | `int8` | for each block of `BLOCK` numbers a scale, then n bytes |
 | `int6`, `int4` | for each tile of `TILE` numbers a scale, then 24 or 16 bytes for each tile |
-| `topk` | for each chunk of `CHUNK` numbers two levels, then 12 bits a place and 2 bits a value |
+| `topk` | for each chunk of `CHUNK` numbers two levels, a bit a number, and 2 bits a number kept |
 
 Scales and levels are bfloat16. The last block of a row may be shorter; the last tile, and the last
 chunk, are filled up with zeros.
@@ -26,8 +26,13 @@ BLOCK = 64
 """Numbers that share a scale in `int8`."""
 TILE = 32
 """Numbers that share a scale in `int6` and `int4`; a power of two, for the rotation."""
-CHUNK, KEPT = 4096, 128
-"""Numbers among which `topk` keeps so many. A place in a chunk has 12 bits."""
+CHUNK, KEPT = 4096, 1024
+"""Numbers among which `topk` keeps so many. With fewer, a run needs more exchanges to make up for
+it than a short one has, see docs/convergence.md."""
+ERROR_DECAY = {TOPK: 0.8}
+"""What is left of an error when it is added to the next contribution; 1 in other codecs. A change
+that `topk` has left out is proposed again, for the replicas' parameters lack it. With all of the
+errors, more would come than is missing."""
 SCALE_BYTES = 2
 TILE_BITS = {INT6: 6, INT4: 4}
 """Of one number, in the codecs that code tiles."""
@@ -121,7 +126,7 @@ def row_bytes(codec: str, num_values: int) -> int:
     if codec == INT8:
         return SCALE_BYTES * num_blocks(num_values, BLOCK) + num_values
     if codec == TOPK:
-        return num_blocks(num_values, CHUNK) * (2 * SCALE_BYTES + KEPT * (12 + 2) // 8)
+        return num_blocks(num_values, CHUNK) * (2 * SCALE_BYTES + CHUNK // 8 + KEPT // 4)
     return num_blocks(num_values, TILE) * (SCALE_BYTES + TILE * TILE_BITS[codec] // 8)
 
 

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarmnet.protocol.codecs import CHUNK, NONE, UpdateCodec, coded_form, update_codec
+from swarmnet.protocol.codecs import (
+    CHUNK,
+    ERROR_DECAY,
+    NONE,
+    UpdateCodec,
+    coded_form,
+    update_codec,
+)
 from swarmnet.training.arrays import check_shape, from_tensor, is_finite, to_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.wire import Array
@@ -24,13 +31,15 @@ class TorchShardCodec:
     """Implements `swarm.ports.ShardCodec` for one replica's stage.
 
     The error of contributions is held in bfloat16, 2 bytes a parameter: what that rounds away is
-    2^-9 of what coding has lost.
+    2^-9 of what coding has lost. It is for the next contribution in the same codec. So what `topk`
+    has left out of many changes does not come back at once with a short one.
     """
 
     def __init__(self, names: UpdateCodec, shard_sizes: Sequence[int]) -> None:
         self.names = names
         self._sizes = tuple(shard_sizes)
-        self._errors: dict[int, Tensor] = {}
+        self._errors: dict[int, tuple[str, Tensor]] = {}
+        """By shard: what was lost of the last contribution, and in which codec."""
 
     # ---- contributions ----------------------------------------------------------------------
 
@@ -41,8 +50,8 @@ class TorchShardCodec:
         if name == NONE:
             return gradient
         error, values = self._errors.pop(shard_index, None), to_tensor(gradient)
-        if error is not None:
-            values = values + error
+        if error is not None and error[0] == name:
+            values = torch.add(values, error[1], alpha=ERROR_DECAY.get(name, 1.0))
         if not keeps_error:
             if error is not None:
                 self._errors[shard_index] = error
@@ -50,7 +59,7 @@ class TorchShardCodec:
         coded, sent = round_trip(name, values)
         lost = values - sent
         if is_finite(lost):  # else one bad gradient would spoil all that come after it
-            self._errors[shard_index] = lost.to(torch.bfloat16)
+            self._errors[shard_index] = name, lost.to(torch.bfloat16)
         return from_tensor(coded)
 
     def forget_error(self, shard_index: int) -> None:

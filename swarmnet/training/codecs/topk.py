@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import CHUNK, KEPT, TOPK, num_blocks, row_bytes
+from swarmnet.protocol.codecs import CHUNK, KEPT, SCALE_BYTES, TOPK, num_blocks, row_bytes
 from swarmnet.training.arrays import LARGEST_VALUE
 from swarmnet.training.codecs.base import (
     as_bytes,
@@ -18,7 +18,7 @@ from swarmnet.training.codecs.base import (
     split_scales,
 )
 
-PLACE_BYTES = KEPT * 12 // 8
+PLACE_BYTES = CHUNK // 8
 
 
 class TopK:
@@ -29,6 +29,9 @@ class TopK:
     chunk has |e|^2 <= |x|^2 (1 - KEPT / CHUNK (1 - v)), where v is the part of the kept numbers'
     squares that the levels do not explain, and v < 1: a contraction, as error feedback wants. Where
     there are fewer than `KEPT` numbers in a chunk, zeros are kept too.
+
+    Places are a bit for each number of the chunk. With one number in four kept that is a third of
+    what places of 12 bits would take.
 
     Which of equal magnitudes are kept may differ from device to device.
     """
@@ -43,9 +46,9 @@ class TopK:
         check_rows(what, coded, row_bytes(TOPK, num_values))
         levels, packed = split_scales(coded, 2 * num_blocks(num_values, CHUNK))
         check_scales(what, levels, 0.0, 1.01 * LARGEST_VALUE)
-        places = _places(packed.reshape(coded.shape[0], -1, row_bytes(TOPK, CHUNK) - 4))
-        if places.numel() and not bool((places[..., 1:] > places[..., :-1]).all()):
-            raise ProtocolViolation(f"{what}: places that do not ascend")
+        is_kept = _places(_by_chunk(packed))
+        if bool((is_kept.sum(dim=-1) != KEPT).any()):
+            raise ProtocolViolation(f"{what}: a chunk that does not keep {KEPT} numbers")
 
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         pieces = pieces_of(coded, num_values)
@@ -63,15 +66,16 @@ class TopK:
 def _encode(values: Tensor) -> Tensor:
     chunks = in_blocks(values, CHUNK)
     # Which of equal numbers it takes is up to the device: what is coded is never coded twice.
-    places = chunks.abs().topk(KEPT, dim=-1, sorted=False).indices.sort(dim=-1).values
-    kept = chunks.gather(-1, places)
+    places = chunks.abs().topk(KEPT, dim=-1, sorted=False).indices
+    is_kept = torch.zeros_like(chunks, dtype=torch.bool).scatter_(-1, places, True)
+    kept = chunks[is_kept].view(*chunks.shape[:-1], KEPT)
     sizes = kept.abs()
     is_large = sizes > _mean(sizes, torch.ones_like(sizes, dtype=torch.bool))
     low, high = _mean(sizes, ~is_large), _mean(sizes, is_large)
     levels = torch.cat([low, high], dim=-1).to(torch.bfloat16)
     codes = is_large.to(torch.uint8) | ((kept < 0).to(torch.uint8) << 1)
     a, b, c, d = codes.chunk(4, dim=-1)
-    packed = torch.cat([_packed(places), a | (b << 2) | (c << 4) | (d << 6)], dim=-1)
+    packed = torch.cat([_packed(is_kept), a | (b << 2) | (c << 4) | (d << 6)], dim=-1)
     return torch.cat([as_bytes(levels.flatten(1)), packed.flatten(1)], dim=1)
 
 
@@ -82,27 +86,33 @@ def _mean(sizes: Tensor, which: Tensor) -> Tensor:
 
 
 def _decode(coded: Tensor, num_values: int) -> Tensor:
-    num_chunks = num_blocks(num_values, CHUNK)
-    levels, packed = split_scales(coded, 2 * num_chunks)
-    levels = levels.reshape(-1, num_chunks, 2)
-    packed = packed.reshape(coded.shape[0], num_chunks, -1)
+    levels, packed = split_scales(coded, 2 * num_blocks(num_values, CHUNK))
+    packed = _by_chunk(packed)
+    levels = levels.reshape(*packed.shape[:2], 2)
     parts = packed[..., PLACE_BYTES:]
     codes = torch.cat([(parts >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
     sizes = levels.gather(-1, (codes & 1).long())
     numbers = torch.where(codes > 1, -sizes, sizes)
     chunks = torch.zeros(*packed.shape[:2], CHUNK, device=coded.device)
-    chunks.scatter_(-1, _places(packed), numbers)
+    chunks.masked_scatter_(_places(packed), numbers)
     return chunks.flatten(1)[:, :num_values]
 
 
-def _packed(places: Tensor) -> Tensor:
-    """Places of 12 bits, two in three bytes."""
-    low, high = places.chunk(2, dim=-1)
-    parts = [low & 255, (low >> 8) | ((high & 15) << 4), high >> 4]
-    return torch.cat([part.to(torch.uint8) for part in parts], dim=-1)
+def _by_chunk(packed: Tensor) -> Tensor:
+    """Coded rows without their levels as [rows, chunks, bytes]."""
+    return packed.reshape(packed.shape[0], -1, row_bytes(TOPK, CHUNK) - 2 * SCALE_BYTES)
+
+
+def _packed(is_kept: Tensor) -> Tensor:
+    """Bits of a chunk, eight neighbours in a byte, the first one the lowest."""
+    bits = is_kept.to(torch.uint8).unflatten(-1, (-1, 8))
+    return (bits << _SHIFTS.to(bits.device)).sum(dim=-1, dtype=torch.uint8)
 
 
 def _places(packed: Tensor) -> Tensor:
-    """The reverse, int64 [rows, chunks, KEPT], of [rows, chunks, bytes]."""
-    a, b, c = packed[..., :PLACE_BYTES].long().chunk(3, dim=-1)
-    return torch.cat([a | ((b & 15) << 8), (b >> 4) | (c << 4)], dim=-1)
+    """The reverse, bool [rows, chunks, CHUNK], of [rows, chunks, bytes]."""
+    bits = packed[..., :PLACE_BYTES, None] >> _SHIFTS.to(packed.device)
+    return (bits & 1).bool().flatten(-2)
+
+
+_SHIFTS = torch.arange(8, dtype=torch.uint8)

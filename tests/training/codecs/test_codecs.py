@@ -17,11 +17,14 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import (
     BF16,
     BLOCK,
+    CHUNK,
     INT4,
     INT6,
     INT8,
+    KEPT,
     NONE,
     TILE,
+    TOPK,
     coded_form,
     row_bytes,
 )
@@ -132,6 +135,46 @@ def test_what_is_not_finite_is_found_in_the_coded_rows(name: str, value: float) 
     values[1, 70] = value
     with pytest.raises(ProtocolViolation, match="not finite"):
         codec.check("rows", codec.encode(values), 96)
+
+
+def read_chunk(levels: bytes, codes: bytes) -> list[float]:
+    """A chunk of `topk` by the words of docs/protocol.md, a number at a time."""
+    two = [struct.unpack("<f", b"\0\0" + levels[i : i + 2])[0] for i in (0, 2)]
+    places = [p for p in range(4096) if codes[p // 8] >> p % 8 & 1]
+    assert len(places) == 1024
+    numbers = [0.0] * 4096
+    for i, p in enumerate(places):
+        code = codes[512 + i % 256] >> 2 * (i // 256) & 3
+        numbers[p] = two[code % 2] * (-1 if code > 1 else 1)
+    return numbers
+
+
+def test_a_row_of_topk_is_what_the_protocol_says() -> None:
+    values = torch.randn(2, CHUNK + 904, generator=torch.Generator().manual_seed(4))
+    codec = codec_of(TOPK)
+    coded = codec.encode(values)
+    for row, decoded in zip(coded, codec.decode(coded, CHUNK + 904), strict=True):
+        data = bytes(row.tolist())
+        numbers = read_chunk(data[:4], data[8:776]) + read_chunk(data[4:8], data[776:])
+        assert torch.equal(decoded, torch.tensor(numbers[: CHUNK + 904]))
+
+
+def test_topk_keeps_the_largest() -> None:
+    values = torch.randn(1, CHUNK, generator=torch.Generator().manual_seed(5))
+    decoded = there_and_back(TOPK, values)
+    least = values.abs().topk(KEPT).values.min()
+    assert torch.equal(decoded != 0, values.abs() >= least)
+    assert torch.equal(decoded.sign(), values.sign().where(decoded != 0, 0.0))
+    assert (decoded - values).norm() < 0.6 * values.norm()
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_a_chunk_that_keeps_another_number_is_refused(byte: int) -> None:
+    codec = codec_of(TOPK)
+    coded = codec.encode(torch.randn(2, CHUNK))
+    coded[1, 9:20] = byte
+    with pytest.raises(ProtocolViolation, match="does not keep"):
+        codec.check("rows", coded, CHUNK)
 
 
 def read_row(name: str, row: bytes, num_values: int) -> list[float]:
