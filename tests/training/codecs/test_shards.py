@@ -96,6 +96,13 @@ def test_what_topk_leaves_out_does_not_come_at_once_with_a_short_change() -> Non
     assert not to_tensor(codec.decoded_contribution(0, last)).any()
 
 
+def test_the_two_forms_of_contributions_never_have_the_same_size() -> None:
+    """A primary knows by the size which it has got."""
+    names = UPDATE_CODECS["topk"]
+    for size in range(1, 3 * CHUNK):
+        assert names.form(names.contributions, size) != names.form(names.sums, size)
+
+
 def same(codec: TorchShardCodec, gradient: torch.Tensor) -> bytes:
     return bytes(codec.contribution(0, from_tensor(gradient), keeps_error=False).data)
 
