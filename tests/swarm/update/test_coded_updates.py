@@ -165,6 +165,6 @@ def test_topk_leaves_nothing_out_of_a_single_step(tmp_path: Path) -> None:
             peers = [m.peer for m in swarm.members.values()]
             sent.append(sum(p.transport.traffic.sent_bytes.get("reduce", 0) for p in peers))
         pushed = [b - a for a, b in itertools.pairwise(sent)]
-        assert min(pushed[:2]) > 2 * pushed[4] > 0
+        assert min(pushed[:2]) > 1.5 * pushed[4] > 0
 
     in_virtual_time(scenario, coded_spec(tmp_path, "topk", num_stages=1, **sync))
