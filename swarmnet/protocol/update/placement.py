@@ -6,21 +6,22 @@ score -weight / ln(h), h uniform in (0, 1), a peer comes first with probability 
 its weight, and whether a peer beats another does not depend on a third: a peer that joins or
 leaves moves only the shards that it gains or loses.
 
-Which owner of a shard comes first is shared out: between the owners of a group of shards, by their
-weights, and not by chance. A group is all shards with the same owners, so there is much to share
-out where there are few replicas, and that is where chance weighs: of four shards of two equal
-peers, it makes one peer the primary of three or four every other time, and that peer's uplink is
-what all wait for. The optimizer state is at all owners, so none moves with it.
+Which owner of a shard comes first is shared out: between the owners of a group of shards, in the
+parts in which the scores would have it in the mean, and not by chance. A group is all shards with
+the same owners, so there is much to share out where there are few replicas, and that is where
+chance weighs: of four shards of two equal peers, it makes one peer the primary of three or four
+more often than not, and that peer's uplink is what all wait for. The optimizer state is at all
+owners, so none moves with it.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, permutations
 from statistics import fmean
 
 from swarmnet.protocol.membership.records import Record
@@ -62,6 +63,8 @@ def _draw(name: str) -> float:
     return (x + 0.5) / 2**HASH_BITS
 
 
+MOST_DRAWN = 5
+"""Of more owners a shard the weights themselves are taken: there are too many orders of drawing."""
 KEPT_PLACEMENTS = 64
 """Memberships whose placement is remembered."""
 
@@ -94,13 +97,29 @@ class Placement:
         for group, shards in groups.items():
             if len(group) < 2:
                 continue
-            ends = list(accumulate(self.weights[p] for p in group))
+            ends = list(accumulate(self._first_parts(group)))
             start = _draw(f"{self.stage}|{'|'.join(group)}")
             for k, j in enumerate(shards):
                 at = (start + k / len(shards)) % 1.0 * ends[-1]
                 first = group[min(bisect_right(ends, at), len(group) - 1)]
                 rest = (p for p in self._orders[j] if p != first)
                 self._orders[j] = (first, *rest)
+
+    def _first_parts(self, group: Sequence[str]) -> list[float]:
+        """How often each of these is the best owner of a shard, where they are its owners: by the
+        scores, owners are drawn by weight one after the other."""
+        if len(group) > MOST_DRAWN:
+            return [self.weights[p] for p in group]
+        total = sum(self.weights.values())
+        parts = dict.fromkeys(group, 0.0)
+        for drawn in permutations(group):
+            part, left = 1.0, total
+            for peer_id in drawn:
+                weight = self.weights[peer_id]
+                part *= weight / max(left, weight)
+                left -= weight
+            parts[drawn[0]] += part
+        return [parts[p] for p in group]
 
     def order(self, shard_index: int) -> tuple[str, ...]:
         """All peers: the primary, the other owners, then the others, each after who is a better

@@ -73,9 +73,11 @@ def test_one_peer_gives_them_and_the_update_is_that_of_one_machine(
     folder, spec, hashes = origin
 
     async def scenario(swarm: Swarm) -> None:
-        swarm.start("has", stage=1, weights=ModelWeights(spec, hashes, folder))
-        for name, stage in (("a", 0), ("b", 0), ("c", 1)):
-            swarm.start(name, stage=stage, weights=ModelWeights(spec, hashes, None))
+        swarm.start("has", stage=1, weights=ModelWeights(spec, hashes, folder), feeds=False)
+        for name, stage in (("b", 0), ("c", 1)):
+            swarm.start(name, stage=stage, weights=ModelWeights(spec, hashes, None), feeds=False)
+        await swarm.until_round(0)  # nobody comes too late for the first round
+        swarm.start("a", stage=0, weights=ModelWeights(spec, hashes, None))
         await swarm.until_round(ROUNDS)
         found = swarm.parameters()
         assert torch.equal(found.pop(HEAD), found["model.embed_tokens.weight"])

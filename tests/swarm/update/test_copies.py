@@ -45,7 +45,12 @@ def test_who_makes_other_bits_gets_the_result(tmp_path: Path, mode: str, codec: 
         def build_unlike(stage_index: int) -> tuple[Any, Any]:
             stage, optimizer = swarm.build(stage_index)
             step = optimizer.step
-            optimizer.step = lambda *args, **kwargs: in_the_last_bit(step(*args, **kwargs))
+
+            def unlike(j: int, present: Array, *rest: Any) -> tuple[Array, Array]:
+                made = in_the_last_bit(step(j, present, *rest)[0])
+                return made, optimizer.codec.applied(j, present, made)
+
+            optimizer.step = unlike
             return stage, optimizer
 
         swarm.start("peer-0")

@@ -26,7 +26,7 @@ from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 STAGES = {f"peer-{i}": min(i % 3, 1) for i in range(6)}
 """Two replicas of the first stage, four of the last."""
-PRIMARY_OF_MOST, BACKUP = "peer-2", "peer-4"
+PRIMARY_OF_MOST, BACKUP = "peer-2", "peer-1"
 """In the last stage."""
 SERVED = ("reduce", "ballot", "mirror", "norm", "stage_norm", "step", "admit", "fetch_parameters")
 SPEED = 0.2

@@ -126,7 +126,7 @@ def test_auto_says_when_the_network_is_too_slow_for_it(
 def test_all_that_an_exchange_sends_beside_a_round_takes_its_turn_on_the_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients, what backups need, and results."""
+    """Gradients, what backups need, and results of who is no backup."""
     rounds, replicas = 8, 3
     sync = {"mode": "delayed", "replication": 2, "codec": "none"}
     spec = tiny_spec(tmp_path, num_stages=1, rounds=rounds, sync=sync)
@@ -152,7 +152,7 @@ def test_all_that_an_exchange_sends_beside_a_round_takes_its_turn_on_the_link(
 
     in_virtual_time(scenario, spec)
     print(turned, stage_bytes)
-    whole = stage_bytes[0] * (2 * (replicas - 1) + 1)
+    whole = stage_bytes[0] * 2 * (replicas - 1)
     assert {r: n for r, n in turned.items() if r} == dict.fromkeys(range(1, rounds - 1), whole)
 
 
