@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LEFT_TO_FEW = (
     "peer.__main__", "swarmnet.transport.libp2p.py_libp2p", "swarmnet.transport.libp2p.imports",
-    "swarmnet.training.ranks.rank",
+    "swarmnet.training.ranks.rank", "swarmnet.training.codecs.kernels",
 )  # fmt: skip
 """Not imported in advance: what only some peers do."""
 OTHERS = ("hivemind.dht.node", "hivemind.p2p", "uvloop", "torch.fx.experimental.symbolic_shapes")
