@@ -11,6 +11,7 @@ from swarmnet.protocol.codecs import BLOCK, INT8, SCALE_BYTES, num_blocks, row_b
 from swarmnet.training.codecs.base import (
     LARGEST_SCALED,
     SMALLEST,
+    Codec,
     as_bytes,
     check_rows,
     check_scales,
@@ -23,7 +24,7 @@ from swarmnet.training.codecs.base import (
 LARGEST_CODE = 127
 
 
-class Int8:
+class Int8(Codec):
     """A number is code x scale, with a code from -127 to 127 and the scale of its block.
 
     The scale is m / 127, rounded to bfloat16, where m is the largest magnitude of the block; codes

@@ -8,9 +8,10 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import BF16, NONE
 from swarmnet.training.arrays import check_finite
+from swarmnet.training.codecs.base import Codec
 
 
-class Plain:
+class Plain(Codec):
     """`none`: fp32 as it is. No error."""
 
     name = NONE
@@ -25,15 +26,8 @@ class Plain:
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         return coded
 
-    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
-        self.check(what, coded, num_values)
-        return coded
 
-    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return values, values
-
-
-class BFloat16:
+class BFloat16(Codec):
     """`bf16`: the nearest bfloat16, ties to even. The error of a number is at most 2^-8 of it (and
     2^-134 for numbers below 2^-126)."""
 
@@ -48,14 +42,6 @@ class BFloat16:
 
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         return coded.float()
-
-    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
-        self.check(what, coded, num_values)
-        return coded.float()
-
-    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        coded = values.to(torch.bfloat16)
-        return coded, coded.float()
 
 
 def _check_form(what: str, coded: Tensor, dtype: torch.dtype, num_values: int) -> None:

@@ -22,6 +22,7 @@ from swarmnet.protocol.codecs import TILE, TILE_BITS, num_blocks, row_bytes
 from swarmnet.training.codecs.base import (
     LARGEST_SCALED,
     SMALLEST,
+    Codec,
     as_bytes,
     check_rows,
     check_scales,
@@ -36,7 +37,7 @@ GRID = 2047
 """A tile is first rounded to so many steps of its largest magnitude: the most that TF32 has."""
 
 
-class Tiles:
+class Tiles(Codec):
     """A number is code x scale, or the rotated codes' x scale, where the scale is negative.
 
     Let m be the largest magnitude of a tile and q the largest code (31 or 7). The root mean square
@@ -68,14 +69,6 @@ class Tiles:
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         pieces = pieces_of(coded, num_values)
         return torch.cat([self._decode(piece, num_values) for piece in pieces])
-
-    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
-        self.check(what, coded, num_values)
-        return self.decode(coded, num_values)
-
-    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        coded = self.encode(values)
-        return coded, self.decode(coded, values.shape[1])
 
     def _encode(self, values: Tensor) -> Tensor:
         tiles = in_blocks(values, TILE)

@@ -10,6 +10,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import CHUNK, KEPT, SCALE_BYTES, TOPK, num_blocks, row_bytes
 from swarmnet.training.arrays import LARGEST_VALUE
 from swarmnet.training.codecs.base import (
+    Codec,
     as_bytes,
     check_rows,
     check_scales,
@@ -21,7 +22,7 @@ from swarmnet.training.codecs.base import (
 PLACE_BYTES = CHUNK // 8
 
 
-class TopK:
+class TopK(Codec):
     """The `KEPT` numbers of a chunk that have the largest magnitudes; all others become zero.
 
     A number that is kept has one of four values, + or - one of two levels: the mean magnitude of
@@ -53,14 +54,6 @@ class TopK:
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         pieces = pieces_of(coded, num_values)
         return torch.cat([_decode(piece, num_values) for piece in pieces])
-
-    def read(self, what: str, coded: Tensor, num_values: int) -> Tensor:
-        self.check(what, coded, num_values)
-        return self.decode(coded, num_values)
-
-    def round_trip(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        coded = self.encode(values)
-        return coded, self.decode(coded, values.shape[1])
 
 
 def _encode(values: Tensor) -> Tensor:

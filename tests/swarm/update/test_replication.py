@@ -437,6 +437,30 @@ def test_nobody_claims_a_shard_whose_holder_may_be_back(folder: Path, stop_s: fl
     in_virtual_time(scenario, spec_of(folder, NUM_PEERS))
 
 
+def test_who_holds_a_shard_since_the_middle_of_a_round_leads_no_update_of_it(folder: Path) -> None:
+    """By the word of all, itself included; as long as another one that holds it lives."""
+    calm = undisturbed(folder, NUM_PEERS)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start(swarm)
+        first, second = calm.owners[0][:2]
+        ownerships = [m.peer.averaging.ownership for m in swarm.members.values()]
+
+        def leaders() -> set[str]:
+            return {o.roster(STRUCK, 0).ballot.primary for o in ownerships}
+
+        assert leaders() == {first}
+        bits = bitmap([0], len(calm.owners))
+        swarm.members[first].peer.gossip.update(fresh=bits, urgent=True)
+        await asyncio.sleep(0.1)
+        assert leaders() == {second}
+        await swarm.until_round(STRUCK + 1)  # in which it has held it from the beginning
+        assert not swarm.members[first].peer.gossip.own.fresh
+        assert_same_state((await end_of(swarm))[0], calm.state)
+
+    in_virtual_time(scenario, spec_of(folder, NUM_PEERS))
+
+
 def test_promotions_are_told(folder: Path) -> None:
     owners = undisturbed(folder, 2).owners
 

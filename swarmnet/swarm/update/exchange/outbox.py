@@ -57,7 +57,7 @@ Part = tuple[int, Array | None]
 Feed = Callable[[int, on.Event], None]
 """By shard, what has happened."""
 Told = tuple[ShardReply, Array | None]
-"""What came of a shard; without values where they are those of the copy here."""
+"""The answer of one shard; without values where they are those of the caller's own copy."""
 Arrived = Callable[[int, str, ShardReply, Array | None], Awaitable[on.Handle]]
 """A result: shard, sender, and what came. Returns what it is kept as; raises `ProtocolViolation`
 where the values are of no use, `NotReady` where there is no copy."""

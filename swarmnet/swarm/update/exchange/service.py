@@ -32,16 +32,13 @@ from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.swarm.update.exchange.books import Books
 from swarmnet.swarm.update.exchange.coded import check_coded, check_contribution, coded_bytes
 from swarmnet.swarm.update.exchange.exchange import Exchange
-from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES
+from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, Told
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
-
-Told = tuple[ShardReply, Array | None]
-"""Without values where the caller has them."""
 
 
 class ExchangeService:
