@@ -4,7 +4,8 @@ Where a device is given a `coding`, a coder stands beside it, and the two divide
 threads of `training.device` do. The coder does one thing at a time, in order: it decodes what comes
 of the device's next passage, and codes what goes of its last one. The device does not wait for it:
 what the coder has not begun when the turn of a passage has come, the device decodes itself. And it
-is at most one passage ahead of the coder.
+is at most one passage ahead of the coder. Results come in the order in which the device did the
+work.
 """
 
 from __future__ import annotations
@@ -241,7 +242,9 @@ class SyntheticDevice:
             if self._leaving is None:
                 self._leave()
             return
-        if done is not FAILED:
+        if done is not FAILED and self._leaving is not None:
+            self._coder.submit(lambda: 0.0, partial(_settle, job, depart))
+        elif done is not FAILED:
             _settle(job, depart)
         self._start_next()
 

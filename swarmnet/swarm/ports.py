@@ -121,7 +121,8 @@ class Device(Protocol):
         """Queues `work` for the round `turn` and returns what it returns. Cancelling the waiter of
         work that has not started removes it; work that has started finishes. `check` is called
         when its turn has come: what that raises is raised, and the work is not begun. What the host
-        does in a `Passage` may be done beside other work."""
+        does in a `Passage` may be done beside other work; results come in the order of the work
+        all the same, so that who hears that a round is closed has heard of all that is in it."""
 
     async def timed(
         self, kind: str, work: Callable[[], T], turn: int = 0, check: Check | None = None

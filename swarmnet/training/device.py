@@ -8,6 +8,9 @@ Of a `Passage` the device thread does the middle part. What comes is decoded by 
 while the device is at something else, and what goes is coded there, so that the device goes on at
 once. The device thread does not wait for the coding thread: what that has not begun when the turn
 of a passage has come, it does itself. And it is at most `MAX_DEPARTING` passages ahead.
+
+Results come in the order in which the device did the work: who hears that a round is closed has
+heard of all that is in its gradient.
 """
 
 from __future__ import annotations
@@ -291,7 +294,7 @@ class _WorkThread:
             error = e
         worked_s = time.perf_counter() - start_s
         if not isinstance(item.work, Passage) or error is not None:
-            self._end(item, result, error, worked_s)
+            self._end_in_turn(item, result, error, worked_s)
         else:
             self._room.acquire()  # the one before has left
             depart = functools.partial(self._depart, item, item.work, result, start_s, worked_s)
@@ -322,6 +325,16 @@ class _WorkThread:
             self._leaving = None
         self._end(item, result, error, worked_s)
         self._room.release()
+
+    def _end_in_turn(
+        self, item: _Item, result: Any, error: BaseException | None, worked_s: float
+    ) -> None:
+        """After the passage that is leaving, if one is."""
+        if self._room.acquire(blocking=False):
+            self._end(item, result, error, worked_s)
+            self._room.release()
+        else:
+            self._coder().submit(functools.partial(self._end, item, result, error, worked_s))
 
     def _end(self, item: _Item, result: Any, error: BaseException | None, worked_s: float) -> None:
         """An item is done, or has failed."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -266,6 +267,27 @@ def test_other_work_and_failed_passages_need_no_coder() -> None:
         assert device.num_waiting == 0
 
     run(main())
+
+
+def test_results_come_in_the_order_of_the_work() -> None:
+    """Who hears that a round is closed has heard of every microbatch in its gradient."""
+
+    async def main() -> list[tuple[str, float]]:
+        loop = asyncio.get_running_loop()
+        device = SyntheticDevice(lambda _: 1.0, lambda _: PassCoding(0.0, 5.0))
+        heard: list[tuple[str, float]] = []
+
+        async def hear(name: str, kind: str, work: Callable[[], object]) -> float:
+            result = await device.run(kind, work)
+            heard.append((name, now()))
+            return result if isinstance(result, float) else 0.0
+
+        passages = (hear(x, FORWARD, passage(x)) for x in "ab")
+        *_, closed_at = await asyncio.gather(*passages, hear("close", OTHER, loop.time))
+        assert closed_at == 7.0, "the device itself does not wait"
+        return heard
+
+    assert run(main()) == [("a", 6.0), ("b", 11.0), ("close", 11.0)]
 
 
 def test_closing_waits_for_what_the_coder_has_to_end() -> None:

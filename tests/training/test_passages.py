@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, INT8, boundary_codec, coded_form
 from swarmnet.spec import RunSpec
-from swarmnet.swarm.ports import BACKWARD, FORWARD, Passage
+from swarmnet.swarm.ports import BACKWARD, FORWARD, OTHER, Passage
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.codecs.registry import codec_of
 from swarmnet.training.device import MAX_DEPARTING, DeviceThread
@@ -100,6 +101,39 @@ def test_the_device_goes_on_while_the_last_one_is_coded_and_is_not_far_ahead() -
         assert device.num_waiting == 4
         gate.set()
         assert await asyncio.gather(*runs) == list("abcd")
+        assert device.num_waiting == 0
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_results_come_in_the_order_of_the_work(fails: bool) -> None:
+    """Who hears that a round is closed has heard of every microbatch in its gradient."""
+
+    async def scenario(device: DeviceThread, log: Log) -> None:
+        heard: list[str] = []
+
+        def close() -> None:
+            log.done.append(("close", threading.current_thread().name))
+            if fails:
+                raise ValueError("not closed")
+
+        async def hear(name: str, kind: str, work: Callable[[], object]) -> None:
+            with contextlib.suppress(ValueError):
+                await device.run(kind, work)
+            heard.append(name)
+
+        gate = log.hold("depart a")
+        first = asyncio.ensure_future(hear("a", FORWARD, log.passage("a")))
+        await until(lambda: "compute a" in dict(log.done))
+        second = asyncio.ensure_future(hear("close", OTHER, close))
+        await until(lambda: "close" in dict(log.done))  # the device itself does not wait
+        assert log.where("close") == "device"
+        await asyncio.sleep(0.05)
+        assert heard == []
+        gate.set()
+        await asyncio.gather(first, second)
+        assert heard == ["a", "close"]
         assert device.num_waiting == 0
 
     play(scenario)
