@@ -74,7 +74,8 @@ def hang_at_work(swarm: Swarm, name: str) -> None:
 HANGS = {
     "altogether, a primary": (hang, PRIMARY_OF_MOST),
     "altogether, a backup": (hang, BACKUP),
-    "as contributor": (hang_as_contributor, BACKUP),
+    "as contributor, a primary": (hang_as_contributor, PRIMARY_OF_MOST),
+    "as contributor, a backup": (hang_as_contributor, BACKUP),
     "as primary": (hang_at_work, PRIMARY_OF_MOST),
     "as backup": (hang_at_work, BACKUP),
 }
@@ -216,30 +217,39 @@ def waiting(ballot: Ballot, **standing: Any) -> Facts:
 
 def test_a_primary_without_a_sum_hangs_after_the_limit() -> None:
     waits, facts = SumWaits(), {0: waiting(Ballot(1, PRIMARY))}
-    assert waits.hung(facts, 100.0, 109.9, LIMIT_S) == set()
-    assert waits.hung(facts, 100.0, 110.0, LIMIT_S) == {PRIMARY}
+    assert waits.hung(facts, 100.0, 109.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 110.0, lambda _: LIMIT_S) == {PRIMARY}
+
+
+def test_each_primary_has_its_own_limit() -> None:
+    waits = SumWaits()
+    facts = {0: waiting(Ballot(1, PRIMARY)), 1: waiting(Ballot(2, NEXT))}
+    limits = {PRIMARY: 4.0, NEXT: 10.0}.__getitem__
+    assert waits.hung(facts, 100.0, 103.9, limits) == set()
+    assert waits.hung(facts, 100.0, 104.0, limits) == {PRIMARY}
+    assert waits.hung(facts, 100.0, 150.0, limits) == {PRIMARY, NEXT}
 
 
 def test_a_primary_with_a_sum_waits_for_other_stages() -> None:
     waits, facts = SumWaits(), {j: waiting(Ballot(1, PRIMARY)) for j in range(2)}
     waits.summed(0, PRIMARY)
-    assert waits.hung({0: facts[0]}, 100.0, 150.0, LIMIT_S) == set()
-    assert waits.hung(facts, 100.0, 150.0, LIMIT_S) == {PRIMARY}
+    assert waits.hung({0: facts[0]}, 100.0, 150.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 150.0, lambda _: LIMIT_S) == {PRIMARY}
 
 
 def test_who_takes_over_gets_as_long() -> None:
     waits, facts = SumWaits(), {0: waiting(Ballot(3, NEXT))}
-    assert waits.hung(facts, 100.0, 120.0, LIMIT_S) == set()
-    assert waits.hung(facts, 100.0, 129.9, LIMIT_S) == set()
-    assert waits.hung(facts, 100.0, 130.0, LIMIT_S) == {NEXT}
+    assert waits.hung(facts, 100.0, 120.0, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 129.9, lambda _: LIMIT_S) == set()
+    assert waits.hung(facts, 100.0, 130.0, lambda _: LIMIT_S) == {NEXT}
 
 
 def test_nobody_hangs_who_is_not_waited_for() -> None:
     waits, facts = SumWaits(), waiting(Ballot(1, PRIMARY), is_past=True)
     facts.members = {PRIMARY: Standing(ALIVE), NEXT: Standing(ALIVE, is_past=True)}
-    assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
+    assert waits.hung({0: facts}, 100.0, 150.0, lambda _: LIMIT_S) == set()
     facts.begun = None
-    assert waits.hung({0: facts}, 100.0, 150.0, LIMIT_S) == set()
+    assert waits.hung({0: facts}, 100.0, 150.0, lambda _: LIMIT_S) == set()
 
 
 @pytest.mark.parametrize("work_s", [1.0, 4.0, 9.0])

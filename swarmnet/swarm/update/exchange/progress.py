@@ -39,6 +39,8 @@ class Progress:
         if isinstance(command, do.Sum):
             self.summed.discard(j)
             self.missed.update(command.absent)
+            for peer_id in command.absent:
+                self._members.was_absent(peer_id, self._number)
         elif isinstance(command, do.FindNorm | do.Step):
             self.summed.add(j)
 
@@ -63,7 +65,14 @@ class Progress:
             for j, facts in shards.items()
         )
         if began is not None and not is_at_work:
-            for peer_id in sorted(self._waits.hung(shards, began, now, self._pace.sum_s())):
+            begin_s, sum_s = self._pace.contributions_s()[1], self._pace.sum_s()
+
+            def limit_s(peer_id: str) -> float:
+                # The sum of one that has not even begun waits for nobody.
+                has_begun = self._members.has_begun(peer_id, self._number)
+                return sum_s if has_begun else min(begin_s, sum_s)
+
+            for peer_id in sorted(self._waits.hung(shards, began, now, limit_s)):
                 self.hangs(peer_id)
 
     def silent(self, peer_id: str) -> None:
@@ -109,12 +118,14 @@ class SumWaits:
         self._summed.add((shard, primary))
 
     def hung(
-        self, shards: Mapping[int, Facts], began: float, now: float, limit_s: float
+        self,
+        shards: Mapping[int, Facts],
+        began: float,
+        now: float,
+        limit_s: Callable[[str], float],
     ) -> set[str]:
-        """Living primaries without a sum after `limit_s`, of an exchange that this replica has
-        begun at `began`."""
-        if now < began + limit_s:
-            return set()
+        """Living primaries without a sum after the limit of each, of an exchange that this replica
+        has begun at `began`."""
         found = set()
         for j, facts in shards.items():
             primary = facts.ballot.primary
@@ -123,6 +134,6 @@ class SumWaits:
                 continue
             wait = (j, primary)
             since = self._since.setdefault(wait, began if facts.ballot.is_first else now)
-            if wait not in self._summed and now >= since + limit_s:
+            if wait not in self._summed and now >= since + limit_s(primary):
                 found.add(primary)
         return found
