@@ -9,8 +9,9 @@ and the same data in the same slots. A control repeats the fp32 cell with its su
 `learning/runs.py` says how cells are run, `learning/tasks.py` what is learned.
 
 Results go to `docs/convergence.json` as each cell ends. A cell that is there is not run again, if
-it has the same settings, Python and torch. Each cell has a process with one thread. The
-most important cells come first. With `--time-limit`, none is begun that would hardly end in time.
+it has the same settings, Python and torch; what is compared is of one platform. Each cell has a
+process with one thread. The most important cells come first. With `--time-limit`, none is begun
+that would hardly end in time.
 
 `--tables` runs nothing: it writes the tables of docs/convergence.md, between their marks, and draws
 `docs/convergence-*.svg`.
@@ -119,7 +120,8 @@ class Bench:
     """Of every cell, for a try; None: of its task."""
     end: float
     """Of the monotonic clock."""
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By platform and cell."""
     pace: float = 0.0
     """The longest time that a cell took, over the guess; 0 before the first one has ended."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -128,9 +130,8 @@ class Bench:
         return self.rounds or TASKS[cell.task].rounds
 
     def is_done(self, cell: Cell) -> bool:
-        had = self.results.get(cell.key, {})
-        wanted = {"settings": settings_of(cell, self.rounds_of(cell)), "platform": this_platform()}
-        return all(had.get(name) == value for name, value in wanted.items())
+        had = self.results.get(this_platform(), {}).get(cell.key, {})
+        return bool(had.get("settings") == settings_of(cell, self.rounds_of(cell)))
 
     def run_one(self, cell: Cell) -> None:
         """In a process of its own."""
@@ -151,7 +152,7 @@ class Bench:
             result = json.loads(out.read_text())
         with self.lock:
             self.pace = max(self.pace, result["seconds"] / guess)
-            self.results[cell.key] = result
+            self.results.setdefault(this_platform(), {})[cell.key] = result
             self.save()
         told = f"{result['losses'][str(result['rounds'])]:.4f} nats a token"
         if "right" in result:

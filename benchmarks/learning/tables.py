@@ -20,7 +20,9 @@ from typing import Any
 from benchmarks.learning.runs import MODES, Cell
 from benchmarks.learning.tasks import BOUNDARY, TASKS
 
-Results = Mapping[str, Any]
+Results = Mapping[str, Mapping[str, Any]]
+"""By platform and cell. What is compared is of one platform: the one that has the most of it."""
+Result = Mapping[str, Any]
 
 SEEDS, ORDERS = (1, 2, 3), (1, 2)
 AIMS = {"bf16": 0.001, "int8": 0.001, "int6": 0.005, "int4": 0.005, "topk": 0.01}
@@ -50,12 +52,12 @@ class Figure:
         return stdev(self.values) / math.sqrt(num or len(self.values))
 
 
-def value_of(result: Results, *, is_right: bool, at: int | None = None) -> float:
+def value_of(result: Result, *, is_right: bool, at: int | None = None) -> float:
     """Loss, or share of right answers, after so many rounds (None: all)."""
     return float(result["right" if is_right else "losses"][str(at or result["rounds"])])
 
 
-def difference(result: Results, base: Results, *, is_right: bool, at: int | None = None) -> float:
+def difference(result: Result, base: Result, *, is_right: bool, at: int | None = None) -> float:
     """Of the loss relatively, of the right answers as a share of the prompts; more is worse."""
     for key in ("rounds", "platform"):
         assert result[key] == base[key], f"cells of different {key} are compared"
@@ -74,14 +76,25 @@ def figure(
     at: int | None = None,
 ) -> Figure | None:
     """Of all pairs that are there."""
-    found = []
-    for seed in SEEDS:
-        base = results.get(Cell(where, task, "none", seed).key)
-        for order in orders:
-            result = results.get(Cell(where, task, codec, seed, order=order).key)
-            if base is not None and result is not None:
-                found.append(difference(result, base, is_right=is_right, at=at))
-    return Figure(tuple(found)) if found else None
+    base = [Cell(where, task, "none", seed).key for seed in SEEDS for _ in orders]
+    cells = [Cell(where, task, codec, seed, order=order).key for seed in SEEDS for order in orders]
+    pairs = most(results, cells, base)
+    found = tuple(difference(a, b, is_right=is_right, at=at) for a, b in pairs)
+    return Figure(found) if found else None
+
+
+def most(results: Results, *keys: Sequence[str]) -> list[tuple[Result, ...]]:
+    """The results of the cells `keys[0][i]`, `keys[1][i]` and so on, for every i of which one
+    platform has all; of the platform that has the most."""
+    found = [
+        [
+            tuple(cells[key] for key in wanted)
+            for wanted in zip(*keys, strict=True)
+            if all(key in cells for key in wanted)
+        ]
+        for cells in results.values()
+    ]
+    return max(found, key=len, default=[])
 
 
 def verdict(codec: str, of: Figure, control: Figure | None, *, is_right: bool) -> str:
@@ -135,8 +148,8 @@ def _row(name: str, cells: Iterable[str]) -> str:
 
 
 def _mean_value(results: Results, where: str, task: str, is_right: bool) -> str:
-    found = [results.get(Cell(where, task, "none", seed).key) for seed in SEEDS]
-    value = mean(value_of(r, is_right=is_right) for r in found if r is not None)
+    found = most(results, [Cell(where, task, "none", seed).key for seed in SEEDS])
+    value = mean(value_of(r, is_right=is_right) for (r,) in found)
     return (f"{value:.1%}" if is_right else f"{value:.4f}") + " | "
 
 
@@ -156,12 +169,8 @@ def mode_table(results: Results, task: str) -> list[str]:
     """Rows: modes, in fp32. Columns: loss, and its distance from that of `zero`."""
     lines = ["| mode | loss | more than `zero` |", "|---|---|---|"]
     for mode in MODES:
-        both = [
-            (results[own], results[base])
-            for seed in SEEDS
-            if (own := Cell(mode, task, "none", seed).key) in results
-            and (base := Cell("zero", task, "none", seed).key) in results
-        ]
+        own, base = ([Cell(m, task, "none", seed).key for seed in SEEDS] for m in (mode, "zero"))
+        both = most(results, own, base)
         if both:
             of = Figure(tuple(difference(r, z, is_right=False) for r, z in both))
             loss = mean(value_of(r, is_right=False) for r, _ in both)
@@ -172,7 +181,7 @@ def mode_table(results: Results, task: str) -> list[str]:
 
 def churn_table(results: Results) -> list[str]:
     """Rows: modes. Columns: per cent of the peers that are replaced. One seed."""
-    base = results.get(Cell("zero", "letters", "none", SEEDS[0]).key)
+    base = Cell("zero", "letters", "none", SEEDS[0]).key
     lines = [
         "| mode | " + " | ".join(f"{p} % replaced" for p in REPLACED) + " |",
         "|---|" + "---|" * len(REPLACED),
@@ -181,12 +190,11 @@ def churn_table(results: Results) -> list[str]:
         cells = []
         for percent in REPLACED:
             cell = Cell(mode, "letters", "none", SEEDS[0], replaced=percent)
-            result = results.get(cell.key)
-            if base is None or result is None:
-                cells.append("")
-                continue
-            gap = difference(result, base, is_right=False)
-            cells.append(f"{value_of(result, is_right=False):.4f} ({gap:+.2%})")
+            text = ""
+            for result, zero in most(results, [cell.key], [base]):
+                gap = difference(result, zero, is_right=False)
+                text = f"{value_of(result, is_right=False):.4f} ({gap:+.2%})"
+            cells.append(text)
         if any(cells):
             lines.append(_row(f"`{mode}`", cells))
     return lines if len(lines) > 2 else NOTHING
@@ -233,7 +241,7 @@ def _curves_of_codecs(results: Results, where: str, task: str, *, is_right: bool
         *((codec, codec, (0,)) for codec in CODECS),
     ):
         keys = [Cell(where, task, codec, seed, order=o).key for seed in SEEDS for o in orders]
-        found = [results[key] for key in keys if key in results]
+        found = [result for (result,) in most(results, keys)]
         if not found:
             continue
         points = sorted(int(r) for r in found[0]["right" if is_right else "losses"] if int(r))
@@ -249,10 +257,9 @@ def _curves_of_codecs(results: Results, where: str, task: str, *, is_right: bool
 
 def _curves_of_modes(results: Results, task: str) -> Curves:
     curves: Curves = {}
-    zero = results.get(Cell("zero", task, "none", SEEDS[0]).key)
+    base = Cell("zero", task, "none", SEEDS[0]).key
     for mode in MODES:
-        result = results.get(Cell(mode, task, "none", SEEDS[0]).key)
-        if zero is not None and result is not None:
+        for result, zero in most(results, [Cell(mode, task, "none", SEEDS[0]).key], [base]):
             common = sorted(int(r) for r in result["losses"] if r in zero["losses"] and int(r))
             curves[mode] = [
                 (r, 100 * difference(result, zero, is_right=False, at=r)) for r in common
