@@ -16,8 +16,9 @@ delay and no limit (computation and latency, both measured: `max/12`), and then 
 busiest uplink needs for the bytes that the switch saw. In `delayed` the link works beside the
 devices: `overlapped` takes the longer one of the two instead.
 
-Results go to `docs/links.json`, a measurement at a time; a cell that has `--repeat` of them is not
-measured again. The figures in the table of `docs/wire.md` and in `docs/links-*.svg` are medians. A
+Results go to `docs/links.json`, a measurement at a time; a cell that has `--repeat` of them on such
+a machine is not measured again. The figures in the tables of `docs/wire.md`, one for each machine,
+are medians, and those of `docs/links-*.svg` are of the machine with the most of them. A
 measurement takes 20 to 40 s, longer where rounds do. Runs on two cores say little: eight processes
 share them, and the switch is one of them.
 """
@@ -267,9 +268,7 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
             running,
         )
         end, last = _at_round_end(swarm, running), look()
-        about = about_machine() | {"congestion": congestion or _default_congestion()}
-        if cores:
-            about["peer_cores"] = _num_cores(cores)
+        about = about_machine(congestion, cores)
     rounds = end["round"] - begin["round"]
     seconds = end["time_unix_s"] - begin["time_unix_s"]
     batch = spec["pipeline"]["global_batch"] * spec["model"]["max_position_embeddings"]
@@ -316,13 +315,15 @@ def _until(condition: Callable[[], object], running: Machine) -> None:
     running.until(condition, LIMIT_S)
 
 
-def about_machine() -> dict[str, Any]:
+def about_machine(congestion: str, cores: str) -> dict[str, Any]:
     """What a figure depends on beside the cell."""
     model = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = Path("/proc/cpuinfo").read_text()
         model = re.findall(r"model name\s*: (.*)", cpu)[0]
-    return {"cores": os.cpu_count(), "cpu": model, "load": round(os.getloadavg()[0], 1)}
+    about = {"cores": os.cpu_count(), "cpu": model, "load": round(os.getloadavg()[0], 1)}
+    about["congestion"] = congestion or _default_congestion()
+    return about | ({"peer_cores": _num_cores(cores)} if cores else {})
 
 
 def _num_cores(cores: str) -> int:
@@ -338,17 +339,29 @@ def _default_congestion() -> str:
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-def load(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The measurements so far, by cell."""
+Results = dict[str, list[dict[str, Any]]]
+"""Measurements by cell, of one machine."""
+
+
+def load(path: Path) -> dict[str, Results]:
+    """The measurements so far, by machine."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def keep(path: Path, cell: Cell, measured: Measured) -> None:
     """Adds one measurement to the file."""
     results = load(path)
-    results.setdefault(cell.key, []).append(asdict(measured))
+    results.setdefault(machine_of(measured.about), {}).setdefault(cell.key, []).append(
+        asdict(measured)
+    )
     text = json.dumps(results, indent=1, sort_keys=True)
     path.write_text(text + "\n")
+
+
+def machine_of(about: dict[str, Any]) -> str:
+    """What figures that are compared have in common."""
+    held = f"peers on {about['peer_cores']} of them, " if "peer_cores" in about else ""
+    return f"{about['cores']} cores ({about['cpu']}), {held}TCP {about['congestion']}"
 
 
 @dataclass(frozen=True)
@@ -366,7 +379,7 @@ class Figures:
     """A round, of the busiest uplink."""
 
 
-def figures(results: dict[str, list[dict[str, Any]]], cell: Cell) -> Figures | None:
+def figures(results: Results, cell: Cell) -> Figures | None:
     """None where the cell has not been measured."""
     found = [Measured(**m) for m in results.get(cell.key, [])]
     if not found:
@@ -394,7 +407,7 @@ class Row:
     """Tokens/s: the longer one of computation with latency, and bytes."""
 
 
-def row_of(results: dict[str, list[dict[str, Any]]], cell: Cell) -> Row | None:
+def row_of(results: Results, cell: Cell) -> Row | None:
     """None where the cell has not been measured."""
     found = figures(results, cell)
     if found is None:
@@ -417,8 +430,8 @@ def row_of(results: dict[str, list[dict[str, Any]]], cell: Cell) -> Row | None:
     )
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """In Markdown, of what has been measured."""
+def table(results: Results) -> Iterator[str]:
+    """In Markdown, of what has been measured on one machine."""
     for run in RUNS:
         rows = [r for c in cells() if c.run == run and (r := row_of(results, c)) is not None]
         if not rows:
@@ -431,8 +444,6 @@ def table(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         )
         yield "|---|---|---|---|---|---|---|---|---|---|---|"
         yield from map(_line, rows)
-        yield ""
-        yield f"![Speed over the rate of the links](links-{run}.svg)"
         yield ""
 
 
@@ -451,8 +462,15 @@ def _line(row: Row) -> str:
 
 def show(path: Path) -> None:
     """Prints the table, puts it between its marks in the page, and draws."""
-    results = load(path)
-    lines = [*_about(results), *table(results)]
+    machines = sorted(load(path).items(), key=lambda item: -_num(item[1]))
+    lines = []
+    for name, results in machines:
+        lines += [f"{_num(results)} measurements on {name}.", "", *table(results)]
+        if results is machines[0][1]:
+            for run in RUNS:
+                if any(key.startswith(f"{run}/") for key in results):
+                    plot(results, run)
+                    lines += [f"![Speed over the rate of the links](links-{run}.svg)", ""]
     print("\n".join(lines))
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
@@ -460,26 +478,13 @@ def show(path: Path) -> None:
     if not mark:
         raise SystemExit(f"{PAGE} has no {BEGIN} and {END}")
     PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + END + after)
-    for run in RUNS:
-        if any(key.startswith(f"{run}/") for key in results):
-            plot(results, run)
 
 
-def _about(results: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """On which machines."""
-    kinds = {
-        f"{m['about']['cores']} cores ({m['about']['cpu']}), "
-        + (f"peers on {m['about']['peer_cores']} of them, " if "peer_cores" in m["about"] else "")
-        + f"TCP {m['about']['congestion']}"
-        for found in results.values()
-        for m in found
-    }
-    num = sum(map(len, results.values()))
-    yield f"{num} measurements on: {'; '.join(sorted(kinds)) or 'none yet'}."
-    yield ""
+def _num(results: Results) -> int:
+    return sum(map(len, results.values()))
 
 
-def plot(results: dict[str, list[dict[str, Any]]], run: str) -> None:
+def plot(results: Results, run: str) -> None:
     """`docs/links-<run>.svg`: percent over the rate, a panel for each mode and delay."""
     import matplotlib as mpl
 
@@ -527,7 +532,7 @@ def main() -> None:
         parser.error("no cell has such a name; --list names them")
     if args.list:
         for cell in wanted:
-            print(f"{cell.key:36} {len(load(args.results).get(cell.key, []))}")
+            print(f"{cell.key:36} {num_here(cell, args)}")
         return
     if args.show:
         show(args.results)
@@ -544,12 +549,18 @@ def measure_all(wanted: Sequence[Cell], args: argparse.Namespace) -> None:
     remove_stale()
     for number in range(args.repeat):
         for cell in wanted:
-            if not args.dry and len(load(args.results).get(cell.key, [])) > number:
+            if not args.dry and num_here(cell, args) > number:
                 continue
             measured = measure(cell, args.window, args.congestion, args.cores)
             if not args.dry:
                 keep(args.results, cell, measured)
             print(_said(cell, measured), flush=True)
+
+
+def num_here(cell: Cell, args: argparse.Namespace) -> int:
+    """Measurements of a cell on such a machine."""
+    machine = machine_of(about_machine(args.congestion, args.cores))
+    return len(load(args.results).get(machine, {}).get(cell.key, []))
 
 
 def _said(cell: Cell, measured: Measured) -> str:
