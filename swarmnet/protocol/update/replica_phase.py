@@ -157,8 +157,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class AwaitDevice:
-    """Wait until the device has done, or refused, all that it was given before: after that nothing
-    adds to the gradient of the round."""
+    """Wait until the device has done, or refused, all of the round that it was given before: after
+    that nothing adds to the gradient of the round."""
 
     round: int
 

@@ -168,6 +168,7 @@ class DelayedUpdates:
         current = self.averaging.current
         await self.averaging.update(gradient.part)
         self._now.gradient, self._now.arrived = Gradient(), current
+        self.gossip.changed.notify_all()  # the next round may be opened now
 
     def _present(self, num_tokens: int) -> Gradient:
         """The gradient where it lies, for an exchange that is over before the next round."""

@@ -81,7 +81,9 @@ class Transitions:
     async def close_round(self) -> None:
         """No microbatch of the round adds to the gradient after this returns."""
         await self._until_given()
-        await self._carry_out(self._apply(Close()))
+        command = self._apply(Close())
+        if self._ledger.running(self.phase.round):  # else none is on the device
+            await self._carry_out(command)
 
     async def flush(self) -> None:
         """Makes the parameters put aside the present ones, with which the exchange of the closed

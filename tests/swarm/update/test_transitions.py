@@ -15,9 +15,11 @@ from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO, Switch, SyncPlan
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.stage import SyntheticData, activation
+from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.ports import BACKWARD, FORWARD
 from swarmnet.swarm.update.auto_sync import AutoSync
 from swarmnet.swarm.update.averaging import Behind
+from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.replica import Replica
 from tests.swarm.one_replica import SIZES, WORK_S, OneReplica
 
@@ -98,6 +100,29 @@ def test_work_that_the_device_comes_to_after_the_round_is_closed_is_refused() ->
     play(scenario)
 
 
+@pytest.mark.parametrize("is_at_work", [False, True])
+def test_a_round_closes_beside_the_work_of_the_next_one(is_at_work: bool) -> None:
+    """Only what is under way of the round itself is waited for."""
+
+    async def scenario(replica: Replica) -> None:
+        loop = asyncio.get_running_loop()
+        await work(replica, 0, 1)
+        await replica.transitions.open_ahead()
+        ahead = asyncio.create_task(work(replica, 1, 2))
+        await asyncio.sleep(0.5 * WORK_S)
+        began = loop.time()
+        last = asyncio.create_task(work(replica, 0, 3)) if is_at_work else None
+        await asyncio.sleep(0)
+        await replica.transitions.close_round()
+        took_s = loop.time() - began
+        before = replica.stage.gradient_shard(0).data
+        await asyncio.gather(ahead, *([last] if last else []), return_exceptions=True)
+        assert (took_s > 0.0) == is_at_work
+        assert replica.stage.gradient_shard(0).data == before
+
+    play(scenario)
+
+
 def test_what_was_done_ahead_goes_with_parameters_that_do_not_hold() -> None:
     async def scenario(replica: Replica) -> None:
         await replica.transitions.open_ahead()
@@ -162,5 +187,30 @@ def test_a_change_of_mode_is_too_late_for_a_round_that_has_begun_ahead() -> None
         assert replica.plan.parameter_version(6) == 5
         with pytest.raises(Behind):
             auto(replica, known, change).learn()
+
+    play(scenario)
+
+
+def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None:
+    async def scenario(replica: Replica) -> None:
+        async def update(part: object) -> None:
+            await asyncio.sleep(1.0)
+
+        async def nothing(number: int) -> None:
+            pass
+
+        replica.transitions.phase = Phase(State.OPEN, 5)
+        replica.plan = SyncPlan(DELAYED, rounds=100)
+        nobody = SimpleNamespace(live=lambda now: [], members=lambda stage, now: [])
+        gossip: Any = SimpleNamespace(changed=Condition(), view=nobody)
+        ownership = SimpleNamespace(follow_owners=nothing)
+        averaging: Any = SimpleNamespace(
+            current=4, update=update, ownership=ownership, repair_beside=lambda: None
+        )
+        handover: Any = None
+        updates = DelayedUpdates(gossip, replica, averaging, handover)
+        updates.attend()
+        assert await gossip.changed.until(lambda: updates.is_ready_ahead(5), 60.0)
+        assert asyncio.get_running_loop().time() < 1.1
 
     play(scenario)
