@@ -19,8 +19,8 @@ devices: `overlapped` takes the longer one of the two instead.
 Results go to `docs/links.json`, a measurement at a time; a cell that has `--repeat` of them on such
 a machine is not measured again. The figures in the tables of `docs/wire.md`, one for each machine,
 are medians, and those of `docs/links-*.svg` are of the machine with the most of them. A
-measurement takes 20 to 40 s, longer where rounds do. Runs on two cores say little: eight processes
-share them, and the switch is one of them.
+measurement takes 20 to 40 s, longer where rounds do. On two cores the peers and the switch share
+them, at every rate alike.
 """
 
 from __future__ import annotations

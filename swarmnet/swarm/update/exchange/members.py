@@ -19,16 +19,6 @@ BEHIND_ROUNDS = 2
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """A peer that lives and gets nothing done."""
-
-    exchange: int
-    """It has not finished this one, as far as its record says."""
-    since: int
-    """The first exchange in which nobody waits for it."""
-
-
 @dataclass
 class ExchangeMembers:
     """The replicas of one replica's stage. What is called round here is the number of an exchange,
@@ -36,8 +26,8 @@ class ExchangeMembers:
 
     gossip: Gossip
     replica: Replica
-    _hung: dict[str, Hung] = field(default_factory=dict)
-    """Who lives and got nothing done, by peer."""
+    _hung: dict[str, int] = field(default_factory=dict)
+    """Who lives and got nothing done, by peer, in which exchange."""
     _mute: set[str] = field(default_factory=set)
     """Those of them that do not even answer a question."""
 
@@ -149,7 +139,7 @@ class ExchangeMembers:
                 found[record.peer_id] = self._standing(record, round_index, SUSPECT)
         found.pop(own, None)
         for peer_id in self._hung.keys() & found.keys():
-            if self._is_hung(peer_id, found[peer_id], round_index):
+            if self._is_hung(peer_id, found[peer_id]):
                 life = DEAD if peer_id in self._mute else HUNG
                 found[peer_id] = replace(found[peer_id], life=life)
         return found
@@ -162,12 +152,7 @@ class ExchangeMembers:
     def found_hung(self, peer_id: str, round_index: int) -> None:
         """A peer lives and gets nothing done in an exchange: nobody waits for its work, in that one
         and those after it, until its record says that it has finished that one."""
-        self._hung[peer_id] = Hung(round_index, round_index)
-
-    def was_absent(self, peer_id: str, round_index: int) -> None:
-        """A peer lives, and its contribution was waited for in vain: nobody waits for its work in
-        the exchanges after that one, until its record says that it has finished that one."""
-        self._hung.setdefault(peer_id, Hung(round_index, round_index + 1))
+        self._hung[peer_id] = round_index
 
     def found_mute(self, peer_id: str) -> None:
         """One that was found to hang does not answer a question either: it is as good as dead."""
@@ -179,14 +164,15 @@ class ExchangeMembers:
         self._hung.pop(peer_id, None)
         self._mute.discard(peer_id)
 
-    def _is_hung(self, peer_id: str, standing: Standing, round_index: int) -> bool:
-        record, hung = self.gossip.view.get(peer_id), self._hung[peer_id]
-        if standing.is_past or (
-            record is not None and self.plan.parameter_version(record.round) > hung.exchange
-        ):
-            self.works(peer_id)
-            return False
-        return round_index >= hung.since
+    def _is_hung(self, peer_id: str, standing: Standing) -> bool:
+        record = self.gossip.view.get(peer_id)
+        is_past = standing.is_past or (
+            record is not None and self.plan.parameter_version(record.round) > self._hung[peer_id]
+        )
+        if is_past:
+            del self._hung[peer_id]
+            self._mute.discard(peer_id)
+        return not is_past
 
     def _standing(self, record: Record, r: int, life: str) -> Standing:
         is_past = self.plan.parameter_version(record.round) > r

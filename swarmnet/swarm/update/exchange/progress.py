@@ -39,8 +39,6 @@ class Progress:
         if isinstance(command, do.Sum):
             self.summed.discard(j)
             self.missed.update(command.absent)
-            for peer_id in command.absent:
-                self._members.was_absent(peer_id, self._number)
         elif isinstance(command, do.FindNorm | do.Step):
             self.summed.add(j)
 
@@ -64,16 +62,16 @@ class Progress:
             facts.state in (STEPPING, COPYING) or (facts.state is CLIPPING and j not in self.summed)
             for j, facts in shards.items()
         )
-        if began is not None and not is_at_work:
-            begin_s, sum_s = self._pace.contributions_s()[1], self._pace.sum_s()
+        begin_s, sum_s = self._pace.contributions_s()[1], self._pace.sum_s()
+        if began is None or is_at_work or now < began + begin_s:
+            return
 
-            def limit_s(peer_id: str) -> float:
-                # The sum of one that has not even begun waits for nobody.
-                has_begun = self._members.has_begun(peer_id, self._number)
-                return sum_s if has_begun else min(begin_s, sum_s)
+        def limit_s(peer_id: str) -> float:
+            # The sum of one that has not even begun waits for nobody.
+            return sum_s if self._members.has_begun(peer_id, self._number) else begin_s
 
-            for peer_id in sorted(self._waits.hung(shards, began, now, limit_s)):
-                self.hangs(peer_id)
+        for peer_id in sorted(self._waits.hung(shards, began, now, limit_s)):
+            self.hangs(peer_id)
 
     def silent(self, peer_id: str) -> None:
         """It has not answered in the time that an exchange takes, if that is known."""
