@@ -588,9 +588,10 @@ class PipelineSpec(_Table):
     """Microbatches that a feeder has under way at a time; 0 = each feeder chooses."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int6", "int4"] = "none"
-    """Of activations and their gradients between stages: `none` (fp32), `bf16`, `int8`, `int6`, or
-    `int4` (activations in 6 bits). All peers of the run, and held-out losses, go by it. A file that
-    does not say has `auto`: whoever starts the run takes what was shown to be harmless."""
+    """Of activations and their gradients between stages: `none` (fp32), `bf16`, `int8`, or `int6`
+    or `int4` (those of gradients; activations have 7 bits with both). All peers of the run, and
+    held-out losses, go by it. A file that does not say has `auto`: whoever starts the run takes
+    what was shown to be harmless."""
 
     evaluate_every: int = Field(default=10, ge=0, le=1 << 40)
     """Rounds between held-out measurements; 0 = only at the end."""

@@ -9,7 +9,7 @@ simulator charges.
 | `none` | fp32 |
 | `bf16` | bfloat16 |
 | `int8` | for each block of `BLOCK` numbers a scale, then n bytes |
-| `int6`, `int4` | for each tile of `TILE` numbers a scale, then 24 or 16 bytes for each tile |
+| `int7`, `int6`, `int4` | for each tile of `TILE` numbers a scale, then 28, 24 or 16 bytes each |
 | `topk` | for each chunk of `CHUNK` numbers two levels, a bit a number, and 2 bits a number kept |
 
 Scales and levels are bfloat16. The last block of a row may be shorter; the last tile, and the last
@@ -21,11 +21,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-NONE, BF16, INT8, INT6, INT4, TOPK = "none", "bf16", "int8", "int6", "int4", "topk"
+NONE, BF16, INT8, INT7, INT6, INT4 = "none", "bf16", "int8", "int7", "int6", "int4"
+TOPK = "topk"
 BLOCK = 64
 """Numbers that share a scale in `int8`."""
 TILE = 32
-"""Numbers that share a scale in `int6` and `int4`; a power of two, for the rotation."""
+"""Numbers that share a scale in `int7`, `int6` and `int4`; a power of two, for the rotation."""
 CHUNK, KEPT = 4096, 1024
 """Numbers among which `topk` keeps so many. With fewer, a run needs more exchanges to make up for
 it than a short one has, see docs/convergence.md."""
@@ -34,7 +35,7 @@ ERROR_DECAY = {TOPK: 0.8}
 that `topk` has left out is proposed again, for the replicas' parameters lack it. With all of the
 errors, more would come than is missing."""
 SCALE_BYTES = 2
-TILE_BITS = {INT6: 6, INT4: 4}
+TILE_BITS = {INT7: 7, INT6: 6, INT4: 4}
 """Of one number, in the codecs that code tiles."""
 DTYPES = {NONE: "float32", BF16: "bfloat16"}
 """Of coded arrays that have the shape of what was coded; all others are rows of bytes."""
@@ -60,13 +61,13 @@ BOUNDARY_CODECS = {
     NONE: BoundaryCodec(NONE, NONE),
     BF16: BoundaryCodec(BF16, BF16),
     INT8: BoundaryCodec(INT8, INT8),
-    INT6: BoundaryCodec(INT6, INT6),
-    INT4: BoundaryCodec(INT6, INT4),
+    INT6: BoundaryCodec(INT7, INT6),
+    INT4: BoundaryCodec(INT7, INT4),
 }
-"""By name in the spec. With `int4` gradients have 4 bits, and activations 6. TAH-Quant (He et al.,
-2025, arXiv 2506.01352) has it the other way round, for the same bytes. But what is lost of an
-activation changes the function of the model, and the same grid at the next boundary swallows what
-a layer between adds. docs/convergence.md has the figures."""
+"""By name in the spec. `int6` and `int4` are the bits of gradients, and activations have 7.
+TAH-Quant (He et al., 2025, arXiv 2506.01352) has fewer for activations than for gradients. But what
+is lost of an activation changes the function of the model, in all layers above.
+docs/decisions/0011-activations-get-the-bits.md has the figures."""
 
 
 def boundary_codec(name: str) -> BoundaryCodec:

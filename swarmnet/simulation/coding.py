@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarmnet.protocol.codecs import BF16, INT4, INT6, INT8, NONE, TOPK, BoundaryCodec
+from swarmnet.protocol.codecs import BF16, INT4, INT6, INT7, INT8, NONE, TOPK, BoundaryCodec
 
 MEGA = 1e6
 FP32_BYTES = 4
@@ -28,8 +28,9 @@ class CodecSpeed:
 MEASURED = {
     BF16: CodecSpeed(3449 * MEGA, 2150 * MEGA),
     INT8: CodecSpeed(1236 * MEGA, 1104 * MEGA),
-    INT6: CodecSpeed(366 * MEGA, 391 * MEGA),
-    INT4: CodecSpeed(390 * MEGA, 472 * MEGA),
+    INT7: CodecSpeed(383 * MEGA, 382 * MEGA),
+    INT6: CodecSpeed(383 * MEGA, 339 * MEGA),
+    INT4: CodecSpeed(400 * MEGA, 390 * MEGA),
     TOPK: CodecSpeed(208 * MEGA, 238 * MEGA),
 }
 """Of one core of a shared Xeon: `python benchmarks/codecs.py`, of its three sizes the slowest;

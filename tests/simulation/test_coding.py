@@ -10,7 +10,7 @@ import pytest
 from swarmnet.protocol.codecs import (
     BOUNDARY_CODECS,
     INT4,
-    INT6,
+    INT7,
     INT8,
     NONE,
     UPDATE_CODECS,
@@ -29,7 +29,7 @@ from swarmnet.simulation.scenario import Scenario, small_swarm
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import simulate
 
-ROUND = Coding({INT4: CodecSpeed(4.0, 8.0), INT6: CodecSpeed(32.0, 64.0)})
+ROUND = Coding({INT4: CodecSpeed(4.0, 8.0), INT7: CodecSpeed(32.0, 64.0)})
 """Bytes a second; a number is four."""
 
 
@@ -60,7 +60,7 @@ def test_activations_are_coded_forward_and_their_gradients_backward() -> None:
 def test_what_a_thread_has_coded_is_taken_once() -> None:
     time = CodingTime(ROUND)
     time.encoded(INT4, 16)
-    time.decoded(INT6, 16)
+    time.decoded(INT7, 16)
     time.decoded(NONE, 1000)
     assert time.take() == 17.0
     assert time.take() == 0.0

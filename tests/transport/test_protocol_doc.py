@@ -128,8 +128,9 @@ def test_coded_rows_are_as_described() -> None:
             f"| `{name}` | one of each tile of {codecs.TILE} numbers | {size} bytes a tile" in text
         )
         assert codecs.row_bytes(name, codecs.TILE) == codecs.SCALE_BYTES + size
-    assert codecs.BOUNDARY_CODECS[codecs.INT4] == codecs.BoundaryCodec(codecs.INT6, codecs.INT4)
-    assert "activations have the form `int6` and gradients `int4`" in text
+    assert codecs.BOUNDARY_CODECS[codecs.INT4] == codecs.BoundaryCodec(codecs.INT7, codecs.INT4)
+    assert codecs.BOUNDARY_CODECS[codecs.INT6] == codecs.BoundaryCodec(codecs.INT7, codecs.INT6)
+    assert "with `int6` and `int4`, gradients have that form and activations `int7`" in text
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)

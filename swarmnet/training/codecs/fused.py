@@ -21,6 +21,7 @@ from swarmnet.errors import ProtocolViolation
 from swarmnet.protocol.codecs import BLOCK, num_blocks, row_bytes
 from swarmnet.training.arrays import LARGEST_VALUE
 from swarmnet.training.codecs.base import Codec, check_rows
+from swarmnet.training.codecs.tiles import GRID, NUM_SHIFTS, REACH
 
 log = logging.getLogger("swarmnet.codecs")
 
@@ -188,7 +189,8 @@ def hard_numbers(num_values: int) -> Tensor:
     codes[:, 0] = 127.0
     small = torch.randn(4, BLOCK, generator=rng) * SMALL
     parts = [sizes, whole.reshape(-1, BLOCK), codes, small, torch.zeros(1, BLOCK)]
-    parts += [_near_ties(divisor, rng) for divisor in (127, 31, 7)]
+    parts += [_near_ties(divisor, rng) for divisor in (127.0, *REACH.values())]
+    parts += [_near_shifted_ties(reach) for reach in REACH.values()]
     blocks = torch.cat([*parts, -sizes.bfloat16().float()])
     a_row = num_blocks(num_values, BLOCK)
     missing = -len(blocks) % a_row
@@ -196,20 +198,38 @@ def hard_numbers(num_values: int) -> Tensor:
     return blocks.view(-1, a_row * BLOCK)[:, :num_values].contiguous()
 
 
-def _near_ties(divisor: int, rng: torch.Generator) -> Tensor:
+def _near_ties(divisor: float, rng: torch.Generator) -> Tensor:
     """Blocks whose largest number over the divisor lies at the middle of two bfloat16 numbers, or
     one fp32 number beside it; and so do the others over that."""
     scales = (torch.arange(128, 256, 4) + 0.5) / 128
     ties = scales * divisor
     beside = torch.nextafter(ties, ties * torch.tensor([0.0, 2.0])[:, None])
     largest = torch.cat([ties, *beside])
-    codes = torch.randint(-divisor, divisor, (len(largest), BLOCK), generator=rng) + 0.5
+    most = int(divisor)
+    codes = torch.randint(-most, most, (len(largest), BLOCK), generator=rng) + 0.5
     scale = (largest / divisor).bfloat16().float()
     numbers = codes * scale[:, None]
     numbers[:, 1::3] = torch.nextafter(numbers[:, 1::3], torch.zeros(()))
     numbers = numbers.clamp(-largest[:, None], largest[:, None])
     numbers[:, 0] = numbers[:, BLOCK // 2] = largest
     return numbers
+
+
+def _near_shifted_ties(reach: float) -> Tensor:
+    """Blocks that `Tiles` does not rotate, most of whose numbers are, in steps and with their
+    shift, next to whole ones: so that it matters if a product is rounded before the shift is
+    added."""
+    parts = 2 * NUM_SHIFTS
+    odd = torch.arange(int(reach) * parts // 2 + 1, int(reach) * parts, 2).double()
+    whole = (GRID * odd / (parts * reach)).round()
+    # The scale is what it is thought to be where the largest number is near enough.
+    is_near = (GRID * odd / (parts * reach) / whole - 1).abs() < 2.0**-10
+    odd, whole = odd[is_near, None], whole[is_near, None]
+    scales = 1 + torch.arange(len(odd), dtype=torch.float64)[:, None] * 7 % 128 / 128
+    step = odd * scales / (parts * whole)
+    blocks = (whole * step).float().expand(-1, BLOCK).clone()
+    blocks[:, :: BLOCK // 2] = (GRID * step).float()
+    return torch.cat([blocks, -blocks])
 
 
 def _not_finite(num_values: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from swarmnet.protocol.codecs import BLOCK, INT8, TILE, TILE_BITS, num_blocks, row_bytes
 from swarmnet.training.codecs.base import LARGEST_SCALED, SMALLEST
 from swarmnet.training.codecs.blocks import LARGEST_CODE
-from swarmnet.training.codecs.tiles import GRID
+from swarmnet.training.codecs.tiles import GRID, NUM_SHIFTS, REACH
 
 NUMBERS = 2048
 """That one program codes at most."""
@@ -82,8 +82,7 @@ class TileKernels:
     def __init__(self, name: str, num_values: int) -> None:
         tiles, bits = num_blocks(num_values, TILE), TILE_BITS[name]
         group = max(LEAST_TILES, min(triton.next_power_of_2(tiles), NUMBERS // TILE))
-        largest_code = (1 << (bits - 1)) - 1
-        most = LARGEST_SCALED / largest_code
+        most = LARGEST_SCALED / REACH[name]
         self.num_findings = triton.cdiv(tiles, group)
         self._options = {
             "N": num_values,
@@ -92,13 +91,14 @@ class TileKernels:
             "TILE": TILE,
             "BITS": bits,
             "GROUP": group,
-            "LARGEST_CODE": largest_code,
+            "NUM_SHIFTS": NUM_SHIFTS,
             "LARGEST_SCALE": bfloat16_bits(most),
             "LARGEST_ROTATED": bfloat16_bits(most / TILE),
             **EXACT,
         }
         self._encodes = {
             "GRID": GRID,
+            "REACH": REACH[name],
             "MOST_ROTATED": math.floor(math.sqrt(TILE) * GRID),  # rotated numbers are whole ones
             "SMALLEST": float_bits(SMALLEST),
         }
@@ -277,8 +277,8 @@ def _decode_int8(
 
 @triton.jit
 def _rotated(tiles: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """fp32 whole numbers of at most 11 bits, each line times Sylvester's matrix, exactly: they are
-    fp16 numbers, and their sums are fp32 numbers."""
+    """fp32 numbers of at most 11 bits, each line times Sylvester's matrix, exactly: they are fp16
+    numbers, and their sums are fp32 numbers."""
     lines = tl.arange(0, TILE)
     parity = lines[:, None] & lines[None, :]
     parity = parity ^ (parity >> 4)
@@ -288,14 +288,14 @@ def _rotated(tiles: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _part(
-    codes: tl.tensor, index: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr
-) -> tl.tensor:
-    """Of lines of codes, cut into so many parts, the one with this index."""
-    WIDTH: tl.constexpr = codes.shape[1] // PARTS
-    parts = tl.reshape(codes, [GROUP, PARTS, WIDTH])
-    is_it = tl.arange(0, PARTS)[None, :, None] == index
-    return tl.sum(tl.where(is_it, parts, 0), axis=1)
+def _shifts(scales: tl.tensor, TILE: tl.constexpr, NUM_SHIFTS: tl.constexpr) -> tl.tensor:
+    """`tiles.shifts` of tiles with these scales (bits, int32 [tiles, 1]), fp32 [tiles, TILE]."""
+    mixed = ((scales & 255) * TILE + tl.arange(0, TILE)[None, :]).to(tl.uint32)
+    mixed *= 0x7FEB352D
+    mixed ^= mixed >> 15
+    mixed *= 0x2C1B3C6D
+    hashed = (mixed >> 16).to(tl.int32) // (65536 // NUM_SHIFTS)
+    return (2 * hashed + 1).to(tl.float32) * (0.5 / NUM_SHIFTS) - 0.5
 
 
 @triton.jit
@@ -310,10 +310,11 @@ def _encode_tiles(
     TILE: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
+    NUM_SHIFTS: tl.constexpr,
     LARGEST_SCALE: tl.constexpr,
     LARGEST_ROTATED: tl.constexpr,
     GRID: tl.constexpr,
+    REACH: tl.constexpr,
     MOST_ROTATED: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> None:
@@ -321,20 +322,24 @@ def _encode_tiles(
     tiles = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     places = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     numbers = _load_numbers(values + row * N + places, places < N, IS_BF16)
+    largest_number = _largest(numbers, 0)
     step = tl.div_rn(_largest(numbers, SMALLEST), GRID * 1.0)
     whole = _nearest(tl.div_rn(numbers, step)).to(tl.float32)
     rotated = _rotated(whole, TILE)
     largest = tl.expand_dims(tl.max(tl.abs(rotated), axis=1), 1)
     is_rotated = largest <= MOST_ROTATED * 1.0
     steps = tl.where(is_rotated, tl.maximum(largest, 1.0) * (1.0 / TILE), GRID * 1.0)
-    quotient = tl.div_rn(step * steps, LARGEST_CODE * 1.0)
+    quotient = tl.div_rn(step * steps, REACH)
     scales = _bfloat16(quotient.to(tl.int32, bitcast=True))
     factors = tl.div_rn(tl.where(is_rotated, step * (1.0 / TILE), step), _widened(scales))
-    codes = _nearest(tl.where(is_rotated, rotated, whole) * factors) + (LARGEST_CODE + 1)
+    quotients = tl.where(is_rotated, rotated, whole) * factors
+    quotients += _shifts(scales, TILE, NUM_SHIFTS)
+    codes = tl.floor(quotients).to(tl.int32) + (1 << (BITS - 1))
     start = coded + row * ROW
     most = tl.where(is_rotated, LARGEST_ROTATED, LARGEST_SCALE)
     is_wrong = tl.reshape((scales > most).to(tl.int32), [GROUP])
-    signed = tl.reshape(tl.where(is_rotated, scales | 0x8000, scales), [GROUP])
+    signed = tl.where(is_rotated, scales | 0x8000, scales)
+    signed = tl.reshape(tl.where(largest_number == 0.0, 0, signed), [GROUP])
     _store_scales(start + 2 * tiles, signed, tiles < TILES)
     _store_packed(start + 2 * TILES, tiles, codes, TILES, BITS, GROUP)
     _store_finding(findings, is_wrong)
@@ -349,18 +354,18 @@ def _store_packed(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    WIDTH: tl.constexpr = 32 // (2 if BITS == 4 else 4)
-    SIZE: tl.constexpr = 32 * BITS // 8
-    pointers = start + tiles[:, None] * SIZE + tl.arange(0, WIDTH)[None, :]
-    is_tile = tiles[:, None] < TILES
-    if BITS == 4:
-        low, high = _part(codes, 0, GROUP, 2), _part(codes, 1, GROUP, 2)
-        tl.store(pointers, (low | (high << 4)).to(tl.uint8), mask=is_tile)
-    else:
-        last = _part(codes, 3, GROUP, 4)
-        for i in tl.static_range(3):
-            part = _part(codes, i, GROUP, 4) | (((last >> (2 * i)) & 3) << 6)
-            tl.store(pointers + i * WIDTH, part.to(tl.uint8), mask=is_tile)
+    # A byte of each of the first parts has bits of the last one's code in its spare bits.
+    SPARE: tl.constexpr = 8 - BITS
+    PARTS: tl.constexpr = 8 // SPARE
+    WIDTH: tl.constexpr = codes.shape[1] // PARTS
+    parts = tl.reshape(codes, [GROUP, PARTS, WIDTH])
+    index = tl.arange(0, PARTS)[None, :, None]
+    last = tl.sum(tl.where(index == PARTS - 1, parts, 0), axis=1)
+    spread = (tl.expand_dims(last, 1) >> (SPARE * index)) & ((1 << SPARE) - 1)
+    offsets = tiles[:, None, None] * (WIDTH * (PARTS - 1)) + index * WIDTH
+    pointers = start + offsets + tl.arange(0, WIDTH)[None, None, :]
+    is_stored = (tiles[:, None, None] < TILES) & (index < PARTS - 1)
+    tl.store(pointers, (parts | (spread << BITS)).to(tl.uint8), mask=is_stored)
 
 
 @triton.jit
@@ -371,24 +376,20 @@ def _load_packed(
     TILE: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """int32 [tiles, TILE]; 1, which no check minds, beyond the last tile."""
-    first = start + tiles[:, None] * (TILE * BITS // 8)
+    """int32 [tiles, TILE]; zeros beyond the last tile."""
+    SPARE: tl.constexpr = 8 - BITS
+    WIDTH: tl.constexpr = TILE * SPARE // 8
+    first = start + tiles[:, None] * (TILE - WIDTH)
     is_tile = tiles[:, None] < TILES
     places = tl.arange(0, TILE)[None, :]
-    if BITS == 4:
-        HALF: tl.constexpr = TILE // 2
-        byte = tl.load(first + places % HALF, mask=is_tile, other=0x11).to(tl.int32)
-        codes = (byte >> (4 * (places // HALF))) & 15
-    else:  # six bits of a byte are a code of the first three parts, two belong to the last one
-        PART: tl.constexpr = TILE // 4
-        is_last = is_tile & (places >= 3 * PART)
-        byte = tl.load(first + places, mask=is_tile & (places < 3 * PART), other=1).to(tl.int32)
-        rest = first + places % PART
-        last = tl.load(rest, mask=is_last, other=0).to(tl.int32) >> 6
-        last |= tl.load(rest + PART, mask=is_last, other=0).to(tl.int32) >> 6 << 2
-        last |= tl.load(rest + 2 * PART, mask=is_last, other=0).to(tl.int32) >> 6 << 4
-        codes = tl.where(is_last, last, byte & 63)
-    return codes
+    is_last = places >= TILE - WIDTH
+    byte = tl.load(first + places, mask=is_tile & (places < TILE - WIDTH), other=0).to(tl.int32)
+    last = tl.zeros_like(byte)
+    for i in tl.static_range(8 // SPARE - 1):
+        pointers = first + i * WIDTH + places % WIDTH
+        other = tl.load(pointers, mask=is_tile & is_last, other=0).to(tl.int32)
+        last |= other >> BITS << (SPARE * i)
+    return tl.where(is_last, last, byte & ((1 << BITS) - 1))
 
 
 @triton.jit
@@ -403,7 +404,7 @@ def _decode_tiles(
     TILE: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
+    NUM_SHIFTS: tl.constexpr,
     LARGEST_SCALE: tl.constexpr,
     LARGEST_ROTATED: tl.constexpr,
 ) -> None:
@@ -412,13 +413,13 @@ def _decode_tiles(
     start = coded + row * ROW
     bits = _load_scales(start + 2 * tiles, tiles < TILES)
     raw = _load_packed(start + 2 * TILES, tiles, TILES, TILE, BITS)
-    codes = (raw - (LARGEST_CODE + 1)).to(tl.float32)
     scales = bits & 0x7FFF
+    shifts = _shifts(tl.expand_dims(scales, 1), TILE, NUM_SHIFTS)
+    codes = raw.to(tl.float32) - ((1 << (BITS - 1)) - 0.5) - shifts
     is_rotated = bits > 0x8000  # -0.0 is not below 0
     chosen = tl.where(tl.expand_dims(is_rotated, 1), _rotated(codes, TILE), codes)
     numbers = chosen * tl.expand_dims(_widened(scales), 1)
     places = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     _store_numbers(values + row * N + places, numbers, places < N, IS_BF16)
     most = tl.where(is_rotated, LARGEST_ROTATED, LARGEST_SCALE)
-    is_outside = tl.max((raw == 0).to(tl.int32), axis=1)
-    _store_finding(findings, tl.maximum((scales > most).to(tl.int32), is_outside))
+    _store_finding(findings, (scales > most).to(tl.int32))

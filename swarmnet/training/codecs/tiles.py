@@ -1,9 +1,16 @@
-"""`int6` and `int4`: small tiles, rotated where that makes the largest number smaller, after
-TAH-Quant (He et al., 2025, arXiv 2506.01352).
+"""`int7`, `int6` and `int4`: small tiles, rotated where that makes the largest number smaller,
+after TAH-Quant (He et al., 2025, arXiv 2506.01352).
 
 A few large numbers (outliers) in a tile make its scale large, and the error of all others with it.
 The Hadamard matrix H, of +1 and -1, spreads each number over the whole tile. H H = `TILE` x 1, so
 the same matrix takes it back.
+
+The grid of a tile is shifted by a part of a step that differs from number to number, and the
+decoded number is shifted back (subtractive dither, Roberts 1962; Schuchman 1964). Then errors have
+mean zero whatever is coded. They do not add up over tokens and stages, and no grid is the same at
+the next boundary, where it would swallow what a layer in between adds
+(docs/decisions/0011-activations-get-the-bits.md). The shifts follow from the scale, which both
+sides know: equal numbers have equal bytes.
 
 Both ways all sums are of whole numbers that fp32 (and TF32) has exactly, in any order. So every
 machine gets the same bits from a matrix product.
@@ -17,8 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import TILE, TILE_BITS, num_blocks, row_bytes
+from swarmnet.protocol.codecs import INT4, INT6, INT7, TILE, TILE_BITS, num_blocks, row_bytes
 from swarmnet.training.codecs.base import (
     LARGEST_SCALED,
     SMALLEST,
@@ -35,22 +41,35 @@ from swarmnet.training.codecs.base import (
 
 GRID = 2047
 """A tile is first rounded to so many steps of its largest magnitude: the most that TF32 has."""
+REACH = {INT7: 63.25, INT6: 31.375, INT4: 7.46875}
+"""Steps from 0 to the largest magnitude of a tile: with its shift, and the rounding of its scale to
+bfloat16, it still has a code."""
+NUM_SHIFTS = 16
+"""The middles of so many equal parts of a step. With a code of 7 bits they have the 11 bits of
+TF32."""
 
 
 class Tiles(Codec):
-    """A number is code x scale, or the rotated codes' x scale, where the scale is negative.
+    """A number is (code + 1/2 - shift) x scale, or where the scale is negative, H times these.
 
-    Let m be the largest magnitude of a tile and q the largest code (31 or 7). The root mean square
-    error of the numbers of a tile is at most e m with e = 1.004 / (2 q) + 1 / (2 GRID), that is
-    0.0165 or 0.0720. The error of one number is at most e m in a tile that is not rotated, and
-    sqrt(TILE) e m in one that is. (Where all numbers of a tile are below 2^-100, m is 2^-100.)
+    Let m be the largest magnitude of a tile and q its `REACH`. The root mean square error of the
+    numbers of a tile is at most e m with e = 1.004 / (2 q) + 1 / (2 GRID), that is 0.0082, 0.0163
+    or 0.0675. The error of one number is at most e m in a tile that is not rotated, and
+    sqrt(TILE) e m in one that is. (Where all numbers of a tile are below 2^-100, m is 2^-100.) A
+    tile of zeros comes back as zeros.
     """
 
     def __init__(self, name: str) -> None:
         """`name`: of `protocol.codecs.TILE_BITS`."""
         self.name = name
         self.bits = TILE_BITS[name]
-        self.largest_code = (1 << (self.bits - 1)) - 1
+        self.reach = REACH[name]
+        self._middle = 1 << (self.bits - 1)
+        """Of the codes as they are stored, from 0."""
+        self._spare = 8 - self.bits
+        """Of a byte beside a code. A tile is cut into parts, and the codes of the last one are
+        spread over those bits of the others."""
+        self._num_parts = 8 // self._spare
 
     def encode(self, values: Tensor) -> Tensor:
         n = values.shape[1]
@@ -58,13 +77,9 @@ class Tiles(Codec):
 
     def check(self, what: str, coded: Tensor, num_values: int) -> None:
         check_rows(what, coded, row_bytes(self.name, num_values))
-        scales, packed = split_scales(coded, num_blocks(num_values, TILE))
-        most = LARGEST_SCALED / self.largest_code
+        scales, _ = split_scales(coded, num_blocks(num_values, TILE))
+        most = LARGEST_SCALED / self.reach
         check_scales(what, scales, -most / TILE, most)
-        if packed.numel() and int(self._unpacked(packed).amin()) == 0:
-            raise ProtocolViolation(
-                f"{what}: a code outside [-{self.largest_code}, {self.largest_code}]"
-            )
 
     def decode(self, coded: Tensor, num_values: int) -> Tensor:
         pieces = pieces_of(coded, num_values)
@@ -72,43 +87,64 @@ class Tiles(Codec):
 
     def _encode(self, values: Tensor) -> Tensor:
         tiles = in_blocks(values, TILE)
-        step = divided(largest_of(tiles).clamp_min(SMALLEST), GRID)
+        largest = largest_of(tiles)
+        step = divided(largest.clamp_min(SMALLEST), GRID)
         whole = (tiles / step).round_()
         rotated = whole @ hadamard(values.device)
-        largest = largest_of(rotated)
-        is_rotated = largest < math.sqrt(TILE) * GRID
+        largest_rotated = largest_of(rotated)
+        is_rotated = largest_rotated < math.sqrt(TILE) * GRID
         # Numbers of a tile of zeros are rotated to zeros.
-        steps = torch.where(is_rotated, largest.clamp_min(1.0) / TILE, float(GRID))
-        scales = divided(step * steps, self.largest_code).to(torch.bfloat16)
+        steps = torch.where(is_rotated, largest_rotated.clamp_min(1.0) / TILE, float(GRID))
+        scales = divided(step * steps, self.reach).to(torch.bfloat16)
         factors = torch.where(is_rotated, step / TILE, step) / scales.float()
-        codes = torch.where(is_rotated, rotated, whole).mul_(factors).round_()
-        signed = torch.where(is_rotated, -scales, scales)
-        packed = self._packed(codes.add_(self.largest_code + 1).to(torch.uint8))
+        codes = torch.where(is_rotated, rotated, whole).mul_(factors)
+        codes.add_(_shifts_of(scales)).floor_()
+        signed = torch.where(is_rotated, -scales, scales).masked_fill_(largest == 0, 0.0)
+        packed = self._packed(codes.add_(self._middle).to(torch.uint8))
         return torch.cat([as_bytes(signed.squeeze(-1)), packed.flatten(1)], 1)
 
     def _decode(self, coded: Tensor, num_values: int) -> Tensor:
         scales, packed = split_scales(coded, num_blocks(num_values, TILE))
         scales = scales.unsqueeze(-1)
-        codes = self._unpacked(packed).float().sub_(self.largest_code + 1)
+        codes = self._unpacked(packed).float().sub_(self._middle - 0.5)
+        codes.sub_(_shifts_of(scales.to(torch.bfloat16)))
         tiles = torch.where(scales < 0, codes @ hadamard(coded.device), codes)
         return tiles.mul_(scales.abs()).flatten(1)[:, :num_values]
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """uint8 [rows, tiles, TILE] from 1 to 2^bits - 1 as [rows, tiles, bytes]."""
-        if self.bits == 4:
-            low, high = codes.chunk(2, dim=-1)
-            return low | (high << 4)
-        a, b, c, d = codes.chunk(4, dim=-1)
-        return torch.cat([a | (d << 6), b | (d >> 2 << 6), c | (d >> 4 << 6)], dim=-1)
+        """uint8 [rows, tiles, TILE] below 2^bits as [rows, tiles, bytes]."""
+        parts = codes.view(torch.int32).unflatten(-1, (self._num_parts, -1))
+        places = self._places(codes.device)
+        spread = (parts[..., -1:, :] >> places) & _in_each_byte((1 << self._spare) - 1)
+        packed = parts[..., :-1, :] | (spread << self.bits)
+        return packed.flatten(-2).view(torch.uint8)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
         """The reverse, of [rows, bytes]."""
-        parts = in_blocks(packed, TILE * self.bits // 8)
-        if self.bits == 4:
-            return torch.cat([parts & 15, parts >> 4], dim=-1)
-        a, b, c = parts.chunk(3, dim=-1)
-        d = (a >> 6) | (b >> 6 << 2) | (c >> 6 << 4)
-        return torch.cat([a & 63, b & 63, c & 63, d], dim=-1)
+        tiles = in_blocks(packed, TILE * self.bits // 8)
+        tiles = tiles.clone(memory_format=torch.contiguous_format)  # aligned
+        parts = tiles.view(torch.int32).unflatten(-1, (self._num_parts - 1, -1))
+        spread = (parts >> self.bits) & _in_each_byte((1 << self._spare) - 1)
+        places = self._places(packed.device)
+        last = (spread << places).sum(-2, keepdim=True, dtype=torch.int32)
+        parts = parts & _in_each_byte((1 << self.bits) - 1)
+        return torch.cat([parts, last], dim=-2).flatten(-2).view(torch.uint8)
+
+    def _places(self, device: torch.device) -> Tensor:
+        """Where the bits begin of a code of the last part that each other part has."""
+        return _multiples(self._spare, self._num_parts - 1, device)
+
+
+def _in_each_byte(bits: int) -> int:
+    """Of an int32 number with these bits in each byte."""
+    number = bits * 0x01010101
+    return number - (1 << 32) if number >> 31 else number
+
+
+@functools.cache
+def _multiples(of: int, count: int, device: torch.device) -> Tensor:
+    """int32 [count, 1], from 0."""
+    return (torch.arange(count, dtype=torch.int32) * of).unsqueeze(-1).to(device)
 
 
 @functools.cache
@@ -119,3 +155,25 @@ def hadamard(device: torch.device) -> Tensor:
         above = torch.cat([matrix, matrix], dim=1)
         matrix = torch.cat([above, torch.cat([matrix, -matrix], dim=1)])
     return matrix.to(device)
+
+
+def _shifts_of(scales: Tensor) -> Tensor:
+    """In steps, fp32 [rows, tiles, TILE], of tiles with these scales, bfloat16 [rows, tiles, 1]."""
+    rows, tiles, _ = scales.shape
+    first_bytes = scales.contiguous().view(torch.uint8)[..., 0].flatten()
+    return shifts(scales.device).index_select(0, first_bytes.int()).view(rows, tiles, TILE)
+
+
+@functools.cache
+def shifts(device: torch.device) -> Tensor:
+    """In steps, fp32 [256, TILE]: by the first byte of a tile's scale (its seven digits, and the
+    last one of its exponent) and the place of a number, pseudo-random."""
+    table = [[(2 * _hashed(TILE * byte + i) + 1) for i in range(TILE)] for byte in range(256)]
+    return (torch.tensor(table, dtype=torch.float32) / (2 * NUM_SHIFTS) - 0.5).to(device)
+
+
+def _hashed(number: int) -> int:
+    """Below `NUM_SHIFTS`, of a small number."""
+    mixed = number * 0x7FEB352D & 0xFFFFFFFF
+    mixed ^= mixed >> 15
+    return (mixed * 0x2C1B3C6D & 0xFFFFFFFF) >> 28

@@ -11,18 +11,29 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import ProtocolViolation
-from swarmnet.protocol.codecs import BF16, BLOCK, INT4, INT6, INT8, NONE, TILE, TILE_BITS, row_bytes
+from swarmnet.protocol.codecs import (
+    BF16,
+    BLOCK,
+    INT4,
+    INT6,
+    INT7,
+    INT8,
+    NONE,
+    TILE,
+    TILE_BITS,
+    row_bytes,
+)
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.codecs import fused
 from swarmnet.training.codecs.base import SMALLEST, as_bytes, in_blocks, largest_of
 from swarmnet.training.codecs.fused import fused_codec, hard_numbers
 from swarmnet.training.codecs.registry import codec_of
-from swarmnet.training.codecs.tiles import GRID, hadamard
+from swarmnet.training.codecs.tiles import GRID, REACH, hadamard, shifts
 from swarmnet.training.memory.device_copies import DeviceCopies, OneMemory, OnHost
 from swarmnet.training.passes.crossing import Crossing
 
 CPU = torch.device("cpu")
-CODED = (INT8, INT6, INT4)
+CODED = (INT8, INT7, INT6, INT4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (6, 100)
 
@@ -141,9 +152,12 @@ def test_what_kernels_find_is_refused(
     values[1, 3, 70] = value
     with pytest.raises(ProtocolViolation, match="activation: a scale that is not finite"):
         through.send("activation", values)()
-    bad = to_tensor(good).clone()
-    bad[1, 2, -1] = 0x80 if name == INT8 else 0
-    with pytest.raises(ProtocolViolation, match="gradient: a code outside"):
+    bad, said = to_tensor(good).clone(), "a scale that is not finite"
+    if name == INT8:
+        bad[1, 2, -1], said = 0x80, "a code outside"
+    else:
+        bad[1, 2, :2] = 0xFF
+    with pytest.raises(ProtocolViolation, match=f"gradient: {said}"):
         through.receive("gradient", from_tensor(bad))
 
 
@@ -204,8 +218,12 @@ FAULTS: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    # A tile's codes are all taken.
+    [(fault, name) for fault in FAULTS for name in CODED if fault != "blind to codes"]
+    + [("blind to codes", INT8)],
+)
 def test_kernels_with_a_fault_are_not_used(
     name: str,
     fault: str,
@@ -231,39 +249,42 @@ def times_reciprocal(a: Tensor, b: float) -> Tensor:
     return a * torch.tensor(1.0 / b)
 
 
-def to_nearest(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).round()
+def in_steps(a: Tensor, b: Tensor, shifts: Tensor) -> Tensor:
+    return (a * b + shifts).floor()
 
 
-def to_nearest_at_once(a: Tensor, b: Tensor) -> Tensor:
+def in_steps_at_once(a: Tensor, b: Tensor, shifts: Tensor) -> Tensor:
     """As a fused multiply-add has it."""
-    return (a.double() * b.double()).round().float()
+    return (a.double() * b.double() + shifts.double()).floor().float()
 
 
 class Tiled(Plain):
     """Tiles, with other operations."""
 
     divide = staticmethod(divided)
-    nearest = staticmethod(to_nearest)
+    in_steps = staticmethod(in_steps)
 
     def coded(self, values: Tensor) -> Tensor:
-        largest_code = (1 << (TILE_BITS[self.codec.name] - 1)) - 1
+        name = self.codec.name
         tiles = in_blocks(values, TILE)
-        step = self.divide(largest_of(tiles).clamp_min(SMALLEST), GRID)
+        largest = largest_of(tiles)
+        step = self.divide(largest.clamp_min(SMALLEST), GRID)
         whole = (tiles / step).round()
         rotated = whole @ hadamard(CPU)
-        largest = largest_of(rotated)
-        is_rotated = largest < math.sqrt(TILE) * GRID
-        steps = torch.where(is_rotated, largest.clamp_min(1.0) / TILE, float(GRID))
-        scales = self.divide(step * steps, largest_code).to(torch.bfloat16)
+        most = largest_of(rotated)
+        is_rotated = most < math.sqrt(TILE) * GRID
+        steps = torch.where(is_rotated, most.clamp_min(1.0) / TILE, float(GRID))
+        scales = self.divide(step * steps, REACH[name]).to(torch.bfloat16)
         factors = torch.where(is_rotated, step / TILE, step) / scales.float()
-        codes = self.nearest(torch.where(is_rotated, rotated, whole), factors)
-        rows = self.codec.encode(values)
-        us = (codes + largest_code + 1).to(torch.uint8)
-        start = as_bytes(torch.where(is_rotated, -scales, scales).squeeze(-1))
-        if self.codec.name == INT4:
+        shift = shifts(CPU)[scales.view(torch.uint8)[..., 0].long()]
+        codes = self.in_steps(torch.where(is_rotated, rotated, whole), factors, shift)
+        us = (codes + (1 << (TILE_BITS[name] - 1))).to(torch.uint8)
+        signed = torch.where(is_rotated, -scales, scales).masked_fill(largest == 0, 0.0)
+        start = as_bytes(signed.squeeze(-1))
+        if name == INT4:
             low, high = us.chunk(2, dim=-1)
             return torch.cat([start, (low | (high << 4)).flatten(1)], 1)
+        rows = self.codec.encode(values)
         rows[:, : start.shape[1]] = start
         return rows
 
@@ -273,7 +294,7 @@ class Reciprocals(Tiled):
 
 
 class FusedProducts(Tiled):
-    nearest = staticmethod(to_nearest_at_once)
+    in_steps = staticmethod(in_steps_at_once)
 
 
 @pytest.mark.parametrize("num_values", [2048, 77])

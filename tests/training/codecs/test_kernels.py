@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swarmnet.protocol.codecs import INT4, INT6, INT8, row_bytes
+from swarmnet.protocol.codecs import INT4, INT6, INT7, INT8, row_bytes
 from swarmnet.training.codecs import fused
 from swarmnet.training.codecs.fused import fused_codec
 from swarmnet.training.codecs.registry import codec_of
 
-CODED = (INT8, INT6, INT4)
+CODED = (INT8, INT7, INT6, INT4)
 INTERPRETER = "TRITON_INTERPRET"
 IS_INTERPRETED = os.environ.get(INTERPRETER) == "1"
 HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED
@@ -39,7 +39,7 @@ runs_here = pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU")
 @pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the others run here")
 def test_kernels_by_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
         env=os.environ | {INTERPRETER: "1"},
         capture_output=True,
         text=True,
