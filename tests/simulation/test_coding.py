@@ -44,7 +44,7 @@ def test_coding_takes_its_bytes_over_the_rate() -> None:
 
 
 def test_activations_are_coded_forward_and_their_gradients_backward() -> None:
-    """In `int4`, activations have 6 bits. The last stage goes back in its forward pass."""
+    """In `int4`, activations have 7 bits. The last stage goes back in its forward pass."""
 
     def passes(*, has_before: bool, has_after: bool) -> list[PassCoding]:
         codec = boundary_codec(INT4)
