@@ -50,6 +50,7 @@ from peer.options import (
 )
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.options import UsageError
+from swarmnet.version import __version__
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 ClickException: Any = typer.BadParameter.__mro__[2]
@@ -63,6 +64,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"swarmnet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def swarmnet(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version, and end."
+        ),
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 @grouped(

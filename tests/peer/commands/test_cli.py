@@ -14,6 +14,7 @@ import typer.main
 from peer.cli import app, run_command
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.options import PeerOptions
+from swarmnet.version import __version__
 
 COMMANDS = {
     "peer": {
@@ -271,6 +272,11 @@ def test_a_dashboard_whose_port_is_taken_starts_no_peer(
     assert err.count("\n") == 1
     assert f"cannot show the page on 127.0.0.1:{port}" in err
     assert "choose another port" in err
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"swarmnet {__version__}\n"
 
 
 def test_help_needs_nothing_heavy() -> None:
