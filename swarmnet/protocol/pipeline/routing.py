@@ -169,12 +169,6 @@ class Router:
             cost_s = max(replica.cost_s, self._virtual_s)
             replica.cost_s = cost_s + self._estimates.seconds(peer_id)
 
-    def cost_s(self, peer_id: str) -> float:
-        """Accumulated, in seconds of service; 0 for an unknown replica. It grows as calls are
-        charged."""
-        replica = self._replicas.get(peer_id)
-        return 0.0 if replica is None else max(replica.cost_s, self._virtual_s)
-
     def put_off(self, peer_id: str, now: float, backlog_s: float) -> None:
         """The replica said, before it was called, that it has no room: as `busy`."""
         replica = self._replicas.get(peer_id)

@@ -42,12 +42,6 @@ ASKING_AT_A_TIME = 4
 replica; the next ones hear of what the first ones took."""
 
 
-NEAR = 0.25
-"""Of a call's service: so little longer does a replica's queue count as equally long. Else of two
-equal replicas the one whose estimate happens to be a little lower would get all that comes when
-both are idle (tests/swarm/pipeline/test_asking.py)."""
-
-
 @dataclass
 class Asking:
     """The questions of one caller, and what it knows of full stages."""
@@ -95,9 +89,8 @@ class Asking:
         self, router: Router, request: StepRequest, exclude: Collection[str]
     ) -> str | None:
         """Of a few replicas drawn at random, the one with the least work before the microbatch, by
-        its own word and by what was sent to it since it was asked; any of those that are about
-        equal. None where none has room. Raises `Stale` where the round is over for all that have an
-        answer."""
+        its own word; None where none has room. Raises `Stale` where the round is over for all that
+        have an answer."""
         async with self._turn:
             return await self._around(router, request, exclude)
 
@@ -106,22 +99,16 @@ class Asking:
     ) -> str | None:
         loop = asyncio.get_running_loop()
         drawn = router.sample(loop.time(), ASKED, exclude=exclude)
-        costs_s = {p: router.cost_s(p) for p in drawn}
         asked = AdmitRequest(request.round, request.microbatch_id, request.stage)
         answers = await asyncio.gather(*(self._ask(router, p, asked) for p in drawn))
-        waits_s = {
-            p: wait_s + router.cost_s(p) - costs_s[p]
-            for wait_s, p in zip(answers, drawn, strict=True)
-            if isinstance(wait_s, float)
-        }
-        if not waits_s:
+        told = zip(answers, drawn, strict=True)
+        offers = [(wait_s, p) for wait_s, p in told if isinstance(wait_s, float)]
+        if not offers:
             over = next((answer for answer in answers if isinstance(answer, Stale)), None)
             if over is not None:
                 raise over
             return None
-        least_s = min(waits_s.values())
-        near = (p for p in waits_s if waits_s[p] <= least_s + NEAR * (router.service_s(p) or 0.0))
-        peer_id = next(near)  # they stand in the order in which they were drawn
+        peer_id = min(offers)[1]
         router.take(peer_id)
         if peer_id != self.gossip.own.peer_id:
             self.transport.notify(peer_id, "admit", Message(replace(asked, comes=True)))
