@@ -174,9 +174,8 @@ class Moments:
         self.summed: dict[int, float] = {}
         self.stepped: dict[int, float] = {}
         self.put: dict[int, float] = {}
-        # Parts of one update are timed, which nobody else has a use for.
-        check, total = averaging._gradients_of, averaging._sum  # noqa: SLF001  timed from outside
-        step = averaging._step_everywhere  # noqa: SLF001  timed from outside
+        work, service = averaging.work, averaging._service  # noqa: SLF001  timed from outside
+        check, total, step = service._gradients_of, work.total, work.step  # noqa: SLF001
         put = stage.stage_parameters
 
         def _gradients_of(push: Any, arrays: Any) -> Any:
@@ -184,21 +183,22 @@ class Moments:
                 self.came.setdefault(j, time.perf_counter())
             return check(push, arrays)
 
-        async def _sum(update: Any) -> Any:
-            result = await total(update)
-            self.summed[update.shard] = time.perf_counter()
+        async def timed_total(exchange: int, shard: int, parts: Any, **options: Any) -> Any:
+            result = await total(exchange, shard, parts, **options)
+            self.summed[shard] = time.perf_counter()
             return result
 
-        async def _step_everywhere(update: Any, *arguments: Any) -> None:
-            await step(update, *arguments)
-            self.stepped[update.shard] = time.perf_counter()
+        async def timed_step(exchange: int, shard: int, *arguments: Any) -> Any:
+            result = await step(exchange, shard, *arguments)
+            self.stepped[shard] = time.perf_counter()
+            return result
 
         def stage_parameters(shard_index: int, values: Any) -> None:
             put(shard_index, values)
             self.put[shard_index] = time.perf_counter()
 
-        averaging._gradients_of, averaging._sum = _gradients_of, _sum  # noqa: SLF001  timed
-        averaging._step_everywhere = _step_everywhere  # noqa: SLF001  timed
+        service._gradients_of = _gradients_of  # noqa: SLF001  likewise
+        work.total, work.step = timed_total, timed_step
         stage.stage_parameters = stage_parameters
 
     def told(self) -> dict[str, Any]:
@@ -252,6 +252,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     from swarmnet.identity import Identity
     from swarmnet.protocol.membership.records import ACTIVE, Record
     from swarmnet.protocol.membership.view import View
+    from swarmnet.protocol.update.replica_phase import Phase, State
     from swarmnet.runtime.compose import run_settings
     from swarmnet.runtime.net import KeySigner, open_net
     from swarmnet.runtime.run import spare_old_objects
@@ -282,7 +283,8 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     transport.set_run(spec.run_id)
     stage = build_stage(spec, 0)
     gradient = torch.randn(num_parameters(), generator=torch.Generator().manual_seed(rank))
-    replica = Replica(stage, build_optimizer(spec, stage), DeviceThread(), WorkerThread(), 0)
+    optimizer, start = build_optimizer(spec, stage), Phase(State.OPEN, 0)
+    replica = Replica(stage, optimizer, DeviceThread(), WorkerThread(), start)
     own = Record(
         key.peer_id,
         spec.run_id,
@@ -293,6 +295,7 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         addresses=tuple(transport.addresses()),
     )
     gossip = Gossip(transport, View(key.peer_id), KeySigner(key), own, random.Random(key.peer_id))
+    gossip.serves(replica)
     settings = run_settings(spec)
     averaging = Averaging(transport, gossip, settings, Limits(), replica)
     handover = Handover(transport, gossip, settings, replica, averaging, random.Random())
@@ -321,14 +324,13 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
     shards = averaging.ownership.placement(0).owned_by(key.peer_id)
     for j in shards:
         replica.optimizer.create(j)
-    averaging.ownership.restored(shards)
-    await replica.open_round(0, synced=True)
+    averaging.states.restored(shards)
 
     async def opened() -> None:
         await replica.measure_digests()
         gossip.update(
             round=replica.round,
-            holds=averaging.ownership.holds(),
+            holds=averaging.states.holds(),
             digests=replica.digests,
             urgent=True,
         )
@@ -348,8 +350,9 @@ async def swarmnet(rank: int, where: list[str], options: dict[str, Any]) -> None
         if (await loop.run_in_executor(None, sys.stdin.readline)).strip() != "go":
             break
         began, r = time.perf_counter(), replica.round
+        await replica.transitions.close_round()
         await updates.make(r, NUM_TOKENS)
-        await replica.open_round(r + 1, synced=True)
+        await replica.transitions.open_round(r + 1, is_whole=True)
         averaging.finish_round(r)
         seconds = time.perf_counter() - began
         say(seconds=seconds, moments=moments.told())
