@@ -137,7 +137,7 @@ def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
         sync_mode="delayed",
         service_s=4.0,
         speed_ratio=1.0,
-        sizes=Sizes(num_shards=NUM_SHARDS, shard_parameters=SHARD_PARAMETERS),
+        sizes=Sizes(num_shards=NUM_SHARDS // 4, shard_parameters=4 * SHARD_PARAMETERS),
         bounds=Bounds(converge_s=900.0, progress_s=900.0),
         trace=joins,
         check_s=5.0,
