@@ -12,8 +12,8 @@ the next boundary, where it would swallow what a layer in between adds
 (docs/decisions/0011-activations-get-the-bits.md). The shifts follow from the scale, which both
 sides know: equal numbers have equal bytes.
 
-Both ways all sums are of whole numbers that fp32 (and TF32) has exactly, in any order. So every
-machine gets the same bits from a matrix product.
+Both ways all sums are of multiples of one number that fp32 (and TF32) has exactly, in any order. So
+every machine gets the same bits from a matrix product.
 """
 
 from __future__ import annotations
@@ -176,4 +176,4 @@ def _hashed(number: int) -> int:
     """Below `NUM_SHIFTS`, of a small number."""
     mixed = number * 0x7FEB352D & 0xFFFFFFFF
     mixed ^= mixed >> 15
-    return (mixed * 0x2C1B3C6D & 0xFFFFFFFF) >> 28
+    return (mixed * 0x2C1B3C6D & 0xFFFFFFFF) * NUM_SHIFTS >> 32

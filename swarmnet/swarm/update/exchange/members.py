@@ -170,8 +170,7 @@ class ExchangeMembers:
             record is not None and self.plan.parameter_version(record.round) > self._hung[peer_id]
         )
         if is_past:
-            del self._hung[peer_id]
-            self._mute.discard(peer_id)
+            self.works(peer_id)
         return not is_past
 
     def _standing(self, record: Record, r: int, life: str) -> Standing:
