@@ -149,11 +149,11 @@ class SwarmRebalancing:
     confirm = staticmethod(_always)
 
 
-def assigner(name: str, every_s: float) -> Assigner:
-    """One of `ASSIGNMENTS`, for one peer."""
+def assigner(name: str, every_s: float, copies: int) -> Assigner:
+    """One of `ASSIGNMENTS`, for one peer of a run with so many copies of its state."""
     if name == STATIC:
         return StaticAssignment()
-    return SwarmRebalancing(every_s) if name == SWARM else Adaptive()
+    return SwarmRebalancing(every_s) if name == SWARM else Adaptive(copies)
 
 
 def limits_for(name: str, every_s: float, limits: Limits) -> Limits:

@@ -147,7 +147,9 @@ class Population:
             machine=self._machine(host),
             rng=scenario.rng(f"peer {name} {host.incarnation}"),
             limits=limits_for(scenario.assignment, scenario.rebalance_every_s, scenario.limits),
-            assigner=assigner(scenario.assignment, scenario.rebalance_every_s),
+            assigner=assigner(
+                scenario.assignment, scenario.rebalance_every_s, self._settings.replication
+            ),
             gossip_settings=scenario.gossip,
             on_loss=partial(monitor.reported, name),
         )

@@ -102,7 +102,8 @@ class Peer:
     begin_anew: bool = False
     """As `Recovery.begin_anew`."""
     admission: Admission = OPEN
-    assigner: assignment.Assigner = field(default_factory=assignment.Adaptive)
+    assigner: assignment.Assigner | None = None
+    """None: `assignment.Adaptive`, with the run's replication."""
     on_round: OnRound = lambda round_index, ids: None
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     on_history: Callable[[int, int], None] = lambda old, new: None
@@ -214,13 +215,14 @@ class Peer:
     def _build_lifecycle(self) -> None:
         """What decides on the next step of its life."""
         gossip, settings, machine = self.gossip, self.settings, self.machine
+        assigner = self.assigner or assignment.Adaptive(settings.replication)
         self._speed = Speed(machine, self.transport, settings.samples_per_microbatch)
         self._stage_choice = StageChoice(
             gossip,
             settings.num_stages,
             machine=machine,
             recovery=self.recovery,
-            assigner=self.assigner,
+            assigner=assigner,
             resource_limits=self.resource_limits,
             speed=self._speed,
             rng=self.rng,
@@ -231,7 +233,7 @@ class Peer:
             settings,
             self.limits,
             machine=machine,
-            assigner=self.assigner,
+            assigner=assigner,
             resource_limits=self.resource_limits,
             steps=self.steps,
             rng=self.rng,

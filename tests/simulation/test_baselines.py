@@ -36,7 +36,7 @@ def view_of(stages: dict[int, int], own: str = "s0-0") -> View:
 
 
 def test_static_covers_empty_stages_first_and_never_moves() -> None:
-    static = assigner(STATIC, 300.0)
+    static = assigner(STATIC, 300.0, 2)
     rng = random.Random(0)
     view = view_of({0: 5, 1: 1})
     assert {static.choose(view, 3, 0.0, rng) for _ in range(20)} == {2}
@@ -47,15 +47,15 @@ def test_static_covers_empty_stages_first_and_never_moves() -> None:
 
 def test_swarm_moves_one_from_the_richest_to_the_poorest_once_a_period() -> None:
     view = view_of({0: 5, 1: 2, 2: 3})
-    first = assigner(SWARM, 300.0).propose(view, 3, 301.0, margin=0.15)
+    first = assigner(SWARM, 300.0, 2).propose(view, 3, 301.0, margin=0.15)
     assert first is not None
     assert (first.source, first.target) == (0, 1)
     others = [
-        assigner(SWARM, 300.0).propose(view_of({0: 5, 1: 2, 2: 3}, own), 3, 310.0, margin=0.15)
+        assigner(SWARM, 300.0, 2).propose(view_of({0: 5, 1: 2, 2: 3}, own), 3, 310.0, margin=0.15)
         for own in ("s1-0", "s2-2")
     ]
     assert all(o == first for o in others), "all name the same peer"
-    mover = assigner(SWARM, 300.0)
+    mover = assigner(SWARM, 300.0, 2)
     own_view = view_of({0: 5, 1: 2, 2: 3}, first.peer_id)
     assert mover.propose(own_view, 3, 301.0, margin=0.15) == first
     assert mover.propose(own_view, 3, 310.0, margin=0.15) is None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from typing import Protocol
@@ -84,9 +85,13 @@ def choose_stage(
     *,
     costs: Sequence[float] | None = None,
     allowed: Sequence[int] | None = None,
+    copies: int = 1,
 ) -> int:
-    """The stage that a newcomer should serve: one without a replica first, else the one with the
-    least throughput.
+    """The stage that a newcomer should serve: the one with the fewest replicas while one has fewer
+    than `copies`, else the one with the least throughput.
+
+    `copies`: the replication factor of the run. A stage with fewer replicas can lose its state with
+    less deaths than the run survives, so that comes before speed (docs/decisions/0013).
 
     Peers that are joining a stage count as its replicas. A replica that is to move there and still
     serves another stage does not: the move takes a while, and is dropped where a newcomer comes
@@ -99,12 +104,14 @@ def choose_stage(
     staff = Staff(view, num_stages, now, without=view.own_peer_id, costs=costs, only_leaving=True)
     beside = stages_beside(view, view.own_peer_id, num_stages, now)
     stages = [k for k in candidates if k not in beside] or list(candidates)
-    empty = [k for k in stages if not staff.members[k]]
-    if empty:
-        return rng.choice(_next_to(beside, empty))
+    held = [min(len(members), copies) for members in staff.members]
+    fewest = min(held[k] for k in stages)
+    thin = [k for k in stages if held[k] == fewest]
+    if not fewest:
+        return rng.choice(_next_to(beside, thin))
     rates = staff.rates()
-    least = min(rates[k] for k in stages)
-    return rng.choice(_next_to(beside, [k for k in stages if rates[k] <= least]))
+    least = min(rates[k] for k in thin)
+    return rng.choice(_next_to(beside, [k for k in thin if rates[k] <= least]))
 
 
 def settle(
@@ -116,18 +123,19 @@ def settle(
     *,
     costs: Sequence[float] | None = None,
     allowed: Sequence[int] | None = None,
+    copies: int = 1,
 ) -> int:
     """The final stage of a newcomer that chose one a moment ago, when others may have chosen as
     well: the same one, or another. `before`: peers that were joining or serving a stage when it
-    chose.
+    chose. `copies`: as for `choose_stage`.
 
     All newcomers since then are placed in the order of their ids. A newcomer is placed in the stage
-    of its choice, with two exceptions: that stage has replicas and another one has none, or its
-    throughput exceeds that of the poorest stage by more than half of what the newcomer adds. Then
-    it is placed in the poorest stage. Peers with equal views compute the same places."""
+    of its choice, with two exceptions: another one has fewer replicas, and fewer than `copies`, or
+    the throughput of its choice exceeds that of the poorest stage by more than half of what the
+    newcomer adds. Then it is placed there. Peers with equal views compute the same places."""
     staff = Staff(view, num_stages, now, costs=costs, only_leaving=True)
     own = view.own_peer_id
-    rates = [0.0] * num_stages
+    rates, held = [0.0] * num_stages, [0] * num_stages
     newcomers: list[tuple[str, int, float]] = []
     for k, records in enumerate(staff.members):
         for r in records:
@@ -135,18 +143,20 @@ def settle(
                 newcomers.append((r.peer_id, k, staff.rate(r, k)))
             else:
                 rates[k] += staff.rate(r, k)
+                held[k] = min(held[k] + 1, copies)
     beside = stages_beside(view, own, num_stages, now)
     mine = range(num_stages) if allowed is None else allowed
     mine = [k for k in mine if k not in beside] or mine
     for peer_id, stage, rate in sorted(newcomers):
         stages = mine if peer_id == own else range(num_stages)
-        poorest = min(stages, key=lambda k: (rates[k], k))
-        has_nobody = not rates[poorest] and rates[stage] > 0
+        poorest = min(stages, key=lambda k: (held[k], rates[k], k))
+        is_thin = held[poorest] < held[stage]
         is_rich = rates[stage] - rates[poorest] > rate / 2
-        place = poorest if has_nobody or is_rich else stage
+        place = poorest if is_thin or is_rich else stage
         if peer_id == own:
             return place
         rates[place] += rate * staff.costs[stage] / staff.costs[place]
+        held[place] = min(held[place] + 1, copies)
     return chosen
 
 
@@ -177,7 +187,7 @@ class Move:
     target: int
     gain: float
     """Relative speed-up of the poorer of the two stages: 0.5 is one and a half times as fast;
-    infinite when `target` had no throughput at all, or where that does not matter."""
+    infinite when `target` had too few replicas, or where that does not matter."""
 
 
 def propose_move(
@@ -188,44 +198,72 @@ def propose_move(
     margin: float,
     costs: Sequence[float] | None = None,
     without: Collection[str] = (),
+    copies: int = 1,
 ) -> Move | None:
-    """The best move of one active replica to the poorest stage, or None. `without`: peers that must
-    not be named.
+    """The best move of one active replica, or None. `without`: peers that must not be named.
 
-    A move is worth it when the poorer of its two stages is afterwards faster than the poorest
-    stage is now by the fraction `margin`. Between stages of `MANY` replicas no single replica makes
-    that much of a difference; there the speed-up must be `WORTH` of what it could add at most. Then
-    the stage that it leaves stays the richer one by enough that moving back does not pay.
-    (Comparing those two stages rather than the whole swarm lets two equally poor stages be helped
-    one after the other. Every move raises the sorted list of throughputs, so moves come to an end.)
-    The source always keeps an active replica.
+    Copies come first, as for `choose_stage`: a stage with fewer than `copies` replicas gets one
+    from a stage that has more left then, whatever that does to throughput, and no move leaves a
+    stage with fewer than that for the sake of throughput.
 
-    Hysteresis: `margin`, and `MoveGate`. A replica of unknown speed moves only to a stage without
-    replicas. The decision uses nothing but records, so peers with equal views name the same
+    Else the poorest stage gets one. Such a move is worth it when the poorer of its two stages is
+    afterwards faster than the poorest stage is now by the fraction `margin`. Between stages of
+    `MANY` replicas no single replica makes that much of a difference; there the speed-up must be
+    `WORTH` of what it could add at most. Then the stage that it leaves stays the richer one by
+    enough that moving back does not pay. (Comparing those two stages rather than the whole swarm
+    lets two equally poor stages be helped one after the other. Every move raises the sorted list of
+    copies, or leaves it and raises the sorted list of throughputs, so moves come to an end.) The
+    source always keeps an active replica.
+
+    Hysteresis: `margin`, and `MoveGate`. A replica of unknown speed moves only to a stage with too
+    few replicas. The decision uses nothing but records, so peers with equal views name the same
     candidate."""
     staff = Staff(view, num_stages, now, costs=costs)
-    rates, costs = staff.rates(), staff.costs
+    rates, sizes = staff.rates(), [len(members) for members in staff.members]
+    thinnest = min(range(num_stages), key=lambda k: (min(sizes[k], copies), rates[k], k))
+    if sizes[thinnest] < copies:
+        sources = [k for k in range(num_stages) if sizes[k] - 1 > sizes[thinnest]]
+        found = list(_moves(staff, sources, thinnest, without))
+        if found:
+            _, record, source = max(found, key=lambda m: m[0])
+            return Move(record.peer_id, source, thinnest, float("inf"))
     target = min(range(num_stages), key=lambda k: (rates[k], k))
-    there = {machine_of(r.peer_id) for r in staff.members[target]}
+    sources = [k for k in range(num_stages) if not _thins(sizes[k], sizes[target], copies)]
     best, best_after = None, rates[target]
-    for source in range(num_stages):
+    for after, record, source in _moves(staff, sources, target, without):
+        if not record.samples_per_s or not rates[target]:
+            continue
+        gain = after / rates[target] - 1
+        most = staff.rate_at(record, source, target) / rates[target]
+        is_large = min(sizes[source], sizes[target]) >= MANY
+        needed = min(margin, WORTH * most) if is_large else margin
+        if gain >= needed and after > best_after:
+            best, best_after = Move(record.peer_id, source, target, gain), after
+    return best
+
+
+def _moves(
+    staff: Staff, sources: Collection[int], target: int, without: Collection[str]
+) -> Iterator[tuple[float, Record, int]]:
+    """The moves that are possible: the throughput of the poorer of the two stages afterwards, who
+    moves, and from where."""
+    rates = staff.rates()
+    there = {machine_of(r.peer_id) for r in staff.members[target]}
+    for source in sources:
         active = [r for r in staff.members[source] if r.state == ACTIVE and not r.is_moving]
         if source == target or len(active) < 2:
             continue
         for record in active:
-            if record.peer_id in without or (staff.members[target] and not record.samples_per_s):
-                continue
-            if machine_of(record.peer_id) in there:
-                continue
-            rate = staff.rate(record, source)
-            after = min(rates[source] - rate, rates[target] + rate * costs[source] / costs[target])
-            gain = after / rates[target] - 1 if rates[target] > 0 else float("inf")
-            most = rate * costs[source] / costs[target] / rates[target] if rates[target] else 0.0
-            is_large = min(len(staff.members[source]), len(staff.members[target])) >= MANY
-            needed = min(margin, WORTH * most) if is_large else margin
-            if gain >= needed and after > best_after:
-                best, best_after = Move(record.peer_id, source, target, gain), after
-    return best
+            if record.peer_id not in without and machine_of(record.peer_id) not in there:
+                left = rates[source] - staff.rate(record, source)
+                grown = rates[target] + staff.rate_at(record, source, target)
+                yield min(left, grown), record, source
+
+
+def _thins(source: int, target: int, copies: int) -> bool:
+    """Whether one replica's move between stages of so many leaves fewer copies."""
+    before = sorted((min(source, copies), min(target, copies)))
+    return sorted((min(source - 1, copies), min(target + 1, copies))) < before
 
 
 def pays(move: Move, passage_s: float, *, margin: float) -> bool:
@@ -241,15 +279,22 @@ def is_worth_it(
     move: Move,
     *,
     costs: Sequence[float] | None = None,
+    copies: int = 1,
 ) -> bool:
-    """Whether a move that was decided a while ago still makes the poorer of its stages faster. The
-    records contain the move already: the peer publishes its target."""
+    """Whether a move that was decided a while ago still adds a copy that is missing, or makes the
+    poorer of its stages faster. The records contain the move already: the peer publishes its
+    target."""
     staff = Staff(view, num_stages, now, costs=costs)
+    others = [r for r in staff.members[move.target] if r.peer_id != move.peer_id]
+    left, there = len(staff.members[move.source]), len(others)
+    if there < copies and there < left:
+        return True
+    if _thins(left + 1, there, copies):
+        return False
     rates = staff.rates()
-    source, target = rates[move.source], rates[move.target]
-    members = staff.members[move.target]
-    adds = sum(staff.rate(r, move.target) for r in members if r.peer_id == move.peer_id)
-    return min(source, target) > target - adds
+    return min(rates[move.source], rates[move.target]) > sum(
+        staff.rate(r, move.target) for r in others
+    )
 
 
 class Assigner(Protocol):
@@ -307,10 +352,11 @@ class Assigner(Protocol):
 class Adaptive:
     """`choose_stage`, `settle`, `propose_move` and `is_worth_it`."""
 
-    choose = staticmethod(choose_stage)
-    settle = staticmethod(settle)
-    propose = staticmethod(propose_move)
-    confirm = staticmethod(is_worth_it)
+    def __init__(self, copies: int = 1) -> None:
+        self.choose = partial(choose_stage, copies=copies)
+        self.settle = partial(settle, copies=copies)
+        self.propose = partial(propose_move, copies=copies)
+        self.confirm = partial(is_worth_it, copies=copies)
 
 
 class MoveGate:
@@ -411,6 +457,10 @@ class Staff:
     def rate(self, record: Record, stage: int) -> float:
         """Samples a second of one replica of a stage; the usual rate where its own is unknown."""
         return record.samples_per_s or self._usual_speed / self.costs[stage]
+
+    def rate_at(self, record: Record, stage: int, target: int) -> float:
+        """Samples a second that a replica of a stage would do of another one."""
+        return self.rate(record, stage) * self.costs[stage] / self.costs[target]
 
     def rates(self) -> list[float]:
         """Samples a second of each stage."""
