@@ -225,11 +225,15 @@ def propose_move(
         sources = [k for k in range(num_stages) if sizes[k] - 1 > sizes[thinnest]]
         found = list(_moves(staff, sources, thinnest, without))
         if found:
-            _, record, source = max(found, key=lambda m: m[0])
-            return Move(record.peer_id, source, thinnest, float("inf"))
+            best_after = max(after for after, _, _ in found)
+            # Of those that are about as good always the same one, however rates waver.
+            near = [(r.peer_id, k) for after, r, k in found if after * (1 + margin) >= best_after]
+            peer_id, source = min(near)
+            return Move(peer_id, source, thinnest, float("inf"))
     target = min(range(num_stages), key=lambda k: (rates[k], k))
     sources = [k for k in range(num_stages) if not _thins(sizes[k], sizes[target], copies)]
-    best, best_after = None, rates[target]
+    best: Move | None = None
+    best_after = rates[target]
     for after, record, source in _moves(staff, sources, target, without):
         if not record.samples_per_s or not rates[target]:
             continue

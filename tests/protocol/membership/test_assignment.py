@@ -314,6 +314,9 @@ def test_a_stage_with_too_few_copies_gets_one_and_keeps_what_it_has() -> None:
     view = view_of(replica("a", 0, 15.0), *crowd)  # no faster with another one
     assert propose_move(view, 2, 0.0, margin=0.15) is None
     assert propose_move(view, 2, 0.0, margin=0.15, copies=2) == Move("b", 1, 0, math.inf)
+    wavering = [replica(p, 1, rate) for p, rate in (("b", 4.1), ("c", 4.0), ("d", 3.9))]
+    view = view_of(replica("a", 0, 15.0), *wavering)
+    assert propose_move(view, 2, 0.0, margin=0.15, copies=2) == Move("b", 1, 0, math.inf)
     fast = [replica("c", 1, 40.0), replica("d", 1, 40.0)]
     view = view_of(replica("a", 0, 4.0), replica("b", 0, 4.0), *fast)
     assert propose_move(view, 2, 0.0, margin=0.15) is not None

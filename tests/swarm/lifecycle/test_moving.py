@@ -29,22 +29,25 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, rep
 SLOW_S = 60.0
 
 
-def test_replicas_move_to_the_stage_that_needs_them_and_stay(tmp_path: Path) -> None:
-    spec = tiny_spec(tmp_path, num_stages=2, rounds=40, global_batch=32)
+@pytest.mark.parametrize("speed", [1.0, 3.5])
+def test_replicas_move_to_the_stage_that_needs_them_and_stay(speed: float, tmp_path: Path) -> None:
+    """A stage whose only peer is as fast as the three others needs one for its copies."""
+    rounds = 80
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds, global_batch=32)
     limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
-            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0)
+            swarm.start(f"peer-{i}", stage=1 if i < 3 else 0, speed=1.0 if i < 3 else speed)
         await swarm.until_round(2)
         for member in swarm.members.values():
             member.peer.wanted_stage = None  # started unevenly; from now on they choose
-        await swarm.until_round(40)
+        await swarm.until_round(rounds)
         stages = sorted(m.peer.gossip.own.stage for m in swarm.members.values())
         assert stages == [0, 0, 1, 1]
         assert swarm.total("moved") == 1
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
-        trainer = replay(spec, swarm.counted, 40)
+        trainer = replay(spec, swarm.counted, rounds)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-3
 
     in_virtual_time(scenario, spec, limits=limits)
