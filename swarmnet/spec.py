@@ -779,14 +779,29 @@ class RunSpec(_Table):
         if self.model.kind == "transformers":
             values["data"]["sequence_length"] = self.sequence_length
         pipeline["layers"] = pipeline["layers"] or tuple(layers)
-        if pipeline["codec"] == AUTO:
-            pipeline["codec"] = NONE if self.model.kind == "custom" else AUTO_BOUNDARY_CODEC
-        if sync["codec"] == AUTO:
-            sync["codec"] = NONE if self.sync.mode == "gossip" else AUTO_UPDATE_CODEC
+        pipeline["codec"], sync["codec"] = self._chosen_codecs
         sync["shard_parameters"] = sync["shard_parameters"] or shard_parameters
         sync["warmup_rounds"] = self._chosen_warmup
         # A custom model's option 1.0 arrives as 1: the starter's builder shall get that too.
         return RunSpec.from_canonical(_validate(values, "the resolved spec").canonical())
+
+    def with_chosen_codecs(self) -> RunSpec:
+        """This run with the codecs that it would be started with."""
+        boundary, update = self._chosen_codecs
+        pipeline = self.pipeline.model_copy(update={"codec": boundary})
+        sync = self.sync.model_copy(update={"codec": update})
+        return self.model_copy(update={"pipeline": pipeline, "sync": sync})
+
+    @property
+    def _chosen_codecs(self) -> tuple[str, str]:
+        """Of boundaries and of updates: what is given, else what a run that starts now has."""
+        boundary: str = self.pipeline.codec
+        update: str = self.sync.codec
+        if boundary == AUTO:
+            boundary = NONE if self.model.kind == "custom" else AUTO_BOUNDARY_CODEC
+        if update == AUTO:
+            update = NONE if self.sync.mode == "gossip" else AUTO_UPDATE_CODEC
+        return boundary, update
 
     @model_validator(mode="before")
     @classmethod

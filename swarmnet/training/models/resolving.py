@@ -164,8 +164,9 @@ def _with_data(
 
 
 def described(spec: RunSpec) -> RunSpec:
-    """The spec with what its model's config.json says, which is enough to plan it; nothing is read
-    but that. Raises `SpecError`."""
+    """The spec with what its model's config.json says, and the codecs that it would be started
+    with, which is enough to plan it; nothing is read but that. Raises `SpecError`."""
+    spec = spec.with_chosen_codecs()
     if not spec.model.source or spec.model.config:
         return spec
     from swarmnet.training.models.model_config import read_config

@@ -9,15 +9,28 @@ from typer.testing import CliRunner
 
 from peer.cli import app
 from peer.machine.measured_layers import write_layers
-from swarmnet.spec import load_spec
+from swarmnet.spec import load_spec, parse_spec
 from swarmnet.training.memory.plan import MODES
-from tests.swarm.harness import tiny_spec
+from swarmnet.training.models.resolving import resolve
 
 SPEC = Path(__file__).parents[3] / "peer" / "default.toml"
 
 
-def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
-    result = CliRunner().invoke(app, ["plan", "--spec", str(SPEC), "--replicas", "4"])
+@pytest.fixture
+def fp32(tmp_path: Path) -> Path:
+    """The usual run, with updates in fp32."""
+    return with_sync(tmp_path, 'mode = "zero"\ncodec = "none"')
+
+
+def with_sync(folder: Path, lines: str) -> Path:
+    path, text = folder / "run.toml", SPEC.read_text()
+    assert 'mode = "zero"' in text
+    path.write_text(text.replace('mode = "zero"', lines))
+    return path
+
+
+def test_the_table_has_a_row_a_stage_and_the_formula(fp32: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "--spec", str(fp32), "--replicas", "4"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     header = next(line.split() for line in lines if "params" in line)
@@ -43,9 +56,8 @@ def test_the_table_has_a_row_a_stage_and_the_formula() -> None:
     assert all(len(line) <= 80 for line in lines[: modes + 6])
 
 
-def test_for_programs(tmp_path: Path) -> None:
-    tiny_spec(tmp_path, num_stages=1)
-    command = ["plan", "--spec", str(SPEC), "--replicas", "8", "--precision", "mixed", "--json"]
+def test_for_programs(fp32: Path) -> None:
+    command = ["plan", "--spec", str(fp32), "--replicas", "8", "--precision", "mixed", "--json"]
     result = CliRunner().invoke(app, command)
     plan = json.loads(result.stdout)
     assert plan["replicas"] == 8
@@ -68,10 +80,7 @@ def test_for_programs(tmp_path: Path) -> None:
 def test_what_the_sync_modes_hold_and_send(
     tmp_path: Path, mode: str, state: float, sent: float
 ) -> None:
-    spec = tmp_path / "run.toml"
-    text = SPEC.read_text()
-    assert 'mode = "zero"' in text
-    spec.write_text(text.replace('mode = "zero"', f'mode = "{mode}"\nlocal_steps = 10'))
+    spec = with_sync(tmp_path, f'mode = "{mode}"\nlocal_steps = 10\ncodec = "none"')
     command = ["plan", "--spec", str(spec), "--replicas", "5"]
     plan = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert plan["mode"] == mode
@@ -85,8 +94,27 @@ def test_what_the_sync_modes_hold_and_send(
     assert f"= {state:.2f}, with R = 2" in CliRunner().invoke(app, command).stdout
 
 
-def test_low_precision_and_the_policies() -> None:
-    command = ["plan", "--spec", str(SPEC), "--replicas", "4", "--precision", "bf16", "--json"]
+@pytest.mark.parametrize("mode", ["zero", "gossip"])
+def test_a_file_that_names_no_codec_is_planned_with_the_one_it_would_be_started_with(
+    mode: str, tmp_path: Path
+) -> None:
+    plans = []
+    for codec in ("", f'\ncodec = "{resolve_codec(mode)}"'):
+        spec = with_sync(tmp_path, f'mode = "{mode}"{codec}')
+        plans.append(
+            json.loads(CliRunner().invoke(app, ["plan", "--spec", str(spec), "--json"]).stdout)
+        )
+    assert plans[0] == plans[1]
+    assert plans[0]["stages"][0]["sent"] < 2.5 * plans[0]["stages"][0]["num_parameters"]
+
+
+def resolve_codec(mode: str) -> str:
+    spec = parse_spec(SPEC.read_text().replace('mode = "zero"', f'mode = "{mode}"'))
+    return resolve(spec).sync.codec
+
+
+def test_low_precision_and_the_policies(fp32: Path) -> None:
+    command = ["plan", "--spec", str(fp32), "--replicas", "4", "--precision", "bf16", "--json"]
     plan = json.loads(CliRunner().invoke(app, command).stdout)
     assert plan["precision"] == "bf16"
     for stage in plan["stages"]:
