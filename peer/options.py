@@ -199,7 +199,8 @@ class ModelGroup:
         typer.Option(
             metavar="PATH",
             help="Where this machine has the run's data; repeat it for several. A peer that joins "
-            "reads no files that you have not named.",
+            "reads no files that you have not named, but Python's standard library where the run "
+            "is about that.",
         ),
     ] = None
     serve_data: Annotated[
@@ -304,7 +305,8 @@ class ComputeGroup:
     precision: Annotated[
         PrecisionName,
         typer.Option(
-            help="Of this machine's passes; what peers exchange is fp32. auto: as the run says."
+            help="Of this machine's passes; what peers exchange does not depend on it. "
+            "auto: as the run says."
         ),
     ] = "auto"
     activations: Annotated[
@@ -476,7 +478,8 @@ class OutputGroup:
             metavar="FILE",
             envvar="SWARMNET_HEALTH_FILE",
             show_envvar=False,
-            help="Write FILE every few seconds while this peer is well (for health checks).",
+            help="Write FILE every few seconds; it says whether this peer is well (for health "
+            "checks).",
         ),
     ] = None
     metrics_port: Annotated[
