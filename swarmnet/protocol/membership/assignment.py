@@ -220,13 +220,14 @@ def propose_move(
     candidate."""
     staff = Staff(view, num_stages, now, costs=costs)
     rates, sizes = staff.rates(), [len(members) for members in staff.members]
-    thinnest = min(range(num_stages), key=lambda k: (min(sizes[k], copies), rates[k], k))
+    thinnest = min(range(num_stages), key=lambda k: (min(sizes[k], copies), k))
     if sizes[thinnest] < copies:
         sources = [k for k in range(num_stages) if sizes[k] - 1 > sizes[thinnest]]
         found = list(_moves(staff, sources, thinnest, without))
         if found:
             best_after = max(after for after, _, _ in found)
-            # Of those that are about as good always the same one, however rates waver.
+            # Of those that are about as good always the same one, however rates waver. (The stage
+            # goes by its number alone for the same reason.)
             near = [(r.peer_id, k) for after, r, k in found if after * (1 + margin) >= best_after]
             peer_id, source = min(near)
             return Move(peer_id, source, thinnest, float("inf"))
@@ -288,17 +289,24 @@ def is_worth_it(
     """Whether a move that was decided a while ago still adds a copy that is missing, or makes the
     poorer of its stages faster. The records contain the move already: the peer publishes its
     target."""
+    source, target = move.source, move.target
     staff = Staff(view, num_stages, now, costs=costs)
-    others = [r for r in staff.members[move.target] if r.peer_id != move.peer_id]
-    left, there = len(staff.members[move.source]), len(others)
+    others = [r for r in staff.members[target] if r.peer_id != move.peer_id]
+    # Of two that decided in one moment, the one with the lower id goes.
+    later = [r for r in others if r.stage == source and r.state == ACTIVE]
+    later = [r for r in later if r.peer_id > move.peer_id]
+    others = [r for r in others if r not in later]
+    if machine_of(move.peer_id) in {machine_of(r.peer_id) for r in others}:
+        return False
+    left, there = len(staff.members[source]) + len(later), len(others)
     if there < copies and there < left:
         return True
     if _thins(left + 1, there, copies):
         return False
     rates = staff.rates()
-    return min(rates[move.source], rates[move.target]) > sum(
-        staff.rate(r, move.target) for r in others
-    )
+    stays = rates[source] + sum(staff.rate_at(r, target, source) for r in later)
+    grown = rates[target] - sum(staff.rate(r, target) for r in later)
+    return min(stays, grown) > sum(staff.rate(r, target) for r in others)
 
 
 class Assigner(Protocol):
@@ -403,8 +411,9 @@ class PassedOver:
         self._last: tuple[str, int, int] | None = None
         self._count = 0
 
-    def heard(self, move: Move | None) -> None:
-        """Takes in every proposal, which was made without `peers`."""
+    def heard(self, move: Move | None, *, is_uncovered: bool) -> None:
+        """Takes in every proposal, which was made without `peers`. `is_uncovered`: it goes to a
+        stage without replicas."""
         if move is None:  # no move is due, or no peer is left
             self.peers.clear()
             self._last, self._count = None, 0
@@ -412,7 +421,7 @@ class PassedOver:
         path = (move.peer_id, move.source, move.target)
         self._count = self._count + 1 if path == self._last else 1
         self._last = path
-        needed = self._times if move.gain == float("inf") else self._patient_times
+        needed = self._times if is_uncovered else self._patient_times
         if self._count >= needed and move.peer_id != self._own_peer_id:
             self.peers.add(move.peer_id)
 

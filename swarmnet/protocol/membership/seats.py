@@ -40,17 +40,17 @@ def split_seat(peer_id: str) -> tuple[str, int]:
 
 
 def stages_beside(view: View, own_peer_id: str, num_stages: int, now: float) -> frozenset[int]:
-    """Stages that other seats of the same machine serve or are joining. A second copy of a stage on
-    one machine would die with the first."""
+    """Stages that other seats of the same machine serve, are joining or move to. A second copy of a
+    stage on one machine would die with the first."""
     machine = machine_of(own_peer_id)
-    return frozenset(
-        k
+    others = [
+        (k, r)
         for k in range(num_stages)
-        if any(
-            r.peer_id != own_peer_id and machine_of(r.peer_id) == machine and r.state != LEAVING
-            for r in view.members(k, now)
-        )
-    )
+        for r in view.members(k, now)
+        if r.peer_id != own_peer_id and machine_of(r.peer_id) == machine
+    ]
+    here = {k for k, r in others if r.state != LEAVING}
+    return frozenset(here | {r.moving_to for _, r in others if 0 <= r.moving_to < num_stages})
 
 
 @dataclass(frozen=True, slots=True)

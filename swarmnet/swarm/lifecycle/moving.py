@@ -71,7 +71,7 @@ class Mover:
                 costs=self._machine.stage_costs,
                 without=passed_over.peers,
             )
-            passed_over.heard(move)
+            passed_over.heard(move, is_uncovered=self._is_uncovered(move))
             is_resting = loop.time() < gate_opens and not self._is_uncovered(move)
             if is_resting or not gate.decide(move, loop.time()):
                 continue

@@ -91,9 +91,9 @@ def test_where_no_plot_can_be_drawn_nothing_is_simulated(
 
 
 def test_links_are_mbit_and_ms(capsys: pytest.CaptureFixture[str]) -> None:
-    """One megabit carries a sequence in half a minute: nothing gets through in this time."""
+    """Half a megabit carries a sequence in a minute: nothing gets through in this time."""
     rates = []
-    for links in ("1000/1", "1/400"):
+    for links in ("1000/1", "0.5/400"):
         assert run_command([*SHORT[:-1], links, "--json", "--service", "0.5"]) == 0
         rates.append(json.loads(capsys.readouterr().out)["samples_per_s"])
     assert rates[0] > 0.5

@@ -415,22 +415,36 @@ def test_the_gate_wants_the_same_proposal_twice_and_then_rests() -> None:
 
 def test_who_is_named_and_does_not_go_is_passed_over() -> None:
     passed = PassedOver("own", times=3, patient_times=5)
-    urgent, usual = Move("a", 0, 1, math.inf), Move("a", 0, 1, 0.2)
-    for move, times in ((urgent, 3), (usual, 5)):
-        passed.heard(None)
+    move = Move("a", 0, 1, math.inf)
+    for is_uncovered, times in ((True, 3), (False, 5)):  # a copy is missing in both
+
+        def heard(move: Move | None, is_uncovered: bool = is_uncovered) -> None:
+            passed.heard(move, is_uncovered=is_uncovered)
+
+        heard(None)
         for _ in range(times - 1):
-            passed.heard(move)
-        passed.heard(Move("a", 2, 1, move.gain))  # another move: counted anew
+            heard(move)
+        heard(Move("a", 2, 1, move.gain))  # another move: counted anew
         for _ in range(times - 1):
-            passed.heard(move)
+            heard(move)
         assert not passed.peers
-        passed.heard(move)
+        heard(move)
         assert passed.peers == {"a"}
         for _ in range(9):
-            passed.heard(Move("own", 0, 1, move.gain))  # its own gate decides
+            heard(Move("own", 0, 1, move.gain))  # its own gate decides
         assert passed.peers == {"a"}
-    passed.heard(None)
+    passed.heard(None, is_uncovered=False)
     assert not passed.peers
+
+
+def test_of_two_that_decide_on_a_copy_in_one_moment_one_goes() -> None:
+    for speed in (4.0, 15.0):
+        going = [replica(p, 1, 4.0, moving_to=0) for p in "bc"]
+        view = view_of(replica("a", 0, speed), *going, *(replica(p, 1, 4.0) for p in "de"))
+        moves = [Move(p, 1, 0, math.inf) for p in "bc"]
+        assert [is_worth_it(view, 2, 0.0, m, copies=2) for m in moves] == [True, False]
+        one = [is_worth_it(view, 2, 0.0, m) for m in moves]
+        assert one == ([True, False] if speed == 4.0 else [False, False])
 
 
 def test_a_move_is_proposed_without_those_that_are_passed_over() -> None:

@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 
 from swarmnet.errors import ProtocolViolation
 from swarmnet.identity import verify
-from swarmnet.protocol.membership.assignment import choose_stage, propose_move
+from swarmnet.protocol.membership.assignment import (
+    Move,
+    choose_stage,
+    is_worth_it,
+    propose_move,
+)
 from swarmnet.protocol.membership.peer_ids import machine_of
-from swarmnet.protocol.membership.records import JOINING, LEAVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, JOINING, LEAVING, Record
 from swarmnet.protocol.membership.seats import MAX_SEATS, room_for, seat_id, split_seat
 from swarmnet.protocol.membership.view import View
 from tests.protocol.making import record
@@ -71,6 +76,16 @@ def test_neighbouring_stages_come_first_among_equals() -> None:
 def test_a_seat_that_leaves_is_no_obstacle() -> None:
     view = view_of("m/1", record("m", stage=0, state=LEAVING), record("b", stage=1))
     assert choose_stage(view, 2, 0.0, random.Random(0)) == 0
+
+
+@pytest.mark.parametrize("state", [ACTIVE, LEAVING])
+def test_a_seat_is_where_it_moves_to(state: str) -> None:
+    crowd = [record(p, stage=0, samples_per_s=1.0) for p in "abc"]
+    moving = record("m", stage=0, samples_per_s=1.0, state=state, moving_to=1)
+    view = view_of("m/1", *crowd, moving, record("d", stage=2))
+    assert choose_stage(view, 3, 0.0, random.Random(0)) != 1
+    late = view_of("m", *crowd, moving, record("m/1", stage=1, state=JOINING))
+    assert not is_worth_it(late, 2, 0.0, Move("m", 0, 1, 1.0))
 
 
 def test_no_move_brings_a_machine_to_a_stage_of_its_own() -> None:
