@@ -8,6 +8,7 @@ import logging
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import HeldOut
+from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
 from swarmnet.swarm.pipeline.infer import infer_through
@@ -15,9 +16,13 @@ from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data
 from swarmnet.swarm.settings import RunSettings
 from swarmnet.swarm.tasks import Tasks
+from swarmnet.swarm.timing import LOOK_LESS_S
 from swarmnet.wire import convert
 
 log = logging.getLogger("swarmnet.feeder")
+
+TRIES = 3
+"""For a measurement that fails: the round is not sealed meanwhile."""
 
 
 class HeldOutLoss:
@@ -28,24 +33,39 @@ class HeldOutLoss:
         """The round is not sealed meanwhile."""
         self._gossip, self._wiring = gossip, wiring
         self._data, self._settings = data, settings
-        self._measured = -1
-        """The newest round in which it was measured here."""
+        self._round, self._tries_left = -1, 0
+        """The round that was last to be measured here, and how often it may be tried yet."""
 
     def measure_if_due(self, r: int, tasks: Tasks) -> None:
         """The first of the feeders measures every so often, unless a peer that was first before it
         has done so. `tasks` are the round's: the measurement ends with the round."""
         every = self._settings.evaluate_every
         due = r >= self._settings.rounds or (every > 0 and r % every == 0)
-        if not due or self._measured >= r or self.is_measuring or not self._data.num_held_out:
+        if not due or self.is_measuring or not self._data.num_held_out:
             return
+        if self._round != r:
+            self._round, self._tries_left = r, TRIES
         now = asyncio.get_running_loop().time()
         view = self._gossip.view
-        if any(p.held_out is not None and p.held_out.round == r for p in view.live(now)):
+        if not self._tries_left or any(
+            p.held_out is not None and p.held_out.round == r for p in view.live(now)
+        ):
             return
         covered = all(view.replicas(s, now) for s in range(self._settings.num_stages))
-        if covered and assignment.feeders(view, now)[0] == self._gossip.own.peer_id:
+        if covered and self._first_feeder(r, now) == self._gossip.own.peer_id:
             self.is_measuring = True
+            self._tries_left -= 1
             tasks.start(self._measure(r))
+
+    def _first_feeder(self, r: int, now: float) -> str:
+        """Who measures. A feeder that came when all slots were launched holds no round: it would
+        end before the measurement."""
+        view = self._gossip.view
+        feeders = assignment.feeders(view, now)
+        if progress.is_launched(view, r, now, self._settings.num_slots):
+            counts = dict(view.counters.by_peer(r))
+            feeders = [p for p in feeders if p in counts and counts[p].launched] or feeders
+        return feeders[0]
 
     async def _measure(self, r: int) -> None:
         loss_sum, num_tokens = 0.0, 0
@@ -61,11 +81,12 @@ class HeldOutLoss:
                 loss = loss_sum / num_tokens
                 bits = bits_per_byte(loss, self._data.bytes_per_token)
                 self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
+            self._tries_left = 0
         except SwarmnetError as e:
             log.info("round %d: the held-out loss was not measured: %s", r, e)
+            await asyncio.sleep(LOOK_LESS_S)
         finally:
             self.is_measuring = False
-            self._measured = r
             self._gossip.changed.notify_all()
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swarmnet.errors import Stale
+from swarmnet.errors import NotReady, Stale
 from swarmnet.swarm.messages import EVALUATE, InferRequest
+from swarmnet.swarm.pipeline import held_out
 from swarmnet.swarm.pipeline.infer import infer_through
+from swarmnet.wire import Message
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 
@@ -46,5 +49,51 @@ def test_the_first_feeder_measures_for_all_at_the_beginning_and_at_the_end(tmp_p
         assert set(measured().values()) == {0}
         await swarm.until(lambda: rounds in measured().values())
         assert len(measured()) == 1
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_first_feeder_without_a_slot_of_its_own_leaves_it_to_one_that_holds_the_round(
+    tmp_path: Path,
+) -> None:
+    """It came when the others had launched all slots, so the round ends without it."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4, global_batch=8)
+
+    async def scenario(swarm: Swarm) -> None:
+        def measured() -> dict[str, int]:
+            records = {name: m.peer.gossip.own.held_out for name, m in swarm.members.items()}
+            return {name: r.round for name, r in records.items() if r is not None}
+
+        swarm.start("peer-9", stage=0)
+        await asyncio.sleep(1.0)
+        early_peer = swarm.members["peer-9"].peer
+        assert len(early_peer.gossip.own.count(0).launched) == early_peer.settings.num_slots
+        swarm.start("peer-0", stage=0)
+        await asyncio.sleep(2.0)
+        swarm.start("peer-5", stage=1)
+        await swarm.until_round(1)
+        assert measured() == {"peer-9": 0}
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_measurement_that_fails_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=2)
+    failures = [NotReady("busy"), NotReady("busy")]
+
+    async def scenario(swarm: Swarm) -> None:
+        async def failing(*args: Any, **options: Any) -> Message:
+            if failures:
+                raise failures.pop()
+            return await infer_through(*args, **options)
+
+        monkeypatch.setattr(held_out, "infer_through", failing)
+        for i in range(2):
+            swarm.start(f"peer-{i}", stage=i)
+        await swarm.until_round(1)
+        assert [m.peer.gossip.own.held_out for m in swarm.members.values()].count(None) == 1
+        assert not failures
 
     in_virtual_time(scenario, spec)
