@@ -203,17 +203,11 @@ class Averaging:
         shards = list(range(self.replica.num_shards) if due is None else due)
         put = store or self.replica.stage.stage_parameters
         declared = await self._contribute(exchange, shards, part, put, stays_in_stage=store is None)
-        while not exchange.is_over(shards):
-            if self.states.failure is not None:
-                raise self.states.failure
-            is_late = self.gossip.awake_s() - started > self.pace.call_s()
-            if is_late and not exchange.is_at_work:
-                raise Behind(f"shards of round {r} were given by no owner")
-            await exchange.changed.wait(LOOK_AGAIN_S)
+        error = await self._until_over(exchange, shards, started)
         late = [j for j in shards if not exchange.done.get(j)]
         await self.work.contributions_lost(late)
-        if exchange.failure is not None:
-            raise exchange.failure
+        if error is not None:
+            raise error
         if late:
             self.gossip.add_total("late_shards", len(late))
         # Where shards take turns, the first one stands for all.
@@ -225,6 +219,19 @@ class Averaging:
         is_usual = has_others and declared > 0 and known.is_usual
         self.pace.took(took, is_usual=is_usual, missed=known.missed)
         self.replica.measured.exchanged(took)
+
+    async def _until_over(
+        self, exchange: Exchange, shards: list[int], started: float
+    ) -> Exception | None:
+        """Returns why it cannot end well, if so. `started`: seconds awake."""
+        while not exchange.is_over(shards):
+            if self.states.failure is not None:
+                return self.states.failure
+            is_late = self.gossip.awake_s() - started > self.pace.call_s()
+            if is_late and not exchange.is_at_work:
+                return Behind(f"shards of round {exchange.number} were given by no owner")
+            await exchange.changed.wait(LOOK_AGAIN_S)
+        return exchange.failure
 
     async def _contribute(
         self,

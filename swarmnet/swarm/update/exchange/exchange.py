@@ -291,8 +291,10 @@ class Exchange:
             return  # where the own contribution is still to come, it goes on then
         try:
             await self._work.put(j, result, put)
-        except SwarmnetError as e:
-            self.fail(Behind(str(e)))
+        except Exception as e:
+            if not isinstance(e, SwarmnetError):
+                log.exception("round %d shard %d: a result was not put", self.number, j)
+            self.fail(Behind(str(e) or type(e).__name__))
             return
         self.results[j] = in_place(result, is_in_stage=self._stays_in_stage)
         facts, counted = self._machines[j].facts, result.counted
@@ -302,26 +304,25 @@ class Exchange:
         self.changed.notify_all()
 
     async def _arrived(self, j: int, sender: str, told: ShardReply, values: Array | None) -> Result:
-        """Parameters from another replica, or the copy here, put where they go; a result that holds
-        instead is put over them. Raises `ProtocolViolation` where they are of no use: their sender
-        is dead for this exchange; `NotReady` where there is no copy."""
-        result, put = Result(values, told.counted), self._put
+        """Parameters from another replica, or the copy here. They are put where they go once they
+        are adopted (`_finish`), not before: in some modes that is where the gradient lies, which
+        another primary may ask for yet. Raises `ProtocolViolation` where they are of no use: their
+        sender is dead for this exchange; `NotReady` where there is no copy."""
         if values is None:
             facts = self._machines[j].facts
             if facts.state is not State.COPIED or facts.result is None:
                 raise NotReady("the copy was given up")  # and is not told of again
             result = replace(facts.result, counted=told.counted)
-        try:
-            if put is not None:
-                await self._work.put(j, result, put)
-                result = in_place(result, is_in_stage=self._stays_in_stage)
-            elif values is not None:
-                await self._work.check(j, values)
-        except ProtocolViolation as e:
-            log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
-            self._distrusted.add(sender)
-            self.refresh()
-            raise
+        else:
+            try:
+                parameters = await self._work.checked(j, values)
+            except ProtocolViolation as e:
+                log.warning("round %d: of no use from %s: %s", self.number, sender[-8:], e)
+                self._distrusted.add(sender)
+                self.refresh()
+                raise
+            kept = parameters if self._put is not None else None
+            result = Result(values, told.counted, parameters=kept)
         self._books.heard(self.number, j, told)
         return result
 

@@ -211,7 +211,9 @@ class Outbox:
                 continue
             try:
                 result = await self._arrived(j, call.target, told, values)
-            except SwarmnetError as e:
+            except Exception as e:
+                if not isinstance(e, SwarmnetError):
+                    log.exception("round %d shard %d: a result was not read", self._exchange, j)
                 self._push_failed(call, j, e)
                 continue
             if self._ends(call, j):
@@ -254,7 +256,7 @@ class Outbox:
         call.wanted.discard(shard)
         return True
 
-    def _push_failed(self, call: PushCall, shard: int, error: SwarmnetError) -> None:
+    def _push_failed(self, call: PushCall, shard: int, error: Exception) -> None:
         if not self._ends(call, shard):
             return
         if isinstance(error, DeadlineExceeded):
@@ -374,7 +376,7 @@ class Outbox:
             usual_s=self._pace.usual_s(),
         )
 
-    def _has_moved_on(self, error: SwarmnetError) -> bool:
+    def _has_moved_on(self, error: Exception) -> bool:
         return isinstance(error, Stale) and has_moved_on(self._exchange, error.details.get("round"))
 
     def _has_not_begun(self, error: SwarmnetError) -> bool:
@@ -404,7 +406,7 @@ def shared_call_bytes(upload_bytes_per_s: float) -> int:
     return int(min(SHARED_CALL_S * upload_bytes_per_s, MAX_SHARED_CALL_BYTES))
 
 
-def _ballot_in(error: SwarmnetError, shard: int | None = None) -> Ballot | None:
+def _ballot_in(error: Exception, shard: int | None = None) -> Ballot | None:
     """By which another replica goes, as it says of this shard."""
     if not isinstance(error, Redirect):
         return None

@@ -62,7 +62,7 @@ class Result:
     digest: bytes = b""
     """XXH3-64 of the values, where they are of a step that was made here."""
     parameters: Array | None = None
-    """What `values` lead to, where the step was made here and they are not there yet."""
+    """What `values` lead to, where that is known and they are not there yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,14 +293,21 @@ class ShardWork:
         if follows_tied(self._replica, shard) and self._states.is_before(shard, exchange):
             self._states.stepped(shard, exchange)
 
-    async def check(self, shard: int, values: Array) -> None:
-        """Raises `ProtocolViolation` where another replica's result is of no use."""
+    async def checked(self, shard: int, values: Array) -> Array:
+        """The parameters that another replica's result leads to. Raises `ProtocolViolation` where
+        it is of no use."""
         replica = self._replica
-        squares = await replica.worker.run(
-            lambda: replica.optimizer.sum_of_squares(applied(replica, shard, values))
-        )
-        if not math.isfinite(squares):
-            raise ProtocolViolation("parameters that are not finite")
+
+        def work() -> Array:
+            present = replica.common_shard(shard)
+            parameters = applied(replica, shard, values)
+            if (parameters.dtype, *parameters.shape) != (present.dtype, *present.shape):
+                raise ProtocolViolation("parameters of another size")
+            if not math.isfinite(replica.optimizer.sum_of_squares(parameters)):
+                raise ProtocolViolation("parameters that are not finite")
+            return parameters
+
+        return await replica.worker.run(work)
 
     async def copy_of(self, shard: int, result: Result, *, is_whole: bool = False) -> Array:
         """The values of a result, to be sent; the parameters where it has to be those (`is_whole`).

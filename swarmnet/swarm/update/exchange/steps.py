@@ -147,7 +147,7 @@ class ExchangeSteps:
             return None
         finally:
             norm.cancel()
-        await self._work.check(j, values)
+        await self._work.checked(j, values)
         self._books.heard(self._number, j, told)
         self._books.stepped(self._number, j, 0 if total is None else total.num_tokens)
         return Result(values)
