@@ -258,6 +258,7 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
         _until(lambda: len(swarm.rounds()) >= SETTLED_ROUNDS, running)
         settled_s = time.monotonic() + SETTLE_S
         _until(lambda: time.monotonic() >= settled_s, running)
+        _until_all_own(swarm, running)
         begin, first = _at_round_end(swarm, running), look()
         least_s = time.monotonic() + window_s
         _until(
@@ -296,6 +297,26 @@ def _measured(
         exchange_s=_mean(first, last, "swarmnet_exchange_seconds"),
         device_s=_mean(first, last, "swarmnet_microbatch_device_seconds"),
         about=about,
+    )
+
+
+def _until_all_own(swarm: Swarm, running: Machine) -> None:
+    """Waits until owners have the optimizer state that they fetch when a run begins."""
+    while True:
+        before = _fetched(swarm)
+        for _ in range(2):
+            _at_round_end(swarm, running)
+        if _fetched(swarm) == before:
+            return
+
+
+def _fetched(swarm: Swarm) -> float:
+    """Bytes of optimizer state that peers have sent to each other."""
+    return sum(
+        value
+        for peer in swarm.numbers()
+        for name, value in peer.items()
+        if name.startswith("swarmnet_transport_bytes_total") and "fetch_optimizer" in name
     )
 
 
