@@ -142,10 +142,13 @@ class ServedStage:
                     log.warning("%s: going over to them", e)
                     self._gossip.add_total("diverged")
                     self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+                    if replica.ahead:
+                        self._steps.drop_round(replica.round + 1)
                     await replica.transitions.lose()
                     self.handover.forget()
                     self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
                     await averaging.forget_state()
+                    await self.updates.close()
         finally:
             await self.rounds.close()
             await self.updates.close()

@@ -19,7 +19,6 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
 from swarmnet.protocol.update import divergence
-from swarmnet.protocol.update.sync_modes import ZERO
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
@@ -182,9 +181,10 @@ class Rounds:
         return view.is_past(r, now) or self.replica.is_over(r)
 
     def _check_parameters(self, r: int) -> None:
-        """After a partition, replicas may be in one round with different parameters. In the other
-        modes they differ on purpose, or for a while."""
-        if self.replica.plan.mode != ZERO:
+        """After a partition, or where two began a run without knowing of each other, replicas may
+        be in one round with different parameters. Where they make steps of their own they differ
+        on purpose."""
+        if self.replica.plan.is_local:
             return
         now = asyncio.get_running_loop().time()
         own = self.gossip.own
