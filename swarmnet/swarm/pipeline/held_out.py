@@ -21,9 +21,6 @@ from swarmnet.wire import convert
 
 log = logging.getLogger("swarmnet.feeder")
 
-TRIES = 3
-"""For a measurement that fails: the round is not sealed meanwhile."""
-
 
 class HeldOutLoss:
     """Measures in the rounds where that is due, and puts the loss into the own record."""
@@ -44,7 +41,7 @@ class HeldOutLoss:
         if not due or self.is_measuring or not self._data.num_held_out:
             return
         if self._round != r:
-            self._round, self._tries_left = r, TRIES
+            self._round, self._tries_left = r, 3  # few: the round is not sealed meanwhile
         now = asyncio.get_running_loop().time()
         view = self._gossip.view
         if not self._tries_left or any(
