@@ -91,7 +91,7 @@ def choose_stage(
     than `copies`, else the one with the least throughput.
 
     `copies`: the replication factor of the run. A stage with fewer replicas can lose its state with
-    less deaths than the run survives, so that comes before speed (docs/decisions/0013).
+    fewer deaths than the run survives, so that comes before speed (docs/decisions/0013).
 
     Peers that are joining a stage count as its replicas. A replica that is to move there and still
     serves another stage does not: the move takes a while, and is dropped where a newcomer comes

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from swarmnet.errors import Busy
+from swarmnet.swarm.update.exchange.shard_work import ShardWork
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 6
@@ -205,3 +206,27 @@ def test_a_failed_pass_costs_what_its_peer_had_added_up(
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 0.2
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_replica_whose_memory_is_short_for_a_result_fetches_its_stage_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that nobody foresaw is no reason to wait for ever."""
+    put = ShardWork.put
+    failures = [MemoryError()]
+
+    async def failing(self: ShardWork, *args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await put(self, *args)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(3)
+        monkeypatch.setattr(ShardWork, "put", failing)
+        await swarm.until(lambda: not failures)
+        now = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) > now + 2, 20.0)
+
+    in_virtual_time(scenario, tiny_spec(tmp_path, num_stages=2, rounds=40))
