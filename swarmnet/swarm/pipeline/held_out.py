@@ -65,17 +65,11 @@ class HeldOutLoss:
         return feeders[0]
 
     async def _measure(self, r: int) -> None:
-        loss_sum, num_tokens = 0.0, 0
         try:
-            for index in range(self._data.num_held_out):
-                batch = self._data.held_out(index)
-                infer = InferRequest(0, EVALUATE, r, batch.documents)
-                reply = await infer_through(self._wiring, infer, batch.arrays)
-                body = convert(reply.body, InferReply)
-                loss_sum += body.loss_sum
-                num_tokens += body.num_tokens
+            replies = await self._ask_for_all(r)
+            num_tokens = sum(reply.num_tokens for reply in replies)
             if num_tokens:
-                loss = loss_sum / num_tokens
+                loss = sum(reply.loss_sum for reply in replies) / num_tokens
                 bits = bits_per_byte(loss, self._data.bytes_per_token)
                 self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
             self._tries_left = 0
@@ -85,6 +79,28 @@ class HeldOutLoss:
         finally:
             self.is_measuring = False
             self._gossip.changed.notify_all()
+
+    async def _ask_for_all(self, r: int) -> list[InferReply]:
+        """The replies for all held-out microbatches, in order. As many as there are replicas are
+        under way at a time: the round waits for them, and one after the other would leave most
+        devices without work, and each would wait for the latency of all stages."""
+        now, view = asyncio.get_running_loop().time(), self._gossip.view
+        num_replicas = sum(len(view.replicas(s, now)) for s in range(self._settings.num_stages))
+        places = asyncio.Semaphore(max(1, num_replicas))
+        asking = Tasks("held-out loss")
+        try:
+            return await asyncio.gather(
+                *(asking.start(self._ask(r, i, places)) for i in range(self._data.num_held_out))
+            )
+        finally:
+            await asking.close()
+
+    async def _ask(self, r: int, index: int, places: asyncio.Semaphore) -> InferReply:
+        async with places:
+            batch = self._data.held_out(index)
+            infer = InferRequest(0, EVALUATE, r, batch.documents)
+            reply = await infer_through(self._wiring, infer, batch.arrays)
+        return convert(reply.body, InferReply)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

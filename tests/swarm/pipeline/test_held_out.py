@@ -97,3 +97,34 @@ def test_a_measurement_that_fails_is_tried_again(
         assert not failures
 
     in_virtual_time(scenario, spec)
+
+
+def test_held_out_microbatches_are_under_way_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are replicas: a round that is measured must not be longer by the latency of
+    each microbatch. And never all of many: they would fill the queues."""
+    tiny = tiny_spec(tmp_path, num_stages=2, rounds=4)
+    data = tiny.data.model_copy(update={"held_out_microbatches": 10})
+    spec = tiny.model_copy(update={"data": data})
+    under_way, seen = 0, []
+
+    async def scenario(swarm: Swarm) -> None:
+        async def counting(*args: Any, **options: Any) -> Message:
+            nonlocal under_way
+            under_way += 1
+            seen.append(under_way)
+            try:
+                await asyncio.sleep(0.1)
+                return await infer_through(*args, **options)
+            finally:
+                under_way -= 1
+
+        monkeypatch.setattr(held_out, "infer_through", counting)
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(1)
+        assert len(seen) == swarm.data.num_held_out > 4
+        assert max(seen) == 4
+
+    in_virtual_time(scenario, spec)
