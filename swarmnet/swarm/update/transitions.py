@@ -50,6 +50,9 @@ class Transitions:
         self._stage, self._local, self._device, self._ledger = stage, local, device, ledger
         self._turn = threading.Lock()
         """Events come from the loop and from the device thread."""
+        self.changes = 0
+        """How often parameters began to change, or had changed: odd while they do. Who copies them
+        beside that looks before and after."""
 
     # ---- a newcomer -------------------------------------------------------------------------
 
@@ -161,9 +164,11 @@ class Transitions:
     def _change(self, command: Command | None) -> None:
         """On the device."""
         if isinstance(command, FinishRound):
+            self.changes += 1
             self._stage.finish_round()
             if self._local is not None:
                 self._local.finish_round()
+            self.changes += 1
         elif isinstance(command, KeepBoth):
             self._stage.open_ahead(command.round)
         elif isinstance(command, DropAhead):

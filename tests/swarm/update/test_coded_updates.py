@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.errors import NotReady
 from swarmnet.protocol.codecs import UPDATE_CODECS, coded_form
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
@@ -21,6 +22,9 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, rep
 ROUNDS = 8
 NEAR = {"bf16": 0.002, "int8": 0.004, "int4": 0.03}
 """Relative distance of the parameters from those of a plain loop; they move by about 0.04."""
+
+
+LOCAL_EVERY_ROUND: dict[str, dict[str, Any]] = {"zero": {}, "local": {"local_steps": 1}}
 
 
 def coded_spec(folder: Path, codec: str, num_stages: int = 2, **sync: Any) -> RunSpec:
@@ -168,3 +172,70 @@ def test_topk_leaves_nothing_out_of_a_single_step(tmp_path: Path) -> None:
         assert min(pushed[:2]) > 1.5 * pushed[4] > 0
 
     in_virtual_time(scenario, coded_spec(tmp_path, "topk", num_stages=1, **sync))
+
+
+def test_common_parameters_that_differ_are_fetched_where_replicas_step_alone(
+    tmp_path: Path,
+) -> None:
+    """As after a partition. A coded result is a change: they would differ for ever."""
+    spec = coded_spec(tmp_path, "int8", num_stages=1, mode="local", local_steps=2)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(3)
+        local = swarm.members["peer-1"].peer.replica.local
+        to_tensor(local.common_shard(0)).add_(0.5)
+        await swarm.until(lambda: swarm.total("diverged") > 0)
+        now = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) > now + 4)
+        assert swarm.total("diverged") == 1
+
+        def common(name: str) -> list[bytes]:
+            replica = swarm.members[name].peer.replica
+            return [bytes(replica.common_shard(j).data) for j in range(replica.num_shards)]
+
+        await swarm.until(lambda: len(set(swarm.rounds())) == 1)
+        assert common("peer-0") == common("peer-1") == common("peer-2")
+
+    values = spec.model_dump()
+    values["optimizer"]["rounds"] = 60
+    in_virtual_time(scenario, RunSpec.model_validate(values))
+
+
+@pytest.mark.parametrize("mode", ["zero", "local"])
+def test_parameters_of_a_result_are_never_made_of_those_of_the_next_round(
+    tmp_path: Path, mode: str
+) -> None:
+    """A newcomer that asks for them while the round ends comes again. With the change added to what
+    it has led to already, the newcomer would have the update twice."""
+    spec = coded_spec(tmp_path, "int8", num_stages=1, mode=mode, **LOCAL_EVERY_ROUND[mode])
+    kept: list[tuple[int, Any]] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(2)
+        averaging = swarm.members["peer-0"].peer.averaging
+        replica = averaging.replica
+        put = averaging.work.put
+
+        async def keeping(shard: int, result: Any, *args: Any, **how: Any) -> None:
+            await put(shard, result, *args, **how)
+            if shard == 0:
+                whole = await averaging.work.copy_of(averaging.current, 0, result, is_whole=True)
+                kept.append((averaging.current, (result, bytes(whole.data))))
+
+        averaging.work.put = keeping
+        await swarm.until(lambda: len(kept) > 1)
+        number, (result, whole) = kept[0]
+        assert result.is_coded
+        assert replica.current_exchange > number
+        try:
+            late = await averaging.work.copy_of(number, 0, result, is_whole=True)
+        except NotReady:
+            pass
+        else:
+            assert bytes(late.data) == whole
+
+    in_virtual_time(scenario, spec)

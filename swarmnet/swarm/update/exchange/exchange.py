@@ -28,7 +28,7 @@ from swarmnet.swarm.update.exchange.outbox import Outbox, Part
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.pauses import Pauses
 from swarmnet.swarm.update.exchange.progress import Progress
-from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork, in_place
+from swarmnet.swarm.update.exchange.shard_work import Put, Result, ShardWork
 from swarmnet.swarm.update.exchange.steps import ExchangeSteps
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.ownership import Ownership
@@ -290,13 +290,12 @@ class Exchange:
         if put is None or j in self.done or j not in self._outbox.tokens:
             return  # where the own contribution is still to come, it goes on then
         try:
-            await self._work.put(j, result, put)
+            await self._work.put(j, result, put, is_in_stage=self._stays_in_stage)
         except Exception as e:
             if not isinstance(e, SwarmnetError):
                 log.exception("round %d shard %d: a result was not put", self.number, j)
             self.fail(Behind(str(e) or type(e).__name__))
             return
-        self.results[j] = in_place(result, is_in_stage=self._stays_in_stage)
         facts, counted = self._machines[j].facts, result.counted
         if counted is None:
             counted = facts.me in facts.senders

@@ -152,7 +152,7 @@ class ExchangeService:
         digest = b"" if push.is_whole else answer.result.digest
         if self._books.takes_copy(asked, j, remote, digest):
             return self._books.told(asked, j, remote, is_copy=True), None
-        values = await self._work.copy_of(j, answer.result, is_whole=push.is_whole)
+        values = await self._work.copy_of(asked, j, answer.result, is_whole=push.is_whole)
         return self._books.told(asked, j, remote), values
 
     async def _tell_sums(self, request: Request, push: ReduceRequest) -> None:
@@ -168,10 +168,12 @@ class ExchangeService:
     async def _straggler(self, asked: int, j: int, remote: str) -> tuple[ShardReply, Array]:
         """The parameters of this round are what it lacks."""
         self._pace.straggled(remote)
-        current = self._replica.current_exchange
+        replica = self._replica
+        current, changes = replica.current_exchange, replica.transitions.changes
         values = await self._work.present(j)
-        if self._replica.current_exchange != current:  # the copy may be of two rounds
-            raise Stale(f"round {current} is over here", round=self._replica.current_exchange)
+        is_torn = changes % 2 or changes != replica.transitions.changes
+        if is_torn or replica.current_exchange != current:
+            raise Stale(f"round {current} is over here", round=replica.current_exchange)
         return self._books.told(asked, j, remote, coming=current), values
 
     def _is_leaving(self, peer_id: str) -> bool:
@@ -197,7 +199,7 @@ class ExchangeService:
         if not isinstance(answer, do.Give):
             raise _redirect(j, answer)
         is_alike = await self._tied.is_alike(j, push.digest)
-        values = await self._work.copy_of(j, answer.result, is_whole=not is_alike)
+        values = await self._work.copy_of(r, j, answer.result, is_whole=not is_alike)
         await self._pace.turn(values.num_bytes)
         return Message(ReduceReply((self._books.told(r, j, remote),)), (values,))
 
@@ -231,7 +233,7 @@ class ExchangeService:
         exchange = self._present()
         answer = await exchange.answer(j, lambda call: on.Asked(call, remote, ballot, is_final))
         if isinstance(answer, do.Give):
-            values = await self._work.copy_of(j, answer.result)
+            values = await self._work.copy_of(asked, j, answer.result)
             return ballot, (self._books.told(asked, j, remote), values)
         assert isinstance(answer, do.Agree | do.Deny)
         return answer.ballot, None

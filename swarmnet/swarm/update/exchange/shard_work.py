@@ -48,21 +48,37 @@ class Total:
     """What owners step on, where `gradient` is coded and this replica has coded it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Result:
-    """A shard of the coming round: the parameters, or their coded change. `values` is None where
-    they lie in the stage already, and were not coded."""
+    """A shard of the coming round: the parameters, or their coded change.
+
+    Once it is placed it keeps nothing that the stage has too: the table of the exchange answers
+    calls with it for as long as a round. The present parameters change when the round ends, so
+    nothing is computed from them any more for one that is placed."""
 
     values: Array | None
+    """None where they lie in the stage already, and were not coded."""
     counted: bool | None = None
     """Whether the own contribution is in it, as was told with it; None where that follows from
     who made it."""
-    is_placed: bool = False
-    """It has been put where it goes."""
     digest: bytes = b""
     """XXH3-64 of the values, where they are of a step that was made here."""
     parameters: Array | None = None
-    """What `values` lead to, where that is known and they are not there yet."""
+    """What `values` lead to, where that is known and does not lie in the stage."""
+    is_placed: bool = False
+    """It has been put where it goes."""
+
+    @property
+    def is_coded(self) -> bool:
+        """The values are a change."""
+        return self.values is not None and self.values.dtype != "float32"
+
+    def place(self, parameters: Array, *, is_in_stage: bool) -> None:
+        """It has been put where it goes: that of a coded one is small to send."""
+        self.is_placed = True
+        self.parameters = None if is_in_stage else parameters
+        if is_in_stage and not self.is_coded:
+            self.values = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,16 +293,25 @@ class ShardWork:
 
     # ---- results ----------------------------------------------------------------------------
 
-    async def put(self, shard: int, result: Result, put: Put) -> None:
-        """Puts a result where it goes. Raises `ProtocolViolation` where it does not fit."""
-        values, parameters = result.values, result.parameters
+    async def put(self, shard: int, result: Result, put: Put, *, is_in_stage: bool) -> None:
+        """Puts a result where it goes. `is_in_stage`: it can be read there
+        (`Stage.coming_shard`). Raises `ProtocolViolation` where it does not fit."""
 
         def work() -> None:
-            assert values is not None
-            put(shard, applied(self._replica, shard, values) if parameters is None else parameters)
+            if result.is_placed:
+                return
+            parameters = self._led_to(shard, result)
+            put(shard, parameters)
+            result.place(parameters, is_in_stage=is_in_stage)
 
-        if values is not None and not result.is_placed:
-            await self._replica.worker.run(work)
+        await self._replica.worker.run(work)
+
+    def _led_to(self, shard: int, result: Result) -> Array:
+        """On the worker: the parameters of a result that is not placed."""
+        assert result.values is not None
+        if result.parameters is not None:
+            return result.parameters
+        return applied(self._replica, shard, result.values)
 
     def adopted(self, exchange: int, shard: int) -> None:
         """A result is here. Where another stage makes the step, no state changes with it."""
@@ -309,35 +334,42 @@ class ShardWork:
 
         return await replica.worker.run(work)
 
-    async def copy_of(self, shard: int, result: Result, *, is_whole: bool = False) -> Array:
+    async def copy_of(
+        self, exchange: int, shard: int, result: Result, *, is_whole: bool = False
+    ) -> Array:
         """The values of a result, to be sent; the parameters where it has to be those (`is_whole`).
         Raises `NotReady` where they are being moved."""
-        known = result.values
-        if known is not None and (known.dtype == "float32" or not is_whole):
+        known = result.parameters if is_whole and result.is_coded else result.values
+        if known is not None:
             return known
 
         def copied() -> Array | None:
-            if known is not None:
-                return applied(self._replica, shard, known)
-            coming = self._replica.stage.coming_shard(shard)
-            return None if coming is None else _copied(coming)
+            if not result.is_placed:
+                return self._led_to(shard, result)
+            return self._coming(exchange, shard) if result.parameters is None else result.parameters
 
         values = await self._replica.worker.run(copied)
         if values is None:
             raise NotReady("a new round is being opened here")
         return values
 
+    def _coming(self, exchange: int, shard: int) -> Array | None:
+        """On the worker: a copy of what an exchange has put into the stage; None where that is the
+        present round's meanwhile, or about to be. The device thread takes it out of what is coming
+        before it changes anything, and puts of later exchanges are work of this thread."""
+        stage = self._replica.stage
+
+        def found() -> Array | None:
+            is_present = self._replica.current_exchange == exchange
+            return stage.coming_shard(shard) if is_present else None
+
+        coming = found()
+        copy = None if coming is None else _copied(coming)
+        return None if found() is None else copy
+
     async def present(self, shard: int) -> Array:
         """A shard of the present parameters that stays as it is while it is being sent."""
         return await self._replica.worker.run(lambda: _copied(self._replica.common_shard(shard)))
-
-
-def in_place(result: Result, *, is_in_stage: bool) -> Result:
-    """Of a result that has been put where it goes. What the stage has need not be here twice, but
-    coded it is small to send."""
-    is_coded = result.values is not None and result.values.dtype != "float32"
-    values = result.values if is_coded or not is_in_stage else None
-    return replace(result, values=values, is_placed=True, parameters=None)
 
 
 def _copied(shard: Array) -> Array:
