@@ -129,30 +129,34 @@ class ServedStage:
                     await self._join()
                     await self.rounds.run()
                     await self._gossip.changed.wait()  # the run has done its rounds: serve on
-                except Behind as e:
-                    log.warning("%s: fetching the stage again", e)
-                    self._gossip.update(state=JOINING, urgent=True)
-                    if replica.ahead:
-                        self._steps.drop_round(replica.round + 1)
-                    await replica.transitions.lose()
-                    self.handover.forget()
-                    averaging.forget_results()
-                    await self.updates.close()
-                except Diverged as e:
-                    log.warning("%s: going over to them", e)
-                    self._gossip.add_total("diverged")
-                    self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
-                    if replica.ahead:
-                        self._steps.drop_round(replica.round + 1)
-                    await replica.transitions.lose()
-                    self.handover.forget()
-                    self._steps.drop_round(replica.round)  # no receipt of theirs is to be reused
-                    await averaging.forget_state()
-                    await self.updates.close()
+                except (Behind, Diverged) as e:
+                    await self._give_up(e)
         finally:
             await self.rounds.close()
             await self.updates.close()
             await averaging.close()
+
+    async def _give_up(self, why: Behind | Diverged) -> None:
+        """What is here does not hold: it is fetched again. What belongs to other parameters goes
+        too: optimizer state, and what coding has lost of gradients."""
+        replica, averaging = self.replica, self.averaging
+        if isinstance(why, Diverged):
+            log.warning("%s: going over to them", why)
+            self._gossip.add_total("diverged")
+            self._gossip.update(state=JOINING, digests=b"", holds=b"", urgent=True)
+        else:
+            log.warning("%s: fetching the stage again", why)
+            self._gossip.update(state=JOINING, urgent=True)
+        self._steps.drop_round(replica.phase.newest_open)  # no receipt of theirs is to be reused
+        await replica.transitions.lose()
+        self.handover.forget()
+        if isinstance(why, Diverged):
+            await averaging.forget_state()
+        else:
+            averaging.forget_results()
+        await self.updates.close()
+        if isinstance(why, Diverged):  # after the last exchange has ended: it may have been coding
+            await averaging.work.contributions_lost(range(replica.num_shards))
 
     def let_go(self) -> None:
         """The peer goes to another stage, or to none: nothing that comes in reaches this one any

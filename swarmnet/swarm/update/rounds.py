@@ -19,6 +19,7 @@ from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.ledger import COMMITTED, Entry
 from swarmnet.protocol.update import divergence
+from swarmnet.protocol.update.sync_modes import GOSSIP
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import Commit, CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
@@ -182,9 +183,9 @@ class Rounds:
 
     def _check_parameters(self, r: int) -> None:
         """After a partition, or where two began a run without knowing of each other, replicas may
-        be in one round with different parameters. Where they make steps of their own they differ
-        on purpose."""
-        if self.replica.plan.is_local:
+        be in one round with different parameters; in mode `local`, with different common ones. In
+        `gossip` they differ on purpose."""
+        if self.replica.plan.mode == GOSSIP:
             return
         now = asyncio.get_running_loop().time()
         own = self.gossip.own
