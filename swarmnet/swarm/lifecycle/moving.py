@@ -85,6 +85,8 @@ class Mover:
             if await self.prepare(served, move):
                 return move.target
             gate_opens = loop.time() + limits.move_cooldown_s
+            if self._gossip.own.moving_to != move.target:
+                continue  # this peer was stopped, or pauses: it leaves the stage for good
             if self._gossip.own.state == LEAVING:
                 active_from = replica.plan.next_owner_round(replica.round)
                 self._gossip.update(state=ACTIVE, active_from=active_from)

@@ -22,6 +22,7 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.ownership import Ownership
+from swarmnet.swarm.update.rounds import ZeroUpdates
 from swarmnet.wire import Array, Message
 from tests.oracles.reference_modes import DelayedReference
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -170,6 +171,55 @@ def test_who_is_stopped_while_it_moves_leaves(tmp_path: Path, caplog: Any) -> No
         await mover.life
         assert mover.peer.gossip.own.state == LEFT
         assert mover.peer.gossip.own.totals.get("moved", 0) == 0
+        await swarm.until_round(30)
+        assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
+        assert "before others had taken over" not in caplog.text
+
+    in_virtual_time(scenario, spec, limits=limits, is_synthetic=True)
+
+
+def test_who_is_stopped_while_it_waits_to_move_hands_over_all_the_same(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The move is off: nothing of it takes back that this peer leaves."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
+    limits = Limits(balance_every_s=2.0, move_cooldown_s=10.0)
+    stopped: list[Peer] = []
+    states: list[str] = []
+
+    def stop(peer: Peer) -> None:
+        peer.stop()
+        later = asyncio.get_running_loop().call_later
+        later(3.0, monkeypatch.setattr, ZeroUpdates, "is_owing", False)
+
+    async def scenario(swarm: Swarm) -> None:
+        def stop_when_it_waits(peer: Peer) -> None:
+            prepare, update = peer.mover.prepare, peer.gossip.update
+
+            def recording(**changes: Any) -> None:
+                if "state" in changes:
+                    states.append(changes["state"])
+                update(**changes)
+
+            async def stop_and_prepare(served: ServedStage, move: Move) -> bool:
+                if not stopped:
+                    stopped.append(peer)
+                    monkeypatch.setattr(ZeroUpdates, "is_owing", True)  # so it waits
+                    peer.gossip.update = recording  # type: ignore[method-assign]
+                    asyncio.get_running_loop().call_later(0.01, stop, peer)
+                return await prepare(served, move)
+
+            peer.mover.prepare = stop_and_prepare  # type: ignore[method-assign]
+
+        for i in range(4):
+            stop_when_it_waits(swarm.start(f"peer-{i}", stage=1 if i < 3 else 0))
+        await swarm.until_round(2)
+        for member in swarm.members.values():
+            member.peer.wanted_stage = None
+        await swarm.until(lambda: bool(stopped))
+        mover = swarm.members.pop(stopped[0].transport.peer_id)
+        await mover.life
+        assert states == [LEAVING, LEFT]
         await swarm.until_round(30)
         assert swarm.total("shard_reset") == swarm.total("samples_lost") == 0
         assert "before others had taken over" not in caplog.text
