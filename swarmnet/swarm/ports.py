@@ -215,6 +215,9 @@ class Stage(Protocol):
         """*device* Takes the contribution of a microbatch out of the buffer again: the same
         backward with the negated output gradient. Unknown keys are ignored."""
 
+    def is_added(self, key: StepKey) -> bool:
+        """Whether the gradient of a microbatch is in the buffer."""
+
     def forget(self, key: StepKey) -> None:
         """Drops all that is kept under `key`: after a commit, or for work given up."""
 

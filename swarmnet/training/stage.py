@@ -273,6 +273,9 @@ class TorchStage:
             lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale
         )
 
+    def is_added(self, key: StepKey) -> bool:
+        return self.kept.is_added(key)
+
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
 
