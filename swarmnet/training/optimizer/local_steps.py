@@ -172,6 +172,8 @@ class TorchLocalSteps:
         return self._optimizer.export(shard_index)
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
+        if len(arrays) != 2:
+            raise ProtocolViolation("the moments of a shard are two arrays")
         self.changes += 1
         self._optimizer.load(shard_index, values, arrays)
 

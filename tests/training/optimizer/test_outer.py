@@ -73,5 +73,19 @@ def test_nothing_stays_of_an_offer_that_is_refused(tmp_path: Path) -> None:
     assert same(outer.export(0), momentum)
 
 
+def test_moments_of_own_steps_are_two_arrays(tmp_path: Path) -> None:
+    """With a third one, which those of the owners may have, this peer could meet nobody."""
+    spec = small_spec(write_text(tmp_path), sync={"mode": "gossip", "warmup_rounds": 0})
+    stage = build_stage(spec, 0)
+    outer = build_optimizer(spec, stage)
+    outer.create(0)
+    local = build_local_steps(spec, stage, outer)
+    assert local is not None
+    values, arrays = local.export(0)
+    with pytest.raises(ProtocolViolation, match="two arrays"):
+        local.load(0, values, (*arrays, arrays[0]))
+    assert same(local.export(0), (values, arrays))
+
+
 def same(a: Exported, b: Exported) -> bool:
     return a[0] == b[0] and [bytes(x.data) for x in a[1]] == [bytes(x.data) for x in b[1]]
