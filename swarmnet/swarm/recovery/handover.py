@@ -164,7 +164,11 @@ class Handover:
         if refusals:
             log.debug("%s does not take the gradient: %s", heir[-8:], refusals[0])
             return False
-        return self.may_give() and await self._pass_on(heir, r)
+        if not self.may_give() or not await self._pass_on(heir, r):
+            return False
+        # What coding had lost went with it. This replica may yet stay, and contribute again.
+        await self.averaging.work.contributions_lost(range(self.replica.num_shards))
+        return True
 
     async def _pass_on(self, heir: str, r: int) -> bool:
         """The last message. No round ends here before its answer."""
