@@ -337,19 +337,19 @@ class Feeder:
 
     def _committed(self, mine: FedRound, the_id: int, reply: StepReply) -> None:
         """The whole gradient is there: the microbatch counts, and its path hears so."""
+        slot = slot_of(the_id)
+        count = self.gossip.own.count(mine.round)
+        counted = replace(
+            count,
+            launched=count.launched.with_slot(slot),  # forgotten where another history holds
+            committed=count.committed.with_slot(slot),
+            tokens=count.tokens + reply.num_tokens,
+            loss_sum=count.loss_sum + reply.loss_sum,
+        )
         mine.committed[the_id] = reply.path
         self.num_completed += 1
-        slot = slot_of(the_id)
         self.on_commit(mine.round, slot)
-        count = self.gossip.own.count(mine.round)
-        self.gossip.update_count(
-            replace(
-                count,
-                committed=count.committed.with_slot(slot),
-                tokens=count.tokens + reply.num_tokens,
-                loss_sum=count.loss_sum + reply.loss_sum,
-            )
-        )
+        self.gossip.update_count(counted)
         commit = Commit(mine.round, (the_id,))
         if reply.path[0] == self.gossip.own.peer_id:
             self.steps.commit(commit, self.gossip.own.peer_id)

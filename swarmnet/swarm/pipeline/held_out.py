@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import Refused, SwarmnetError
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
@@ -73,6 +73,9 @@ class HeldOutLoss:
                 bits = bits_per_byte(loss, self._data.bytes_per_token)
                 self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
             self._tries_left = 0
+        except Refused as e:
+            log.warning("round %d: the held-out loss was not measured: %s", r, e)
+            self._tries_left = 0
         except SwarmnetError as e:
             log.info("round %d: the held-out loss was not measured: %s", r, e)
             await asyncio.sleep(LOOK_LESS_S)
@@ -81,12 +84,13 @@ class HeldOutLoss:
             self._gossip.changed.notify_all()
 
     async def _ask_for_all(self, r: int) -> list[InferReply]:
-        """The replies for all held-out microbatches, in order. As many as there are replicas are
-        under way at a time: the round waits for them, and one after the other would leave most
-        devices without work, and each would wait for the latency of all stages."""
+        """The replies for all held-out microbatches, in order. As many as the thinnest stage has
+        replicas are under way at a time: the round waits for them, and one after the other would
+        leave most devices without work, and each would wait for the latency of all stages. More
+        would keep the places of training."""
         now, view = asyncio.get_running_loop().time(), self._gossip.view
-        num_replicas = sum(len(view.replicas(s, now)) for s in range(self._settings.num_stages))
-        places = asyncio.Semaphore(max(1, num_replicas))
+        stages = range(self._settings.num_stages)
+        places = asyncio.Semaphore(max(1, min(len(view.replicas(s, now)) for s in stages)))
         asking = Tasks("held-out loss")
         try:
             return await asyncio.gather(

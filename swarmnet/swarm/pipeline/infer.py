@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarmnet.errors import Busy, NotReady, ProtocolViolation, Stale, SwarmnetError
+from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused, Stale, SwarmnetError
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.messages import LOGITS, InferReply, InferRequest
@@ -71,11 +71,13 @@ async def infer_through(
     timeout_s: float = BULK_S,
 ) -> Message:
     """Calls `infer` on some replica of its stage; tries others when one fails. Raises the last
-    error; `Stale` at once when the round that it asks for is over."""
+    error; `Stale` at once when the round that it asks for is over, `Refused` where
+    `Wiring.is_refused`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     error: SwarmnetError = NotReady(f"no replica of stage {infer.stage}")
     tried: list[str] = []
+    refusers: set[str] = set()
     while loop.time() < end:
         router = wiring.router(infer.stage)
         peer_id = router.pick(loop.time(), exclude=tried)
@@ -95,6 +97,10 @@ async def infer_through(
             theirs = e.details.get("round") if isinstance(e, Stale) else None
             if isinstance(theirs, int) and theirs > infer.round:
                 raise
+            if isinstance(e, Refused):
+                refusers.add(peer_id)
+                if wiring.is_refused(infer.stage, refusers):
+                    raise
             error = e
             tried.append(peer_id)
     raise error

@@ -170,19 +170,24 @@ class Wiring:
         if isinstance(error, Refused):
             way.refusers[peer_id] = None
             refusers = way.refusers
-            return len(refusers) >= MAX_REFUSALS or self._is_last(request.stage, refusers)
+            return self.is_refused(request.stage, refusers)
         return isinstance(error, Taken)
 
-    def _is_last(self, stage_index: int, refusers: Collection[str]) -> bool:
-        """There is no live replica left that might find the arrays right."""
+    def is_refused(self, stage_index: int, refusers: Collection[str]) -> bool:
+        """Several replicas have found arrays wrong, or there is none left that might find them
+        right."""
+        return len(refusers) >= MAX_REFUSALS or self._are_all(stage_index, refusers)
+
+    def _are_all(self, stage_index: int, peer_ids: Collection[str]) -> bool:
+        """There is no other live replica."""
         now = asyncio.get_running_loop().time()
-        return all(r.peer_id in refusers for r in self.gossip.view.in_reach(stage_index, now))
+        return all(r.peer_id in peer_ids for r in self.gossip.view.in_reach(stage_index, now))
 
     def _is_over(self, request: StepRequest, ahead: Collection[str]) -> bool:
         """Records show it too, or there is no other replica to ask."""
         now = asyncio.get_running_loop().time()
         is_past = self.gossip.view.is_past(request.round, now)
-        return is_past or self._is_last(request.stage, ahead)
+        return is_past or self._are_all(request.stage, ahead)
 
     async def _choose(self, way: Way, longest: float, asks: bool) -> str | None:
         """None where no replica is to be had in time; where they are only full, by `longest`."""

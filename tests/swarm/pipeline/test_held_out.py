@@ -102,8 +102,9 @@ def test_a_measurement_that_fails_is_tried_again(
 def test_held_out_microbatches_are_under_way_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there are replicas: a round that is measured must not be longer by the latency of
-    each microbatch. And never all of many: they would fill the queues."""
+    """As many as the thinnest stage has replicas: a round that is measured must not be longer by
+    the latency of each microbatch. And never all of many: they would keep the places of
+    training."""
     tiny = tiny_spec(tmp_path, num_stages=2, rounds=4)
     data = tiny.data.model_copy(update={"held_out_microbatches": 10})
     spec = tiny.model_copy(update={"data": data})
@@ -125,6 +126,6 @@ def test_held_out_microbatches_are_under_way_together(
             swarm.start(f"peer-{i}", stage=i % 2)
         await swarm.until_round(1)
         assert len(seen) == swarm.data.num_held_out > 4
-        assert max(seen) == 4
+        assert max(seen) == 2
 
     in_virtual_time(scenario, spec)
