@@ -18,6 +18,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.handover import Handover
@@ -93,6 +94,9 @@ class DelayedUpdates:
         self.auto.learn()
         if not self.replica.synced:
             return
+        exchange = self._now.exchange
+        if exchange is not None and exchange.done():
+            exchange.result()  # what has failed is not noticed only when the round ends
         self._begin()
         self.repair()
 
@@ -163,6 +167,8 @@ class DelayedUpdates:
                 await self.averaging.ownership.follow_owners(self.averaging.current + 1)
         except TimeoutError:
             log.info("the optimizer state of new shards is taking long; asked again next round")
+        except SwarmnetError as e:
+            log.info("the optimizer state of new shards was not fetched: %s", e)
 
     async def _run(self, gradient: Gradient) -> None:
         current = self.averaging.current

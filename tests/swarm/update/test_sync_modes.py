@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.protocol.membership.records import JOINING
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
 from swarmnet.simulation.swarm import simulate
+from swarmnet.swarm.update.averaging import Behind
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
@@ -220,3 +222,31 @@ def test_an_offer_that_does_not_fit_is_as_none(
     with caplog.at_level(logging.WARNING, logger="swarmnet"):
         in_virtual_time(scenario, spec)
     assert any("offer is refused" in r.message for r in caplog.records)
+
+
+def test_an_exchange_that_fails_beside_a_round_is_noticed_in_it(tmp_path: Path) -> None:
+    """Else the replica would work on for a whole round, all of which would be lost."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=6, global_batch=240, sync={"mode": "delayed"})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", stage=0)
+        await swarm.until_round(2)
+        peer = swarm.members["peer-1"].peer
+        averaging, failed_in = peer.averaging, []
+        update = averaging.update
+
+        async def fail_once(*args: Any, **options: Any) -> None:
+            if not failed_in:
+                failed_in.append(peer.replica.round)
+                raise Behind("the others are further on")
+            await update(*args, **options)
+
+        averaging.update = fail_once
+        await swarm.until(lambda: bool(failed_in))
+        await swarm.until(lambda: peer.gossip.own.state == JOINING)
+        others = [m.peer.replica for name, m in swarm.members.items() if name != "peer-1"]
+        assert all(o.is_open(failed_in[0]) for o in others)
+        await swarm.until_round(6, 120.0)
+
+    in_virtual_time(scenario, spec)
