@@ -162,6 +162,9 @@ class LocalUpdates:
         self.averaging.finish_round(round_index)
 
     async def close(self) -> None:
+        self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
         self.local.tokens = [0] * self.replica.num_shards
 
     async def _part(self, j: int) -> Pushed:
@@ -179,6 +182,7 @@ class LocalUpdates:
         from."""
         replica, loop = self.replica, asyncio.get_running_loop()
         self._have = {}
+        self._forget_tokens()  # of a checkpoint that was loaded, and that others have gone on from
         replica.transitions.aim(max(d.round for d in sync.donors()))
         fetching = loop.create_task(self._fetch_all(sync))
         try:
@@ -193,8 +197,10 @@ class LocalUpdates:
                         await rounds.finish(replica.round)
                     except Behind:
                         await replica.transitions.lose()
+                        self.averaging.forget_results()
                         newest = max((d.round for d in sync.donors()), default=replica.round)
                         replica.transitions.aim(newest)
+                        await self.gossip.changed.wait(LOOK_AGAIN_S)
                 else:
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
         finally:

@@ -188,6 +188,31 @@ def test_one_peer_that_comes_back_goes_on_with_its_own_steps_until_the_next_exch
     in_virtual_time(scenario, spec)
 
 
+def test_tokens_of_steps_that_do_not_hold_are_forgotten(tmp_path: Path) -> None:
+    """It loads what it saved, and finds that the others have other common parameters: what it does
+    from there must not weigh as much as both."""
+    steps = 10
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=2 * steps, sync=LOCAL | {"local_steps": steps})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            start(swarm, tmp_path, f"peer-{i}")
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        swarm.kill("peer-0")
+        for member in swarm.members.values():
+            to_tensor(member.peer.replica.local.common_shard(0)).add_(0.5)
+        now = max(swarm.rounds())
+        await swarm.until(lambda: min(swarm.rounds()) > now + 1)
+        peer = start(swarm, tmp_path, "peer-0", feeds=False)
+        await swarm.until(lambda: peer.gossip.own.state == ACTIVE)
+        local = peer.replica.local
+        before = saved(tmp_path, swarm, "peer-0", EVERY).own_steps[0].tokens
+        assert max(local.tokens) < before
+
+    in_virtual_time(scenario, spec)
+
+
 def test_a_step_meanwhile_spoils_the_copy(tmp_path: Path) -> None:
     """What is saved is of one moment, whoever changes it between two shards."""
     spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync=LOCAL)
