@@ -88,13 +88,22 @@ class Recovery:
     def found(self, saved: Sequence[Saved]) -> None:
         """What is on the disk now: the peer is about to join once more."""
         self._offers = [_offer(s) for s in saved][-MAX_RESTORABLE:]
-        self.restored, self._chosen, self._empty_since = None, None, None
+        self.restored, self._chosen = None, None
         self._may_resume = True
+        self._wait_anew(begin_anew=self._settling.begin_anew)
 
     def forget_loaded(self) -> None:
         """What was loaded is no longer what the replica has: it is in a round of the run."""
         self.restored = None
-        self._may_resume = self._damaged = self._settling.begin_anew = False
+        self._may_resume = self._damaged = False
+        self._wait_anew(begin_anew=False)
+
+    def _wait_anew(self, *, begin_anew: bool) -> None:
+        """What was waited for is over: the next time, in another stage or much later, others get
+        the whole time again."""
+        self._empty_since = None
+        self._given_up.clear()
+        self._settling = recovery.Settling(begin_anew=begin_anew)
 
     def opened(self, round_index: int, history: int) -> None:
         """The replica has become active in this round. What this machine has of later ones is not
