@@ -29,7 +29,7 @@ from swarmnet.swarm.update.gossip_averaging import GossipAveraging
 
 NUM_SEEDS = 300
 CHUNK = 25
-EACH_TIME = 50
+EACH_TIME = 25
 """Seeds of the sweep that `make test` runs; `make test-all` runs the others too."""
 REPLAY = """
 from swarmnet.simulation.invariants import Bounds

@@ -30,7 +30,7 @@ from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, rep
 SLOW_S = 60.0
 
 
-@pytest.mark.parametrize("speed", [1.0, 3.5])
+@pytest.mark.parametrize("speed", [pytest.param(1.0, marks=pytest.mark.long), 3.5])
 def test_replicas_move_to_the_stage_that_needs_them_and_stay(speed: float, tmp_path: Path) -> None:
     """A stage whose only peer is as fast as the three others needs one for its copies."""
     rounds = 80

@@ -24,7 +24,9 @@ def _stalls(seed: int) -> Iterator[tuple[float, str, float]]:
 
 
 @pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
-@pytest.mark.parametrize("seed", [0, 1, 10])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.long)]
+)
 def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed: int) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": mode})
 

@@ -43,7 +43,7 @@ def test_bytes_of_an_update(tmp_path: Path, replication: int) -> None:
     in_virtual_time(scenario, spec)
 
 
-@pytest.mark.parametrize("num_replicas", [3, 4])
+@pytest.mark.parametrize("num_replicas", [pytest.param(3, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize(
     ("mode", "codec"),
     [
