@@ -658,8 +658,8 @@ class SyncSpec(_Table):
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "topk"] = "none"
     """Of what updates send: gradients, their sums and the changes that come back. `none` (fp32),
-    `bf16`, `int8`, `int4` (sums in 6 bits), or, with `local`, `topk` (of every 4 changes the
-    largest, in 2 bits). What is lost of one is made up for by the next. With `gossip`: `none` or
+    `bf16`, `int8`, `int4` (sums in 6 bits), or, with `local`, `topk` (the larger half of the
+    changes, in 2 bits). What is lost of one is made up for by the next. With `gossip`: `none` or
     `int8`. A file that does not say has `auto`, as in `[pipeline]`."""
 
     optimizer_store: Literal["memory", "disk"] = "memory"

@@ -27,7 +27,7 @@ BLOCK = 64
 """Numbers that share a scale in `int8`."""
 TILE = 32
 """Numbers that share a scale in `int7`, `int6` and `int4`; a power of two, for the rotation."""
-CHUNK, KEPT = 4096, 1024
+CHUNK, KEPT = 4096, 2048
 """Numbers among which `topk` keeps so many. With fewer, a run needs more exchanges to make up for
 it than a short one has, see docs/convergence.md."""
 ERROR_DECAY = {TOPK: 0.8}

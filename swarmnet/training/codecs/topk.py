@@ -31,7 +31,7 @@ class TopK(Codec):
     squares that the levels do not explain, and v < 1: a contraction, as error feedback wants. Where
     there are fewer than `KEPT` numbers in a chunk, zeros are kept too.
 
-    Places are a bit for each number of the chunk. With one number in four kept that is a third of
+    Places are a bit for each number of the chunk. With every other number kept that is a sixth of
     what places of 12 bits would take.
 
     Which of equal magnitudes are kept may differ from device to device.

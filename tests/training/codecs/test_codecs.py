@@ -142,10 +142,10 @@ def read_chunk(levels: bytes, codes: bytes) -> list[float]:
     """A chunk of `topk` by the words of docs/protocol.md, a number at a time."""
     two = [struct.unpack("<f", b"\0\0" + levels[i : i + 2])[0] for i in (0, 2)]
     places = [p for p in range(4096) if codes[p // 8] >> p % 8 & 1]
-    assert len(places) == 1024
+    assert len(places) == 2048
     numbers = [0.0] * 4096
     for i, p in enumerate(places):
-        code = codes[512 + i % 256] >> 2 * (i // 256) & 3
+        code = codes[512 + i % 512] >> 2 * (i // 512) & 3
         numbers[p] = two[code % 2] * (-1 if code > 1 else 1)
     return numbers
 
@@ -156,7 +156,7 @@ def test_a_row_of_topk_is_what_the_protocol_says() -> None:
     coded = codec.encode(values)
     for row, decoded in zip(coded, codec.decode(coded, CHUNK + 904), strict=True):
         data = bytes(row.tolist())
-        numbers = read_chunk(data[:4], data[8:776]) + read_chunk(data[4:8], data[776:])
+        numbers = read_chunk(data[:4], data[8:1032]) + read_chunk(data[4:8], data[1032:])
         assert torch.equal(decoded, torch.tensor(numbers[: CHUNK + 904]))
 
 
@@ -166,7 +166,7 @@ def test_topk_keeps_the_largest() -> None:
     least = values.abs().topk(KEPT).values.min()
     assert torch.equal(decoded != 0, values.abs() >= least)
     assert torch.equal(decoded.sign(), values.sign().where(decoded != 0, 0.0))
-    assert (decoded - values).norm() < 0.6 * values.norm()
+    assert (decoded - values).norm() < 0.45 * values.norm()
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
