@@ -107,6 +107,11 @@ class NotReady(RemoteError):
     code = "not_ready"
 
 
+class NotSent(NotReady):
+    """A pass has added to the gradient, and what was to go on from it could not be made. Whoever
+    asks hears that this peer is not ready; here it is known that something is to be taken out."""
+
+
 class Taken(RemoteError):
     """Another feeder's flight of the same slot is at the peer. `details["counted"]`: it counts
     already."""

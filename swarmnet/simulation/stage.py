@@ -244,10 +244,6 @@ class SyntheticStage:
         if not ids[key]:
             del ids[key]
 
-    def is_added(self, key: StepKey) -> bool:
-        kept = self._kept.get(key)
-        return kept is not None and kept.added
-
     def forget(self, key: StepKey) -> None:
         self._kept.pop(key, None)
 

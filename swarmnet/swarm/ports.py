@@ -204,19 +204,17 @@ class Stage(Protocol):
     def backward_pass(self, key: StepKey, grad_outputs: Array) -> Passage[Array | None]:
         """Adds the microbatch's gradient to the buffer; gives the gradient of the
         input (None at stage 0). Keeps what `retract` needs. Raises `ProtocolViolation` where
-        `grad_outputs` has the wrong shape or is not finite; then nothing was added."""
+        `grad_outputs` has the wrong shape or is not finite; then nothing was added. Raises
+        `NotSent` where something was, and the gradient of the input cannot be given."""
 
     def loss_pass(
         self, key: StepKey, inputs: Array, targets: Array, documents: Documents | None = None
     ) -> Passage[LossResult]:
-        """The last stage's whole work: forward, loss, backward."""
+        """The last stage's whole work: forward, loss, backward. Raises as `backward_pass`."""
 
     def retract(self, key: StepKey) -> None:
         """*device* Takes the contribution of a microbatch out of the buffer again: the same
         backward with the negated output gradient. Unknown keys are ignored."""
-
-    def is_added(self, key: StepKey) -> bool:
-        """Whether the gradient of a microbatch is in the buffer."""
 
     def forget(self, key: StepKey) -> None:
         """Drops all that is kept under `key`: after a commit, or for work given up."""

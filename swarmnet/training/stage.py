@@ -16,14 +16,15 @@ round, and those of the round before (its gradient is being exchanged) or of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from swarmnet.errors import NotReady, SpecError
+from swarmnet.errors import NotReady, NotSent, SpecError
 from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE, BoundaryCodec, boundary_codec
 from swarmnet.protocol.update.sync_modes import GOSSIP, LOCAL
 from swarmnet.spec import RunSpec
@@ -212,12 +213,17 @@ class TorchStage:
                 kept.take_graph(), lambda: self.layers.again(key, kept), grad, kept.inputs
             )
             kept.mark_added(scale, grad)
-            return self._input_gradient(kept)
+            with _after_adding():
+                return self._input_gradient(kept)
+
+        def depart(sending: Callable[[], Array | None]) -> Array | None:
+            with _after_adding():
+                return sending()
 
         return Passage(
             lambda: self._boundary.receive_gradient(grad_outputs),
             compute,
-            lambda sending: sending(),
+            depart,
             self.layers.copies.is_apart,
         )
 
@@ -244,11 +250,13 @@ class TorchStage:
                 loss, lambda: self.layers.again(key, kept), torch.ones_like(loss), kept.inputs
             )
             kept.mark_added(scale)
-            return loss_sum, self.layers.plan.count(wanted), self._input_gradient(kept)
+            with _after_adding():
+                return loss_sum, self.layers.plan.count(wanted), self._input_gradient(kept)
 
         def depart(done: tuple[Any, ...]) -> LossResult:
             loss_sum, num_tokens, sending = done
-            return LossResult(loss_sum, num_tokens, sending())
+            with _after_adding():
+                return LossResult(loss_sum, num_tokens, sending())
 
         return Passage(arrive, compute, depart, self.layers.copies.is_apart)
 
@@ -272,9 +280,6 @@ class TorchStage:
         self._backward_passes.subtract(
             lambda: self.layers.again(key, kept), kept.grad_outputs, kept.scale
         )
-
-    def is_added(self, key: StepKey) -> bool:
-        return self.kept.is_added(key)
 
     def forget(self, key: StepKey) -> None:
         self.kept.forget(key)
@@ -345,6 +350,15 @@ class TorchStage:
         if self.stage_index == 0:
             return lambda: None
         return self._boundary.send_input_gradient(kept.take_input_gradient())
+
+
+@contextlib.contextmanager
+def _after_adding() -> Iterator[None]:
+    """What fails here has left a gradient in the sum."""
+    try:
+        yield
+    except Exception as e:  # for want of memory, say
+        raise NotSent(f"the gradient of the input was not made: {type(e).__name__}: {e}") from e
 
 
 def build_stage(

@@ -11,9 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from swarmnet.errors import NotReady, ProtocolViolation, Stale, Taken
+from swarmnet.errors import NotReady, NotSent, ProtocolViolation, Stale, Taken
 from swarmnet.protocol.membership.failure_detector import ALIVE, State
 from swarmnet.protocol.membership.records import LEFT, Record
 from swarmnet.protocol.pipeline.ledger import COMMITTED, RUNNING
@@ -24,7 +23,7 @@ from swarmnet.swarm.messages import Commit, StepProgress, StepReply, StepRequest
 from swarmnet.swarm.pipeline.entrance import Entrance
 from swarmnet.swarm.pipeline.flights import Flight, Flights
 from swarmnet.swarm.pipeline.wiring import Passed, Wiring
-from swarmnet.swarm.ports import BACKWARD, FORWARD, LossResult, Passage, StepKey
+from swarmnet.swarm.ports import BACKWARD, FORWARD, LossResult, StepKey
 from swarmnet.swarm.resource_limits import ResourceLimits
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import MAX_TRIES
@@ -33,8 +32,6 @@ from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
 log = logging.getLogger("swarmnet.step")
-
-T = TypeVar("T")
 
 ANNOUNCE_CHANGE = 0.2
 """By what part a service time must change to be announced again in the middle of a round. It
@@ -190,6 +187,10 @@ class StepService:
                 reply, grad_inputs, next_peer = await self._through(
                     replica, flight, step, inputs, targets
                 )
+        except NotSent:  # settled with the others for which no commit comes
+            replica.ledger.done(key, num_tokens=0, next_peer=None)
+            self.flights.forget(key)
+            raise
         except BaseException:
             replica.ledger.failed(key)
             replica.stage.forget(key)
@@ -206,8 +207,13 @@ class StepService:
         self, replica: Replica, flight: Flight, step: StepRequest, inputs: Array, targets: Array
     ) -> tuple[StepReply, Array | None]:
         key, stage = (step.round, step.microbatch_id), replica.stage
-        with_loss = stage.loss_pass(key, inputs, targets, step.documents)
-        result: LossResult = await self._add(replica, flight, key, FORWARD, 1.0, with_loss)
+        result: LossResult = await replica.run(
+            FORWARD,
+            key,
+            1.0,
+            stage.loss_pass(key, inputs, targets, step.documents),
+            flight.check,
+        )
         self._announce(replica)
         reply = StepReply(result.loss_sum, result.num_tokens, (self.gossip.own.peer_id,))
         replica.measured.sent(0 if result.grad_inputs is None else result.grad_inputs.num_bytes)
@@ -241,9 +247,12 @@ class StepService:
             grads = passed.grad_inputs
             assert grads is not None
             try:
-                backward = stage.backward_pass(key, grads)
-                grad_inputs = await self._add(
-                    replica, flight, key, BACKWARD, BACKWARD_PART, backward
+                grad_inputs = await replica.run(
+                    BACKWARD,
+                    key,
+                    BACKWARD_PART,
+                    stage.backward_pass(key, grads),
+                    flight.check,
                 )
             except ProtocolViolation as e:  # not finite: the fault of what came back
                 log.warning("a gradient from %s was refused: %s", passed.peer_id[-8:], e)
@@ -258,30 +267,6 @@ class StepService:
             reply = StepReply(passed.reply.loss_sum, passed.reply.num_tokens, path)
             return reply, grad_inputs, passed.peer_id
         raise NotReady("the following stages gave no usable gradient")
-
-    async def _add(
-        self,
-        replica: Replica,
-        flight: Flight,
-        key: StepKey,
-        kind: str,
-        part: float,
-        passage: Passage[T],
-    ) -> T:
-        """A pass that adds to the gradient. Where one fails after that, say because there is no
-        memory for what it sends, that is taken out again: the microbatch does not count here."""
-        try:
-            return await replica.run(kind, key, part, passage, flight.check)
-        except Exception:
-            if replica.stage.is_added(key):
-                await self._take_out(replica, key)
-            raise
-
-    async def _take_out(self, replica: Replica, key: StepKey) -> None:
-        try:
-            await replica.device.run(BACKWARD, lambda: replica.stage.retract(key), key[0])
-        except Exception as e:  # the stage has made the whole sum one of no use, or it ends
-            log.warning("round %d: a microbatch could not be taken out: %s", key[0], e)
 
     async def _pass_on(
         self, replica: Replica, flight: Flight, step: StepRequest, outputs: Array, targets: Array

@@ -88,7 +88,7 @@ class Recovery:
     def found(self, saved: Sequence[Saved]) -> None:
         """What is on the disk now: the peer is about to join once more."""
         self._offers = [_offer(s) for s in saved][-MAX_RESTORABLE:]
-        self.restored, self._chosen = None, None
+        self.restored = None
         self._may_resume = True
         self._wait_anew(begin_anew=self._settling.begin_anew)
 
@@ -101,7 +101,7 @@ class Recovery:
     def _wait_anew(self, *, begin_anew: bool) -> None:
         """What was waited for is over: the next time, in another stage or much later, others get
         the whole time again."""
-        self._empty_since = None
+        self._chosen = self._empty_since = None
         self._given_up.clear()
         self._settling = recovery.Settling(begin_anew=begin_anew)
 

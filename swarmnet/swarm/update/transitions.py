@@ -156,19 +156,19 @@ class Transitions:
                 return
             # First the parameters: who copies them and is in the round before notices afterwards.
             _, command = self.phase.after(event)
+            self.changes += 1
             self._change(command)
             self._apply(event)
+            self.changes += 1
 
         await self._device.run(OTHER, switch, self.phase.round)
 
     def _change(self, command: Command | None) -> None:
         """On the device."""
         if isinstance(command, FinishRound):
-            self.changes += 1
             self._stage.finish_round()
             if self._local is not None:
                 self._local.finish_round()
-            self.changes += 1
         elif isinstance(command, KeepBoth):
             self._stage.open_ahead(command.round)
         elif isinstance(command, DropAhead):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 from swarmnet.errors import Busy
-from swarmnet.swarm.ports import Passage
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
+from swarmnet.training.passes.boundary import Boundary
+from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 6
@@ -236,48 +236,31 @@ def test_a_replica_whose_memory_is_short_for_a_result_fetches_its_stage_again(
 
 @pytest.mark.parametrize("fails_in", ["compute", "depart"])
 def test_a_pass_that_fails_after_its_backward_leaves_nothing_in_the_gradient(
-    tmp_path: Path, fails_in: str
+    tmp_path: Path, fails_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would send has no memory, say. The microbatch goes another way, and must not be in
     the update twice."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
-    failed: list[Any] = []
+    send, calls = Boundary.send_input_gradient, 0
+
+    def sending(self: Boundary, grad: torch.Tensor) -> Callable[[], Array]:
+        nonlocal calls
+        calls += 1
+        if calls == FAILS_AT and fails_in == "compute":
+            raise MemoryError
+        return fail if calls == FAILS_AT else send(self, grad)
+
+    def fail() -> Array:
+        raise MemoryError
+
+    monkeypatch.setattr(Boundary, "send_input_gradient", sending)
 
     async def scenario(swarm: Swarm) -> None:
-        def build(stage_index: int) -> tuple[Any, Any]:
-            stage, optimizer = swarm.build(stage_index)
-            make = stage.loss_pass
-
-            def loss_pass(key: Any, *arrays: Any) -> Passage[Any]:
-                passage = make(key, *arrays)
-
-                def fail() -> None:
-                    if not failed and key[0] >= 2:
-                        assert stage.is_added(key)
-                        failed.append(key)
-                        raise MemoryError
-
-                def compute(came: Any) -> Any:
-                    done = passage.compute(came)
-                    if fails_in == "compute":
-                        fail()
-                    return done
-
-                def depart(done: Any) -> Any:
-                    if fails_in == "depart":
-                        fail()
-                    return passage.depart(done)
-
-                return replace(passage, compute=compute, depart=depart)
-
-            stage.loss_pass = loss_pass
-            return stage, optimizer
-
         swarm.start("peer-0", stage=0)
-        swarm.start("bad", stage=1, feeds=False, build=build)
         swarm.start("peer-1", stage=1, feeds=False)
+        swarm.start("peer-2", stage=1, feeds=False)
         await swarm.until_round(ROUNDS, 120.0)
-        assert failed
+        assert swarm.total("retracted") == 1
         assert swarm.total("contributions_dropped") == swarm.total("samples_lost") == 0
         trainer = replay(spec, swarm.counted, ROUNDS)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4

@@ -171,9 +171,10 @@ class ExchangeService:
         replica = self._replica
         current, changes = replica.current_exchange, replica.transitions.changes
         values = await self._work.present(j)
-        is_torn = changes % 2 or changes != replica.transitions.changes
-        if is_torn or replica.current_exchange != current:
+        if replica.current_exchange != current:
             raise Stale(f"round {current} is over here", round=replica.current_exchange)
+        if changes % 2 or changes != replica.transitions.changes:
+            raise NotReady("a new round is being opened here")
         return self._books.told(asked, j, remote, coming=current), values
 
     def _is_leaving(self, peer_id: str) -> bool:

@@ -71,7 +71,8 @@ class Result:
     @property
     def is_coded(self) -> bool:
         """The values are a change."""
-        return self.values is not None and self.values.dtype != "float32"
+        values = self.values  # the worker may take them away meanwhile
+        return values is not None and values.dtype != "float32"
 
     def place(self, parameters: Array, *, is_in_stage: bool) -> None:
         """It has been put where it goes: that of a coded one is small to send."""
