@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import NotReady, Stale
+from swarmnet.errors import NotReady, Refused, Stale
 from swarmnet.swarm.messages import EVALUATE, InferRequest
 from swarmnet.swarm.pipeline import held_out
 from swarmnet.swarm.pipeline.infer import infer_through
-from swarmnet.wire import Message
+from swarmnet.wire import Array, Message
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 
@@ -127,5 +127,46 @@ def test_held_out_microbatches_are_under_way_together(
         await swarm.until_round(1)
         assert len(seen) == swarm.data.num_held_out > 4
         assert max(seen) == 2
+
+    in_virtual_time(scenario, spec)
+
+
+def test_arrays_that_every_replica_finds_wrong_are_refused_at_once(tmp_path: Path) -> None:
+    """As with a loss that is not finite: asked again and again, it would hold the round for
+    minutes."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=20)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(2)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        _, targets = swarm.data.held_out(0).arrays
+        wrong = Array("int32", (1, 1), b"\xff\xff\xff\x7f")
+        wiring = swarm.members["peer-0"].peer.wiring
+        with pytest.raises(Refused):
+            await infer_through(wiring, InferRequest(0, EVALUATE, -1), (wrong, targets))
+        assert loop.time() - began < 1.0
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_loss_that_is_refused_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4)
+    asked: list[int] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        async def refusing(wiring: Any, infer: InferRequest, *args: Any) -> Message:
+            asked.append(infer.round)
+            raise Refused("the loss is not finite")
+
+        monkeypatch.setattr(held_out, "infer_through", refusing)
+        for i in range(2):
+            swarm.start(f"peer-{i}", stage=i)
+        await swarm.until_round(2)
+        assert asked == [0]
 
     in_virtual_time(scenario, spec)

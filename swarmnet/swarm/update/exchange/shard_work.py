@@ -75,7 +75,7 @@ class Result:
         return values is not None and values.dtype != "float32"
 
     def place(self, parameters: Array, *, is_in_stage: bool) -> None:
-        """It has been put where it goes: that of a coded one is small to send."""
+        """It has been put where it goes. Codes stay, since they are small to send."""
         self.is_placed = True
         self.parameters = None if is_in_stage else parameters
         if is_in_stage and not self.is_coded:
