@@ -124,11 +124,11 @@ def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
 
 def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
     """As primary in its first exchange, of which it has measured nothing: beside rounds of minutes,
-    exchanges take a minute and more."""
+    exchanges take a minute and more, and end at some replicas minutes before they do at others."""
     uplinks = [0.1e6] * 4 + [0.3e6] * 4
     joins = tuple(ChurnEvent(at_s, JOIN) for at_s in (420.0, 440.0, 460.0, 480.0))
     scenario = Scenario(
-        seed=0,
+        seed=3,
         peers=4,
         stages=1,
         links=links(uplinks),

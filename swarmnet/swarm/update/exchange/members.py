@@ -149,6 +149,15 @@ class ExchangeMembers:
         record = self.gossip.view.get(peer_id)
         return record is not None and record.declared[0] >= round_index
 
+    def are_behind(self, peer_ids: Iterable[str], round_index: int) -> bool:
+        """One of these is still in the exchange before, which ran beside a round."""
+        if not self.plan.is_delayed(round_index - 1):
+            return False
+        records = map(self.gossip.view.get, peer_ids)
+        return any(
+            r is not None and self.plan.parameter_version(r.round) < round_index for r in records
+        )
+
     def found_hung(self, peer_id: str, round_index: int) -> None:
         """A peer lives and gets nothing done in an exchange: nobody waits for its work, in that one
         and those after it, until its record says that it has finished that one."""
