@@ -273,6 +273,7 @@ class SyntheticStage:
     def stage_parameters(self, shard_index: int, values: Array) -> None:
         if values.dtype != "float32" or values.shape != (self.shard_sizes[shard_index],):
             raise ProtocolViolation("a shard of the wrong size")
+        assert self._ahead is None, "the parameters of the round ahead are known"
         self._coming[shard_index] = _FLOATS.unpack(bytes(values.data))
 
     def coming_shard(self, shard_index: int) -> Array | None:
@@ -283,7 +284,6 @@ class SyntheticStage:
 
     def open_ahead(self, round_index: int) -> None:
         parameters = [self._coming.get(j, numbers) for j, numbers in enumerate(self._parameters)]
-        self._coming.clear()
         weights = _digest_of(parameters)
         self._ahead = _Round(round_index, parameters, Counter(), weights)
 
@@ -308,7 +308,7 @@ class SyntheticStage:
     def finish_round(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            assert not self._coming, "parameters put aside while a round was open ahead"
+            self._coming.clear()
             self._parameters, self._ids, self.weights = ahead.parameters, ahead.ids, ahead.weights
             self._kept = {k: kept for k, kept in self._kept.items() if k[0] == ahead.index}
             return

@@ -249,16 +249,18 @@ class Stage(Protocol):
     def finish_round(self) -> None:
         """*device* Makes the shards that were put aside by `stage_parameters` the parameters (the
         others stay as they are), zeroes the gradient buffer and forgets every key. Where a round
-        was opened ahead, its parameters and gradient become the present ones, and its keys stay."""
+        was opened ahead, its parameters and gradient become the present ones, and its keys stay:
+        that may be called from any thread, beside work on the round."""
 
     def open_ahead(self, round_index: int) -> None:
-        """*device* Makes the shards that were put aside the parameters of the coming round, whose
-        keys are worked on with them, and add to a gradient buffer of their own, until
+        """*averaging* Makes the shards that were put aside the parameters of the coming round,
+        whose keys are worked on with them, and add to a gradient buffer of their own, until
         `finish_round` makes that round the present one. The keys of the present round, and its
         gradient and parameter shards, are not touched."""
 
     def drop_ahead(self) -> None:
-        """*device* Forgets the round that was opened ahead, its gradient and its keys."""
+        """Forgets the round that was opened ahead, its gradient and its keys; its parameters are
+        put aside as before. *device*, or *averaging* where nothing of it was let in yet."""
 
 
 class ShardCodec(Protocol):

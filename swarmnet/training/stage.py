@@ -292,9 +292,10 @@ class TorchStage:
         wanted = targets if self.is_last else None
         x, expected = self._boundary.receive_evaluation(inputs, wanted, documents)
         context = self._boundary.receive_context(documents)
-        self.layers.show(self.vectors.present)
-        with self.layers.evaluating(
-            is_whole_batch=self._boundary.is_whole_batch(x), wants_outputs=targets is None
+        is_whole = self._boundary.is_whole_batch(x)
+        with (
+            self.vectors.showing_present(),
+            self.layers.evaluating(is_whole_batch=is_whole, wants_outputs=targets is None),
         ):
             outputs = self.layers.run(None, x, context).float()
             if not self.is_last:

@@ -39,7 +39,7 @@ out. No clock, no task and no tensor is in here.
 #
 #   1. No microbatch takes part in two versions of the parameters. What the replica takes in is
 #      of a round whose parameters are in place, and these are replaced only when nothing of that
-#      round is taken in any more: `FinishRound` comes from states that are not open.
+#      round is taken in any more: `FinishRound` and `Promote` come from states that are not open.
 #   2. A closed round is never opened again with what it has learned: out of a closed state leads
 #      only the next round, or the loss of all that is here.
 #   3. A gradient is given or contributed, never both, and once.
@@ -172,6 +172,14 @@ class FinishRound:
 
 
 @dataclass(frozen=True, slots=True)
+class Promote:
+    """Make the round that is open ahead, `round`, the present one. Nothing changes for the work on
+    it: the device is not waited for."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeepBoth:
     """Let this round have parameters and a gradient buffer beside those of the present one."""
 
@@ -185,7 +193,7 @@ class DropAhead:
     round: int
 
 
-Command = AwaitDevice | FinishRound | KeepBoth | DropAhead
+Command = AwaitDevice | FinishRound | Promote | KeepBoth | DropAhead
 
 # ---- the table ------------------------------------------------------------------------------
 
@@ -229,7 +237,7 @@ TABLE: dict[State, dict[type[Event], Row]] = {
         Lose: Row(State.FETCHING, DropAhead),
     },
     State.GIVING: {
-        OpenAhead: Row(State.GIVING),  # who leaves begins nothing new: it waited for the device
+        OpenAhead: Row(State.GIVING),  # who leaves begins nothing new: it took time to get ready
         Given: Row(State.GIVEN),
         Refused: Row(State.OPEN),
     },
@@ -244,7 +252,7 @@ TABLE: dict[State, dict[type[Event], Row]] = {
         Lose: Row(State.FETCHING),
     },
     State.CLOSED_AHEAD: {
-        Open: Row(State.OPEN, FinishRound),
+        Open: Row(State.OPEN, Promote),
         Lose: Row(State.FETCHING, DropAhead),
     },
     State.FLUSHED: {

@@ -47,7 +47,9 @@ class Replica:
 
     def __post_init__(self, start: Phase) -> None:
         self.ledger = Ledger()
-        self.transitions = Transitions(start, self.stage, self.local, self.device, self.ledger)
+        self.transitions = Transitions(
+            start, self.stage, self.local, self.device, self.worker, self.ledger
+        )
         self.changed = self.transitions.changed
         self.measured = Measurements()
         self.digests = b""

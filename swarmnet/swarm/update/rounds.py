@@ -147,7 +147,7 @@ class Rounds:
             await self.finish(r)
 
     async def _open_ahead(self) -> None:
-        """Behind all that the device has to do, which may take long."""
+        """Behind all that the worker has to do, which may take long."""
         opening = asyncio.get_running_loop().create_task(self.replica.transitions.open_ahead())
         try:
             while not opening.done():

@@ -1,7 +1,8 @@
 """How a replica goes from one phase of its round to another (`protocol.update.replica_phase`).
 
 What happens are the methods here, and nothing else changes the phase. Commands of the table that
-change parameters or gradients are carried out on the device thread, between two pieces of work."""
+change what the device works with are carried out on its thread, between two pieces of work; what
+has to do with the round ahead alone is done beside it."""
 
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ from swarmnet.protocol.update.replica_phase import (
     OpenAhead,
     OpenInPart,
     Phase,
+    Promote,
     Refused,
     State,
 )
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Stage
+from swarmnet.swarm.ports import OTHER, Device, LocalSteps, Stage, Worker
 
 
 class Transitions:
@@ -42,14 +44,16 @@ class Transitions:
         stage: Stage,
         local: LocalSteps | None,
         device: Device,
+        worker: Worker,
         ledger: Ledger,
     ) -> None:
         self.phase = phase
         self.changed = Condition()
         """Microbatches are taken that were not before, or others are not any more."""
-        self._stage, self._local, self._device, self._ledger = stage, local, device, ledger
+        self._stage, self._local, self._ledger = stage, local, ledger
+        self._device, self._worker = device, worker
         self._turn = threading.Lock()
-        """Events come from the loop and from the device thread."""
+        """Events come from the loop, from the device thread and from the worker."""
         self.changes = 0
         """How often parameters began to change, or had changed: odd while they do. Who copies them
         beside that looks before and after."""
@@ -70,15 +74,32 @@ class Transitions:
 
     async def open_round(self, round_index: int, *, is_whole: bool) -> None:
         """Makes the parameters put aside the present ones and begins a round. `is_whole`: none are
-        missing."""
+        missing. A round that was opened ahead begins at once, whatever the device does: what comes
+        after it, such as the exchange beside it, does not wait for a pass of a large stage."""
         last = self.phase.round
-        await self._between_work(Open(round_index) if is_whole else OpenInPart(round_index))
+        event = Open(round_index) if is_whole else OpenInPart(round_index)
+        if isinstance(self.phase.after(event)[1], Promote):
+            self._switch(event)
+        else:
+            await self._device.run(OTHER, lambda: self._switch(event), last)
         self._ledger.finish_round(max(last, round_index - 1))
         self.changed.notify_all()
 
     async def open_ahead(self) -> None:
-        """Lets microbatches of the next round in; the parameters put aside are that round's."""
-        await self._between_work(OpenAhead())
+        """Lets microbatches of the next round in; the parameters put aside are that round's. They
+        are made ready beside what the device does."""
+        command = self.phase.after(OpenAhead())[1]
+
+        def opened() -> None:
+            self._change(command)
+            is_let_in = False
+            try:  # this replica may have begun to give meanwhile
+                is_let_in = self._apply(OpenAhead()) is not None
+            finally:
+                if not is_let_in:
+                    self._stage.drop_ahead()
+
+        await self._worker.run(opened)
         self.changed.notify_all()
 
     async def close_round(self) -> None:
@@ -91,7 +112,7 @@ class Transitions:
     async def flush(self) -> None:
         """Makes the parameters put aside the present ones, with which the exchange of the closed
         round itself begins."""
-        await self._between_work(Flush())
+        await self._device.run(OTHER, lambda: self._switch(Flush()), self.phase.round)
         self.changed.notify_all()
 
     async def lose(self) -> None:
@@ -147,25 +168,18 @@ class Transitions:
         if command is not None:
             await self._device.run(OTHER, lambda: self._change(command), self.phase.round)
 
-    async def _between_work(self, event: Event) -> None:
-        """An event that comes when the device is between two pieces of work."""
-
-        def switch() -> None:
-            if isinstance(event, OpenAhead):  # this replica may have begun to give meanwhile
-                self._change(self._apply(event))
-                return
-            # First the parameters: who copies them and is in the round before notices afterwards.
-            _, command = self.phase.after(event)
-            self.changes += 1
-            self._change(command)
-            self._apply(event)
-            self.changes += 1
-
-        await self._device.run(OTHER, switch, self.phase.round)
+    def _switch(self, event: Event) -> None:
+        """An event that changes the present parameters; between two pieces of work of the device,
+        or by `Promote`."""
+        # First the parameters: who copies them and is in the round before notices afterwards.
+        _, command = self.phase.after(event)
+        self.changes += 1
+        self._change(command)
+        self._apply(event)
+        self.changes += 1
 
     def _change(self, command: Command | None) -> None:
-        """On the device."""
-        if isinstance(command, FinishRound):
+        if isinstance(command, FinishRound | Promote):
             self._stage.finish_round()
             if self._local is not None:
                 self._local.finish_round()

@@ -8,6 +8,9 @@ the next time.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -24,7 +27,9 @@ SPARE_FACTOR = 1.5
 class RoundVectors:
     """The vectors of the present round, and of the round that is open ahead, if there is one.
 
-    Shard methods may be called from the averaging thread, the others from the device thread.
+    `use` and `showing_present` are for the device thread, and so is `finish_round` where no round
+    is open ahead. All else may be called beside them, by one thread at a time: what a pass looks
+    at is the one vector that was shown to it, and that stays as it is.
     """
 
     def __init__(self, layers: StageLayers, *, reuses_gradient: bool) -> None:
@@ -48,10 +53,23 @@ class RoundVectors:
 
     def use(self, round_index: int) -> None:
         """Lets the layers compute with the parameters of a round and add to its gradient."""
-        if self._ahead is not None and round_index == self._ahead[0]:
-            self._layers.show(self._ahead[1])
+        ahead = self._ahead  # another thread may promote it meanwhile
+        if ahead is not None and round_index == ahead[0]:
+            self._layers.show(ahead[1])
         else:
             self._layers.show(self.present)
+
+    @contextlib.contextmanager
+    def showing_present(self) -> Iterator[None]:
+        """In this context the layers compute with the parameters of the present round, whichever
+        that is, and these stay as they are though the round may end."""
+        while True:
+            present = self.present
+            with present.reading:
+                if present is self.present:
+                    self._layers.show(present)
+                    yield
+                    return
 
     # ---- shards -----------------------------------------------------------------------------
 
@@ -74,13 +92,15 @@ class RoundVectors:
         """
         if not 0 <= shard_index < len(self.shard_sizes):
             raise ProtocolViolation(f"this stage has no shard {str(shard_index)[:32]}")
+        assert self._ahead is None, "those of the round ahead are known"
         check_shape("parameters", values, "float32", (self.shard_sizes[shard_index],))
         tensor = to_tensor(values)
         check_finite("parameters", tensor)
         if self._reuses_gradient:
             tensor = self.present.gradient_shards[shard_index].copy_(tensor)
         elif self._spare is not None:
-            tensor = self._spare.parameter_shards[shard_index].copy_(tensor)
+            with self._spare.reading:
+                tensor = self._spare.parameter_shards[shard_index].copy_(tensor)
         self._put_aside[shard_index] = tensor
 
     def coming_shard(self, shard_index: int) -> Tensor | None:
@@ -92,7 +112,8 @@ class RoundVectors:
 
     def finish_round(self) -> None:
         """Makes the coming parameters the present ones, with an empty gradient. Where a round is
-        open ahead, its parameters and its gradient become the present ones."""
+        open ahead, its parameters and its gradient become the present ones; the device may work on
+        that round meanwhile."""
         if self._ahead is not None:
             self._promote()
             return
@@ -124,29 +145,30 @@ class RoundVectors:
     def open_ahead(self, round_index: int) -> None:
         """Makes the parameters that were put aside those of `round_index`, beside the present
         round. Shards that were not put aside stay as they are."""
-        put_aside, self._put_aside = self._put_aside, {}
         coming = self._spare or self.present.another()
         self._spare = None
-        with torch.no_grad():
+        with torch.no_grad(), coming.reading:
             for j, shard in enumerate(coming.parameter_shards):
-                values = put_aside.get(j, self.present.parameter_shards[j])
+                values = self._put_aside.get(j, self.present.parameter_shards[j])
                 if values.data_ptr() != shard.data_ptr():
                     shard.copy_(values)
+                if j in self._put_aside:
+                    self._put_aside[j] = shard  # where they lay may be needed no more
             coming.clear_gradient()
             coming.refresh_copies()
         self._ahead = (round_index, coming)
 
     def drop_ahead(self) -> None:
-        """Drops the parameters and the gradient of the round that is open ahead."""
+        """Drops the gradient of the round that is open ahead. Its parameters are those that were
+        put aside, and still are."""
         if self._ahead is not None:
             _, self._spare = self._ahead
             self._ahead = None
-            self._layers.show(self.present)
 
     def _promote(self) -> None:
         """Makes the round that was open ahead the present one."""
         assert self._ahead is not None
-        assert not self._put_aside, "parameters were put aside while a round was open ahead"
-        (_, coming), self._ahead = self._ahead, None
-        self._spare, self.present, self._swapped = self.present, coming, None
-        self._layers.show(coming)
+        _, coming = self._ahead
+        self._put_aside = {}
+        before, self.present, self._swapped = self.present, coming, None
+        self._spare, self._ahead = before, None  # last: `use` finds the round in one of the two

@@ -87,8 +87,10 @@ class StageGeneration:
         self._texts.pop(session, None)
 
     def _pass(self, x: Tensor, context: LayerContext, is_copied: bool) -> Tensor:
-        self._layers.show(self._vectors.present)
-        with self._layers.evaluating(is_whole_batch=False, wants_outputs=True):
+        with (
+            self._vectors.showing_present(),
+            self._layers.evaluating(is_whole_batch=False, wants_outputs=True),
+        ):
             if not is_copied:
                 return self._layers.extend(x, context).float()
             with self._layers.showing(self._copy):

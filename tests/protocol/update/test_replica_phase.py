@@ -32,6 +32,7 @@ from swarmnet.protocol.update.replica_phase import (
     OpenAhead,
     OpenInPart,
     Phase,
+    Promote,
     Refused,
     Row,
     State,
@@ -99,7 +100,7 @@ class World:
         elif self.doing == SERVING and not self.is_known:
             yield Declared()
         elif self.doing == SERVING:
-            if self.is_asking_ahead:  # what closes a round waits for the device
+            if self.is_asking_ahead:  # what closes a round waits until that is ready
                 yield OpenAhead()
             elif not self.is_giving:
                 yield from (Close(), Lose())
@@ -165,7 +166,9 @@ class World:
             raise Broken(f"{e}") from None
         world = self.settled(event)
         if isinstance(event, Open | OpenInPart | Flush):
-            keep(isinstance(command, FinishRound), "parameters put aside stay there")
+            # What is done of a round ahead goes on; else the device must not be at work.
+            wanted = FinishRound if self.ahead is None else Promote
+            keep(isinstance(command, wanted), "parameters put aside stay there")
         world = replace(world.carried_out(command, event), phase=phase)
         return world.driven(event)
 
@@ -364,7 +367,7 @@ def test_what_others_calls_tell_is_of_the_present_round_only() -> None:
 # ---- the table, broken on purpose -----------------------------------------------------------
 
 ROWS = [(state, of) for state, row in TABLE.items() for of in row]
-COMMANDS = (None, AwaitDevice, FinishRound, KeepBoth, DropAhead)
+COMMANDS = (None, AwaitDevice, FinishRound, Promote, KeepBoth, DropAhead)
 
 
 def is_found() -> bool:

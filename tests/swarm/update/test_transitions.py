@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,41 +45,87 @@ async def work(replica: Replica, r: int, microbatch_id: int = 1) -> None:
     replica.ledger.done(key, num_tokens=4, next_peer=None)
 
 
-def test_who_begins_to_give_before_the_device_comes_to_it_opens_nothing_ahead() -> None:
-    async def scenario(replica: Replica) -> None:
-        busy = asyncio.create_task(replica.device.run(BACKWARD, lambda: None, 0))
-        await asyncio.sleep(0)
-        opening = asyncio.create_task(replica.transitions.open_ahead())
-        await asyncio.sleep(0.5 * WORK_S)
-        replica.transitions.give()
-        await asyncio.gather(busy, opening)
-        assert not replica.ahead
-        assert not replica.takes(1)
-        replica.transitions.gave(is_refused=True)
-        await replica.transitions.open_ahead()
-        assert replica.takes(1)
-        await work(replica, 1)
-        assert replica.takes(0), "both rounds are open"
-
-    play(scenario)
+def put_aside(replica: Replica) -> bytes:
+    """Other parameters for the coming round."""
+    coming = replica.stage.parameter_shard(0)
+    numbers = [x + 1.0 for x in struct.unpack(f"<{len(coming.data) // 8}d", coming.data)]
+    data = struct.pack(f"<{len(numbers)}d", *numbers)
+    replica.stage.stage_parameters(0, replace(coming, data=data))
+    return data
 
 
-def test_no_gradient_is_given_in_the_moment_in_which_the_next_round_opens() -> None:
-    """The device has a thread of its own: the loop may begin to give at any moment."""
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_begins_to_give_while_the_next_round_is_made_ready_does_not_open_it(
+    is_late: bool,
+) -> None:
+    """The worker has a thread of its own: the loop may begin to give at any moment."""
 
     async def scenario(replica: Replica) -> None:
         open_ahead = replica.stage.open_ahead
 
         def opening(round_index: int) -> None:
-            if replica.phase.may_give(0):
+            if not is_late:
                 replica.transitions.give()
             open_ahead(round_index)
+            if is_late:
+                replica.transitions.give()
 
+        coming = put_aside(replica)
         replica.stage.open_ahead = opening  # type: ignore[method-assign]
         await replica.transitions.open_ahead()
+        assert not replica.ahead
+        assert not replica.takes(1)
+        replica.transitions.gave(is_refused=True)
+        replica.stage.open_ahead = open_ahead  # type: ignore[method-assign]
+        await work(replica, 0)
+        await replica.transitions.close_round()
+        await replica.transitions.open_round(1, is_whole=True)
+        assert bytes(replica.stage.parameter_shard(0).data) == coming, "put aside as before"
+
+    play(scenario)
+
+
+def test_the_next_round_opens_beside_the_work_of_this_one() -> None:
+    async def scenario(replica: Replica) -> None:
+        coming = put_aside(replica)
+        last = asyncio.create_task(work(replica, 0, 1))
+        await asyncio.sleep(0.5 * WORK_S)
+        began = asyncio.get_running_loop().time()
+        await replica.transitions.open_ahead()
+        assert asyncio.get_running_loop().time() == began
         assert replica.takes(1)
-        assert not replica.phase.is_given(0)
-        await work(replica, 1)
+        assert replica.takes(0), "both rounds are open"
+        await last
+        await work(replica, 1, 2)
+        assert bytes(replica.stage.parameter_shard(0).data) != coming
+        assert replica.ledger.num_samples(0) == 4
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_round_that_was_opened_ahead_begins_beside_its_own_work(is_ahead: bool) -> None:
+    """Its parameters are those that it has; any other round waits for the device."""
+
+    async def scenario(replica: Replica) -> None:
+        coming = put_aside(replica)
+        if is_ahead:
+            await replica.transitions.open_ahead()
+            busy = asyncio.create_task(work(replica, 1))
+        else:
+            busy = asyncio.create_task(replica.device.run(BACKWARD, lambda: None, 0))
+        await asyncio.sleep(0.5 * WORK_S)
+        await replica.transitions.close_round()
+        began = asyncio.get_running_loop().time()
+        await replica.transitions.open_round(1, is_whole=True)
+        took_s = asyncio.get_running_loop().time() - began
+        assert (took_s == 0.0) == is_ahead
+        assert replica.is_open(1)
+        assert bytes(replica.stage.parameter_shard(0).data) == coming
+        await busy
+        if is_ahead:
+            assert replica.ledger.num_samples(1) == 4
+            assert replica.stage.gradient_shard(0).data.ids == {(1, 1): 1}  # type: ignore[union-attr]
 
     play(scenario)
 

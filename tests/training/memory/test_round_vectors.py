@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -109,12 +110,54 @@ def test_a_round_ahead_that_is_dropped_leaves_the_present_one() -> None:
     vectors.use(1)
     vectors.drop_ahead()
     assert vectors.round_ahead is None
+    vectors.use(0)
     assert layers.shown is vectors.present
     assert torch.equal(vectors.present.parameters, before)
     assert vectors.present.gradients.sum() == NUM_PARAMETERS
     vectors.open_ahead(1)
     vectors.use(1)
     assert not layers.shown.adding.any(), "it begins anew"
+
+
+def test_a_round_may_end_beside_a_pass_of_the_next_one() -> None:
+    layers = linear_layers()
+    vectors = ahead(layers)
+    vectors.use(1)
+    shown = [(p.data_ptr(), p.grad) for p in layers.parameters()]
+    vectors.finish_round()
+    assert [(p.data_ptr(), p.grad) for p in layers.parameters()] == shown
+    vectors.use(1)
+    assert [(p.data_ptr(), p.grad) for p in layers.parameters()] == shown
+    assert layers.shown is vectors.present
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_what_a_measurement_reads_stays_though_the_round_ends(opens: bool) -> None:
+    """Its memory is that of the coming parameters then."""
+    layers = linear_layers()
+    vectors = ahead(layers)
+    before = vectors.present.parameters.clone()
+    has_begun = threading.Event()
+
+    def overwrite() -> None:
+        has_begun.set()
+        if opens:
+            vectors.open_ahead(2)
+        else:
+            put_all_aside(vectors, 7.0)
+
+    other = threading.Thread(target=overwrite)
+    with vectors.showing_present():
+        vectors.finish_round()
+        assert is_all(vectors, 5.0)
+        other.start()
+        has_begun.wait()
+        other.join(0.1)  # where it does not wait, this is enough
+        shown = torch.cat([p.detach().reshape(-1) for p in layers.parameters()])
+        assert torch.equal(shown, before)
+    other.join()
+    with vectors.showing_present():
+        assert all((p == 5.0).all() for p in layers.parameters())
 
 
 def test_layers_that_show_one_pair_only_open_nothing_ahead(
