@@ -9,8 +9,9 @@ replicas. A cell is a run, a sync mode, codecs at both places (`[pipeline] codec
 codec`), a rate in Mbit/s and a delay in ms one way: `default/delayed/int8/20/12`. Rate `max` is a
 switch without a limit, and `loopback` no switch at all.
 
-Measured from the end of one round to the end of another: tokens a second, and bytes a token, by the
-peers' own counters and by the switch's. 100 % is the same mode and codecs over a switch without
+Measured from the end of one round to the end of another, over as many rounds as there are from one
+held-out loss to the next, or a multiple of that: tokens a second, and bytes a token, by the peers'
+own counters and by the switch's. 100 % is the same mode and codecs over a switch without
 limit and delay (`max/0`). The bound of a cell: a round takes what it takes on a link with this
 delay and no limit (computation and latency, both measured: `max/12`), and then the time that the
 busiest uplink needs for the bytes that the switch saw. In `delayed` the link works beside the
@@ -19,7 +20,7 @@ devices: `overlapped` takes the longer one of the two instead.
 Results go to `docs/links.json`, a measurement at a time; a cell that has `--repeat` of them on such
 a machine is not measured again. The figures in the tables of `docs/wire.md`, one for each machine,
 are medians, and those of `docs/links-*.svg` are of the machine with the most of them. A
-measurement takes 20 to 40 s, longer where rounds do. On two cores the peers and the switch share
+measurement takes 30 to 50 s, longer where rounds do. On two cores the peers and the switch share
 them, at every rate alike.
 """
 
@@ -261,13 +262,13 @@ def measure(cell: Cell, window_s: float, congestion: str, cores: str) -> Measure
         _until_all_own(swarm, running)
         begin, first = _at_round_end(swarm, running), look()
         least_s = time.monotonic() + window_s
-        _until(
-            lambda: (
-                time.monotonic() >= least_s
-                and swarm.rounds()[-1]["round"] >= begin["round"] + LEAST_ROUNDS - 1
-            ),
-            running,
-        )
+        period = max(LEAST_ROUNDS, spec["pipeline"].get("evaluate_every", 0))
+
+        def is_enough() -> bool:
+            count = swarm.rounds()[-1]["round"] + 1 - begin["round"]
+            return time.monotonic() >= least_s and count > 0 and count % period == 0
+
+        _until(is_enough, running)
         end, last = _at_round_end(swarm, running), look()
         about = about_machine(congestion, cores)
     rounds = end["round"] - begin["round"]

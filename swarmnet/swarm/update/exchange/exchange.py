@@ -372,9 +372,11 @@ class Exchange:
         """Beside rounds an exchange may end at one replica long before it does at the others, which
         have nothing to give until they have left it. The deadline runs from then, if that is before
         it."""
-        members, end = self._ownership.members, self._deadlines[j]
+        members, end, has_waited = self._ownership.members, self._deadlines[j], False
         while members.are_behind(self._awaited(j), self.number) and self._gossip.awake_s() < end:
+            has_waited = True
             await self._gossip.changed.wait(LOOK_AGAIN_S)
+        if has_waited:
             self._set_deadline(j)
 
     def _awaited(self, j: int) -> list[str]:
