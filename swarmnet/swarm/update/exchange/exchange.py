@@ -354,8 +354,11 @@ class Exchange:
 
     async def _expire(self, j: int) -> None:
         """Waits for the deadline in time awake: after a stall of its own, this process has not read
-        yet what came. Then for the leases of those that may be back."""
-        await self._until_begun(j)
+        yet what came. Then for the leases of those that may be back. It runs from when those that
+        are waited for have left the exchange before, if that is before it."""
+        members, end = self._ownership.members, self._deadlines[j]
+        if await members.until_begun(lambda: self._awaited(j), self.number, end):
+            self._set_deadline(j)
         while (left := self._deadlines[j] - self._gossip.awake_s()) > 0:
             await asyncio.sleep(left)
             if self._gossip.awake_s() < self._deadlines[j]:
@@ -367,17 +370,6 @@ class Exchange:
                 self.refresh()
         del self._deadlines[j]
         self.feed(j, on.DeadlinePassed())
-
-    async def _until_begun(self, j: int) -> None:
-        """Beside rounds an exchange may end at one replica long before it does at the others, which
-        have nothing to give until they have left it. The deadline runs from then, if that is before
-        it."""
-        members, end, has_waited = self._ownership.members, self._deadlines[j], False
-        while members.are_behind(self._awaited(j), self.number) and self._gossip.awake_s() < end:
-            has_waited = True
-            await self._gossip.changed.wait(LOOK_AGAIN_S)
-        if has_waited:
-            self._set_deadline(j)
 
     def _awaited(self, j: int) -> list[str]:
         facts = self._machines[j].facts

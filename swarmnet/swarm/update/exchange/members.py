@@ -11,6 +11,7 @@ from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
 from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, SUSPECT, Standing
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.timing import LOOK_AGAIN_S
 from swarmnet.swarm.update.replica import Replica
 
 BEHIND_ROUNDS = 2
@@ -149,8 +150,19 @@ class ExchangeMembers:
         record = self.gossip.view.get(peer_id)
         return record is not None and record.declared[0] >= round_index
 
-    def are_behind(self, peer_ids: Iterable[str], round_index: int) -> bool:
-        """One of these is still in the exchange before, which ran beside a round."""
+    async def until_begun(
+        self, peer_ids: Callable[[], list[str]], round_index: int, end_s: float
+    ) -> bool:
+        """Beside rounds an exchange may end at one replica long before it does at others, which
+        have nothing to give for the next one until they have left it: waits for these, until
+        `end_s` in seconds awake at most. Returns whether there was one."""
+        has_waited = False
+        while self._are_behind(peer_ids(), round_index) and self.gossip.awake_s() < end_s:
+            has_waited = True
+            await self.gossip.changed.wait(LOOK_AGAIN_S)
+        return has_waited
+
+    def _are_behind(self, peer_ids: Iterable[str], round_index: int) -> bool:
         if not self.plan.is_delayed(round_index - 1):
             return False
         records = map(self.gossip.view.get, peer_ids)
