@@ -8,7 +8,7 @@ Each host is a namespace whose only device is a TAP. A process of its own, the s
 Ethernet frames from one to the other: a frame leaves its host at the rate of that host's uplink,
 and arrives after the delay. What would wait longer than `QUEUE_S` for the uplink is dropped, as in
 a home router. There is no limit on what a host receives. Needs Linux, root, `/dev/net/tun` and
-`ip`. 100 Mbit/s take about a seventh of a core.
+`ip`. 100 Mbit/s take about a sixth of a core.
 """
 
 from __future__ import annotations

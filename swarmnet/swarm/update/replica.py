@@ -3,7 +3,8 @@
 The rules are a table (`protocol.update.replica_phase`): a round at a replica is open (microbatches
 come and go), then closed (their gradients are averaged), then finished: the parameters change and
 the next one opens. The switch happens on the device thread, between two pieces of work, so that no
-microbatch ever meets the parameters of another round.
+microbatch ever meets the parameters of another round; but beside its work where that is of a round
+which is open already.
 
 In mode `delayed` the next round may be opened *ahead*, when everything of the present one has been
 launched and is in flight: its parameters are there already. A replica then works on both,

@@ -48,8 +48,8 @@ async def work(replica: Replica, r: int, microbatch_id: int = 1) -> None:
 def put_aside(replica: Replica) -> bytes:
     """Other parameters for the coming round."""
     coming = replica.stage.parameter_shard(0)
-    numbers = [x + 1.0 for x in struct.unpack(f"<{len(coming.data) // 8}d", coming.data)]
-    data = struct.pack(f"<{len(numbers)}d", *numbers)
+    numbers = [x + 1.0 for x in struct.unpack(f"<{len(coming.data) // 4}f", coming.data)]
+    data = struct.pack(f"<{len(numbers)}f", *numbers)
     replica.stage.stage_parameters(0, replace(coming, data=data))
     return data
 
@@ -77,6 +77,8 @@ def test_who_begins_to_give_while_the_next_round_is_made_ready_does_not_open_it(
         assert not replica.takes(1)
         replica.transitions.gave(is_refused=True)
         replica.stage.open_ahead = open_ahead  # type: ignore[method-assign]
+        if is_late:
+            assert put_aside(replica) == coming, "there is no other round in the way"
         await work(replica, 0)
         await replica.transitions.close_round()
         await replica.transitions.open_round(1, is_whole=True)
