@@ -29,7 +29,7 @@ def test_a_volunteer_pauses_and_comes_back_while_the_run_goes_on() -> None:
         )  # fmt: skip
         running.until(lambda: len(first.events("round")) >= 3)
         told = "limits: upload 50Mbit; memory 8GB; device 50% of the time"
-        assert told in guest.output()
+        running.until(lambda: told in guest.output())  # it listens before it prints
         printed = limits(running, guest, "--pause")
         assert "device 50% of the time; paused" in printed
         running.until(lambda: first.events("peer_paused"))
@@ -39,7 +39,7 @@ def test_a_volunteer_pauses_and_comes_back_while_the_run_goes_on() -> None:
         before = len(first.events("round"))
         running.until(lambda: len(first.events("round")) >= before + 3)
         assert guest.process.poll() is None
-        assert any("paused because" in line for line in guest.errors())
+        running.until(lambda: any("paused because" in line for line in guest.errors()))
         status = running.start("status", "status", first.address, "--json")
         assert running.wait(status, 60.0) == 0, status.describe()
         shown = {p["peer_id"]: p for p in json.loads(status.output())["peers"]}[guest.peer_id]
