@@ -248,7 +248,12 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
             mend = "name a peer of the run: swarmnet doctor --join ADDR"
             return [*found, Finding("the way in", SKIPPED, text, mend)], None
         asking = await open_net(
-            options.transport, Identity.generate(), host=ANY_INTERFACE, port=0, announce=()
+            options.transport,
+            Identity.generate(),
+            host=ANY_INTERFACE,
+            port=0,
+            announce=(),
+            shares_port=True,
         )
         try:
             more, spec = await _ask(asking.transport, addresses, options)
@@ -274,7 +279,7 @@ async def _ask(
     text = f"peer {peer_id[-8:]} of {spec.name!r} answered in {1000 * dial_s:.0f} ms"
     found = [Finding("the way out", GOOD, text)]
     transport.set_run(spec.run_id)
-    # Port reuse: p2pd goes out from the port on which it listens, py-libp2p does not.
+    # p2pd goes out from the port on which it listens where it is asked to, py-libp2p never.
     nat = check_nat(transport, peer_id, can_compare=options.transport == "p2pd")
     for check in (
         check_way_in(transport, peer_id, own),

@@ -46,14 +46,16 @@ async def open_net(
     port: int,
     announce: Sequence[str],
     direct_port: int | None = None,
+    shares_port: bool = False,
 ) -> Net:
     """A started transport of the wanted kind. `direct_port`: where to listen for direct
-    connections; None: none are made. Raises `AddressError` where a port is taken."""
+    connections; None: none are made. `shares_port`: as of `P2pdCarrier`; the other
+    carrier never does. Raises `AddressError` where a port is taken."""
     direct = None if direct_port is None else DirectListener(host, direct_port)
     if name == "p2pd":
         from swarmnet.transport.libp2p.p2pd import P2pdCarrier
 
-        carrier = P2pdCarrier(key, host=host, port=port, announce=announce)
+        carrier = P2pdCarrier(key, host=host, port=port, announce=announce, shares_port=shares_port)
         transport = ChannelTransport(carrier, agent=AGENT, direct=direct, identity=key)
         await transport.start()
         return Net(transport, lambda: carrier.p2p, carrier.on_restart)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from swarmnet.errors import TransportError
 
@@ -37,8 +37,10 @@ class DaemonProcess:
         self._reader = loop.create_task(self._read())
 
     @classmethod
-    async def start(cls, binary: str, arguments: Sequence[str]) -> DaemonProcess:
-        """Starts the program; it may end at once."""
+    async def start(
+        cls, binary: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> DaemonProcess:
+        """Starts the program; it may end at once. `environment`: variables beside our own."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -51,7 +53,7 @@ class DaemonProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+            env={**os.environ, "GOLOG_LOG_LEVEL": "error", **(environment or {})},
         )
         return cls(process)
 

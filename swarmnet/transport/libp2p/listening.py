@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from collections.abc import Sequence
 
 from swarmnet.errors import AddressError, TransportError
@@ -28,21 +26,6 @@ class ListenAddress:
     def keep_port(self, listening: Sequence[str]) -> None:
         """Listens at the same port from now on; `listening`: the daemon's multiaddrs."""
         self._port = _tcp_port(listening) or self._port
-
-    def check_free(self) -> None:
-        """Daemons listen with SO_REUSEPORT: a second one on a taken port would start, and get some
-        of the first one's visitors. Raises `AddressError`."""
-        if not self._port:
-            return
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host, self._port))
-            except OSError as e:
-                if e.errno == errno.EADDRINUSE:
-                    raise self._taken() from None
-                # What else is wrong the daemon says.
 
     def failure(self, text: str) -> AddressError | TransportError:
         """Why a daemon did not start; `text`: what it printed last."""

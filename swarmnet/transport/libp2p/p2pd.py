@@ -44,6 +44,11 @@ MAX_MISSED_PINGS = 2
 """More than one: after a pause of *our* process a ping may time out although it was answered."""
 CONNECT_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+ONE_SIDE = {"LIBP2P_TCP_REUSEPORT": "false"}
+"""For the daemon: connections go out from any free port. Where two daemons dial each other from
+their listening ports within the latency of the link, TCP makes one connection of it in which both
+sides are the dialling one, both handshakes fail (go-libp2p issue 2925), and either daemon refuses
+the other's address for five seconds. A pair of newcomers then took each other for dead."""
 
 
 class P2pdCarrier:
@@ -58,15 +63,19 @@ class P2pdCarrier:
         announce: Sequence[str] = (),
         runtime_base: Path | None = None,
         nat_port_map: bool = False,
+        shares_port: bool = False,
     ) -> None:
         """`host`, `port`: where to listen (0: any free port). `announce`: further addresses to tell
-        others. `runtime_base`: where the folder with the sockets is made."""
+        others. `runtime_base`: where the folder with the sockets is made. `shares_port`: it goes
+        out from the port on which it listens, by which `swarmnet doctor` tells kinds of NAT apart;
+        two that dial each other at once do not meet then (`ONE_SIDE`)."""
         self.peer_id = identity.peer_id
         self.p2p: Any = None
         self._identity = identity
         self._listen = ListenAddress(host, port)
         self._announce = tuple(announce)
         self._nat_port_map = nat_port_map
+        self._environment = {} if shares_port else ONE_SIDE
         self._runtime_base = runtime_base
         self._runtime: RuntimeDir | None = None
         self._daemon: DaemonProcess | None = None
@@ -260,7 +269,6 @@ class P2pdCarrier:
         from multiaddr import Multiaddr
 
         assert self._runtime is not None
-        self._listen.check_free()
         self._starts += 1
         folder = self._runtime.path
         control = folder / f"p2pd-{self._starts}.sock"
@@ -268,7 +276,9 @@ class P2pdCarrier:
         identity = folder / "identity"
         identity.touch(mode=0o600)
         identity.write_bytes(self._identity.to_file_bytes())
-        self._daemon = await DaemonProcess.start(binary, self._arguments(control))
+        self._daemon = await DaemonProcess.start(
+            binary, self._arguments(control), self._environment
+        )
         if not await self._daemon.until_up():
             raise self._listen.failure(self._daemon.last_words)
 
