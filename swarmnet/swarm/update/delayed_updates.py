@@ -140,7 +140,9 @@ class DelayedUpdates:
         return True
 
     def finish_round(self, round_index: int) -> None:
-        self.averaging.finish_round(self.averaging.current - 1)
+        done, replica = self.averaging.current - 1, self.replica
+        replica.counted(self.averaging.books.samples_in(done, replica.samples))
+        self.averaging.finish_round(done)
         self.auto.finish_round(round_index, self.replica.measured.open_s)
 
     async def close(self) -> None:
@@ -185,7 +187,6 @@ class DelayedUpdates:
     async def _copied(self, num_tokens: int) -> Gradient:
         if not num_tokens:
             return Gradient()
-
         stage, worker = self.replica.stage, self.replica.worker
         shards = [
             await worker.run(lambda j=j: stage.copy_gradient(j))  # type: ignore[misc]

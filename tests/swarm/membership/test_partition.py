@@ -218,3 +218,34 @@ def test_two_that_took_each_other_for_dead_wrongly_wait_for_neither(
         await swarm.until(lambda: min(swarm.rounds()) > began_at + 3, HEALED_WITHIN_S)
 
     in_virtual_time(scenario, spec, seed=seed, is_synthetic=True)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed"])
+def test_of_two_results_the_one_of_more_samples_holds(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two replicas of a stage do not reach each other when the first round ends, and each has
+    a result of its own samples."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4000, sync={"mode": mode})
+    monkeypatch.setattr(memory, "UNREACHABLE_AFTER_S", 0.0)
+
+    async def scenario(swarm: Swarm) -> None:
+        def samples() -> dict[str, int]:
+            return {n: swarm.members[n].peer.gossip.own.samples for n in ("peer-1", "peer-3")}
+
+        def is_of_few(name: str) -> bool:
+            return 0 < samples()[name] < spec.pipeline.global_batch
+
+        swarm.hub.partition("peer-1", "peer-3")
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until(lambda: is_of_few("peer-1") and is_of_few("peer-3"))
+        of = samples()
+        assert sum(of.values()) == spec.pipeline.global_batch
+        fewer, more = sorted(of, key=of.__getitem__)
+        assert of[fewer] < of[more]
+        await swarm.until(lambda: max(swarm.rounds()) >= 10)
+        now = dict(zip(swarm.members, swarm.rounds(), strict=True))
+        assert now[fewer] < 5 < now[more]
+
+    in_virtual_time(scenario, spec, seed=4, is_synthetic=True)
