@@ -187,9 +187,10 @@ class DelayedUpdates:
     async def _copied(self, num_tokens: int) -> Gradient:
         if not num_tokens:
             return Gradient()
-        stage, worker = self.replica.stage, self.replica.worker
-        shards = [
-            await worker.run(lambda j=j: stage.copy_gradient(j))  # type: ignore[misc]
-            for j in range(self.replica.num_shards)
-        ]
-        return Gradient(num_tokens, tuple(shards))
+        stage, shards = self.replica.stage, range(self.replica.num_shards)
+        return Gradient(
+            num_tokens,
+            # At once: the round ends when it is done, and each way to the thread and back waits
+            # for all other threads of the machine.
+            await self.replica.worker.run(lambda: tuple(stage.copy_gradient(j) for j in shards)),
+        )
