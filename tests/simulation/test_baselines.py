@@ -69,7 +69,10 @@ def test_only_swarm_changes_the_limits() -> None:
     assert limits_for(SWARM, 300.0, limits).move_cooldown_s == 0.0
 
 
-@pytest.mark.parametrize("name", ASSIGNMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == ADAPTIVE else [pytest.mark.long]) for n in ASSIGNMENTS],
+)
 def test_every_assignment_holds_the_invariants(name: str) -> None:
     scenario = Scenario(
         seed=5,

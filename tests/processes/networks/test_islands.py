@@ -58,7 +58,7 @@ def trains_with(running: Machine, peers: list[Command], number: int) -> None:
     running.until(lambda: all(does(peer) for peer in peers), TOGETHER_WITHIN_S)
 
 
-@pytest.mark.parametrize("net", [PUBLIC_NET, HOME_NET])
+@pytest.mark.parametrize("net", [pytest.param(PUBLIC_NET, marks=pytest.mark.long), HOME_NET])
 def test_peers_come_back_elsewhere_and_the_swarm_is_one_again(net: str) -> None:
     with world(net) as (made, running):
         spaces = [made.public(name) for name in ("one", "two", "three", "four", "five")]

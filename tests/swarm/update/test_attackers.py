@@ -45,10 +45,6 @@ def noisy(_: int, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 ATTACKS: dict[str, Attack] = {"flipped": flipped, "scaled": scaled, "noisy": noisy}
-OTHERS = ("flipped", "noisy")
-"""That the default is tried with each time, and the rules beside it by `make test-all`."""
-
-
 Push = Callable[[int, np.ndarray], tuple[int, np.ndarray]]
 """(tokens, what is true) -> what is pushed instead."""
 
@@ -184,7 +180,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("attack", [*ATTACKS, "stale"])
+@pytest.mark.parametrize(
+    "attack",
+    ["scaled", "stale", *(pytest.param(a, marks=pytest.mark.long) for a in ("flipped", "noisy"))],
+)
 def test_the_mean_breaks_and_the_default_does_not(folder: Path, attack: str) -> None:
     honest = honest_loss(folder)
     defended, clipped = final_loss(folder, "median_clip", attack)
@@ -214,7 +213,14 @@ def test_the_other_rules_hold_too(folder: Path, rule: str, attack: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "attack"),
-    [("zero", "greedy"), *(("local", attack) for attack in PUSHES if attack != "turned")],
+    [
+        ("zero", "greedy"),
+        *(
+            pytest.param("local", attack, marks=[] if attack == "greedy" else [pytest.mark.long])
+            for attack in PUSHES
+            if attack != "turned"
+        ),
+    ],
 )
 def test_false_pushes_break_the_mean_and_not_the_default(
     folder: Path, mode: str, attack: str

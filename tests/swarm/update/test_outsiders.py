@@ -112,8 +112,8 @@ def rounds_take(folder: Path, attack: Callable[[Swarm], Outsider | None]) -> tup
     ("said", "answers"),
     [
         ({"state": JOINING, "stage": 0}, {"reduce"}),
-        ({"state": JOINING}, set()),
-        ({"state": LEAVING, "stage": 1}, set()),
+        pytest.param({"state": JOINING}, set(), marks=pytest.mark.long),
+        pytest.param({"state": LEAVING, "stage": 1}, set(), marks=pytest.mark.long),
         ({"state": ACTIVE, "stage": 1}, set()),
     ],
 )

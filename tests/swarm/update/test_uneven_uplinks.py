@@ -122,6 +122,7 @@ def test_slow_uplinks_lose_nothing_in_the_first_round() -> None:
     run(simulated())
 
 
+@pytest.mark.long
 def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
     """As primary in its first exchange, of which it has measured nothing: beside rounds of minutes,
     exchanges take a minute and more, and end at some replicas minutes before they do at others."""
