@@ -352,6 +352,7 @@ class Peer:
         if target is not None:
             self._go_to(target, served.replica)
         served.let_go()
+        self.generation.forget()
         return target
 
     async def _built(self, stage_index: int) -> ServedStage:

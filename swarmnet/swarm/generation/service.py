@@ -64,6 +64,11 @@ class GenerateService:
                 self._look()
             self._opened.clear()
 
+    def forget(self) -> None:
+        """The stage is served here no more: nothing that is kept for texts holds on to it."""
+        self._of, self._sessions = None, Sessions()
+        self._limits.hold_texts(self._peer_id, 0.0)
+
     async def on_generate(self, request: Request) -> Message:
         """Opens a session, goes on with it, or ends it."""
         asked = convert(request.message.body, GenerateRequest)
@@ -107,16 +112,22 @@ class GenerateService:
             chosen = self._sessions.choose(key, machine, wish, replica.round, has_room)
             if chosen is Parameters.COPIED:
                 await self._on_device(replica, lambda: self._copy(replica, generation, wish.round))
+            if self._of is not replica:
+                raise NotReady("that stage is not served here any more")
             now = asyncio.get_running_loop().time()
             self._sessions.open(key, machine, wish, chosen, replica.round, now)
         self._hold(generation)
         self._opened.set()
 
     def _copy(self, replica: Replica, generation: Generation, round_index: int) -> None:
-        """On the device thread, on which rounds change too."""
-        if replica.round != round_index:
-            raise NotReady(f"round {round_index} is over here", round=replica.round)
-        generation.copy([replica.common_shard(j) for j in range(replica.num_shards)])
+        """On the device thread. A round that was open ahead may begin meanwhile."""
+        changes = replica.transitions.changes
+        if replica.round == round_index and changes % 2 == 0:
+            generation.copy([replica.common_shard(j) for j in range(replica.num_shards)])
+            if changes == replica.transitions.changes:
+                return
+            generation.drop_copy()
+        raise NotReady(f"round {round_index} is over here", round=replica.round)
 
     async def _extend(
         self,
@@ -204,16 +215,6 @@ class GenerateService:
     def _look(self) -> None:
         for key in self._sessions.expired(asyncio.get_running_loop().time()):
             self._end(key)
-        replica = self._of
-        if replica is None:
-            return
-        try:
-            is_here = self._serving(replica.index) is replica
-        except NotReady:
-            is_here = False
-        if not is_here:  # the stage went, and all of this with it
-            self._of, self._sessions = None, Sessions()
-            self._limits.hold_texts(self._peer_id, 0.0)
 
 
 class _Once(Generic[T]):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import struct
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.training.checkpoint import CheckpointStore
+from swarmnet.training.passes.generation import StageGeneration
+from swarmnet.wire import Array
 from tests.swarm import harness
 from tests.swarm.harness import (
     OpenSigner,
@@ -311,3 +315,62 @@ def working(swarm: Swarm, stage: int) -> str:
 def num_parameters(peer: Peer) -> int:
     assert peer.replica is not None
     return sum(peer.replica.stage.shard_sizes)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_stage_that_is_left_is_not_kept_for_its_texts(tmp_path: Path, is_open: bool) -> None:
+    """Whether a text is being written there or has ended: a paused peer's memory is the
+    machine's."""
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            await write(text, PROMPT, 2)
+            peer = next(m.peer for m in swarm.members.values() if m.peer.resource_limits.text_bytes)
+            if not is_open:
+                await text.close()
+                await swarm.until(lambda: not peer.resource_limits.text_bytes)
+            assert peer.replica is not None
+            stage = weakref.ref(peer.replica.stage)
+            peer.resource_limits.why_paused = "its owner paused it"
+            peer.resource_limits.tell()
+            await swarm.until(lambda: peer.gossip.own.paused != "")
+            gc.collect()
+            assert stage() is None
+            assert not peer.resource_limits.text_bytes
+            written = await write(asker.text("another"), PROMPT, 4)
+            assert len(written) == 4
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
+def test_a_round_that_begins_while_it_is_copied_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that was open ahead begins whatever the device does, and what it copies may be of
+    both: the text is begun by another one."""
+    copy, num_copies = StageGeneration.copy, 0
+
+    async def scenario(swarm: Swarm) -> None:
+        def copies(self: StageGeneration, shards: Sequence[Array]) -> None:
+            nonlocal num_copies
+            copy(self, shards)
+            num_copies += 1
+            for member in swarm.members.values():
+                replica = member.peer.replica
+                if num_copies == 1 and replica and replica.stage.generation is self:
+                    replica.transitions.changes += 2
+
+        monkeypatch.setattr(StageGeneration, "copy", copies)
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            assert await write(text, PROMPT, 4)
+            assert num_copies > 2, "one of each stage, and the one that did not do"
+            held = [m.peer.resource_limits.text_bytes > 0 for m in swarm.members.values()]
+            assert held == [True, True]
+
+    in_virtual_time(scenario, spec_of(tmp_path))
