@@ -37,7 +37,7 @@ class InferService:
         infer = convert(request.message.body, InferRequest)
         replica = self._serving(infer.stage)
         if infer.round >= 0:
-            await replica.enter(infer.round, self._limits.enter_wait_s)
+            await self._until_present(replica, infer.round)
         arrays = request.message.arrays
         inputs = arrays[0] if arrays else None
         if inputs is None or len(arrays) > 2:
@@ -62,6 +62,14 @@ class InferService:
             return Message(InferReply(), (result,))
         onward = (result,) if targets is None else (result, targets)
         return await infer_through(self._wiring, replace(infer, stage=infer.stage + 1), onward)
+
+    async def _until_present(self, replica: Replica, round_index: int) -> None:
+        """A round that is open ahead takes microbatches, but its parameters are not yet those that
+        a forward pass is made with. Raises as `Replica.enter`."""
+        wait_s = self._limits.enter_wait_s
+        await replica.enter(round_index, wait_s)
+        if not await replica.changed.until(lambda: replica.round >= round_index, wait_s):
+            raise NotReady(f"round {round_index} has not begun here", round=replica.round)
 
 
 async def infer_through(

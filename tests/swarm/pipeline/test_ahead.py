@@ -4,10 +4,18 @@ virtual time, memory transport."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from swarmnet.swarm.messages import InferRequest
+from swarmnet.swarm.pipeline.infer import InferService
+from swarmnet.swarm.update.transitions import Transitions
+from swarmnet.training.stage import TorchStage
+from swarmnet.transport.base import Request
+from swarmnet.wire import Message, convert
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 16
@@ -67,3 +75,53 @@ def test_a_crash_while_two_rounds_are_open_loses_no_round(tmp_path: Path, seed: 
         swarm.parameters()  # replicas are bit-identical
 
     in_virtual_time(scenario, spec, seed=seed)
+
+
+def test_a_held_out_loss_is_of_its_round_though_that_is_open_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that has the round open ahead still has the parameters of the one before. One is
+    late to begin each."""
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": "delayed"}, evaluate_every=1
+    )
+    asked, ahead, found = list[int](), set[int](), list[int]()
+    on_infer, evaluate = InferService.on_infer, TorchStage.evaluate
+    open_round = Transitions.open_round
+
+    async def scenario(swarm: Swarm) -> None:
+        async def asks(self: InferService, request: Request) -> Message:
+            r = convert(request.message.body, InferRequest).round
+            reply = await on_infer(self, request)
+            asked.append(r)
+            return reply
+
+        def evaluates(self: TorchStage, *arguments: Any) -> Any:
+            [of] = [m.peer.replica for m in swarm.members.values()
+                    if m.peer.replica and m.peer.replica.stage is self]  # fmt: skip
+            found.append(of.round)
+            return evaluate(self, *arguments)
+
+        async def opens(self: Transitions, round_index: int, **options: Any) -> None:
+            if self is getattr(swarm.members["peer-3"].peer.replica, "transitions", None):
+                await asyncio.sleep(0.5)
+            await open_round(self, round_index, **options)
+
+        monkeypatch.setattr(Transitions, "open_round", opens)
+        monkeypatch.setattr(InferService, "on_infer", asks)
+        monkeypatch.setattr(TorchStage, "evaluate", evaluates)
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+
+        def done() -> bool:
+            for m in swarm.members.values():
+                if m.peer.replica and m.peer.replica.ahead:
+                    ahead.add(m.peer.replica.round)
+            return min(swarm.rounds()) >= ROUNDS
+
+        await swarm.until(done)
+
+    in_virtual_time(scenario, spec)
+    assert ahead
+    assert len(set(asked)) > ROUNDS // 2
+    assert Counter(found) == Counter(asked)
