@@ -225,8 +225,8 @@ class ServedStage:
         if not recovering.is_running(view.live(now)):
             self._gossip.update(history=self._recovery.new_history())
         is_filled = self._weights is not None and self._weights.weights.has_trained
-        if replica.local is not None and not is_filled:  # what was filled in is common already
-            await _drop_own_steps(replica)
+        if not is_filled:  # what was filled in is put aside already
+            await _put_present_aside(replica)
         kept = await self._weights.put_moments(replica) if self._weights is not None else ()
         await replica.transitions.open_round(round_index, is_whole=True)
         self.averaging.states.start_fresh(kept)
@@ -268,7 +268,8 @@ async def _end(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _drop_own_steps(replica: Replica) -> None:
-    """A stage begins with the common parameters: the steps after them count for no replica."""
+async def _put_present_aside(replica: Replica) -> None:
+    """A stage begins with the common parameters that are here: steps that a replica made after them
+    count for nobody, and shards that it has of donors, who are gone, are not all of them."""
     for j in range(replica.num_shards):
         await replica.worker.run(lambda j=j: replica.put_common(j, replica.common_shard(j)))  # type: ignore[misc]

@@ -189,3 +189,41 @@ def test_a_download_that_is_begun_again_keeps_what_has_arrived(
         assert set(by_shard.values()) == {1}, by_shard
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_stage_that_starts_afresh_has_nothing_of_donors_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newcomer had all shards of theirs but one: together with an initial one they would be no
+    model that anybody has trained."""
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=10, global_batch=200, sync={"shard_parameters": 512}
+    )
+    got = watch(monkeypatch)
+    ask = StateSync.ask
+
+    async def failing(self: StateSync, donor: Record, round_index: int, j: int) -> Array:
+        if j == 4:
+            raise Unreachable("the link is down")
+        return await ask(self, donor, round_index, j)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("first", stage=0, speed=SLOW)
+        swarm.start("donor", stage=STAGE, speed=SLOW)
+        await swarm.until_round(1)
+        await asyncio.sleep(1.0)
+        monkeypatch.setattr(StateSync, "ask", failing)
+        got.clear()
+        peer = swarm.start("joiner", stage=STAGE, speed=SLOW, feeds=False)
+        await swarm.until(lambda: len(got) > 10)
+        swarm.kill("donor")
+        await swarm.until(lambda: peer.gossip.own.state == ACTIVE, 300.0)
+        assert peer.gossip.own.round == 1
+        assert swarm.total("stage_restarted") == 1
+        initial, _ = swarm.build(STAGE)
+        shards = range(len(initial.shard_sizes))
+        assert peer.replica is not None
+        now = [bytes(peer.replica.stage.parameter_shard(j).data) for j in shards]
+        assert now == [bytes(initial.parameter_shard(j).data) for j in shards]
+
+    in_virtual_time(scenario, spec)
