@@ -116,6 +116,7 @@ class LocalUpdates:
     def __post_init__(self) -> None:
         self._have: dict[int, int] = {}
         """Of a newcomer: shards that it has, and the exchange that they come from."""
+        self._takes_newer = True
         self.moments = Moments(self.transport, self.gossip, self.limits, self.replica)
 
     @property
@@ -156,7 +157,7 @@ class LocalUpdates:
                 self.local.tokens[j] = 0
         skipped = set(range(replica.num_shards)) - set(due)
         self.averaging.states.skip(sorted(skipped))
-        return replica.synced or self._is_whole(round_index + 1)
+        return replica.synced or await self._settles(round_index + 1)
 
     def finish_round(self, round_index: int) -> None:
         self.averaging.finish_round(round_index)
@@ -181,7 +182,7 @@ class LocalUpdates:
         comes with its exchange. Returns when the replica is synced or no peer is left to fetch
         from."""
         replica, loop = self.replica, asyncio.get_running_loop()
-        self._have = {}
+        self._have, self._takes_newer = {}, True
         self._forget_tokens()  # of a checkpoint that was loaded, and that others have gone on from
         replica.transitions.aim(max(d.round for d in sync.donors()))
         fetching = loop.create_task(self._fetch_all(sync))
@@ -189,7 +190,7 @@ class LocalUpdates:
             while not replica.synced and sync.donors():
                 if fetching.done():
                     fetching.result()
-                if self._is_whole(replica.round):
+                if await self._settles(replica.round):
                     await replica.transitions.open_round(replica.round, is_whole=True)
                     await replica.measure_digests()
                 elif replica.round < replica.plan.rounds and rounds.is_drained(replica.round):
@@ -206,6 +207,15 @@ class LocalUpdates:
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
+
+    async def _settles(self, round_index: int) -> bool:
+        """Whether all common parameters of a round are here, to begin with it. Then they stay as
+        they are: a donor may be in a later round already."""
+        self._takes_newer = False
+        if self._is_whole(round_index):
+            await self.replica.worker.run(lambda: None)  # a shard was perhaps being put in place
+        self._takes_newer = not self._is_whole(round_index)
+        return not self._takes_newer
 
     def _is_whole(self, round_index: int) -> bool:
         plan = self.replica.plan
@@ -240,7 +250,7 @@ class LocalUpdates:
                 values = await common_of(sync, donor, j)
 
                 def store() -> None:
-                    if self._have.get(j, -2) < exchange:
+                    if self._takes_newer and self._have.get(j, -2) < exchange:
                         self.local.set_common(j, values)
                         self._have[j] = exchange
 

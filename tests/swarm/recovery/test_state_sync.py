@@ -16,6 +16,7 @@ from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.messages import FetchRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.state_sync import StateSync
+from swarmnet.swarm.update.transitions import Transitions
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.handlers import handler_of
@@ -225,5 +226,40 @@ def test_a_stage_that_starts_afresh_has_nothing_of_donors_that_died(
         assert peer.replica is not None
         now = [bytes(peer.replica.stage.parameter_shard(j).data) for j in shards]
         assert now == [bytes(initial.parameter_shard(j).data) for j in shards]
+
+    in_virtual_time(scenario, spec)
+
+
+def test_common_parameters_stay_as_they_are_while_a_newcomer_begins_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device is busy, and donors have newer ones meanwhile: some of these and some of those
+    would be no round's."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=30, sync={"mode": "local", "local_steps": 2})
+    common: dict[str, dict[int, list[bytes]]] = {}
+    open_round = Transitions.open_round
+
+    async def scenario(swarm: Swarm) -> None:
+        async def opens(self: Transitions, round_index: int, **options: Any) -> None:
+            [(name, replica)] = [
+                (name, member.peer.replica)
+                for name, member in swarm.members.items()
+                if member.peer.replica is not None and member.peer.replica.transitions is self
+            ]
+            mine = common.setdefault(name, {})
+            if name == "joiner" and not mine:
+                await swarm.until(lambda: max(swarm.rounds()) >= round_index + 5)
+            await open_round(self, round_index, **options)
+            shards = range(replica.num_shards)
+            mine[round_index] = [bytes(replica.common_shard(j).data) for j in shards]
+
+        monkeypatch.setattr(Transitions, "open_round", opens)
+        for i in range(2):
+            swarm.start(f"donor-{i}", stage=0)
+        await swarm.until_round(5)
+        swarm.start("joiner", stage=0, feeds=False)
+        await swarm.until(lambda: bool(common.get("joiner")))
+        [(r, shards)] = common["joiner"].items()
+        assert shards == common["donor-0"][r]
 
     in_virtual_time(scenario, spec)
