@@ -154,6 +154,8 @@ class Rounds:
                 self.updates.repair()
                 await asyncio.wait((opening,), timeout=LOOK_AGAIN_S)
             await opening
+        except MemoryError as e:
+            log.warning("no memory for two rounds at a time, so they follow each other here: %s", e)
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)

@@ -45,6 +45,8 @@ class RoundVectors:
         self._spare: Vectors | None = None
         self._ahead: tuple[int, Vectors] | None = None
         self._put_aside: dict[int, Tensor] = {}
+        self._has_room = True
+        """For a second pair of vectors, as far as is known."""
 
     @property
     def round_ahead(self) -> int | None:
@@ -132,8 +134,8 @@ class RoundVectors:
     @property
     def can_open_ahead(self) -> bool:
         """Whether there is memory for a second pair of vectors: always, but on a GPU with little
-        memory left."""
-        if not self._layers.overlaps_rounds:
+        memory left, and where there was none."""
+        if not (self._layers.overlaps_rounds and self._has_room):
             return False
         device = self._layers.device
         if device.type != "cuda" or self._spare is not None:
@@ -144,8 +146,12 @@ class RoundVectors:
 
     def open_ahead(self, round_index: int) -> None:
         """Makes the parameters that were put aside those of `round_index`, beside the present
-        round. Shards that were not put aside stay as they are."""
-        coming = self._spare or self.present.another()
+        round. Shards that were not put aside stay as they are. Raises `MemoryError`."""
+        try:
+            coming = self._spare or self.present.another()
+        except (MemoryError, RuntimeError) as e:  # torch's word for it
+            self._has_room = False
+            raise MemoryError(str(e)) from None
         self._spare = None
         with torch.no_grad(), coming.reading:
             for j, shard in enumerate(coming.parameter_shards):

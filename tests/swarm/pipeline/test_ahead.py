@@ -13,6 +13,7 @@ import pytest
 from swarmnet.swarm.messages import InferRequest
 from swarmnet.swarm.pipeline.infer import InferService
 from swarmnet.swarm.update.transitions import Transitions
+from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.stage import TorchStage
 from swarmnet.transport.base import Request
 from swarmnet.wire import Message, convert
@@ -125,3 +126,23 @@ def test_a_held_out_loss_is_of_its_round_though_that_is_open_ahead(
     assert ahead
     assert len(set(asked)) > ROUNDS // 2
     assert Counter(found) == Counter(asked)
+
+
+def test_without_memory_for_two_rounds_they_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=8, sync={"mode": "delayed"})
+
+    def another(self: Vectors) -> Vectors:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Vectors, "another", another)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(8)
+        assert swarm.total("samples_lost") == 0
+
+    in_virtual_time(scenario, spec)
+    assert caplog.text.count("no memory for two rounds at a time") == 4

@@ -12,6 +12,7 @@ import torch
 from swarmnet.errors import ProtocolViolation
 from swarmnet.training.arrays import from_tensor
 from swarmnet.training.memory.round_vectors import RoundVectors
+from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.passes.layers import StageLayers
 from tests.training.passes.models import NUM_PARAMETERS, linear_layers
 
@@ -166,3 +167,21 @@ def test_layers_that_show_one_pair_only_open_nothing_ahead(
     layers = linear_layers()
     monkeypatch.setattr(layers, "overlaps_rounds", False)
     assert not RoundVectors(layers, reuses_gradient=True).can_open_ahead
+
+
+def test_without_memory_for_a_second_pair_nothing_is_opened_ahead_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vectors = RoundVectors(linear_layers(), reuses_gradient=False)
+    put_all_aside(vectors, 5.0)
+
+    def another(self: Vectors) -> Vectors:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(Vectors, "another", another)
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        vectors.open_ahead(1)
+    assert not vectors.can_open_ahead
+    assert vectors.round_ahead is None
+    vectors.finish_round()
+    assert is_all(vectors, 5.0)
