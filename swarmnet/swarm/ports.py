@@ -256,7 +256,8 @@ class Stage(Protocol):
         """*averaging* Makes the shards that were put aside the parameters of the coming round,
         whose keys are worked on with them, and add to a gradient buffer of their own, until
         `finish_round` makes that round the present one. The keys of the present round, and its
-        gradient and parameter shards, are not touched."""
+        gradient and parameter shards, are not touched. Raises `MemoryError` where there is none
+        for it; then `can_open_ahead` is false."""
 
     def drop_ahead(self) -> None:
         """Forgets the round that was opened ahead, its gradient and its keys; its parameters are

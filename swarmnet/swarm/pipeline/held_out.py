@@ -30,8 +30,8 @@ class HeldOutLoss:
         """The round is not sealed meanwhile."""
         self._gossip, self._wiring = gossip, wiring
         self._data, self._settings = data, settings
-        self._round, self._tries_left = -1, 0
-        """The round that was last to be measured here, and how often it may be tried yet."""
+        self._round, self._is_over = -1, False
+        """The round that was last to be measured here, and whether it is, or is given up."""
 
     def measure_if_due(self, r: int, tasks: Tasks) -> None:
         """The first of the feeders measures every so often, unless a peer that was first before it
@@ -41,17 +41,16 @@ class HeldOutLoss:
         if not due or self.is_measuring or not self._data.num_held_out:
             return
         if self._round != r:
-            self._round, self._tries_left = r, 3  # few: the round is not sealed meanwhile
+            self._round, self._is_over = r, False
         now = asyncio.get_running_loop().time()
         view = self._gossip.view
-        if not self._tries_left or any(
+        if self._is_over or any(
             p.held_out is not None and p.held_out.round == r for p in view.live(now)
         ):
             return
         covered = all(view.replicas(s, now) for s in range(self._settings.num_stages))
         if covered and self._first_feeder(r, now) == self._gossip.own.peer_id:
             self.is_measuring = True
-            self._tries_left -= 1
             tasks.start(self._measure(r))
 
     def _first_feeder(self, r: int, now: float) -> str:
@@ -65,6 +64,7 @@ class HeldOutLoss:
         return feeders[0]
 
     async def _measure(self, r: int) -> None:
+        is_last_try = self._is_held(r)
         try:
             replies = await self._ask_for_all(r)
             num_tokens = sum(reply.num_tokens for reply in replies)
@@ -72,16 +72,25 @@ class HeldOutLoss:
                 loss = sum(reply.loss_sum for reply in replies) / num_tokens
                 bits = bits_per_byte(loss, self._data.bytes_per_token)
                 self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
-            self._tries_left = 0
+            self._is_over = True
         except Refused as e:
             log.warning("round %d: the held-out loss was not measured: %s", r, e)
-            self._tries_left = 0
+            self._is_over = True
         except SwarmnetError as e:
             log.info("round %d: the held-out loss was not measured: %s", r, e)
-            await asyncio.sleep(LOOK_LESS_S)
+            self._is_over = is_last_try
+            if not is_last_try:
+                await asyncio.sleep(LOOK_LESS_S)
         finally:
             self.is_measuring = False
             self._gossip.changed.notify_all()
+
+    def _is_held(self, r: int) -> bool:
+        """The round waits for nothing but the measurement."""
+        now, num_slots = asyncio.get_running_loop().time(), self._settings.num_slots
+        if r >= self._settings.rounds:  # after the last one nothing waits
+            return False
+        return progress.round_progress(self._gossip.view, r, now, num_slots).committed >= num_slots
 
     async def _ask_for_all(self, r: int) -> list[InferReply]:
         """The replies for all held-out microbatches, in order. As many as the thinnest stage has

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Refused, Stale
+from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.messages import EVALUATE, InferRequest
 from swarmnet.swarm.pipeline import held_out
 from swarmnet.swarm.pipeline.infer import infer_through
@@ -77,11 +78,13 @@ def test_a_first_feeder_without_a_slot_of_its_own_leaves_it_to_one_that_holds_th
     in_virtual_time(scenario, spec)
 
 
+@pytest.mark.parametrize(("num_failures", "speed"), [(1, 1.0), (4, 0.05)])
 def test_a_measurement_that_fails_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int, speed: float
 ) -> None:
+    """Once more in a short round, and in a long one for as long as microbatches are out."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=2)
-    failures = [NotReady("busy"), NotReady("busy")]
+    failures: list[Exception] = [NotReady("busy")] * num_failures
 
     async def scenario(swarm: Swarm) -> None:
         async def failing(*args: Any, **options: Any) -> Message:
@@ -91,10 +94,34 @@ def test_a_measurement_that_fails_is_tried_again(
 
         monkeypatch.setattr(held_out, "infer_through", failing)
         for i in range(2):
-            swarm.start(f"peer-{i}", stage=i)
+            swarm.start(f"peer-{i}", stage=i, speed=speed)
         await swarm.until_round(1)
         assert [m.peer.gossip.own.held_out for m in swarm.members.values()].count(None) == 1
         assert not failures
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_measurement_that_always_fails_holds_a_round_for_one_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=20)
+    num_slots = spec.pipeline.global_batch // spec.pipeline.microbatch
+    were_all_in: list[bool] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        async def failing(*args: Any, **options: Any) -> Message:
+            now, view = asyncio.get_running_loop().time(), swarm.members["peer-0"].peer.view
+            committed = progress.round_progress(view, 0, now, num_slots).committed
+            were_all_in.append(committed == num_slots)
+            raise NotReady("busy")
+
+        monkeypatch.setattr(held_out, "infer_through", failing)
+        for i in range(2):
+            swarm.start(f"peer-{i}", stage=i)
+        await swarm.until_round(5)
+        assert were_all_in.count(True) == 1
+        assert were_all_in[-1]
 
     in_virtual_time(scenario, spec)
 
