@@ -157,18 +157,24 @@ class ExchangeMembers:
         have nothing to give for the next one until they have left it: waits for these, until
         `end_s` in seconds awake at most. Returns whether there was one."""
         has_waited = False
-        while self._are_behind(peer_ids(), round_index) and self.gossip.awake_s() < end_s:
+        while self.behind(peer_ids(), round_index) and self.gossip.awake_s() < end_s:
             has_waited = True
             await self.gossip.changed.wait(LOOK_AGAIN_S)
         return has_waited
 
-    def _are_behind(self, peer_ids: Iterable[str], round_index: int) -> bool:
+    def behind(self, peer_ids: Iterable[str], round_index: int) -> list[str]:
+        """Which of these are in the exchange before yet: with its result they would be in a later
+        round, or, where the next exchange is not beside one, have begun that."""
         if not self.plan.is_delayed(round_index - 1):
-            return False
-        records = map(self.gossip.view.get, peer_ids)
-        return any(
-            r is not None and self.plan.parameter_version(r.round) < round_index for r in records
-        )
+            return []
+        records = {p: self.gossip.view.get(p) for p in peer_ids}
+        return [
+            p
+            for p, r in records.items()
+            if r is not None
+            and self.plan.parameter_version(r.round) < round_index
+            and not self.has_begun(p, round_index)
+        ]
 
     def found_hung(self, peer_id: str, round_index: int) -> None:
         """A peer lives and gets nothing done in an exchange: nobody waits for its work, in that one

@@ -33,6 +33,8 @@ class Progress:
         """Who lives, was waited for, and has sent nothing."""
         self._found: set[str] = set()
         self._waits = SumWaits()
+        self._behind_at: dict[str, float] = {}
+        """When a primary was last seen in the exchange before this one."""
 
     def begins(self, j: int, command: do.Command) -> None:
         """Work on the shard that is begun here."""
@@ -57,7 +59,13 @@ class Progress:
 
     def look(self, shards: Mapping[int, Facts], began: float | None, now: float) -> None:
         """For primaries that hang. `began`: when this replica began the exchange, in awake seconds
-        as `now`; None where it has not. Who is still at work itself may be the one that hangs."""
+        as `now`; None where it has not. Who is still at work itself may be the one that hangs.
+
+        The time of a primary that is in the exchange before yet has not begun: beside rounds one
+        may end at one replica long before it does at another. So are contributions waited for."""
+        primaries = {facts.ballot.primary for facts in shards.values()}
+        for peer_id in self._members.behind(primaries, self._number):
+            self._behind_at[peer_id] = now
         is_at_work = any(
             facts.state in (STEPPING, COPYING) or (facts.state is CLIPPING and j not in self.summed)
             for j, facts in shards.items()
@@ -70,12 +78,15 @@ class Progress:
             # The sum of one that has not even begun waits for nobody.
             return sum_s if self._members.has_begun(peer_id, self._number) else begin_s
 
-        for peer_id in sorted(self._waits.hung(shards, began, now, limit_s)):
+        def since(peer_id: str) -> float:
+            return max(began, min(self._behind_at.get(peer_id, began), began + begin_s))
+
+        for peer_id in sorted(self._waits.hung(shards, since, now, limit_s)):
             self.hangs(peer_id)
 
     def silent(self, peer_id: str) -> None:
         """It has not answered in the time that an exchange takes, if that is known."""
-        if self._pace.knows_exchanges:
+        if self._pace.knows_exchanges and not self._members.behind([peer_id], self._number):
             self.hangs(peer_id)
 
     def mute(self, peer_id: str) -> None:
@@ -118,12 +129,12 @@ class SumWaits:
     def hung(
         self,
         shards: Mapping[int, Facts],
-        began: float,
+        began: Callable[[str], float],
         now: float,
         limit_s: Callable[[str], float],
     ) -> set[str]:
         """Living primaries without a sum after the limit of each, of an exchange that this replica
-        has begun at `began`."""
+        has begun, which began for a primary at `began`."""
         found = set()
         for j, facts in shards.items():
             primary = facts.ballot.primary
@@ -131,7 +142,7 @@ class SumWaits:
             if not is_waiting or facts.target() != primary or facts.is_dead(primary):
                 continue
             wait = (j, primary)
-            since = self._since.setdefault(wait, began if facts.ballot.is_first else now)
+            since = self._since.setdefault(wait, began(primary) if facts.ballot.is_first else now)
             if wait not in self._summed and now >= since + limit_s(primary):
                 found.add(primary)
         return found
