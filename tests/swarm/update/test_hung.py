@@ -278,17 +278,18 @@ class Known:
 
 
 @pytest.mark.parametrize(
-    ("left_at", "begun_at", "found_at"),
+    ("left_at", "begun_at", "looked_at", "found_at"),
     [
-        (0.0, 1000.0, 110.0),  # it was in no exchange before, and does not begin this one
-        (109.0, 1000.0, 118.75),  # as it may; last seen there at 108.75
-        (109.0, 112.0, 138.75),  # it begins, and makes no sum
-        (1000.0, 1000.0, 120.0),  # the one before does not end
-        (0.0, 101.0, 130.0),
+        (0.0, 1000.0, 100.0, 110.0),  # it was in no exchange before, and does not begin this one
+        (109.0, 1000.0, 100.0, 118.75),  # as it may; last seen there at 108.75
+        (109.0, 112.0, 100.0, 138.75),  # it begins, and makes no sum
+        (1000.0, 1000.0, 100.0, 120.0),  # the one before does not end
+        (1000.0, 1000.0, 125.0, 125.0),  # and this process stood still meanwhile
+        (0.0, 101.0, 100.0, 130.0),
     ],
 )
 def test_a_primary_has_its_time_from_when_it_has_left_the_exchange_before(
-    left_at: float, begun_at: float, found_at: float
+    left_at: float, begun_at: float, looked_at: float, found_at: float
 ) -> None:
     """This replica has begun at 100, and contributions are waited for 10 s."""
     members: Any = Behind(left_at, begun_at)
@@ -296,7 +297,7 @@ def test_a_primary_has_its_time_from_when_it_has_left_the_exchange_before(
     progress = Progress(4, members, pace, lambda: None)
     shards = {0: waiting(Ballot(1, PRIMARY))}
     for i in range(1000):
-        members.now = 100.0 + i * 0.25
+        members.now = looked_at + i * 0.25
         progress.look(shards, 100.0, members.now)
     assert members.hung == [found_at]
 
