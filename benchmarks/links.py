@@ -81,6 +81,9 @@ LEAST_ROUNDS = 3
 """In a measurement."""
 LIMIT_S = 240.0
 """For anything that is waited for."""
+INCIDENTS = ("diverged", "samples_lost", "shard_reset", "shard_stale", "shard_unlike",
+             "shard_promoted", "moved", "retracted", "rerouted")  # fmt: skip
+"""Of a peer's totals: what a run on sound links has none of, or hardly any."""
 METRICS_PORT = 9100
 LOOK_S = 0.02
 
@@ -132,6 +135,8 @@ class Measured:
     """What an exchange took, mean over peers."""
     device_s: float = 0.0
     """What a microbatch took a device, forward and backward, mean over peers."""
+    incidents: dict[str, int] = field(default_factory=dict)
+    """Since the run began, such as replicas that had another result: what may have cost time."""
     about: dict[str, Any] = field(default_factory=dict)
     """The machine that it was measured on."""
 
@@ -297,8 +302,17 @@ def _measured(
         ),
         exchange_s=_mean(first, last, "swarmnet_exchange_seconds"),
         device_s=_mean(first, last, "swarmnet_microbatch_device_seconds"),
+        incidents=_incidents(last),
         about=about,
     )
+
+
+def _incidents(look: Look) -> dict[str, int]:
+    found = {}
+    for name in INCIDENTS:
+        if count := round(sum(p.get(f"swarmnet_{name}_total", 0.0) for p in look.peers)):
+            found[name] = count
+    return found
 
 
 def _until_all_own(swarm: Swarm, running: Machine) -> None:
@@ -594,6 +608,7 @@ def _said(cell: Cell, measured: Measured) -> str:
         f"of {measured.rounds}, {counted:6,.0f} B a token (switch {switched:6,.0f}), "
         f"exchange {measured.exchange_s:.2f} s, device {measured.device_s * 1e3:.0f} ms, "
         f"{measured.dropped_frames} dropped, load {measured.about['load']}"
+        + "".join(f", {name} {count}" for name, count in measured.incidents.items())
     )
 
 
