@@ -52,6 +52,15 @@ def _index(*numbers: int) -> None:
         raise ValueError("a number is out of range")
 
 
+def _loss(loss_sum: float, num_tokens: int) -> None:
+    """Of one microbatch."""
+    _index(num_tokens)
+    if not math.isfinite(loss_sum):
+        raise ValueError("the loss is not finite")
+    if abs(loss_sum) > MAX_LOSS or num_tokens > MAX_STEP_TOKENS:
+        raise ValueError("a loss or a number of tokens that cannot be")
+
+
 def _norm(total: float) -> None:
     if not (total == -1.0 or (math.isfinite(total) and total >= 0)):
         raise ValueError("a sum of squares is out of range")
@@ -240,12 +249,8 @@ class StepReply:
     """Replicas that it went through, the callee first."""
 
     def __post_init__(self) -> None:
-        _index(self.num_tokens)
         _ids(self.path, MAX_PATH)
-        if not math.isfinite(self.loss_sum):
-            raise ValueError("the loss is not finite")
-        if abs(self.loss_sum) > MAX_LOSS or self.num_tokens > MAX_STEP_TOKENS:
-            raise ValueError("a loss or a number of tokens that cannot be")
+        _loss(self.loss_sum, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,9 +331,7 @@ class InferReply:
     num_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _index(self.num_tokens)
-        if not math.isfinite(self.loss_sum):
-            raise ValueError("the loss is not finite")
+        _loss(self.loss_sum, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class OpenChannels:
             del channels[channel]
             if not channels:
                 del self._ready[channel.remote]
-                for peer_id in (channel.remote, *self._seats.pop(channel.remote, ())):
+                for peer_id in (channel.remote, *self._seats.get(channel.remote, ())):
                     self._disconnected.tell(peer_id)
 
     def offended(self, peer_id: str, reason: str) -> None:

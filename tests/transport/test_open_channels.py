@@ -95,6 +95,9 @@ def test_a_peer_is_connected_from_its_first_channel_to_the_end_of_its_last() -> 
         second.abort("test")
         assert told == ["+b", "-b", "-b/1"]
         assert (w.a.connected(), w.a.all()) == ([], [])
+        third = await w.connect()
+        third.abort("test")
+        assert told == 2 * ["+b", "-b", "-b/1"], "its seats are known yet"
 
     play(scenario)
 

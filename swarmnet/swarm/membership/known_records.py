@@ -149,5 +149,7 @@ class KnownRecords:
 
     def forget_old(self) -> None:
         """Drops the records of peers that have been gone for long."""
-        for peer_id in self._view.forget_old(asyncio.get_running_loop().time(), FORGET_AFTER_S):
-            self._envelopes.pop(peer_id, None)
+        self._view.forget_old(asyncio.get_running_loop().time(), FORGET_AFTER_S)
+        # Of others too, which a full view has forgotten for a newer one.
+        for peer_id in [p for p in self._envelopes if self._view.get(p) is None]:
+            del self._envelopes[peer_id]

@@ -36,6 +36,8 @@ class InferService:
         """Forward only, through this stage and the following ones."""
         infer = convert(request.message.body, InferRequest)
         replica = self._serving(infer.stage)
+        if replica.measured.hangs(asyncio.get_running_loop().time()):
+            raise NotReady("the device does not answer")
         if infer.round >= 0:
             await self._until_present(replica, infer.round)
         arrays = request.message.arrays
@@ -99,7 +101,9 @@ async def infer_through(
                 reply = await wiring.call_self("infer", message, lambda _: None)
             else:
                 timeout_s = end - loop.time()
-                reply = await wiring.transport.call(peer_id, "infer", message, timeout_s=timeout_s)
+                reply = await wiring.gossip.liveness.call_while_live(
+                    peer_id, "infer", message, timeout_s=timeout_s
+                )
             return Message(convert(reply.body, InferReply), reply.arrays)
         except SwarmnetError as e:
             theirs = e.details.get("round") if isinstance(e, Stale) else None

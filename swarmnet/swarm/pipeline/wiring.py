@@ -143,7 +143,8 @@ class Wiring:
                 request, hint=way.hint[1:], asked=(way.prefer_self and waits_here) or asks
             )
             beyond: list[tuple[str, ...]] = []
-            heard = functools.partial(_heard, beyond, peer_id, on_path)
+            depth = self.num_stages - 1 - request.stage
+            heard = functools.partial(_heard, beyond, peer_id, depth, on_path)
             try:
                 return await self._attempt(peer_id, Message(body, arrays), accept, heard)
             except SwarmnetError as e:
@@ -246,6 +247,8 @@ class Wiring:
             look_s = min(silence_s, max(MIN_DEADLINE_S, PROBE_PART * deadline_s))
             reply = await self._call(peer_id, message, silence_s, look_s, on_progress)
             body = convert(reply.body, StepReply)
+            if len(body.path) != depth + 1 or body.path[0] != peer_id:
+                raise ProtocolViolation("a step's reply with a path that it cannot have gone")
             grad_inputs = accept(body, reply.arrays)
         except Busy as e:
             router.busy(peer_id, loop.time(), e.backlog_s)
@@ -359,11 +362,14 @@ class Wiring:
 def _heard(
     beyond: list[tuple[str, ...]],
     callee: str,
+    depth: int,
     on_path: Callable[[tuple[str, ...]], None],
     message: Message,
 ) -> None:
-    """A callee tells through whom the microbatch goes from there."""
+    """A callee tells through whom the microbatch goes from there; `depth`: stages behind it."""
     path = convert(message.body, StepProgress).path
+    if len(path) > depth:
+        raise ProtocolViolation("a path through more stages than there are")
     beyond.append(path)
     on_path((callee, *path))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import ProtocolViolation
+from swarmnet.protocol.membership.failure_detector import SILENCE_S
 from swarmnet.protocol.membership.records import LEFT, Record, record_bytes
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.membership.known_records import FORGET_AFTER_S
@@ -105,6 +106,26 @@ def test_who_is_long_gone_is_forgotten() -> None:
         site.records.forget_old()
         assert not site.records.envelopes(["b"])
         assert site.view.get("b") is None
+
+    run(scenario())
+
+
+def test_nothing_is_kept_of_a_peer_that_a_full_view_has_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fresh identities are free in an open run."""
+    monkeypatch.setattr("swarmnet.protocol.membership.view.MAX_PEERS", 4)
+
+    async def scenario() -> None:
+        site = Site(MemoryHub(), "a")
+        for i in range(20):
+            await asyncio.sleep(SILENCE_S + 1.0)
+            site.records.take(signed(record(f"fresh-{i}")))
+            site.records.forget_old()
+        names = [f"fresh-{i}" for i in range(20)]
+        known = [name for name in names if site.view.get(name) is not None]
+        assert len(known) <= 4
+        assert len(site.records.envelopes(names)) == len(known)
 
     run(scenario())
 

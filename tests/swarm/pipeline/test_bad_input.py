@@ -34,6 +34,7 @@ from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.swarm.batch import Batch
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
+    MAX_PATH,
     Commit,
     CommittedRequest,
     GossipRequest,
@@ -41,11 +42,13 @@ from swarmnet.swarm.messages import (
     ReduceRequest,
     SignedRecord,
     SpecReply,
+    StepProgress,
     StepRequest,
     Suspicion,
     Unreached,
 )
 from swarmnet.swarm.peer import Peer
+from swarmnet.swarm.pipeline.flights import Flight
 from swarmnet.swarm.ports import LossResult, Passage
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
@@ -593,6 +596,46 @@ def disown(liar: Peer) -> None:
         return reply
 
     liar.transport.handle("step", serve)
+
+
+def claim_paths(liar: Peer) -> None:
+    """Serves microbatches, and says that they went through more replicas than there are stages."""
+
+    async def serve(request: Request) -> Message:
+        request.progress(Message(StepProgress(tuple(f"through-{i}" for i in range(MAX_PATH)))))
+        reply = await liar.steps.on_step(request)
+        path = (*reply.body.path, *(f"through-{i}" for i in range(MAX_PATH - 2)))
+        return Message(replace(reply.body, path=path), reply.arrays)
+
+    liar.transport.handle("step", serve)
+
+
+@pytest.mark.parametrize("liar_of", [1, 2])
+def test_a_path_that_cannot_be_is_found_before_its_gradient_counts(
+    tmp_path: Path, liar_of: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody but the liar is blamed for it."""
+    spec = tiny_spec(tmp_path, num_stages=3, rounds=6, global_batch=32)
+    lengths: list[int] = []
+    moved = Flight.moved
+
+    def moves(self: Flight, path: tuple[str, ...]) -> None:
+        lengths.append(len(path))
+        moved(self, path)
+
+    monkeypatch.setattr(Flight, "moved", moves)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"good-{i}", stage=i, feeds=i == 0)
+        claim_paths(swarm.start("liar", stage=liar_of, feeds=False))
+        await swarm.until_round(6, limit_s=200.0)
+        assert swarm.total("rerouted") > 0
+        assert_numbers_agree(swarm, spec, 6)
+        assert max(lengths, default=0) <= 2
+
+    in_virtual_time(scenario, spec)
+    assert "step failed" not in caplog.text
 
 
 @pytest.mark.parametrize("stage", [0, 1])

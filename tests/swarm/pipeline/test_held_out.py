@@ -11,10 +11,12 @@ import pytest
 
 from swarmnet.errors import NotReady, Refused, Stale
 from swarmnet.protocol.pipeline import progress
-from swarmnet.swarm.messages import EVALUATE, InferRequest
+from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
 from swarmnet.swarm.pipeline import held_out
 from swarmnet.swarm.pipeline.infer import infer_through
+from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
+from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 
@@ -195,5 +197,62 @@ def test_a_loss_that_is_refused_is_not_measured_again(
             swarm.start(f"peer-{i}", stage=i)
         await swarm.until_round(2)
         assert asked == [0]
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("error", [KeyError("held out"), OSError("the disk is gone")])
+def test_data_that_fail_hold_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """As a builder of one's own may."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4)
+
+    async def scenario(swarm: Swarm) -> None:
+        def failing(index: int) -> Any:
+            raise error
+
+        monkeypatch.setattr(swarm.data, "held_out", failing)
+        for i in range(2):
+            swarm.start(f"peer-{i}", stage=i)
+        await swarm.until_round(4, limit_s=60.0)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_loss_that_cannot_be_is_no_reply() -> None:
+    assert InferReply(3.5, 16).loss_sum == 3.5
+    for loss_sum, num_tokens in ((1.7e308, 1), (float("nan"), 1), (1.0, 1 << 62), (1.0, -1)):
+        with pytest.raises(ValueError, match=r"loss|number"):
+            InferReply(loss_sum, num_tokens)
+
+
+def test_a_replica_that_falls_silent_holds_a_measurement_for_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=10_000)
+    fell_silent_at: list[float] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        loop = asyncio.get_running_loop()
+        transport = swarm.members["peer-3"].peer.transport
+        answer = handler_of(transport, "infer")
+
+        async def silent(request: Request) -> Message:
+            if not fell_silent_at and request.message.body.round:
+                fell_silent_at.append(loop.time())
+                for i in range(3):
+                    swarm.hub.partition(f"peer-{i}", "peer-3")
+            return await answer(request)
+
+        transport.handle("infer", silent)
+        await swarm.until(lambda: bool(fell_silent_at))
+        r = max(swarm.rounds())
+        await swarm.until(lambda: max(swarm.rounds()) > r)
+        assert loop.time() - fell_silent_at[0] < 12.0
+        losses = [m.peer.gossip.own.held_out for m in swarm.members.values()]
+        assert any(h is not None and h.round == r for h in losses)
 
     in_virtual_time(scenario, spec)
