@@ -9,7 +9,8 @@ on, and the other one follows it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 ALIVE, SUSPECT, HUNG, DEAD = "alive", "suspect", "hung", "dead"
@@ -61,6 +62,12 @@ class Standing:
     def is_waited_for(self) -> bool:
         """For its part of the exchange."""
         return self.life not in (HUNG, DEAD)
+
+
+def still_known(before: Mapping[str, Standing], now: Mapping[str, Standing]) -> dict[str, Standing]:
+    """The standings now, by peer id. Who was a member before and is none now is dead, and not
+    forgotten: it may come back, and may have led others meanwhile."""
+    return {p: replace(s, life=DEAD) for p, s in before.items()} | dict(now)
 
 
 @dataclass(frozen=True, slots=True)

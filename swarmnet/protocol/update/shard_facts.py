@@ -148,13 +148,15 @@ class Facts:
         return sorted(p for p, s in self.members.items() if s.is_waited_for)
 
     def past(self) -> str | None:
-        """A member that has finished the exchange and lives: the result is there. In gossip
-        averaging each has its own."""
+        """A member that has finished the exchange and lives: the result is there, and from whom it
+        is coming already it goes on to come. In gossip averaging each has its own."""
         if self.roster.pulls:
             return None
         past = [p for p in self.living() if self.members[p].is_past]
         alive = [p for p in past if self.members[p].life == ALIVE]
         found = alive or past
+        if self.pushing in found:
+            return self.pushing
         return min(found, key=self._distance, default=None)
 
     def _distance(self, peer_id: str) -> int:

@@ -3,6 +3,7 @@ hold the optimizer state, c does not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from swarmnet.protocol.update import commands as do
@@ -16,6 +17,7 @@ from swarmnet.protocol.update.roster import (
     Roster,
     Standing,
     first_ballot,
+    still_known,
 )
 from swarmnet.protocol.update.roster import pair as pair_of
 from swarmnet.protocol.update.shard_facts import (
@@ -218,6 +220,31 @@ def test_a_member_back_after_the_sum_is_waited_for() -> None:
     assert u.facts.state is CLIPPING
     found = sees(u)
     assert do.Deny("push of b", A) in found
+    assert u.facts.state is GATHERING
+
+
+def test_a_result_that_is_on_its_way_is_not_asked_for_again_of_another() -> None:
+    """Both who are past the exchange have it; half a download is lost with each that is left."""
+    for first, second in ("bd", "db"):
+        u = replica("c", peers="abcd")
+        found = sees(u, **{first: PAST})
+        assert do.Push(first, A, False) in found
+        assert sees(u, b=PAST, d=PAST) == []
+        assert u.facts.pushing == first
+        assert do.Push(second, A, False) in sees(u, **{first: GONE, second: PAST})
+
+
+def test_who_was_a_member_and_is_known_no_more_is_dead_and_may_come_back() -> None:
+    """Records name those that live; whoever is named no more was a member all the same."""
+    u = replica("a")
+    u.handle(pushed("b"))
+    everybody = {"b": LIVES, "c": LIVES}
+    without = still_known(everybody, {"b": PAST})
+    assert without == {"b": PAST, "c": GONE}
+    assert still_known(without, {}) == {"b": replace(PAST, life=DEAD), "c": GONE}
+    u.handle(on.Seen(still_known(everybody, {"b": LIVES})))
+    assert u.facts.state is CLIPPING
+    u.handle(on.Seen(still_known(without, everybody)))
     assert u.facts.state is GATHERING
 
 

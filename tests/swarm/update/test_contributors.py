@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from swarmnet.errors import Unreachable
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.timing import BULK_S
-from swarmnet.protocol.update.roster import Ballot, Roster
+from swarmnet.protocol.update import events as on
+from swarmnet.protocol.update.roster import DEAD, Ballot, Roster
+from swarmnet.swarm.update.exchange.exchange import Exchange
+from swarmnet.wire import Message
+from tests.swarm.handlers import intercept_calls
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 STRUCK = 3
@@ -101,5 +107,45 @@ def test_a_member_that_hangs_in_an_earlier_round_holds_nobody_up_beyond_the_dead
                 BULK_S + AT_ONCE_S,
             )
         assert hung.replica.round <= STRUCK + 1
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+def test_a_member_that_dies_in_an_exchange_is_dead_in_it_and_not_forgotten(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever leads asks all that live before it gives a result out, and lets it in if it
+    comes back (`protocol.update.shard_rules.has_lost_one`)."""
+    sync: dict[str, Any] = {"mode": mode}
+    if mode == "local":
+        sync["local_steps"] = 2
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=3 * ROUNDS, sync=sync)
+    seen: dict[str, set[str]] = {}
+    feed = Exchange.feed
+
+    async def scenario(swarm: Swarm) -> None:
+        def feeds(self: Exchange, shard: int, event: on.Event) -> None:
+            if isinstance(event, on.Seen) and "dies" in event.members and "dies" in died:
+                seen.setdefault(event.members["dies"].life, set()).add(str(self.number))
+            feed(self, shard, event)
+
+        died: list[str] = []
+        monkeypatch.setattr(Exchange, "feed", feeds)
+        for name in ("peer-0", "peer-1", "dies"):
+            swarm.start(name, stage=0)
+        await swarm.until_round(STRUCK)
+        transport = swarm.members["dies"].peer.transport
+
+        async def die(*_: Any) -> Message:
+            await asyncio.sleep(0.5)  # the others have begun, and wait for it
+            if not died:
+                died.append("dies")
+                swarm.kill("dies")
+            raise Unreachable("it is dead")
+
+        intercept_calls(transport, "reduce", die)
+        await swarm.until_round(2 * ROUNDS)
+        assert seen.get(DEAD)
 
     in_virtual_time(scenario, spec)

@@ -15,7 +15,7 @@ from swarmnet.errors import NotReady, ProtocolViolation, SwarmnetError
 from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.update import commands as do
 from swarmnet.protocol.update import events as on
-from swarmnet.protocol.update.roster import SUSPECT, Ballot, Standing
+from swarmnet.protocol.update.roster import DEAD, SUSPECT, Ballot, Standing, still_known
 from swarmnet.protocol.update.shard_facts import FOLLOWING, HAS_RESULT, State
 from swarmnet.protocol.update.shard_update import ShardUpdate
 from swarmnet.swarm.condition import Condition
@@ -212,6 +212,7 @@ class Exchange:
         members = self._ownership.members.standings(self.number)
         for peer_id in self._distrusted:
             members.pop(peer_id, None)
+        members = still_known(self._members, members)
         counted = self._counted(members)
         if (members, counted) == (self._members, self._short_of):
             return
@@ -228,7 +229,9 @@ class Exchange:
         within the time that one which has fallen silent is waited for."""
         if self._begun_at is None or self._gossip.awake_s() > self._begun_at + SUSPECT_S:
             return 0
-        has_some = any(self._outbox.tokens.values()) or any(s.declared for s in members.values())
+        has_some = any(self._outbox.tokens.values()) or any(
+            s.declared for s in members.values() if s.life != DEAD
+        )
         is_usual = self.number > 0 and has_some
         if is_usual or self._ownership.members.has_lost_one(self.number):
             return 0
