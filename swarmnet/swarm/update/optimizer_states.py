@@ -154,9 +154,10 @@ class OptimizerStates:
         optimizer = self.replica.optimizer
         is_spoiled = self._spoiled.get(shard_index) == round_index
         if is_spoiled or optimizer.steps(shard_index) < 0:
-            await self.replica.worker.run(lambda: optimizer.create(shard_index))
+            # First, for what is spoiled meanwhile is so by the step that this is for.
             self._spoiled.pop(shard_index, None)
             self._lineages.pop(shard_index, None)
+            await self.replica.worker.run(lambda: optimizer.create(shard_index))
             return CREATED
         return LATE if self._applied.get(shard_index, round_index) < round_index - 1 else WHOLE
 

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet.errors import SpecError
+from swarmnet.errors import ProtocolViolation, SpecError
 from swarmnet.spec import RunSpec
+from swarmnet.swarm.update.replica import decides_tied
+from swarmnet.training.codecs.shards import TorchShardCodec
 from swarmnet.training.models.base import build_layer, own_parameters, tie
 from swarmnet.training.models.registry import model_plan
 from swarmnet.training.models.resolving import resolve
 from swarmnet.training.stage import build_stage
+from swarmnet.wire import Array
 from tests.oracles.plain_transformers import PlainTrainer
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, tiny_spec
 
@@ -147,3 +150,29 @@ def test_shards_of_both_stages_are_the_same_elements(tmp_path: Path) -> None:
         assert bytes(first.parameter_shard(j).data) == bytes(last.parameter_shard(j).data)
     with pytest.raises(SpecError, match="mode local"):
         build_stage(tied_spec(tmp_path, 2, {"mode": "local"}), 0)
+
+
+def test_a_sum_that_its_codec_cannot_hold_gives_no_step_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of one faulty peer whose numbers are nearly too large, or a model that has diverged."""
+    coded_sum = TorchShardCodec.coded_sum
+
+    async def scenario(swarm: Swarm) -> None:
+        def codes(self: TorchShardCodec, shard_index: int, total: Array) -> tuple[Array, Array]:
+            replicas = [m.peer.replica for m in swarm.members.values() if m.peer.replica]
+            is_tied = any(
+                r.optimizer.codec is self and decides_tied(r, shard_index) for r in replicas
+            )
+            if is_tied and max(r.round for r in replicas) == 2:
+                raise ProtocolViolation("a scale that is not finite")
+            return coded_sum(self, shard_index, total)
+
+        monkeypatch.setattr(TorchShardCodec, "coded_sum", codes)
+        swarm.start_grid(2, 2)
+        await swarm.until_round(ROUNDS, limit_s=200.0)
+        found = swarm.parameters()
+        assert torch.equal(found[HEAD], found[EMBEDDING])
+
+    in_virtual_time(scenario, tied_spec(tmp_path, 2, {"codec": "int8"}))
+    assert "no step: a scale that is not finite" in caplog.text

@@ -159,9 +159,14 @@ class ShardWork:
             log.warning("round %d: no step: %s", exchange, e)
             return None
 
-    async def coded(self, shard: int, total: Total) -> Total:
-        """As the backups get it: all owners step on what comes of that."""
-        return await self._replica.worker.run(lambda: self._coded(shard, total))
+    async def coded(self, exchange: int, shard: int, total: Total) -> Total | None:
+        """As the backups get it: all owners step on what comes of that. None where the codec cannot
+        hold it."""
+        try:
+            return await self._replica.worker.run(lambda: self._coded(shard, total))
+        except ProtocolViolation as e:
+            log.warning("round %d: no step: %s", exchange, e)
+            return None
 
     def _coded(self, shard: int, total: Total) -> Total:
         """On the worker."""

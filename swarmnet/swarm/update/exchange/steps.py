@@ -102,7 +102,7 @@ class ExchangeSteps:
         total = await self._work.total(self._number, j, command.parts, is_whole=is_whole)
         if not is_whole:
             total = await self._tied.add(self._number, j, total)
-            total = None if total is None else await self._work.coded(j, total)
+            total = None if total is None else await self._work.coded(self._number, j, total)
         if self._attempts[j] != command.attempt:
             return
         if follows_tied(self._replica, j):
@@ -112,7 +112,9 @@ class ExchangeSteps:
         self._feed(j, on.Summed(total, command.attempt))
 
     async def _find_norm(self, j: int, attempt: int) -> None:
-        self._scales[j] = await self._work.scale(self._number, j, self._totals[j])
+        scale = await self._work.scale(self._number, j, self._totals[j])
+        if self._attempts[j] == attempt:  # else another one has a sum of its own
+            self._scales[j] = scale
         self._feed(j, on.ClipKnown(attempt))
 
     async def _step(self, j: int, command: do.Step, before: asyncio.Future[Before]) -> None:
