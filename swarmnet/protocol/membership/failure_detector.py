@@ -11,7 +11,7 @@ itself. What others say only makes it look:
 - **Lost stays lost** until the peer answers. News of it that others bring prove that it lives, and
   not that it can be reached from here: it is dead *to this peer*. It is looked at again where it
   calls and where the first news after the loss arrives, and all the time by
-  `protocol.membership.reconnect`, whose pauses grow.
+  `protocol.membership.reconnect`, whose pauses grow; and where a channel to it opens.
 - **Suspicions of others** lead to a look. They count only against a peer that is lost already, for
   which a look of this peer says nothing new.
 - **Time in which this process stood still** does not count: what others sent has not been read yet.
@@ -188,9 +188,10 @@ class FailureDetector:
         if peer_id in self._lost:
             self._lost[peer_id].looked_at = math.inf
 
-    def opened(self, machine: str) -> None:
-        """There is a channel to a machine."""
+    def opened(self, machine: str) -> list[Command]:
+        """There is a channel to a machine: who is lost there may only have been slow to dial."""
         self._channels.add(machine)
+        return [Look(peer_id) for peer_id in self._lost if machine_of(peer_id) == machine]
 
     def closed(self, machine: str, now: float) -> list[Command]:
         """The last channel to a machine has closed: the peer behind it is looked at."""
@@ -244,7 +245,9 @@ class FailureDetector:
         loss = self._lost.get(peer_id)
         if loss is None:
             return math.inf
-        return loss.since + SUSPECT_S if machine_of(peer_id) in self._channels else loss.since
+        if loss.is_told or machine_of(peer_id) not in self._channels:
+            return loss.since
+        return loss.since + SUSPECT_S
 
     def is_lost(self, peer_id: str) -> bool:
         """A look at the peer was not answered, and none since."""

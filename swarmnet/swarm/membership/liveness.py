@@ -81,7 +81,7 @@ class Liveness:
         transport.handle("ping", self._on_ping)
         for machine in transport.connected():
             view.detector.opened(machine)
-        transport.on_connected(view.detector.opened)
+        transport.on_connected(lambda machine: self._carry_out(view.detector.opened(machine)))
         transport.on_disconnected(self._on_disconnected)
 
     def start(self) -> None:

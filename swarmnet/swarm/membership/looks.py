@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from swarmnet.errors import RemoteError, SwarmnetError
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import NO_STAMP, Stamp
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Message
 
 PROBE_TIMEOUT_S = 2.0
-"""For the answer to a ping. It protects from a peer that is silent with its channels open
-(tests/swarm/membership/test_detection.py)."""
+"""For the answer to a ping, over a channel that is open. It protects from a peer that is silent
+with its channels open (tests/swarm/membership/test_detection.py)."""
 
 
 class Looks:
@@ -80,9 +82,11 @@ class Looks:
         loop, reach = asyncio.get_running_loop(), self._view.reach
         clock = self._view.detector.clock
         reach.awake_s(loop.time())
-        stalled_s = clock.stalled_s
+        stalled_s, limit_s = clock.stalled_s, PROBE_TIMEOUT_S
+        if machine_of(peer_id) not in self._transport.connected():
+            limit_s += CONNECT_S  # a dial says nothing yet by taking its time
         try:
-            await self._transport.call(peer_id, "ping", Message(), timeout_s=PROBE_TIMEOUT_S)
+            await self._transport.call(peer_id, "ping", Message(), timeout_s=limit_s)
         except RemoteError:
             pass  # it answered
         except SwarmnetError:

@@ -216,8 +216,10 @@ def test_what_is_told_is_what_is(events: list[tuple[str, float]]) -> None:
                 due += detector.suspected_by_another("a", (1, version), (1, version), now)
             case "called":
                 due += detector.called("a", now)
-            case "opened" if not was_lost:
-                detector.opened("a")
+            case "opened":
+                found = detector.opened("a")
+                assert found == [Look("a")] * was_lost
+                due += found
             case "closed":
                 due += detector.closed("a", now)
             case _:

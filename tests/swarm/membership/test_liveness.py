@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from swarmnet.errors import DeadlineExceeded, Unreachable
 from swarmnet.protocol.membership.failure_detector import ALIVE, DEAD, SUSPECT, SUSPECT_S, State
 from swarmnet.protocol.membership.reach import MAX_STAMP_LEAD
 from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.simulation.clock import VirtualLoop, run
 from swarmnet.swarm.membership.looks import PROBE_TIMEOUT_S
 from swarmnet.swarm.messages import Suspicion
@@ -93,6 +95,33 @@ def test_a_silent_peer_with_open_channels_is_suspect_for_a_while() -> None:
         await a.liveness.look_into(["b"])
         assert changes == [SUSPECT, DEAD, ALIVE]
         a.liveness.stop()
+
+    run(scenario())
+
+
+def test_a_dial_that_takes_longer_than_a_ping_says_nothing() -> None:
+    """As the first one does over a link that is slow, or busy, or through a second relay."""
+
+    async def scenario() -> None:
+        a, _ = acquainted(MemoryHub(), "a", "b")
+        call = a.transport.call
+
+        async def dialled(peer_id: str, method: str, message: Message, **options: Any) -> Message:
+            await asyncio.sleep(min(dial_s, options["timeout_s"]))
+            if dial_s > options["timeout_s"]:
+                raise DeadlineExceeded("no channel yet")
+            return await call(peer_id, method, message, **options)
+
+        a.transport.call = dialled  # type: ignore[method-assign]
+        a.transport.connected = list  # type: ignore[method-assign]
+        dial_s = PROBE_TIMEOUT_S + 1.0
+        await a.liveness.look_into(["b"])
+        assert a.liveness.state_of("b") is ALIVE
+        dial_s = PROBE_TIMEOUT_S + CONNECT_S + 1.0
+        began = now()
+        await a.liveness.look_into(["b"])
+        assert a.liveness.state_of("b") is SUSPECT
+        assert now() - began == pytest.approx(PROBE_TIMEOUT_S + CONNECT_S)
 
     run(scenario())
 
