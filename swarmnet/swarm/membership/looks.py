@@ -77,13 +77,15 @@ class Looks:
         return record.stamp if record is not None else NO_STAMP
 
     async def _answers(self, peer_id: str) -> bool:
-        """True where a ping is answered. False where this process stood still meanwhile, so that
-        the silence means nothing. Raises a `SwarmnetError` where it is not answered."""
+        """True where a ping is answered. False where this process stood still meanwhile, or a
+        channel has opened, so that the silence means nothing. Raises a `SwarmnetError` where it is
+        not answered."""
         loop, reach = asyncio.get_running_loop(), self._view.reach
         clock = self._view.detector.clock
         reach.awake_s(loop.time())
         stalled_s, limit_s = clock.stalled_s, PROBE_TIMEOUT_S
-        if machine_of(peer_id) not in self._transport.connected():
+        was_connected = self._is_connected(peer_id)
+        if not was_connected:
             limit_s += CONNECT_S  # a dial says nothing yet by taking its time
         try:
             await self._transport.call(peer_id, "ping", Message(), timeout_s=limit_s)
@@ -91,7 +93,12 @@ class Looks:
             pass  # it answered
         except SwarmnetError:
             reach.awake_s(loop.time())
-            if clock.stalled_s > stalled_s:
+            if clock.stalled_s > stalled_s or (
+                not was_connected and self._is_connected(peer_id)
+            ):  # the other's own dial was the quicker one
                 return False
             raise
         return True
+
+    def _is_connected(self, peer_id: str) -> bool:
+        return machine_of(peer_id) in self._transport.connected()

@@ -126,6 +126,26 @@ def test_a_dial_that_takes_longer_than_a_ping_says_nothing() -> None:
     run(scenario())
 
 
+def test_a_channel_that_the_other_opens_meanwhile_is_asked_again() -> None:
+    async def scenario() -> None:
+        a, _ = acquainted(MemoryHub(), "a", "b")
+        call, tries = a.transport.call, list[float]()
+
+        async def dials(peer_id: str, method: str, message: Message, **options: Any) -> Message:
+            tries.append(options["timeout_s"])
+            if len(tries) == 1:
+                a.transport.connected = lambda: ["b"]  # type: ignore[method-assign]
+                raise DeadlineExceeded("its own dial is under way")
+            return await call(peer_id, method, message, **options)
+
+        a.transport.call = dials  # type: ignore[method-assign]
+        await a.liveness.look_into(["b"])
+        assert a.liveness.state_of("b") is ALIVE
+        assert tries == [PROBE_TIMEOUT_S + CONNECT_S, PROBE_TIMEOUT_S]
+
+    run(scenario())
+
+
 def test_a_peer_out_of_reach_stays_dead_whatever_is_heard_of_it_until_it_answers() -> None:
     async def scenario() -> None:
         hub = MemoryHub()
