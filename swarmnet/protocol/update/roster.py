@@ -67,7 +67,8 @@ class Standing:
 def still_known(before: Mapping[str, Standing], now: Mapping[str, Standing]) -> dict[str, Standing]:
     """The standings now, by peer id. Who was a member before and is none now is dead, and not
     forgotten: it may come back, and may have led others meanwhile."""
-    return {p: replace(s, life=DEAD) for p, s in before.items()} | dict(now)
+    gone = {p: replace(s, life=DEAD) for p, s in before.items() if p not in now}
+    return gone | dict(now)
 
 
 @dataclass(frozen=True, slots=True)
