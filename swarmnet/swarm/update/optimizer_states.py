@@ -157,7 +157,12 @@ class OptimizerStates:
             # First, for what is spoiled meanwhile is so by the step that this is for.
             self._spoiled.pop(shard_index, None)
             self._lineages.pop(shard_index, None)
-            await self.replica.worker.run(lambda: optimizer.create(shard_index))
+            try:
+                await self.replica.worker.run(lambda: optimizer.create(shard_index))
+            except BaseException:  # no memory, say: what is here is as spoiled as before
+                if is_spoiled:
+                    self._spoiled.setdefault(shard_index, round_index)
+                raise
             return CREATED
         return LATE if self._applied.get(shard_index, round_index) < round_index - 1 else WHOLE
 
