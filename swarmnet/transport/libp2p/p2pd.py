@@ -44,7 +44,7 @@ MAX_MISSED_PINGS = 2
 """More than one: after a pause of *our* process a ping may time out although it was answered."""
 CONNECT_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
-ONE_SIDE = {"LIBP2P_TCP_REUSEPORT": "false"}
+FROM_ANY_PORT = {"LIBP2P_TCP_REUSEPORT": "false"}
 """For the daemon: connections go out from any free port. Where two daemons dial each other from
 their listening ports within the latency of the link, TCP makes one connection of it in which both
 sides are the dialling one, both handshakes fail (go-libp2p issue 2925), and either daemon refuses
@@ -68,14 +68,14 @@ class P2pdCarrier:
         """`host`, `port`: where to listen (0: any free port). `announce`: further addresses to tell
         others. `runtime_base`: where the folder with the sockets is made. `shares_port`: it goes
         out from the port on which it listens, by which `swarmnet doctor` tells kinds of NAT apart;
-        two that dial each other at once do not meet then (`ONE_SIDE`)."""
+        two that dial each other at once do not meet then (`FROM_ANY_PORT`)."""
         self.peer_id = identity.peer_id
         self.p2p: Any = None
         self._identity = identity
         self._listen = ListenAddress(host, port)
         self._announce = tuple(announce)
         self._nat_port_map = nat_port_map
-        self._environment = {} if shares_port else ONE_SIDE
+        self._environment = {} if shares_port else FROM_ANY_PORT
         self._runtime_base = runtime_base
         self._runtime: RuntimeDir | None = None
         self._daemon: DaemonProcess | None = None
