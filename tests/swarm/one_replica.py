@@ -64,11 +64,14 @@ class Caller:
             self.transport, self.gossip, pair.limits, 1, SIZES.tokens_per_microbatch, pair.rng
         )
 
-    async def step(self, microbatch_id: int, feeder: str | None = None) -> Passed:
-        """Its own microbatch, or one that it passes on for a feeder."""
+    async def step(
+        self, microbatch_id: int, feeder: str | None = None, hint: tuple[str, ...] = ()
+    ) -> Passed:
+        """Its own microbatch, or one that it passes on for a feeder; `hint`: who may have it."""
         inputs = activation((0, microbatch_id), SIZES)
         targets = SyntheticData(4).microbatch([microbatch_id]).targets
         request = StepRequest(0, microbatch_id, 0, feeder or self.transport.peer_id, 4)
+        request = replace(request, hint=hint)
         return await self.wiring.step(request, (inputs, targets), accept=accept_all, on_path=ignore)
 
     def knows(self, record: Record) -> None:

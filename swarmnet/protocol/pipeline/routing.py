@@ -123,17 +123,19 @@ class Router:
         none has announced any."""
         return self._estimates.usual_s
 
+    def is_ready(self, peer_id: str, now: float, exclude: Collection[str] = ()) -> bool:
+        """Whether `pick` may choose a replica now."""
+        replica = self._replicas.get(peer_id)
+        is_there = replica is not None and replica.present and replica.ready_at() <= now
+        return is_there and peer_id not in exclude
+
     def pick(
         self, now: float, *, exclude: Collection[str] = (), prefer: str | None = None
     ) -> str | None:
         """The replica for the next call: `prefer` where it may be asked now, else the one with
         the least accumulated cost. None where every replica is banned, busy or excluded. The
         call is charged to the replica at once."""
-        ready = {
-            p: r
-            for p, r in self._replicas.items()
-            if r.present and r.ready_at() <= now and p not in exclude
-        }
+        ready = {p: r for p, r in self._replicas.items() if self.is_ready(p, now, exclude)}
         if not ready:
             return None
         for replica in ready.values():  # an absent replica has no claim to the calls it missed
@@ -154,11 +156,7 @@ class Router:
         """Up to `count` replicas that may be asked now, drawn evenly. Where callees say themselves
         how long a call would take, the best of a few drawn at random is nearly as good as the best
         of all, and no herds form (Mitzenmacher 2001, "The power of two choices")."""
-        ready = [
-            p
-            for p, r in self._replicas.items()
-            if r.present and r.ready_at() <= now and p not in exclude
-        ]
+        ready = [p for p in self._replicas if self.is_ready(p, now, exclude)]
         return self._rng.sample(ready, min(count, len(ready)))
 
     def take(self, peer_id: str) -> None:

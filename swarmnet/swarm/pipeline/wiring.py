@@ -201,7 +201,8 @@ class Wiring:
             router = self.router(request.stage)
             now = loop.time()
             others = self._unfit(request, now)
-            if prefer is None and asks:
+            is_known = prefer is not None and router.is_ready(prefer, now, others)
+            if asks and not is_known:
                 peer_id = await self._asking.around(router, request, others)
                 now = loop.time()
             else:

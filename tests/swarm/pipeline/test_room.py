@@ -65,6 +65,23 @@ def test_a_full_replica_costs_a_slow_uplink_no_activation() -> None:
     scenario(play)
 
 
+def test_a_slow_uplink_asks_again_where_the_replica_that_had_the_microbatch_is_gone() -> None:
+    async def play(pair: OneReplica) -> None:
+        slow = pair.caller("slow")
+        await slow.step(1, hint=(CALLEE,))
+        assert slow.sent("admit") == 0, "it may have it already"
+        before = slow.sent("step")
+        work = pair.fill()
+        await asyncio.sleep(0.5)
+        step = asyncio.ensure_future(slow.step(2, hint=("gone",)))
+        await asyncio.sleep(2 * pair.limits.route_wait_s)
+        assert not step.done()
+        assert slow.sent("step") == before
+        await asyncio.gather(*work, step)
+
+    scenario(play)
+
+
 def test_a_fast_uplink_does_not_ask() -> None:
     async def play(pair: OneReplica) -> None:
         fast = pair.caller("fast", 1e9)
