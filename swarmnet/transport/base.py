@@ -173,7 +173,8 @@ class Transport(Protocol):
         """`callback(peer_id)` when the first channel to a peer opened."""
 
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
-        """`callback(peer_id)` at once when the last channel to a peer closed."""
+        """`callback(peer_id)` at once when the last channel to a machine closed: all peers there
+        are out of reach, each of its seats too."""
 
     async def close(self) -> None:
         """Closes every channel and the carrier. Idempotent."""

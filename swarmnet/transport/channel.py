@@ -111,8 +111,6 @@ class ChannelTransport:
         machine = machine_of(peer_id)
         if machine == self.peer_id:
             return
-        if peer_id != machine:
-            self.channels.know_seat(machine, peer_id)
         straight = [a for a in addresses if CIRCUIT not in a]
         self.carrier.learn(machine, to_dial(straight, self.carrier.addresses()))
         if self.relays is not None:

@@ -71,8 +71,6 @@ class OpenChannels:
         self._all: dict[Channel, DirectWatcher | None] = {}
         self._ready: dict[str, dict[Channel, float]] = {}
         """By peer, those over the carrier; each with the loop's time of its hello."""
-        self._seats: dict[str, dict[str, None]] = {}
-        """Known seats of other machines, by the machine's peer id."""
         self._told: dict[str, None] = {}
         """Lines about peers of other versions."""
         self._connected = Listeners()
@@ -116,13 +114,8 @@ class OpenChannels:
         self._connected.add(callback)
 
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
-        """`callback(peer_id)` when the last channel to a peer is gone; for each known seat of its
-        machine too."""
+        """`callback(peer_id)` when the last channel to a machine is gone."""
         self._disconnected.add(callback)
-
-    def know_seat(self, machine: str, peer_id: str) -> None:
-        """A further peer lives on a machine, and is lost with it."""
-        self._seats.setdefault(machine, {})[peer_id] = None
 
     # ---- streams ----------------------------------------------------------------------------
 
@@ -183,8 +176,7 @@ class OpenChannels:
             del channels[channel]
             if not channels:
                 del self._ready[channel.remote]
-                for peer_id in (channel.remote, *self._seats.get(channel.remote, ())):
-                    self._disconnected.tell(peer_id)
+                self._disconnected.tell(channel.remote)
 
     def offended(self, peer_id: str, reason: str) -> None:
         """A peer broke the protocol: it loses the stream, and for a growing time any other."""

@@ -178,19 +178,6 @@ def test_a_handler_beside_outlives_its_caller_but_not_its_machine() -> None:
     play(scenario)
 
 
-def test_all_known_seats_of_a_machine_are_lost_with_it() -> None:
-    async def scenario(a: ChannelTransport, b: ChannelTransport) -> None:
-        lost: asyncio.Queue[str] = asyncio.Queue()
-        a.on_disconnected(lost.put_nowait)
-        a.learn("b/2", ["/loopback/p2p/b"])
-        b.handle("who", says_who)
-        await a.call("b", "who", Message(), timeout_s=PATIENCE_S)
-        await b.close()
-        assert {await asyncio.wait_for(lost.get(), PATIENCE_S) for _ in range(2)} == {"b", "b/2"}
-
-    play(scenario)
-
-
 def test_an_impossible_route_costs_its_sender_the_stream() -> None:
     async def scenario(a: ChannelTransport, b: ChannelTransport) -> None:
         b.handle("who", says_who)

@@ -194,9 +194,10 @@ class FailureDetector:
         return [Look(peer_id) for peer_id in self._lost if machine_of(peer_id) == machine]
 
     def closed(self, machine: str, now: float) -> list[Command]:
-        """The last channel to a machine has closed: the peer behind it is looked at."""
+        """The last channel to a machine has closed: the peers there are looked at."""
         self._channels.discard(machine)
-        return [Look(machine), *self.passed(now)] if machine in self._heard_at else []
+        there = [p for p in self._heard_at if machine in (p, machine_of(p))]
+        return [*(Look(p) for p in there), *self.passed(now)] if there else []
 
     def passed(self, now: float) -> list[Command]:
         """What has ended by now: the times for which lost peers were SUSPECT. To be asked often."""

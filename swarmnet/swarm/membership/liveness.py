@@ -159,9 +159,12 @@ class Liveness:
 
     def _on_disconnected(self, machine: str) -> None:
         commands = self._view.detector.closed(machine, _now())
-        record = self._view.get(machine)
-        if record is not None and record.state not in (LEFT, OBSERVING):
-            self._carry_out(commands)
+        self._carry_out(c for c in commands if not (isinstance(c, Look) and self._left(c.peer_id)))
+
+    def _left(self, peer_id: str) -> bool:
+        """Whether it is no news that a peer is gone."""
+        record = self._view.get(peer_id)
+        return record is None or record.state in (LEFT, OBSERVING)
 
     def on_news(self, record: Record) -> None:
         """A newer record has come into the view."""

@@ -72,6 +72,14 @@ def test_a_channel_that_closes_ends_the_suspicion() -> None:
     assert detector.state_of("a", 3.0) is DEAD
 
 
+def test_all_seats_of_a_machine_are_looked_at_when_its_channel_closes() -> None:
+    detector = detector_with("a", channels=("a",))
+    for other in ("a/1", "ab", "b/1"):
+        detector.heard(other, (1, 5), 2.0)
+    assert detector.closed("a", 3.0) == [Look("a"), Look("a/1")]
+    assert detector.closed("c", 3.0) == []
+
+
 def test_a_silent_peer_with_a_channel_may_be_back() -> None:
     detector = detector_with("a", channels=("a",))
     assert detector.state_of("a", 10.1) is SUSPECT

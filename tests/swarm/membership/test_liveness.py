@@ -74,6 +74,27 @@ def test_who_has_left_is_not_looked_at_when_its_channel_closes() -> None:
     run(scenario())
 
 
+def test_what_has_ended_is_told_though_who_has_left_closes_its_channel() -> None:
+    async def scenario() -> None:
+        hub = MemoryHub()
+        a, b, _ = acquainted(hub, "a", "b", "c")
+        for other in ("b", "c"):
+            await a.exchange.reconcile(other)
+        b.own.change(state=LEFT)
+        a.knows(b)
+        hub.freeze("c")
+        await a.liveness.look_into(["c"])
+        changes: list[tuple[str, State]] = []
+        a.liveness.on_change(lambda peer_id, state: changes.append((peer_id, state)))
+        await asyncio.sleep(SUSPECT_S + 1.0)
+        hub.kill("b")
+        await asyncio.sleep(0.1)
+        assert changes == [("c", DEAD)]
+        assert not a.view.detector.is_lost("b")
+
+    run(scenario())
+
+
 def test_a_silent_peer_with_open_channels_is_suspect_for_a_while() -> None:
     async def scenario() -> None:
         hub = MemoryHub()
