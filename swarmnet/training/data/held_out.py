@@ -11,6 +11,7 @@ not at all. Dialogues are never cut.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,28 +46,33 @@ class Division:
         is_held = self.held[_bins(self.store.hashes(documents))]
         found = np.where(is_held == held_out, lengths, 0)
         for i in np.flatnonzero(lengths > self.longest) if self.longest else ():
-            parts = self.parts(int(documents[i]), held_out=held_out)
-            found[i] = sum(stop - start for start, stop in parts)
+            starts, stops = self._runs(int(documents[i]), int(lengths[i]), held_out=held_out)
+            found[i] = (stops - starts).sum()
         return found
 
-    def parts(self, document: int, *, held_out: bool) -> list[tuple[int, int]]:
-        """Where in the store's tokens these are, from and to."""
+    def parts(
+        self, document: int, *, held_out: bool, skipped: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """Where in the store's tokens these are, from and to, without the first `skipped`."""
         index = np.asarray([document], np.int64)
         start, length = int(self.store.starts(index)[0]), int(self.store.lengths(index)[0])
         if not self.longest or length <= self.longest:
-            is_held = self.held[_bins(self.store.hashes(index))[0]]
-            return [(start, start + length)] if is_held == held_out else []
-        parts: list[tuple[int, int]] = []
-        bins = _bins(_block_hashes(self.store.hashes(index), -(-length // self.block)))
-        for k, is_held in enumerate(self.held[bins]):
-            if is_held != held_out:
-                continue
-            first = start + k * self.block
-            stop = min(first + self.block, start + length)
-            if parts and parts[-1][1] == first:
-                first = parts.pop()[0]
-            parts.append((first, stop))
-        return parts
+            if skipped < length and self.held[_bins(self.store.hashes(index))[0]] == held_out:
+                yield start + skipped, start + length
+            return
+        starts, stops = self._runs(document, length, held_out=held_out)
+        ends = np.cumsum(stops - starts)
+        for k in range(int(np.searchsorted(ends, skipped, side="right")), len(ends)):
+            first, stop = int(starts[k]), int(stops[k])
+            yield start + max(first, stop - (int(ends[k]) - skipped)), start + stop
+
+    def _runs(self, document: int, length: int, *, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Where in a long document these are, from and to; int64."""
+        hashes = self.store.hashes(np.asarray([document], np.int64))
+        bins = _bins(_block_hashes(hashes, -(-length // self.block)))
+        is_in = np.pad(self.held[bins] == held_out, 1)
+        edges = np.minimum(np.flatnonzero(is_in[1:] != is_in[:-1]) * self.block, length)
+        return edges[::2], edges[1::2]
 
 
 def divide(store: Store, fraction: float, sequence_length: int) -> Division:

@@ -73,9 +73,9 @@ class Documents:
         for positions in numbers_to(self.size):
             yield self._at(positions)[1]
 
-    def parts(self, document: int) -> list[tuple[int, int]]:
+    def parts(self, document: int, skipped: int = 0) -> Iterator[tuple[int, int]]:
         """As `Division.parts`."""
-        return self.division.parts(document, held_out=self.held_out)
+        return self.division.parts(document, held_out=self.held_out, skipped=skipped)
 
     def end(self, document: int) -> int:
         """Where in the store's tokens a document ends."""
@@ -125,23 +125,20 @@ class TextSamples:
         place = int(self._marks[mark])
         while wanted and mark * STRIDE < self._documents.size:
             numbers, lengths = self._documents.stride(mark)
-            for i in np.flatnonzero(lengths):
-                length = int(lengths[i])
-                if place + length <= start:
-                    place += length
+            ends = place + np.cumsum(lengths)
+            for i in range(int(np.searchsorted(ends, start, side="right")), len(ends)):
+                if not lengths[i]:
                     continue
                 number = int(numbers[i])
                 end = self._documents.end(number)
-                for first, stop in self._documents.parts(number):
-                    skipped = min(max(start - place, 0), stop - first)
-                    place += stop - first
-                    first += skipped
-                    taken = min(stop - first, wanted)
-                    if taken:
-                        yield first, first + taken, first + taken == end
-                    wanted -= taken
-                if not wanted:
-                    return
+                skipped = max(start - int(ends[i] - lengths[i]), 0)
+                for first, last in self._documents.parts(number, skipped):
+                    stop = min(last, first + wanted)
+                    yield first, stop, stop == end
+                    wanted -= stop - first
+                    if not wanted:
+                        return
+            place = int(ends[-1])
             mark += 1
 
 
