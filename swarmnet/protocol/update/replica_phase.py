@@ -158,7 +158,8 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class AwaitDevice:
     """Wait until the device has done, or refused, all of the round that it was given before: after
-    that nothing adds to the gradient of the round."""
+    that nothing adds to the gradient of the round, in whose memory parameters that are fetched may
+    be put aside."""
 
     round: int
 
@@ -230,7 +231,7 @@ TABLE: dict[State, dict[type[Event], Row]] = {
         OpenAhead: Row(State.AHEAD, KeepBoth),
         Give: Row(State.GIVING),
         Close: Row(State.CLOSED, AwaitDevice),
-        Lose: Row(State.FETCHING),
+        Lose: Row(State.FETCHING, AwaitDevice),
     },
     State.AHEAD: {
         Close: Row(State.CLOSED_AHEAD, AwaitDevice),
@@ -244,7 +245,7 @@ TABLE: dict[State, dict[type[Event], Row]] = {
     State.GIVEN: {
         OpenAhead: Row(State.GIVEN),
         Close: Row(State.CLOSED, AwaitDevice),
-        Lose: Row(State.FETCHING),
+        Lose: Row(State.FETCHING, AwaitDevice),
     },
     State.CLOSED: {
         Open: Row(State.OPEN, FinishRound),

@@ -170,7 +170,7 @@ class World:
             wanted = FinishRound if self.ahead is None else Promote
             keep(isinstance(command, wanted), "parameters put aside stay there")
         world = replace(world.carried_out(command, event), phase=phase)
-        return world.driven(event)
+        return world.driven(event, is_awaited=command is not None)
 
     def settled(self, event: Event) -> World:
         """Who counts the gradient."""
@@ -186,7 +186,8 @@ class World:
 
     def carried_out(self, command: Command | None, event: Event) -> World:
         if isinstance(command, AwaitDevice):
-            keep(isinstance(event, Close) and self.doing == SERVING, "there is nothing to wait for")
+            keep(isinstance(event, Close | Lose), "there is nothing to wait for")
+            keep(self.doing == SERVING, "there is nothing to wait for")
             return replace(self, sealed=self.gradient)
         if isinstance(command, KeepBoth):
             keep(self.ahead is None, "two rounds ahead")
@@ -210,8 +211,8 @@ class World:
         whole = None if isinstance(event, OpenInPart) else (command.round, is_flush)
         return replace(self, parameters=whole, gradient=frozenset(), sealed=None, counted=counted)
 
-    def driven(self, event: Event) -> World:
-        """What drives it knows of the event."""
+    def driven(self, event: Event, *, is_awaited: bool) -> World:
+        """What drives it knows of the event; `is_awaited`: the device has come to its command."""
         if isinstance(event, Open):
             return replace(self, doing=SERVING, is_flushed=False, gave=False)
         if isinstance(event, OpenInPart):
@@ -230,6 +231,8 @@ class World:
             return replace(self, is_asking_ahead=False)
         if isinstance(event, Lose):
             keep(self.ahead is None, "a round ahead of what does not hold")
+            is_still = self.doing != SERVING or is_awaited
+            keep(is_still, "the device may add to what is fetched")
             return replace(
                 *(self,), doing=JOINING, is_known=False, is_flushed=False, gave=False,
                 parameters=None, gradient=frozenset(), sealed=None,

@@ -197,6 +197,24 @@ def test_what_was_done_ahead_goes_with_parameters_that_do_not_hold() -> None:
     play(scenario)
 
 
+def test_parameters_that_do_not_hold_are_let_go_when_no_pass_runs_any_more() -> None:
+    """What is fetched may be put aside in the memory of the gradient."""
+
+    async def scenario(replica: Replica) -> None:
+        last = asyncio.create_task(work(replica, 0))
+        await asyncio.sleep(0.5 * WORK_S)
+        losing = asyncio.create_task(replica.transitions.lose())
+        await asyncio.sleep(0)
+        assert not replica.takes(0), "at once, whatever the device does"
+        assert not losing.done()
+        await losing
+        gradient = replica.stage.gradient_shard(0).data
+        await asyncio.gather(last, return_exceptions=True)
+        assert replica.stage.gradient_shard(0).data == gradient
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_neither_the_end_of_a_round_nor_its_loss_comes_before_the_answer(is_refused: bool) -> None:
     async def scenario(replica: Replica) -> None:
