@@ -49,7 +49,7 @@ def test_stopping_that_is_cut_short_still_ends_the_children(tmp_path: Path) -> N
 def test_a_child_that_never_listens_is_given_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
-        processes = PeerProcesses(tmp_path, command)
+        processes = PeerProcesses(tmp_path, command, stop_steps=[(signal.SIGTERM, 60.0)])
         child = await processes.start("peer-1", [])
         try:
             with pytest.raises(SwarmnetError, match="did not listen within"):

@@ -14,6 +14,8 @@ from swarmnet.swarm.update.measurements import Measurements
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
 FOUND_OUT_S, SPAN_S = 90.0, 30.0
+SPEED = 0.2
+"""Of the devices: few rounds, and few events."""
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -22,7 +24,7 @@ def test_the_others_go_on_without_a_device_that_hangs(tmp_path: Path, stage: int
 
     async def scenario(swarm: Swarm) -> None:
         for i in range(4):
-            swarm.start(f"peer-{i}", stage=i % 2)
+            swarm.start(f"peer-{i}", stage=i % 2, speed=SPEED)
         await swarm.until_round(10)
         hung = f"peer-{stage}"
         device: Any = swarm.members[hung].peer.machine.device
