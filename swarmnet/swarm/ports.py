@@ -388,8 +388,8 @@ class LocalSteps(Protocol):
     ) -> tuple[float, float]:
         """The outer step of a pair after a round, from the partner's `offer` (None: alone); its
         result is put aside as by `set_common`. Returns the squared distance of both replicas' fast
-        parameters (0 alone) and the squared norm of the own ones. Raises `ProtocolViolation` where
-        the offer does not fit."""
+        parameters and the squared norm of the own ones, both 0 alone. Raises `ProtocolViolation`
+        where the offer does not fit."""
 
     def finish_round(self) -> None:
         """*device* Makes what `set_common` put aside the common parameters; right after

@@ -121,6 +121,11 @@ class Facts:
             and standing.declared != 0
         ]
 
+    def awaited(self) -> list[str]:
+        """Backups that live and have not confirmed their copy; in gossip averaging the partner,
+        as long as it has not pulled everything."""
+        return [p for p in self.pending if not self.is_dead(p)]
+
     def back(self) -> frozenset[str]:
         """Members that live, if only for a question, and have promised nothing."""
         if self.roster.pulls:

@@ -74,7 +74,7 @@ def is_complete(u: Facts) -> bool:
 
 
 def is_mirrored(u: Facts) -> bool:
-    return all(u.is_dead(p) for p in u.pending) and not u.back()
+    return not u.awaited() and not u.back()
 
 
 def has_one_back(u: Facts) -> bool:

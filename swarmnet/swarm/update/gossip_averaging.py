@@ -4,7 +4,8 @@ There is no group and no owner. Every `local_steps` rounds, and in every round o
 replicas of a stage pair off (`protocol.update.pairing`). Each asks its partner for its *offer*
 (parameters of its last meeting, change since then, moments of its own steps) and makes the outer
 step of the pair for itself (NoLoCo, Kolehmainen et al. 2025). A replica that has no partner, or
-loses it, steps alone. A meeting ends when both have the other's offer, or one of them is gone.
+loses it, steps alone. A meeting ends when both have the other's offer, or one of them is gone; each
+makes its step then, for what it offers changes by it.
 
 Replicas never become equal; random pairs and random routing keep them close. How far a replica was
 from its partner when they met, relative to its parameters, is in its record (`spread`).
@@ -129,6 +130,8 @@ class GossipAveraging:
             self.replica.num_shards,
             lambda other: self._offers_of(other, r),
             lambda offers: self._make_step(offers, r),
+            lambda: self.transport.traffic.queued_bytes() > 0,
+            self.averaging.pace.call_s(),
         )
         self._meeting = meeting
         self._changed.notify_all()
@@ -147,6 +150,7 @@ class GossipAveraging:
             )
             apart, total = apart + distance, total + norm
         if offers:
+            self.gossip.add_total("late_shards", self.replica.num_shards - len(offers))
             spread = math.sqrt(apart / total) if total else 0.0
             self.gossip.update(spread=min(spread, MAX_RATE))  # an offer may be very far away
 

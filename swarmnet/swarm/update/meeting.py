@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from swarmnet.wire import Array
 log = logging.getLogger("swarmnet.gossip_averaging")
 
 OFFER_WAIT_S = 10.0
-"""How long a replica that is done stays in a round for its partner to ask."""
+"""How long a replica that has all waits for its partner to ask, with nothing on its way there."""
 
 Offer = tuple[dict[str, Any], tuple[Array, ...]]
 Offers = dict[int, Offer]
@@ -39,12 +40,16 @@ class Meeting:
         num_shards: int,
         ask: Callable[[str], Awaitable[Offers]],
         step: Callable[[Offers], Awaitable[None]],
+        is_sending: Callable[[], bool],
+        longest_s: float,
     ) -> None:
         """`ask(partner)`: what it offers of each shard, as far as it gives any. `step(offers)`:
-        makes the outer step."""
+        makes the outer step. `is_sending()`: something large is on its way from here. `longest_s`:
+        so long the partner may ask, at most."""
         self.round = round_index
         self._gossip, self._partner, self._num_shards = gossip, partner, num_shards
-        self._ask, self._step = ask, step
+        self._ask, self._step, self._is_sending = ask, step, is_sending
+        self._longest_s, self._asked_at = longest_s, -math.inf
         self._machine = ShardUpdate(gossip.own.peer_id, pair(gossip.own.peer_id, partner))
         self._wanted = set(range(num_shards))
         """Shards whose offer the partner has not asked for."""
@@ -53,7 +58,8 @@ class Meeting:
         self._tasks = Tasks("meeting")
 
     async def run(self, num_tokens: int) -> None:
-        """Returns when the step is made, and the partner has what it needs or is gone."""
+        """Returns when the partner has what it needs or is gone, and the step is made: by it what
+        is offered here changes."""
         try:
             self._refresh()
             self._feed(on.Begun(num_tokens, None))
@@ -67,8 +73,9 @@ class Meeting:
 
     def asked(self, peer_id: str, shard: int) -> None:
         """A replica has been given the offer of a shard."""
-        if peer_id == self._partner:
-            self._wanted.discard(shard)
+        if peer_id == self._partner and shard in self._wanted:
+            self._wanted.remove(shard)
+            self._asked_at = asyncio.get_running_loop().time()
             if not self._wanted:
                 self._feed(on.Confirmed(peer_id, self._machine.facts.attempt))
 
@@ -107,6 +114,8 @@ class Meeting:
             self._feed(on.PushFailed(target))
 
     async def _make_step(self, offers: Offers | None, attempt: int) -> None:
+        while self._machine.facts.awaited():
+            await self._over.wait(LOOK_AGAIN_S)
         try:
             await self._step(offers or {})
         except Exception as e:  # of the device: it ends the round, as without a partner
@@ -116,5 +125,10 @@ class Meeting:
         self._feed(on.Stepped(True, attempt))
 
     async def _expire(self) -> None:
-        await asyncio.sleep(OFFER_WAIT_S)
+        """On a slow link what was asked for takes longer than the next question may."""
+        loop = asyncio.get_running_loop()
+        quiet_since = began = loop.time()
+        while loop.time() < min(quiet_since + OFFER_WAIT_S, began + self._longest_s):
+            await asyncio.sleep(LOOK_AGAIN_S)
+            quiet_since = loop.time() if self._is_sending() else max(quiet_since, self._asked_at)
         self._feed(on.DeadlinePassed())

@@ -118,7 +118,7 @@ class TorchLocalSteps:
                 self._optimizer.load(shard_index, *own)  # nothing of theirs stays
                 raise
         self.set_common(shard_index, from_tensor(new))
-        return apart, sum_of_squares(fast)
+        return apart, 0.0 if theirs is None else sum_of_squares(fast)
 
     def _average_moments(
         self,

@@ -17,6 +17,7 @@ from tests.protocol.update.small_world import Broken
 MOST_ROUNDS = 300
 FACTS_RULES = (
     "waits_for",
+    "awaited",
     "back",
     "answering",
     "voters",

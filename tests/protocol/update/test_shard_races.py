@@ -655,6 +655,16 @@ def test_a_meeting_lasts_until_the_partner_has_the_offer_too() -> None:
     assert do.Adopt("result", is_own=True) in u.handle(on.Confirmed("b", 1))
 
 
+def test_a_meeting_ends_with_a_partner_that_dies_before_it_has_all() -> None:
+    u = pair()
+    offer(u)
+    u.handle(on.Summed("sum", 1))
+    assert u.facts.awaited() == ["b"]
+    u.handle(on.Seen({"b": GONE}))
+    assert not u.facts.awaited()
+    assert do.Adopt("result", is_own=True) in u.handle(on.Stepped("result", 1))
+
+
 def test_a_partner_that_has_left_the_meeting_leads_to_no_result_elsewhere() -> None:
     u = pair()
     assert not u.handle(on.Seen({"b": PAST}))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from swarmnet.simulation.churn import JOIN, ChurnEvent
 from swarmnet.simulation.clock import run
 from swarmnet.simulation.invariants import Bounds
+from swarmnet.simulation.local_steps import SyntheticLocalSteps
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes
-from swarmnet.simulation.swarm import Simulation
+from swarmnet.simulation.swarm import Simulation, simulate
 from swarmnet.swarm.peer import Peer
 
 NUM_SHARDS, SHARD_PARAMETERS = 80, 20_000
@@ -156,3 +158,46 @@ def test_a_newcomer_waits_for_contributions_as_long_as_the_others() -> None:
         assert simulation.population.total("norm_missed") == 0
 
     run(simulated())
+
+
+def test_partners_on_uneven_links_have_all_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mode `gossip` the slower one sends for longer than the faster one waits for a question.
+    What is offered is what it was before either made its step."""
+    alone, offered = list[bool](), list[bool]()
+    meet, offer = SyntheticLocalSteps.meet, SyntheticLocalSteps.offer
+    has_met: set[tuple[SyntheticLocalSteps, int]] = set()
+
+    def meets(
+        steps: SyntheticLocalSteps, shard_index: int, theirs: Any, round_index: int
+    ) -> tuple[float, float]:
+        alone.append(theirs is None)
+        has_met.add((steps, shard_index))
+        return meet(steps, shard_index, theirs, round_index)
+
+    def offers(steps: SyntheticLocalSteps, shard_index: int) -> Any:
+        offered.append((steps, shard_index) in has_met)
+        return offer(steps, shard_index)
+
+    monkeypatch.setattr(SyntheticLocalSteps, "meet", meets)
+    monkeypatch.setattr(SyntheticLocalSteps, "offer", offers)
+    scenario = Scenario(
+        seed=1,
+        peers=2,
+        max_peers=2,
+        stages=1,
+        links=links([12.5e6, 1.25e6]),
+        rounds=8,
+        until_s=300.0,
+        start_s=0.5,
+        sync_mode="gossip",
+        local_steps=8,
+        sizes=Sizes(num_shards=12, shard_parameters=50 * SHARD_PARAMETERS),
+        service_s=0.4,
+        bounds=Bounds(converge_s=300.0, progress_s=300.0),
+        check_s=1.0,
+        keep_log=False,
+    )
+    result = simulate(scenario)
+    assert result.broken is None
+    assert alone == 2 * 12 * [False]
+    assert offered == 2 * 12 * [False]
