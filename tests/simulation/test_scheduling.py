@@ -14,7 +14,7 @@ from swarmnet.swarm.pipeline.asking import ASK_WORK_S
 
 def test_uneven_machines_on_home_links_are_kept_at_work() -> None:
     """Speeds 10:1, log-normal links, three stages; within one round, nobody comes or goes."""
-    scenario = replace(large_swarm(24, 3, 360.0, ChurnRates()), warmup_s=160.0, check_s=20.0)
+    scenario = replace(large_swarm(18, 3, 260.0, ChurnRates()), warmup_s=120.0, check_s=20.0)
     result = simulate(scenario)
     assert result.broken is None
     print(f"{result.fraction_of_bound:.3f} of the bound as they served")
@@ -34,10 +34,10 @@ def early_replicas(simulation: Simulation) -> int:
 
 
 def test_fast_feeders_go_on_while_slow_ones_launch_their_last() -> None:
-    """Nobody knows at once what thirty others have launched; who has done its part does not wait
+    """Nobody knows at once what nineteen others have launched; who has done its part does not wait
     until it does, and the round counts its batch all the same. Work so short is begun at home."""
     work_s = ASK_WORK_S / 2
-    scenario = large_swarm(30, 2, 80.0, ChurnRates(), service_s=work_s, microbatches_per_replica=40)
+    scenario = large_swarm(20, 2, 45.0, ChurnRates(), service_s=work_s, microbatches_per_replica=30)
     fast = replace(scenario, home_links=False, check_s=0.5, warmup_s=10.0)
     early: list[int] = []
 
