@@ -21,6 +21,14 @@ def best(records: Iterable[Record]) -> Record | None:
     return min(known, key=lambda r: (-r.samples, r.peer_id), default=None)
 
 
+def newest(records: Iterable[Record]) -> Record | None:
+    """The record with the valid parameters of the newest round, of replicas of one stage: no other
+    round of theirs goes on as it is."""
+    known = list(records)
+    last = max((r.round for r in known), default=0)
+    return best(r for r in known if r.round == last)
+
+
 def holding(records: Iterable[Record]) -> list[Record]:
     """The replicas with the valid parameters of their round, of replicas of one stage; in the same
     order."""

@@ -22,7 +22,7 @@ of the exchange of that number.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ZERO, DELAYED, LOCAL, GOSSIP, AUTO = "zero", "delayed", "local", "gossip", "auto"
 MAX_ROUND = 1 << 62
@@ -88,6 +88,13 @@ class SyncPlan:
         if self.mode != AUTO:
             return self.mode
         return next((s.mode for s in reversed(self.switches) if s.round <= round_index), ZERO)
+
+    def agrees(self, switches: tuple[Switch, ...], round_index: int) -> bool:
+        """Whether with other changes of mode nothing would be different that is under way in this
+        round, or open ahead: the exchanges of it and of those before."""
+        other = replace(self, switches=switches)
+        rounds = range(max(0, round_index - 2), round_index + 1)
+        return all(self.mode_at(r) == other.mode_at(r) for r in rounds)
 
     def is_delayed(self, round_index: int) -> bool:
         """Whether the exchange of this round runs beside the next round; never for the last."""

@@ -2,8 +2,10 @@
 turn.
 
 The first of the feeders decides. See `protocol.update.auto_mode` for the rule and for why every
-replica knows in time. A replica that still comes to know of a change too late has another idea than
-the others of the parameters with which its round began: it fetches its stage again."""
+replica knows in time. A replica that still comes to know too late of a change has another idea than
+the others of the parameters with which its round began. So have the two sides of a partition, which
+have decided each for itself: what the side with the newest parameters knew holds, and the other one
+fetches its stage again (`protocol.update.divergence.newest`)."""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.update import divergence
 from swarmnet.protocol.update.auto_mode import AHEAD_ROUNDS, Adviser, Chooser, merge, pace
 from swarmnet.protocol.update.sync_modes import AUTO, Switch
 from swarmnet.swarm.membership.gossip import Gossip
@@ -43,25 +46,40 @@ class AutoSync:
         plan, replica = self.replica.plan, self.replica
         if plan.mode != AUTO:
             return
+        switches, is_behind = self._known()
+        new = [s for s in switches if s not in plan.switches]
+        if switches != plan.switches:
+            replica.decided(switches)
+            self.gossip.update(switches=switches, urgent=True)
+        for s in new:
+            log.info("%s", describe(s))
+        if is_behind:
+            raise Behind("the mode of this round is another one, unheard of here")
+
+    def _known(self) -> tuple[tuple[Switch, ...], bool]:
+        """The changes that hold, and whether those of this replica did not."""
+        plan, newest = self.replica.plan, self.replica.phase.newest_open
         now = asyncio.get_running_loop().time()
-        heard = [
+        heard = self._heard()
+        winner = divergence.newest(self.gossip.view.replicas(self.replica.index, now))
+        if not self.replica.synced and winner is not None:
+            coming = (s for s in heard if s.round > winner.round)
+            return merge(winner.switches, coming), False
+        switches = merge(plan.switches, heard)
+        if not self.replica.synced or plan.agrees(switches, newest):
+            return switches, False
+        is_behind = winner is not None and not plan.agrees(winner.switches, newest)
+        holding = winner.switches if winner is not None and is_behind else plan.switches
+        return merge(holding, (s for s in heard if s.round > newest)), is_behind
+
+    def _heard(self) -> list[Switch]:
+        """What is known now of what others have decided, but for what nobody can decide yet."""
+        return [
             s
-            for r in self.gossip.view.live(now)
+            for r in self.gossip.view.live(asyncio.get_running_loop().time())
             for s in r.switches
             if s.round <= r.round + AHEAD_ROUNDS + 1
         ]
-        switches = merge(plan.switches, heard)
-        if switches == plan.switches:
-            return
-        new = [s for s in switches if s not in plan.switches]
-        late = [s for s in new if s.round < replica.phase.newest_open]
-        was_late = bool(late) and replica.synced
-        replica.decided(switches)
-        self.gossip.update(switches=switches, urgent=True)
-        for s in new:
-            log.info("%s", describe(s))
-        if was_late:
-            raise Behind(f"the mode changed in round {late[0].round}, unheard of here")
 
     def finish_round(self, round_index: int, open_s: float) -> None:
         """A round is over: publishes its times; decides, where it is this peer's turn."""

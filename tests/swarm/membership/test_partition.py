@@ -63,6 +63,36 @@ def test_two_sides_that_went_on_alone_agree_again(
     in_virtual_time(scenario, spec, seed=seed)
 
 
+def test_two_sides_that_decided_their_mode_alone_agree_again(tmp_path: Path) -> None:
+    """In mode `auto`, each for itself: nobody else has what both would give up."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=400, sync={"mode": "auto"})
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"peer-{i}", speed=0.1)
+        await swarm.until_round(2)
+        swarm.hub.partition("peer-0", "peer-1")
+
+        def decided() -> list[tuple[int, ...]]:
+            peers = [m.peer for m in swarm.members.values()]
+            return [tuple(s.round for s in p.gossip.own.switches) for p in peers]
+
+        await swarm.until(lambda: all(decided()) and decided()[0] != decided()[1])
+        await swarm.until_round(max(swarm.rounds()) + 10)
+        swarm.hub.heal("peer-0", "peer-1")
+        healed_at = max(swarm.rounds())
+
+        def agree() -> bool:
+            first, last = swarm.rounds()
+            are_equal = torch.equal(swarm.flat("peer-0"), swarm.flat("peer-1"))
+            return healed_at < first == last and are_equal
+
+        await swarm.until(agree, HEALED_WITHIN_S)
+        assert swarm.total("stage_restarted") == 0
+
+    in_virtual_time(scenario, spec)
+
+
 @pytest.mark.parametrize("mode", ["zero", "delayed"])
 def test_a_backup_that_has_seen_another_gradient_fetches_the_moments(
     tmp_path: Path, mode: str

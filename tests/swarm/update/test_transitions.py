@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from swarmnet.errors import NotReady, Stale
+from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.replica_phase import Phase, State
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO, Switch, SyncPlan
 from swarmnet.simulation.clock import run
@@ -232,29 +233,85 @@ def test_neither_the_end_of_a_round_nor_its_loss_comes_before_the_answer(is_refu
     play(scenario)
 
 
-def auto(replica: Replica, known: tuple[Switch, ...], heard: Switch) -> AutoSync:
+def at(peer_id: str, r: int, *switches: Switch) -> Record:
+    """A replica's record."""
+    fields: dict[str, Any] = {"round": r, "switches": switches, "digests": 8 * peer_id.encode()}
+    return Record(peer_id, "run", 1, 0, state=ACTIVE, stage=0, samples=64, **fields)
+
+
+def auto(replica: Replica, known: tuple[Switch, ...], *records: Record) -> AutoSync:
     replica.plan = SyncPlan(AUTO, rounds=100, switches=known)
-    record = SimpleNamespace(round=heard.round, switches=(heard,))
-    gossip: Any = SimpleNamespace(
-        view=SimpleNamespace(live=lambda now: [record]), update=lambda **changes: None
-    )
+    view = SimpleNamespace(live=lambda now: records, replicas=lambda stage, now: records)
+    gossip: Any = SimpleNamespace(view=view, update=lambda **changes: None)
     averaging: Any = None
     return AutoSync(gossip, replica, averaging)
+
+
+DELAYED_AT_3 = Switch(3, DELAYED, 1.0, 1.0)
 
 
 def test_a_change_of_mode_is_too_late_for_a_round_that_has_begun_ahead() -> None:
     """It began with the parameters of the exchange before, by the mode that was known."""
 
     async def scenario(replica: Replica) -> None:
-        known, change = (Switch(3, DELAYED, 1.0, 1.0),), Switch(5, ZERO, 1.0, 0.01)
+        known, change = (DELAYED_AT_3,), Switch(5, ZERO, 1.0, 0.01)
+        other = at("b", 6, DELAYED_AT_3, change)
         replica.transitions.phase = Phase(State.OPEN, 5)
-        auto(replica, known, change).learn()
-        assert replica.plan.parameter_version(6) == 6
+        auto(replica, known, at("a", 5, *known), at("b", 5, DELAYED_AT_3, change)).learn()
+        assert replica.plan.switches == known, "its own parameters hold"
         await replica.transitions.open_ahead()
-        auto(replica, known, Switch(6, ZERO, 1.0, 0.01)).learn()
+        late = Switch(7, ZERO, 1.0, 0.01)
+        auto(replica, known, at("a", 5, *known), at("b", 6, DELAYED_AT_3, late)).learn()
+        assert replica.plan.switches == (DELAYED_AT_3, late)
         assert replica.plan.parameter_version(6) == 5
         with pytest.raises(Behind):
-            auto(replica, known, change).learn()
+            auto(replica, known, at("a", 5, *known), other).learn()
+        assert replica.plan.switches == other.switches
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("own_round", [8, 9, 10])
+def test_of_two_sides_that_decided_each_for_itself_one_gives_in(own_round: int) -> None:
+    """What was known to the one with the newest parameters holds, of equal ones of the lower id."""
+
+    async def scenario(replica: Replica) -> None:
+        own, others = (DELAYED_AT_3,), (Switch(4, ZERO, 1.0, 0.01), Switch(12, DELAYED, 1.0, 1.0))
+        records = at("a", own_round, *own), at("b", 9, *others)
+        replica.transitions.phase = Phase(State.OPEN, own_round)
+        side = auto(replica, own, *records)
+        if own_round < 9:
+            with pytest.raises(Behind):
+                side.learn()
+            assert replica.plan.switches == others
+        else:
+            side.learn()
+            assert replica.plan.switches == (DELAYED_AT_3, others[1]), "what is to come is heard"
+        replica.transitions.phase = Phase(State.OPEN, 9)
+        auto(replica, others, *records).learn()  # if its parameters do not hold, digests tell
+        assert replica.plan.mode_at(9) == ZERO
+
+    play(scenario)
+
+
+def test_changes_of_mode_that_change_nothing_are_late_for_nobody() -> None:
+    async def scenario(replica: Replica) -> None:
+        known, late = (Switch(7, ZERO, 1.0, 0.01),), Switch(8, ZERO, 1.0, 0.01)
+        replica.transitions.phase = Phase(State.OPEN, 16)
+        auto(replica, known, at("a", 16, *known), at("b", 17, late)).learn()
+        assert replica.plan.switches == (*known, late)
+
+    play(scenario)
+
+
+def test_who_fetches_its_stage_takes_the_modes_of_those_who_have_it() -> None:
+    async def scenario(replica: Replica) -> None:
+        known, others = (Switch(9, ZERO, 1.0, 0.01),), (Switch(7, DELAYED, 1.0, 1.0),)
+        replica.transitions.phase = Phase(State.FETCHING, 18)
+        auto(replica, known, at("b", 18, *others)).learn()
+        assert replica.plan.switches == others
+        auto(replica, known).learn()
+        assert replica.plan.switches == known, "nobody has it"
 
     play(scenario)
 
