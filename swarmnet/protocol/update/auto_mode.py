@@ -78,9 +78,9 @@ class Chooser:
     ) -> Switch | None:
         """A change, or the first decision; None to leave the mode as it is. To be called once a
         round."""
-        if round_s <= 0:
+        first = round_index + AHEAD_ROUNDS
+        if round_s <= 0 or first < plan.warmup_rounds:
             return None
-        first = max(round_index + AHEAD_ROUNDS, plan.warmup_rounds)
         present = plan.mode_at(first)
         share = exchange_s / round_s
         wanted = DELAYED if share > DELAYED_ABOVE else ZERO if share < ZERO_BELOW else present
