@@ -230,7 +230,7 @@ def simulate(swarm: SwarmGroup, policy: PolicyGroup, check: CheckGroup) -> None:
             sequences=swarm.sequences,
             microbatches=swarm.microbatches,
             codec=swarm.codec,
-            update_codec=swarm.update_codec,
+            update_codec=swarm.update_codec or "",
             device=swarm.device,
             coding_speed=swarm.coding_speed,
             trace=swarm.trace,

@@ -619,9 +619,9 @@ class SwarmGroup:
         typer.Option(help="Of what goes from stage to stage: [pipeline] codec of the run."),
     ] = "int8"
     update_codec: Annotated[
-        Literal["none", "bf16", "int8", "int4", "topk"],
+        Literal["none", "bf16", "int8", "int4", "topk"] | None,
         typer.Option(help="Of what an update sends: [sync] codec of the run."),
-    ] = "int8"
+    ] = None
     device: Annotated[
         Literal["cpu", "gpu"],
         typer.Option(help="Of every machine: a core codes beside a CPU, a GPU codes itself."),

@@ -677,6 +677,13 @@ class SyncSpec(_Table):
         return self
 
 
+def chosen_update_codec(sync: SyncSpec) -> str:
+    """What is given, else what a run that starts now has."""
+    if sync.codec != AUTO:
+        return sync.codec
+    return NONE if sync.mode == "gossip" else AUTO_UPDATE_CODEC
+
+
 class FileSpec(_Table):
     """A file of the run that every peer can get from any other."""
 
@@ -796,12 +803,9 @@ class RunSpec(_Table):
     def _chosen_codecs(self) -> tuple[str, str]:
         """Of boundaries and of updates: what is given, else what a run that starts now has."""
         boundary: str = self.pipeline.codec
-        update: str = self.sync.codec
         if boundary == AUTO:
             boundary = NONE if self.model.kind == "custom" else AUTO_BOUNDARY_CODEC
-        if update == AUTO:
-            update = NONE if self.sync.mode == "gossip" else AUTO_UPDATE_CODEC
-        return boundary, update
+        return boundary, chosen_update_codec(self.sync)
 
     @model_validator(mode="before")
     @classmethod

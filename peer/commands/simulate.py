@@ -18,9 +18,11 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from pydantic import ValidationError
+
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.codecs import INT8
-from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
 from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
@@ -36,6 +38,7 @@ from swarmnet.simulation.scenario import (
     small_swarm_in,
 )
 from swarmnet.simulation.swarm import simulate
+from swarmnet.spec import SyncSpec, chosen_update_codec
 
 Say = Callable[[str], None]
 NO_ROUND = (
@@ -75,8 +78,8 @@ class SimulateOptions:
     """Of a round, for each replica of a stage."""
     codec: str = INT8
     """`[pipeline] codec`."""
-    update_codec: str = INT8
-    """`[sync] codec`."""
+    update_codec: str = ""
+    """`[sync] codec`; empty for that of a run which does not say."""
     device: str = CPU
     """Of every machine: one of `simulation.coding.DEVICE_KINDS`."""
     coding_speed: float | None = None
@@ -204,7 +207,8 @@ def _until_interrupted(say: Say) -> Iterator[Callable[[], bool]]:
 
 
 def scenario_of(options: SimulateOptions) -> Scenario:
-    """The scenario that the options describe."""
+    """The scenario that the options describe. Raises `UserError`."""
+    mode = options.sync or DELAYED
     scenario = large_swarm(
         options.peers,
         options.stages,
@@ -215,11 +219,11 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         microbatches_per_replica=options.microbatches,
         sequences=options.sequences,
         codec=options.codec,
-        update_codec=options.update_codec,
+        update_codec=_update_codec(mode, options.update_codec),
     )
     return replace(
         scenario,
-        sync_mode=options.sync or DELAYED,
+        sync_mode=mode,
         local_steps=options.local_steps,
         assignment=options.assignment,
         rebalance_every_s=options.rebalance_every_s,
@@ -230,6 +234,15 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         link=_link(options.links),
         trace=() if options.trace is None else tuple(read_trace(options.trace)),
     )
+
+
+def _update_codec(mode: str, codec: str) -> str:
+    """As a run would have it. Raises `UserError` where none can."""
+    try:
+        return chosen_update_codec(SyncSpec.model_validate({"mode": mode, "codec": codec or AUTO}))
+    except ValidationError as e:
+        why = e.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--update-codec {codec} with --sync {mode}: {why}") from None
 
 
 def _coding(options: SimulateOptions) -> Coding:

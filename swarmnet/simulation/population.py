@@ -228,7 +228,10 @@ class Population:
         def build(stage_index: int) -> tuple[Stage, Optimizer]:
             observer = monitor.observer(name, incarnation, stage_index)
             stage = SyntheticStage(stage_index, scenario.stages, scenario.sizes, observer)
-            return stage, SyntheticOptimizer(stage_index, scenario.sizes, observer, coding)
+            optimizer = SyntheticOptimizer(
+                stage_index, scenario.sizes, observer, coding, scenario.sync_mode
+            )
+            return stage, optimizer
 
         def build_local(stage: Any, outer: Any) -> SyntheticLocalSteps | None:
             if not self._settings.plan.is_local:

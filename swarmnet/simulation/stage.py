@@ -32,6 +32,7 @@ from swarmnet.protocol.codecs import (
     row_bytes,
     update_codec,
 )
+from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, GOSSIP, LOCAL
 from swarmnet.simulation.coding import Coding, CodingTime
 from swarmnet.swarm.batch import Batch, Documents
 from swarmnet.swarm.ports import (
@@ -381,13 +382,29 @@ class SyntheticShardCodec:
         return Array("float32", (self._size,), shard.data)
 
 
+def state_vectors(sync_mode: str, codec: str) -> int:
+    """Vectors in the optimizer state of a shard: AdamW's two moments, or the one of the outer step;
+    and by how much the parameters that replicas have are ahead, where results are coded or late."""
+    if sync_mode == GOSSIP:
+        return 1
+    if sync_mode == LOCAL:
+        return 1 + (codec != NONE)
+    return 2 + (codec != NONE or sync_mode in (DELAYED, AUTO))
+
+
 class SyntheticOptimizer:
     """`ports.Optimizer`: momentum, exact enough that equal histories give equal bits."""
 
     def __init__(
-        self, stage_index: int, sizes: Sizes, observer: Observer, time: CodingTime | None = None
+        self,
+        stage_index: int,
+        sizes: Sizes,
+        observer: Observer,
+        time: CodingTime | None = None,
+        sync_mode: str = DELAYED,
     ) -> None:
         """`time`: of the thread on which updates are coded."""
+        self._num_vectors = state_vectors(sync_mode, sizes.update_codec)
         self._shards = SyntheticShardCodec(sizes, time or CodingTime(Coding()))
         self.codec: ShardCodec = self._shards
         self._stage_index = stage_index
@@ -456,7 +473,7 @@ class SyntheticOptimizer:
         steps, momentum = self._state[shard_index]
         shape = (self._sizes.shard_parameters,)
         moments = Array("float32", shape, _FLOATS.pack(*momentum))
-        return {"steps": steps}, (moments, moments, moments)
+        return {"steps": steps}, (moments,) * self._num_vectors
 
     def load(self, shard_index: int, values: dict[str, Any], arrays: tuple[Array, ...]) -> None:
         self._state[shard_index] = (int(values["steps"]), _FLOATS.unpack(bytes(arrays[0].data)))

@@ -42,6 +42,22 @@ def test_a_sweep_of_another_mode(capsys: pytest.CaptureFixture[str], mode: str) 
     assert "throughput" in capsys.readouterr().out
 
 
+def test_updates_are_coded_as_a_run_of_the_mode_would_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def sent(*more: str) -> str:
+        """What the history is."""
+        assert run_command([*SHORT, "--sync", "gossip", "--json", *more]) == 0
+        found: str = json.loads(capsys.readouterr().out)["log_hash"]
+        return found
+
+    assert sent() == sent("--update-codec", "none") != sent("--update-codec", "int8")
+    assert run_command([*SHORT, "--update-codec", "topk"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("swarmnet: --update-codec topk with --sync delayed: codec")
+    assert error.count("\n") == 1
+
+
 def test_a_plot_without_matplotlib_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

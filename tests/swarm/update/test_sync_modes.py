@@ -15,7 +15,7 @@ import torch
 from swarmnet.protocol.membership.records import JOINING
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
-from swarmnet.simulation.stage import Sizes
+from swarmnet.simulation.stage import Sizes, state_vectors
 from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.update.averaging import Behind
 from swarmnet.swarm.update.exchange.pace import ExchangePace
@@ -248,5 +248,31 @@ def test_an_exchange_that_fails_beside_a_round_is_noticed_in_it(tmp_path: Path) 
         others = [m.peer.replica for name, m in swarm.members.items() if name != "peer-1"]
         assert all(o.is_open(failed_in[0]) for o in others)
         await swarm.until_round(6, 120.0)
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(
+    ("mode", "codec"),
+    [
+        *((mode, "none") for mode in ("zero", "delayed", "local", "gossip")),
+        *((mode, "int8") for mode in ("zero", "local", "gossip")),
+    ],
+)
+def test_the_simulator_has_as_many_vectors_in_a_state(
+    tmp_path: Path, mode: str, codec: str
+) -> None:
+    """They are what a new owner downloads."""
+    sync = {"mode": mode, "codec": codec, "local_steps": 2}
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=20, sync=sync)
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(2):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(6)
+        replica = swarm.members["peer-0"].peer.replica
+        assert replica is not None
+        exported = [replica.optimizer.export(j)[1] for j in replica.optimizer.owned()]
+        assert {len(arrays) for arrays in exported} == {state_vectors(mode, codec)}
 
     in_virtual_time(scenario, spec)
