@@ -191,6 +191,7 @@ class Relays:
                 if not verify(peer_id, _claim(CALLEE, print_, nonce, own), signature):
                     raise ProtocolViolation("who answered is not who was called")
                 transport.write(self._identity.sign(_claim(CALLER, print_, nonce, peer_id)))
+                rest = visitor.rest()
         except BaseException as e:
             transport.abort()
             stream.transport.abort()
@@ -198,7 +199,7 @@ class Relays:
                 raise Unreachable(f"{name}: {str(e) or 'no answer in time'}") from None
             raise
         self.num_used += 1
-        return ByteStream(peer_id, transport, visitor.rest(), keep=(stream, talk))
+        return ByteStream(peer_id, transport, rest, keep=(stream, talk))
 
     async def _tls(self, talk: Talk, visitor: Talk, *, server: bool) -> asyncio.Transport:
         """TLS inside a circuit."""
@@ -285,9 +286,9 @@ class Relays:
             farther.say({"from": stream.remote})
             async with asyncio.timeout(HEAD_TIMEOUT_S):
                 await farther.hear()
-            circuit = Circuit(self, stream, other)
+            rests = talk.rest(), farther.rest()  # before the circuit counts: either may be gone
             talk.say({"ok": 1})
-            circuit.begin(talk.rest(), farther.rest())
+            Circuit(self, stream, other).begin(*rests)
         except BaseException:
             other.transport.abort()
             raise

@@ -13,7 +13,7 @@ import uvloop
 
 from swarmnet.errors import SwarmnetError, Unreachable
 from swarmnet.transport import relay as relay_module
-from swarmnet.transport.base import RELAY_PROTOCOL, Request
+from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Request
 from swarmnet.transport.calls.hello import offer
 from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.direct import client_context
@@ -28,6 +28,12 @@ GRANT_S = 60.0
 
 async def echo(request: Request) -> Message:
     return Message([request.remote, request.message.body], request.message.arrays)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - the streams' ends set no event
+            await asyncio.sleep(0.001)
 
 
 @dataclass
@@ -208,6 +214,55 @@ def test_circuits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(w: World) -> None:
         with pytest.raises(Unreachable, match="the relay is full"):
             await w.call()
+
+    play(scenario)
+
+
+def test_a_caller_that_has_gone_leaves_no_circuit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another way has won the race meanwhile."""
+    monkeypatch.setattr(relay_module, "MAX_CIRCUITS_EACH", 1)
+
+    async def scenario(w: World) -> None:
+        (r,) = w.relays
+        assert r.relays is not None
+        assert w.b.relays is not None
+        at_relay: list[ByteStream] = []
+        at_callee: list[ByteStream] = []
+        greet, answer = r.relays.accept, w.b.relays.accept
+        with monkeypatch.context() as patch:
+            patch.setattr(r.relays, "accept", lambda s: (at_relay.append(s), greet(s)))
+            patch.setattr(w.b.relays, "accept", at_callee.append)
+            stream = await w.a.carrier.open(r.peer_id, RELAY_PROTOCOL)
+            relay_module.Talk(stream).say({"to": w.b.peer_id})
+            await until(lambda: bool(at_callee))
+            stream.transport.abort()
+            await until(lambda: at_relay[0].transport.is_closing())
+            answer(at_callee[0])
+            await until(lambda: at_callee[0].transport.is_closing())
+        assert r.relays.num_joined == 0
+        assert (await w.call()).body == [w.a.peer_id, "hello"]
+
+    play(scenario)
+
+
+def test_a_circuit_that_ends_in_the_handshake_is_no_way() -> None:
+    """The callee says who it is, and goes at once."""
+
+    async def scenario(w: World) -> None:
+        assert w.a.relays is not None
+        assert w.b.relays is not None
+        read = relay_module.Talk.read
+
+        async def read_to_the_end(self: Any, num_bytes: int) -> bytes:
+            data = await read(self, num_bytes)
+            if num_bytes == relay_module.NONCE_BYTES + relay_module.SIGNATURE_BYTES:
+                self.eof_received()
+            return data
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(relay_module.Talk, "read", read_to_the_end)
+            with pytest.raises(Unreachable, match="the stream ended"):
+                await w.a.relays.ways(w.b.peer_id)[0]()
 
     play(scenario)
 
