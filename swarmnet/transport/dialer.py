@@ -30,7 +30,7 @@ MAX_WAITING_NOTES = 256
 
 class Dialer:
     """Opens one channel at a time to each peer. Callers share the attempt, and its failure for a
-    moment; notifications wait for its end."""
+    moment; notifications wait for its end. A channel that the peer opens meanwhile ends it too."""
 
     def __init__(self, carrier: Carrier, channels: OpenChannels, relays: Relays | None) -> None:
         """`relays`: further ways to peers; None: there are none."""
@@ -93,9 +93,14 @@ class Dialer:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             current = asyncio.current_task()
-            if task.cancelled() and current is not None and not current.cancelling():
+            if not task.cancelled() or current is None or current.cancelling():
+                raise
+            if self._is_closed:
                 raise ChannelClosed("this transport is closed") from None
-            raise
+            channel = self._channels.first(peer_id)
+            if channel is None:
+                raise ChannelClosed(f"the channel to {peer_id[-8:]} closed at once") from None
+            return channel
 
     async def close(self) -> None:
         """Gives up every attempt. Idempotent."""
@@ -144,13 +149,11 @@ class Dialer:
     def _opened(self, peer_id: str, task: asyncio.Task[Channel]) -> None:
         self._opening.pop(peer_id, None)
         notes = self._waiting_notes.pop(peer_id, ())
-        if task.cancelled():
-            return
-        error = task.exception()
+        # Not where it has closed already: the notes would open it again, without end.
+        for method, message, route in notes if self._channels.first(peer_id) else ():
+            self.notify(peer_id, method, message, route)
+        error = None if task.cancelled() else task.exception()
         if error is None:
-            # Not where it has closed already: the notes would open it again, without end.
-            for method, message, route in notes if self._channels.first(peer_id) else ():
-                self.notify(peer_id, method, message, route)
             return
         if not isinstance(error, SwarmnetError):
             log.error("dialling %s failed", peer_id[-8:], exc_info=error)
@@ -164,5 +167,9 @@ class Dialer:
         return failed is not None and now - failed[0] < REDIAL_AFTER_S
 
     def _reached(self, peer_id: str) -> None:
-        """There is a channel to a peer: what failed before says nothing any more."""
+        """There is a channel to a peer, whichever side has opened it: what failed before says
+        nothing any more, and who waits for an attempt waits no longer."""
         self._failed.pop(peer_id, None)
+        attempt = self._opening.get(peer_id)
+        if attempt is not None:
+            attempt.cancel()

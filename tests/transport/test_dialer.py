@@ -11,7 +11,8 @@ import pytest
 from swarmnet.errors import ChannelClosed, Unreachable
 from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.simulation.clock import run
-from swarmnet.transport.base import ByteStream, Traffic
+from swarmnet.transport.base import ByteStream, Request, Traffic
+from swarmnet.transport.channel import ChannelTransport
 from swarmnet.transport.dialer import REDIAL_AFTER_S, Dialer
 from swarmnet.transport.handlers import Handlers
 from swarmnet.transport.loopback import LoopbackCarrier, LoopbackHub
@@ -138,3 +139,43 @@ def test_a_banned_peer_is_not_dialled() -> None:
         await dialer.close()
 
     run(main())
+
+
+def test_a_channel_that_the_other_side_opens_serves_what_waits_for_the_own_dial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        hub, dials = LoopbackHub(), asyncio.Event()
+        near, far = (ChannelTransport(hub.carrier(name)) for name in ("near", "far"))
+        noted: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def echo(request: Request) -> Message:
+            return request.message
+
+        async def note(request: Request) -> Message:
+            noted.set_result(request.message.body)
+            return Message()
+
+        async def swallowed(peer_id: str, protocol: str = "") -> ByteStream:
+            dials.set()
+            return await asyncio.get_running_loop().create_future()
+
+        for transport in (near, far):
+            await transport.start()
+        far.handle("echo", echo)
+        far.handle("note", note)
+        monkeypatch.setattr(near.carrier, "open", swallowed)
+        near.notify("far", "note", Message("a note"))
+        calls = [
+            asyncio.create_task(near.call("far", "echo", Message(n), timeout_s=1e9))
+            for n in range(2)
+        ]
+        await dials.wait()
+        await far.dial("/loopback/p2p/near")
+        async with asyncio.timeout(ANSWER_S / 2):
+            assert [(await call).body for call in calls] == [0, 1]
+            assert await noted == "a note"
+        for transport in (near, far):
+            await transport.close()
+
+    asyncio.run(main())
