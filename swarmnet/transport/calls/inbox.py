@@ -154,6 +154,8 @@ class Inbox:
                 late = NotReady("its arrays did not come in time")
                 if key[0] == REQUEST_PART:
                     self._served.refuse(assembly.head, assembly.books, late)
+                else:
+                    self._calls.fail(assembly.head.call_id, late)
         self._aging = [a for a in self._assemblies.values() if a.is_wanted]
         if self._opening is not None:
             self._aging.append(self._opening)

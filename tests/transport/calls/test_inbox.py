@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.errors import ProtocolViolation
+from swarmnet.errors import NotReady, ProtocolViolation
 from swarmnet.transport.base import Request, Traffic
 from swarmnet.transport.calls.holdings import Holdings
 from swarmnet.transport.calls.inbox import OTHER, Inbox
@@ -140,5 +140,22 @@ def test_nothing_is_left_when_the_stream_is_gone() -> None:
         w.inbox.clear()
         with pytest.raises(ProtocolViolation, match="a part of nothing"):
             w.inbox.assembly(REQUEST_PART, 1)
+
+    play(scenario)
+
+
+def test_a_reply_that_does_not_come_in_time_is_its_calls_failure() -> None:
+    async def scenario(w: World) -> None:
+        future = w.calls.add(w.calls.next_id(), "peer", "m", None)
+        parts = b"".join(part_frames(REPLY_PART, 1, ARRAYS))
+        w.feed(head_frame(REPLY, 1, {"b": 1}, ARRAYS))
+        for _ in range(2):  # what had begun a lease ago, and nothing came since
+            assert not future.done()
+            assert w.inbox.expire()
+        with pytest.raises(NotReady, match="did not come in time"):
+            await asyncio.wait_for(future, 1.0)
+        assert w.holdings.held_by("peer") == 0
+        w.feed(parts)
+        assert w.inbox.receiving_bytes == 0
 
     play(scenario)
