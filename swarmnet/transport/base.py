@@ -153,9 +153,10 @@ class Transport(Protocol):
         timeout_s: float,
         on_progress: Callable[[Message], None] | None = None,
     ) -> Message:
-        """Calls a peer over the persistent channel to it, opened when there is none. Raises
-        `TransportError`, `RemoteError` or `ProtocolViolation`. A cancelled call is cancelled at the
-        callee only as far as its channel is concerned: the handler runs on, its reply is
+        """Calls a peer over the persistent channel to it, opened when there is none. `timeout_s`:
+        for the reply, or for each further part of it: what is arriving is not asked for again.
+        Raises `TransportError`, `RemoteError` or `ProtocolViolation`. A cancelled call is cancelled
+        at the callee only as far as its channel is concerned: the handler runs on, its reply is
         dropped."""
 
     async def drop(self, peer_id: str) -> None:

@@ -153,16 +153,22 @@ class ChannelTransport:
         """`Transport.call`, by one of this machine's seats."""
         machine, target = split_seat(peer_id)
         route = (seat, target)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        deadline = asyncio.timeout(timeout_s)
+
+        def part_came() -> None:
+            if not deadline.expired():
+                deadline.reschedule(loop.time() + timeout_s)
+
         if machine == self.peer_id and target != seat:
             calling = self._local.call(route, self.run_id, method, message, on_progress)
         elif self.links is not None:
-            calling = self.links.call(machine, method, message, on_progress, route)
+            calling = self.links.call(machine, method, message, on_progress, route, part_came)
         else:
-            calling = self.dialer.call(machine, method, message, on_progress, route)
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+            calling = self.dialer.call(machine, method, message, on_progress, route, part_came)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with deadline:
                 reply = await calling
             self.traffic.add_call(method, loop.time() - started)
             return reply

@@ -92,8 +92,10 @@ class DirectLinks:
         message: Message,
         on_progress: Callable[[Message], None] | None,
         route: Route = FIRST_SEATS,
+        on_part: Callable[[], None] | None = None,
     ) -> Message:
-        """Over the best channel there is. Raises as `Transport.call`."""
+        """Over the best channel there is; `on_part`: see `PendingCalls.add`. Raises as
+        `Transport.call`."""
         num_bytes = sum(a.num_bytes for a in message.arrays)
         if num_bytes >= BULK_BYTES or method in self._bulk_methods:
             channel = self.channel(peer_id)
@@ -101,10 +103,10 @@ class DirectLinks:
                 self.want(peer_id)
             else:
                 try:
-                    return await channel.call(method, message, on_progress, route)
+                    return await channel.call(method, message, on_progress, route, on_part)
                 except ChannelClosed as e:
                     log.debug("%s: %s; over libp2p then", method, e)
-        reply = await self._dialer.call(peer_id, method, message, on_progress, route)
+        reply = await self._dialer.call(peer_id, method, message, on_progress, route, on_part)
         if sum(a.num_bytes for a in reply.arrays) >= BULK_BYTES:
             self._bulk_methods[method] = None  # of our own calls: as many as there are methods
             self.want(peer_id)

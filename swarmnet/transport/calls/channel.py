@@ -152,17 +152,18 @@ class Channel(asyncio.BufferedProtocol):
         message: Message,
         on_progress: Callable[[Message], None] | None,
         route: Route = FIRST_SEATS,
+        on_part: Callable[[], None] | None = None,
     ) -> Message:
-        """A call without a deadline: the transport has it. A cancelled call sends no more of its
-        request, so that the request's arrays are the caller's again. Raises `ChannelClosed`,
-        `WrongVersion`, `RemoteError` or `ProtocolViolation`."""
+        """A call without a deadline: the transport has it. `on_part`: see `PendingCalls.add`. A
+        cancelled call sends no more of its request, so that the request's arrays are the caller's
+        again. Raises `ChannelClosed`, `WrongVersion`, `RemoteError` or `ProtocolViolation`."""
         await asyncio.shield(self.ready)
         if not self.is_open:
             raise ChannelClosed(f"the channel to {self.remote[-8:]} is closed")
         call_id = self._calls.next_id()
         head = request_head(method, message, route)
         request = outgoing(REQUEST, call_id, head, message.arrays, method)
-        future = self._calls.add(call_id, self.remote, method, on_progress)
+        future = self._calls.add(call_id, self.remote, method, on_progress, on_part)
         try:
             self.send(request)
             return await future

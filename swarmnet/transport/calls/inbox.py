@@ -129,6 +129,8 @@ class Inbox:
         self._traffic.add_received(assembly.books, HEADER.size + payload_bytes)
         if is_end != (assembly.left_bytes == 0):
             raise ProtocolViolation("a message that ends too early or not at all")
+        if kind == REPLY_PART:
+            self._calls.part(call_id, payload_bytes)
         if not is_end:
             return
         del self._assemblies[key]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnet.errors import ChannelClosed, RemoteError
+from swarmnet.transport.frames import PART_BYTES
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")
@@ -22,6 +23,9 @@ class PendingCall:
     method: str
     future: asyncio.Future[Message]
     on_progress: Callable[[Message], None] | None
+    on_part: Callable[[], None] | None
+    part_bytes: int = 0
+    """Of the reply, that have come since `on_part` was called."""
 
 
 class PendingCalls:
@@ -46,11 +50,13 @@ class PendingCalls:
         remote: str,
         method: str,
         on_progress: Callable[[Message], None] | None,
+        on_part: Callable[[], None] | None = None,
     ) -> asyncio.Future[Message]:
         """The future reply. It fails with a `RemoteError` where the callee answers with an error,
-        with `ChannelClosed` where the connection is lost."""
+        with `ChannelClosed` where the connection is lost. `on_part`: called whenever as much of
+        its arrays has come as a part holds."""
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = PendingCall(remote, method, future, on_progress)
+        self._calls[call_id] = PendingCall(remote, method, future, on_progress, on_part)
         return future
 
     def remove(self, call_id: int) -> None:
@@ -79,6 +85,17 @@ class PendingCalls:
             call.on_progress(note)
         except Exception:
             log.exception("the progress of %s was not understood", call.method)
+
+    def part(self, call_id: int, num_bytes: int) -> None:
+        """Bytes of a reply's arrays have come. Fewer than a part holds do not count: whoever sends
+        one byte at a time keeps nobody waiting."""
+        call = self._calls.get(call_id)
+        if call is None or call.on_part is None:
+            return
+        call.part_bytes += num_bytes
+        if call.part_bytes >= PART_BYTES:
+            call.part_bytes = 0
+            call.on_part()
 
     def reply(self, call_id: int, reply: Message) -> None:
         """A reply has arrived; without effect where the caller gave up."""
