@@ -324,6 +324,42 @@ def test_a_reply_to_a_call_given_up_is_not_sent() -> None:
     play(scenario())
 
 
+def test_a_reply_that_waits_for_others_is_not_sent_to_a_call_given_up() -> None:
+    async def scenario() -> None:
+        async with peers() as (a, b):
+            await call(a, b)
+            asked, noted = asyncio.Semaphore(0), asyncio.Event()
+
+            async def large(request: Request) -> Message:
+                asked.release()
+                return Message(None, (array(LARGE),))
+
+            async def note(request: Request) -> Message:
+                noted.set()
+                return Message()
+
+            b.handle("large", large)
+            b.handle("note", note)
+            (into,) = carrier_of(a).transports
+            into.pause_reading()
+            tasks = [
+                asyncio.create_task(a.call(b.peer_id, "large", Message(), timeout_s=PATIENCE_S))
+                for _ in range(3)
+            ]
+            for _ in tasks:
+                await asked.acquire()
+            for task in tasks[1:]:
+                task.cancel()
+            await asyncio.gather(*tasks[1:], return_exceptions=True)
+            a.notify(b.peer_id, "note", Message())  # the cancellations are there before this
+            await noted.wait()
+            assert b.channels.queued_bytes() < 2 * LARGE
+            into.resume_reading()
+            assert (await tasks[0]).arrays[0].num_bytes == LARGE
+
+    play(scenario())
+
+
 def test_a_reply_that_was_on_its_way_is_read_past() -> None:
     async def scenario() -> None:
         async with peers() as (a, b):

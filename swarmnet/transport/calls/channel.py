@@ -190,6 +190,10 @@ class Channel(asyncio.BufferedProtocol):
             except Stalled as e:
                 self.abort(str(e))
 
+    def withdraw_reply(self, call_id: int) -> None:
+        """`served.Caller`"""
+        self._outbox.withdraw_reply(call_id)
+
     # ---- the greeting -----------------------------------------------------------------------
 
     def expects(self, kind: int) -> None:

@@ -11,7 +11,7 @@ their senders' arrays.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,6 +21,7 @@ from swarmnet.transport.frames import (
     HEADER,
     MAX_RECEIVING_BYTES,
     PARTS_OF,
+    REPLY,
     head_frame,
     part_frames,
     sealed_part_frames,
@@ -85,7 +86,8 @@ class Outbox:
         self._small: deque[Outgoing] = deque()
         self._small_bytes = 0
         self._notes: deque[Outgoing] = deque(maxlen=MAX_NOTES)
-        self._waiting: deque[Outgoing] = deque()
+        self._waiting: OrderedDict[tuple[int, int], Outgoing] = OrderedDict()
+        """Large messages that are not begun, by kind and call id."""
         self._turns: deque[Outgoing] = deque()
         self._turns_bytes = 0
         self._num_turns = 0
@@ -94,7 +96,7 @@ class Outbox:
     def put(self, message: Outgoing) -> None:
         """Raises `Stalled`."""
         if message.arrays:
-            self._waiting.append(message)
+            self._waiting[message.kind, message.call_id] = message
             return
         if self._small_bytes + len(message.first) > MAX_SMALL_BYTES and self._small:
             raise Stalled("it does not read what is sent to it")
@@ -111,12 +113,17 @@ class Outbox:
         if message in self._turns:
             self._turns.remove(message)
             self._turns_bytes -= message.left_bytes
-        elif message in self._waiting:
-            self._waiting.remove(message)
+        elif self._waiting.get((message.kind, message.call_id)) is message:
+            del self._waiting[message.kind, message.call_id]
         elif message in self._small:
             self._small.remove(message)
             self._small_bytes -= len(message.first)
         return message.is_begun
+
+    def withdraw_reply(self, call_id: int) -> None:
+        """Does not send a large reply that is not begun. One that is has to be sent to its end: no
+        word says that no more parts of a reply follow."""
+        self._waiting.pop((REPLY, call_id), None)
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -129,7 +136,7 @@ class Outbox:
     @property
     def bulk_bytes(self) -> int:
         """Of the large messages, not yet taken."""
-        return self._turns_bytes + sum(m.left_bytes for m in self._waiting)
+        return self._turns_bytes + sum(m.left_bytes for m in self._waiting.values())
 
     @property
     def has_bulk(self) -> bool:
@@ -144,8 +151,8 @@ class Outbox:
             self._small_bytes -= len(message.first)
         elif self._notes:
             message = self._notes.popleft()
-        elif bulk and self._waiting and self._fits(self._waiting[0]):
-            message = self._begin(self._waiting.popleft())
+        elif bulk and self._waiting and self._fits(next(iter(self._waiting.values()))):
+            message = self._begin(self._waiting.popitem(last=False)[1])
         elif bulk and self._turns:
             return self._turn()
         else:

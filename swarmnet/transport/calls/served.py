@@ -67,6 +67,9 @@ class Caller(Protocol):
     def send(self, message: Outgoing) -> None:
         """Sends a message unless the channel has ended. Never raises."""
 
+    def withdraw_reply(self, call_id: int) -> None:
+        """Does not send a reply that still waits for those before it."""
+
 
 @dataclass(slots=True)
 class Serving:
@@ -158,6 +161,8 @@ class ServedCalls:
         serving = self._serving.get(call_id)
         if serving is not None:
             serving.is_cancelled = True
+        else:
+            self._caller.withdraw_reply(call_id)
 
     async def _serve(
         self, call_id: int, method: str, message: Message, hold: Hold, route: Route

@@ -74,6 +74,9 @@ class World:
     def send(self, message: Outgoing) -> None:
         pass
 
+    def withdraw_reply(self, call_id: int) -> None:
+        pass
+
 
 def play(scenario: Callable[[World], Any]) -> None:
     async def main() -> None:

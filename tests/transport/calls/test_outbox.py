@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from swarmnet.transport.calls import outbox as module
@@ -17,10 +19,12 @@ from swarmnet.transport.calls.outbox import (
 from swarmnet.transport.frames import HEADER, NOTIFY, PART_BYTES, REPLY, REQUEST
 from swarmnet.wire import Array
 
+call_ids = count(1)
 
-def large(name: str, num_parts: int, call_id: int = 1) -> Outgoing:
+
+def large(name: str, num_parts: int, kind: int = REQUEST) -> Outgoing:
     size = num_parts * PART_BYTES
-    return outgoing(REQUEST, call_id, {}, (Array("uint8", (size,), bytes(size)),), name)
+    return outgoing(kind, next(call_ids), {}, (Array("uint8", (size,), bytes(size)),), name)
 
 
 def small(name: str, kind: int = REPLY, body: object = None) -> Outgoing:
@@ -63,7 +67,7 @@ def test_large_messages_of_one_size_arrive_one_after_the_other_and_none_starves(
 def test_only_so_many_large_messages_are_begun_at_a_time() -> None:
     box = Outbox()
     for number in range(MAX_TURNS + 2):
-        box.put(large(str(number), 1, number))
+        box.put(large(str(number), 1))
     taken = drain(box, MAX_TURNS)
     assert taken == [str(n) for n in range(MAX_TURNS)]  # heads
     assert drain(box, 1) == ["0"]  # its only part, and then another may begin
@@ -107,6 +111,22 @@ def test_a_message_that_is_withdrawn_is_sent_no_further() -> None:
     assert not box.withdraw(waiting)
     assert not box.withdraw(short)
     assert drain(box) == []
+
+
+def test_a_reply_that_nobody_waits_for_is_sent_only_where_it_was_begun() -> None:
+    box = Outbox()
+    begun, waiting, other = (large(n, 2, REPLY) for n in ("begun", "waiting", "other"))
+    box.put(begun)
+    assert drain(box, 2) == ["begun", "begun"]
+    box.put(waiting)
+    box.put(other)
+    box.put(outgoing(REQUEST, waiting.call_id, {}, waiting.arrays, "request"))  # an id of ours
+    for reply in (begun, waiting):
+        box.withdraw_reply(reply.call_id)
+    taken = drain(box)
+    assert taken.count("begun") == 1, "its last part"
+    assert (taken.count("waiting"), taken.count("other"), taken.count("request")) == (0, 3, 3)
+    assert not box.has_bulk
 
 
 def test_an_array_may_change_once_its_part_was_taken() -> None:

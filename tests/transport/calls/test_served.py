@@ -28,9 +28,13 @@ class Caller:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []
+        self.withdrawn: list[int] = []
 
     def send(self, message: Outgoing) -> None:
         self.sent.append((message.kind, message.call_id))
+
+    def withdraw_reply(self, call_id: int) -> None:
+        self.withdrawn.append(call_id)
 
 
 class World:
@@ -91,6 +95,7 @@ def test_a_cancelled_request_is_not_answered() -> None:
         w.served.cancel(7)
         await w.finish()
         assert w.caller.sent == []
+        assert w.caller.withdrawn == [7], "which may wait to be sent"
 
     play(scenario)
 
