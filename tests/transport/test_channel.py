@@ -299,6 +299,23 @@ def test_a_request_given_up_half_sent_is_forgotten_and_the_channel_lives() -> No
     play(scenario())
 
 
+def test_a_request_that_is_refused_half_sent_is_sent_no_further() -> None:
+    async def scenario() -> None:
+        async with bad_peer() as (bad, victim, _):
+            message = Message(None, (array(LARGE),))
+            calling = asyncio.create_task(
+                victim.call(bad.peer_id, "m", message, timeout_s=PATIENCE_S)
+            )
+            await until_written(bad, b"\xa1m\xa1m")  # its head; the stream takes little more
+            bad.writer.write(head_frame(ERROR, 1, {"e": ["not_ready", "no", {}]}))
+            with pytest.raises(NotReady):
+                await calling
+            assert victim.channels.queued_bytes() < LARGE // 2
+            await until_written(bad, head_frame(CANCEL, 1, {}))
+
+    play(scenario())
+
+
 def test_a_reply_to_a_call_given_up_is_not_sent() -> None:
     async def scenario() -> None:
         async with peers() as (a, b):

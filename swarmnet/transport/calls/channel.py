@@ -155,8 +155,8 @@ class Channel(asyncio.BufferedProtocol):
         on_part: Callable[[], None] | None = None,
     ) -> Message:
         """A call without a deadline: the transport has it. `on_part`: see `PendingCalls.add`. A
-        cancelled call sends no more of its request, so that the request's arrays are the caller's
-        again. Raises `ChannelClosed`, `WrongVersion`, `RemoteError` or `ProtocolViolation`."""
+        call that is over sends no more of its request, whose arrays are the caller's again. Raises
+        `ChannelClosed`, `WrongVersion`, `RemoteError` or `ProtocolViolation`."""
         await asyncio.shield(self.ready)
         if not self.is_open:
             raise ChannelClosed(f"the channel to {self.remote[-8:]} is closed")
@@ -170,7 +170,9 @@ class Channel(asyncio.BufferedProtocol):
         finally:
             self._calls.remove(call_id)
             self._inbox.give_up(call_id)
-            if (not future.done() or future.cancelled()) and self._outbox.withdraw(request):
+            is_given_up = not future.done() or future.cancelled()
+            # An error may come while most of the request still waits to be sent.
+            if (is_given_up or request.left_bytes) and self._outbox.withdraw(request):
                 self.send(outgoing(CANCEL, call_id, {}, (), method))
 
     def notify(self, method: str, message: Message, route: Route = FIRST_SEATS) -> None:
