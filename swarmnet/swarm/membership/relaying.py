@@ -178,9 +178,8 @@ class Relaying:
     # ---- can this peer be dialled? ----------------------------------------------------------
 
     async def _look(self) -> None:
-        judges = self._others()
-        self._rng.shuffle(judges)
-        sights = await look_from(self._transport, [r.peer_id for r in judges[:NUM_JUDGES]])
+        judges = [r.peer_id for r in self._others()[:NUM_JUDGES]]
+        sights = await look_from(self._transport, judges)
         verdict = is_reachable(sights)
         if verdict is None:
             return
@@ -190,10 +189,11 @@ class Relaying:
         self.reachable = verdict
 
     def _others(self) -> list[Record]:
-        """Live peers that can be dialled themselves, by what they say."""
+        """Live peers that can be dialled themselves, by what they say: in random order, but those
+        first to which there is a channel, for the others may swallow what is sent to them."""
         now = asyncio.get_running_loop().time()
         own = self._transport.peer_id
-        return [
+        others = [
             r
             for r in self._gossip.view.live(now)
             if r.peer_id not in (own, self._gossip.own.peer_id)
@@ -202,6 +202,9 @@ class Relaying:
             and r.addresses
             and not any("/p2p-circuit" in a for a in r.addresses)
         ]
+        self._rng.shuffle(others)
+        connected = set(self._transport.connected())
+        return sorted(others, key=lambda r: r.peer_id not in connected)
 
     # ---- places at relays -------------------------------------------------------------------
 
@@ -215,9 +218,7 @@ class Relaying:
             return
         now = asyncio.get_running_loop().time()
         self._refused = {p: until for p, until in self._refused.items() if until > now}
-        candidates = self._others()
-        self._rng.shuffle(candidates)
-        for record in candidates:
+        for record in self._others():
             if len(self.relays) >= NUM_RELAYS:
                 return
             if record.peer_id not in self.relays and record.peer_id not in self._refused:
@@ -242,6 +243,7 @@ class Relaying:
             at = circuit_address(usable[0], relay_id, self._transport.peer_id)
             log.warning("relay %s: others reach this peer through it, at %s", relay_id[-8:], at)
         self.relays[relay_id] = usable
+        self._tell()  # at once: the search for a second one may take long
 
     def _on_disconnected(self, peer_id: str) -> None:
         if peer_id in self.relays:

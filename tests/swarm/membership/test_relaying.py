@@ -16,6 +16,7 @@ import pytest
 from swarmnet.errors import Refused
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.timing import ANSWER_S
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.membership import relaying
 from swarmnet.swarm.membership.gossip import Gossip
@@ -191,6 +192,25 @@ def test_who_declines_or_is_hidden_itself_is_no_relay() -> None:
         assert list(one.relaying.relays) == list(two.relaying.relays) == ["open-0"]
         with pytest.raises(Refused, match="relays for nobody"):
             await one.wire.call("hidden-1", "relay_reserve", Message(), timeout_s=5.0)
+
+    play(scenario)
+
+
+def test_the_relay_that_one_has_a_channel_to_is_told_before_all_others_are_tried() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        open_ = swarm.start("open")
+        names = [f"hidden-{i}" for i in range(8)]
+        for name in names:
+            for other in swarm.members:
+                if other != "open":
+                    swarm.net.hub.partition(name, other)  # it takes a while to find that out
+            swarm.start(name, hidden=True)
+        await asyncio.sleep(2 * ANSWER_S)
+        for name in names:
+            assert list(swarm.members[name].relaying.relays) == ["open"]
+            record = open_.gossip.view.get(name)
+            assert record is not None
+            assert any(a.endswith(f"/p2p/open/p2p-circuit/p2p/{name}") for a in record.addresses)
 
     play(scenario)
 
