@@ -113,9 +113,9 @@ def convert(value: Any, cls: type[T]) -> T:
 def unpack(data: Any, cls: type[T]) -> T:
     """msgpack to `cls`, everything checked. Nothing is built of what does not belong to it: a
     million nested lists are no million objects."""
-    if len(data) > MAX_BODY_BYTES:
-        raise ProtocolViolation(f"a body of {len(data)} bytes; at most {MAX_BODY_BYTES}")
     try:
+        if len(data) > MAX_BODY_BYTES:
+            raise ProtocolViolation(f"a body of {len(data)} bytes; at most {MAX_BODY_BYTES}")
         return msgspec.msgpack.decode(data, type=cls)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as e:
         is_malformed = type(e) in (msgspec.DecodeError, RecursionError)

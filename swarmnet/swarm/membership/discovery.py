@@ -146,13 +146,19 @@ class Directory:
     async def find(self, stage_index: int) -> int:
         """Takes the records of a stage's peers into the view; returns how many were news."""
         key = stage_key(self._gossip.own.run_id, stage_index)
-        found = await self._node.get(key, latest=True)
+        try:
+            found = await self._node.get(key, latest=True)
+        except Exception as e:  # anybody may have stored there what hivemind cannot read
+            log.debug("stage %d of the directory cannot be read: %s", stage_index, e)
+            return 0
         if found is None or not isinstance(found.value, dict):
             return 0
         news = 0
         for _, entry in sorted(found.value.items(), key=lambda item: str(item[0]))[:MAX_FOUND]:
             try:
-                news += self._gossip.records.take(unpack(entry.value, SignedRecord))
+                news += self._gossip.records.take(
+                    unpack(getattr(entry, "value", None), SignedRecord)
+                )
             except ProtocolViolation as e:
                 log.debug("an entry of the directory was dropped: %s", e)
         return news

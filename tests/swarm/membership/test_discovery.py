@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
 
 from swarmnet.identity import Identity
 from swarmnet.protocol.membership.records import ACTIVE, Record
@@ -15,7 +17,7 @@ from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.membership.discovery import Directory
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.transport.memory import MemoryHub
-from swarmnet.wire import Message
+from swarmnet.wire import Message, pack
 from tests.swarm.harness import OpenSigner
 
 RUN = "0123456789abcdef" * 2
@@ -87,6 +89,52 @@ def test_a_forged_entry_of_the_directory_is_passed_over() -> None:
             assert len(reader.view) <= 1, "itself"
 
     asyncio.run(scenario())
+
+
+def test_whatever_the_directory_has_hides_no_record_behind_it() -> None:
+    """Anybody may store anything under any key."""
+
+    def member(name: str) -> Gossip:
+        transport = MemoryHub().transport(name)
+        own = Record(name, RUN, 1, 0, state=ACTIVE, stage=0)
+        return Gossip(transport, View(name), OpenSigner(), own, random.Random(0))
+
+    async def sealed() -> bytes:
+        return pack(member("other").own_record.seal())
+
+    true = run_virtual(sealed())
+    odd = [5, None, [true], "text", {"value": true}, b"", 1.5, True]
+    stages: list[Any] = [
+        *odd,
+        {n: SimpleNamespace(value=value) for n, value in enumerate(odd)},
+        dict(enumerate(odd)),
+        RuntimeError("not msgpack"),
+        {1: SimpleNamespace(value=7), "other": SimpleNamespace(value=true)},
+    ]
+
+    class Node:
+        async def get(self, key: str, latest: bool) -> Any:
+            found = stages[int(key.rpartition("/")[2])]
+            if isinstance(found, Exception):
+                raise found
+            return SimpleNamespace(value=found)
+
+        async def shutdown(self) -> None:
+            pass
+
+    class Spoiled(Directory):
+        async def start(self, initial_peers: Sequence[str]) -> None:
+            self._node = Node()
+
+    async def scenario() -> None:
+        gossip = member("me")
+        directory = Spoiled(gossip, len(stages), lambda: None, random.Random(0))
+        await directory.start([])
+        assert await directory.find_all() == 1
+        assert gossip.view.get("other") is not None
+        await directory.close()
+
+    run_virtual(scenario())
 
 
 def test_a_daemon_that_is_not_there_yet_is_asked_again() -> None:
