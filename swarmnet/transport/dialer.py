@@ -13,7 +13,8 @@ from swarmnet.transport.base import ByteStream, Carrier
 from swarmnet.transport.calls.channel import Channel
 from swarmnet.transport.calls.heads import FIRST_SEATS, Route
 from swarmnet.transport.open_channels import OpenChannels
-from swarmnet.transport.relay import Relays, race
+from swarmnet.transport.racing import race
+from swarmnet.transport.relay import Relays
 from swarmnet.wire import Message
 
 log = logging.getLogger("swarmnet.transport")

@@ -30,6 +30,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
 from swarmnet.errors import AddressError, ProtocolViolation, Unreachable
+from swarmnet.protocol.membership.addresses import STAGGER_S
 from swarmnet.protocol.upgrade import TOKEN_BYTES, Tickets
 from swarmnet.transport.base import ByteStream
+from swarmnet.transport.racing import race
 
 log = logging.getLogger("swarmnet.transport")
 
@@ -371,9 +374,12 @@ class DirectListener:
 
 
 async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> ByteStream:
-    """A stream to the peer that gave the ticket. Raises `Unreachable`."""
-    reasons = []
-    for host, port in dialled(ticket):
+    """A stream to the peer that gave the ticket. The addresses are tried side by side, for the
+    ticket is void before many have swallowed what is sent to them; the token is shown where the
+    ticket's certificate was seen first, and nowhere else. Raises `Unreachable`."""
+    reasons: list[str] = []
+
+    async def dial(host: str, port: int) -> ByteStream:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 return await _dial_one(peer_id, host, port, ticket, context)
@@ -381,12 +387,23 @@ async def dial_direct(peer_id: str, ticket: Ticket, context: ssl.SSLContext) -> 
             reasons.append(f"{host} port {port}: no answer within {DIAL_TIMEOUT_S:.0f} s")
         except (OSError, EOFError) as e:
             reasons.append(f"{host} port {port}: {e}")
-    raise Unreachable("; ".join(reasons) or "the ticket names no address that may be dialled")
+        raise Unreachable(reasons[-1])
+
+    ways = [partial(dial, host, port) for host, port in dialled(ticket)]
+    if not ways:
+        raise Unreachable("the ticket names no address that may be dialled")
+    try:
+        _, stream = await race(ways, [STAGGER_S] * (len(ways) - 1))
+    except Unreachable:
+        raise Unreachable("; ".join(reasons)) from None
+    stream.transport.write(PREAMBLE + ticket.token)
+    return stream
 
 
 async def _dial_one(
     peer_id: str, host: str, port: int, ticket: Ticket, context: ssl.SSLContext
 ) -> ByteStream:
+    """A stream to whoever has the ticket's certificate."""
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -409,7 +426,6 @@ async def _dial_one(
             raise ConnectionError("another certificate than the ticket's")
         if waiting.is_lost:
             raise ConnectionError("closed at once")
-        transport.write(PREAMBLE + ticket.token)
         return ByteStream(peer_id, transport)
     except BaseException:
         _drop(transport, sock)

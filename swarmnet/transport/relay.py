@@ -18,7 +18,7 @@ import logging
 import re
 import secrets
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgpack
@@ -28,6 +28,7 @@ from swarmnet.identity import Identity, verify
 from swarmnet.transport.base import RELAY_PROTOCOL, ByteStream, Carrier, Traffic
 from swarmnet.transport.direct import Certificate, client_context
 from swarmnet.transport.pacing import Pacer
+from swarmnet.transport.racing import Way
 
 log = logging.getLogger("swarmnet.transport")
 
@@ -50,9 +51,6 @@ SIGNATURE_BYTES, NONCE_BYTES = 64, 32
 CALLEE, CALLER = b"swarmnet relay 1: callee\0", b"swarmnet relay 1: caller\0"
 RELAYED = "relay"
 """What forwarded bytes are counted under."""
-
-
-Way = Callable[[], Coroutine[Any, Any, ByteStream]]
 
 
 class Home(Protocol):
@@ -496,40 +494,3 @@ class Circuit:
         self.relays.parted(self)
         for half in self._halves:
             half.transport.abort()
-
-
-async def race(ways: Sequence[Way], head_starts_s: Sequence[float]) -> tuple[int, ByteStream]:
-    """The stream of whichever way is open first, and which one that is. Each way is tried when all
-    before it have failed, or have had their head start. Raises the last way's error where all
-    fail."""
-    loop = asyncio.get_running_loop()
-    tasks: list[asyncio.Task[ByteStream]] = []
-    won = -1
-    try:
-        for way, head_start_s in zip(ways, [*head_starts_s, None], strict=True):
-            tasks.append(loop.create_task(way()))
-            end = None if head_start_s is None else loop.time() + head_start_s
-            while (waiting := [t for t in tasks if not t.done()]) and won < 0:
-                left_s = None if end is None else end - loop.time()
-                if left_s is not None and left_s <= 0:
-                    break
-                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                won = _first_open(tasks)
-            won = _first_open(tasks)
-            if won >= 0:
-                return won, tasks[won].result()
-        raise tasks[-1].exception() or Unreachable("no way")
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for index, result in enumerate(results):
-            if isinstance(result, ByteStream) and index != won:
-                result.transport.abort()
-
-
-def _first_open(tasks: Sequence[asyncio.Task[ByteStream]]) -> int:
-    for index, task in enumerate(tasks):
-        if task.done() and not task.cancelled() and task.exception() is None:
-            return index
-    return -1

@@ -602,6 +602,28 @@ def test_an_address_that_does_not_answer_costs_nobody_but_the_attempt(
     play(scenario)
 
 
+def test_addresses_that_swallow_what_is_sent_do_not_use_the_ticket_up() -> None:
+    async def scenario(w: World) -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        servers = [await asyncio.start_server(silent, HOST, 0) for _ in range(3)]
+        ports = [s.sockets[0].getsockname()[1] for s in servers]
+        ticket = await w.ticket()
+        ticket = replace(ticket, addresses=(*((HOST, p) for p in ports), *ticket.addresses))
+        async with asyncio.timeout(direct.DIAL_TIMEOUT_S):
+            stream = await dial_direct("somebody", ticket, client_context())
+        assert w.a.links is not None
+        w.a.channels.attach(stream, direct=w.a.links)
+        await until(lambda: w.b.links.channels)  # type: ignore[union-attr]
+        for server in servers:
+            server.close()
+            await server.wait_closed()
+
+    play(scenario)
+
+
 # ---- pure ---------------------------------------------------------------------------------------
 
 
