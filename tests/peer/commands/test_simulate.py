@@ -47,7 +47,8 @@ def test_updates_are_coded_as_a_run_of_the_mode_would_have_it(
 ) -> None:
     def sent(*more: str) -> str:
         """What the history is."""
-        assert run_command([*SHORT, "--sync", "gossip", "--json", *more]) == 0
+        options = ["--sync", "gossip", "--local-steps", "1", "--microbatches", "4", "--json"]
+        assert run_command([*SHORT, *options, *more]) == 0
         found: str = json.loads(capsys.readouterr().out)["log_hash"]
         return found
 
