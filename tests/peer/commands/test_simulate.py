@@ -11,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from peer.cli import run_command
+from peer.commands.simulate import SimulateOptions, scenario_of
 
 SHORT = ["simulate", "--peers", "4", "--stages", "2", "--hours", "0.01", "--links", "fast"]
 
@@ -45,14 +46,9 @@ def test_a_sweep_of_another_mode(capsys: pytest.CaptureFixture[str], mode: str) 
 def test_updates_are_coded_as_a_run_of_the_mode_would_have_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def sent(*more: str) -> str:
-        """What the history is."""
-        options = ["--sync", "gossip", "--local-steps", "1", "--microbatches", "4", "--json"]
-        assert run_command([*SHORT, *options, *more]) == 0
-        found: str = json.loads(capsys.readouterr().out)["log_hash"]
-        return found
-
-    assert sent() == sent("--update-codec", "none") != sent("--update-codec", "int8")
+    for mode, given, used in (("", "", "int8"), ("gossip", "", "none"), ("gossip", "int8", "int8")):
+        scenario = scenario_of(SimulateOptions(sync=mode, update_codec=given))
+        assert scenario.sizes.update_codec == used
     assert run_command([*SHORT, "--update-codec", "topk"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("swarmnet: --update-codec topk with --sync delayed: codec")
