@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol import recovery
 from swarmnet.protocol.membership.failure_detector import SILENCE_S, SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, MAX_RESTORABLE, Record, Restorable, bitmap
@@ -155,8 +155,7 @@ class Recovery:
             if self._settling.begin_anew:
                 log.warning("the run begins from its initial parameters, as this peer was told to")
             if self.restored is not None:  # what was loaded did not suffice
-                self.restored = None
-                self.gossip.update(round=0, digests=b"", holds=b"", restorable=())
+                self._unload(())
             return False
         if isinstance(decision, recovery.Wait):
             self.notice.say(decision.reason, now, is_endless=decision.is_endless)
@@ -174,7 +173,8 @@ class Recovery:
             self._chosen, self._chosen_at = candidate, now
             self.notice.put_off(now)
         key = (candidate.history, candidate.round)
-        mine = next((o for o in self._offers if (o.history, o.round) == key), None)
+        ours = self.offers(replica.index)
+        mine = next((o for o in ours if (o.history, o.round) == key), None)
         if mine is not None and self.restored != key:
             if not await self._load(mine, mine.round, replica, averaging):
                 return
@@ -283,18 +283,28 @@ class Recovery:
         assert disk is not None
         try:
             snapshot = await disk.worker.run(lambda: disk.checkpoints.load(offer.round))
+            if snapshot.stage != replica.index:
+                raise UserError(f"round {offer.round}: of stage {snapshot.stage} by now")
             await replica.worker.run(lambda: _put(snapshot, replica))
         except (SwarmnetError, OSError) as e:
             log.warning("a checkpoint cannot be used: %s", e)
             self._offers = [o for o in self._offers if o != offer]
             self._damaged = True
-            self.gossip.update(restorable=self.offers(replica.index), urgent=True)
+            # Some of it may be in the replica already, in place of what was loaded before.
+            await averaging.forget_state()
+            self._unload(self.offers(replica.index))
             return False
         await replica.transitions.open_round(round_index, is_whole=False)
         averaging.states.restored(sorted(snapshot.optimizer))
         await replica.measure_digests()
         self.restored = (snapshot.history, snapshot.round)
         return True
+
+    def _unload(self, offers: tuple[Restorable, ...]) -> None:
+        """Nothing is loaded any more, and these are offered."""
+        loaded = {"round": 0, "digests": b"", "holds": b""} if self.restored is not None else {}
+        self.restored = None
+        self.gossip.update(restorable=offers, urgent=True, **loaded)
 
 
 def _put(snapshot: Snapshot, replica: Replica) -> None:

@@ -7,6 +7,7 @@ import logging
 import random
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.ports import Snapshot
 from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointError, CheckpointStore, read_metas
+from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 ROUNDS = 14
@@ -33,6 +35,7 @@ def start(
     name: str,
     store: CheckpointStore | None = None,
     *,
+    stage: int | None = None,
     begin_anew: bool = False,
 ) -> Peer:
     """A peer with a state folder, as a process that was started again would find it."""
@@ -41,7 +44,7 @@ def start(
     store = store or CheckpointStore(state, swarm.spec)
     found = store.available()
     disk = Disk(store, InlineWorker(), EVERY, found, store.unreadable)
-    peer = swarm.start(name, disk=disk, begin_anew=begin_anew)
+    peer = swarm.start(name, stage=stage, disk=disk, begin_anew=begin_anew)
     assert peer.feeder is not None
     on_record = CountedMicrobatches(
         state / COUNTED_FILE, swarm.spec.run_id, lambda: peer.gossip.own.history
@@ -431,6 +434,74 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         await swarm.until_round(ROUNDS)
         trainer = replay(spec, counted(folder), ROUNDS)
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_checkpoint_of_another_stage_is_not_loaded(tmp_path: Path) -> None:
+    """Its peer serves another stage than before, as large, when all come back. Its id is the
+    lowest, so that its parameters would hold."""
+    spec = tiny_spec(tmp_path, num_stages=4, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    stages = {"peer-0": 0, "peer-1": 1, "peer-2": 2, "peer-3": 3}
+
+    async def scenario(swarm: Swarm) -> None:
+        for name, stage in {**stages, "a-moved-one": 1}.items():
+            start(swarm, folder, name, stage=stage)
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        kill_all(swarm)
+        for name, stage in {**stages, "a-moved-one": 2}.items():
+            start(swarm, folder, name, stage=stage)
+        assert (await first_rounds(swarm, 5))[0] == EVERY
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < TOLERANCE
+
+    in_virtual_time(scenario, spec)
+
+
+class Altered(CheckpointStore):
+    """What it loads is whole, and not what it offers."""
+
+    def __init__(self, folder: Path, spec: RunSpec, change: Callable[[Snapshot], Snapshot]) -> None:
+        super().__init__(folder, spec)
+        self._change = change
+
+    def load(self, round_index: int) -> Snapshot:
+        return self._change(super().load(round_index))
+
+
+def of_another_stage(snapshot: Snapshot) -> Snapshot:
+    return replace(snapshot, stage=snapshot.stage + 1)
+
+
+def with_moments_that_do_not_fit(snapshot: Snapshot) -> Snapshot:
+    """Those of the last shard."""
+    last = max(snapshot.optimizer)
+    values, arrays = snapshot.optimizer[last]
+    cut = tuple(Array(a.dtype, (1,), bytes(a.data)[:4]) for a in arrays)
+    return replace(snapshot, optimizer={**snapshot.optimizer, last: (values, cut)})
+
+
+@pytest.mark.parametrize("change", [of_another_stage, with_moments_that_do_not_fit])
+def test_nothing_is_left_of_a_checkpoint_that_cannot_be_loaded(
+    tmp_path: Path, change: Callable[[Snapshot], Snapshot]
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS)
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path, "peer-0")
+        await swarm.until_round(EVERY + 1)
+        await asyncio.sleep(0.1)
+        kill_all(swarm)
+        peer = start(swarm, tmp_path, "peer-0", Altered(tmp_path / "peer-0", spec, change))
+        await asyncio.sleep(2 * SETTLE_S)
+        assert peer.gossip.own.state == JOINING
+        assert peer.gossip.own.restorable == ()
+        assert peer.replica is not None
+        assert peer.replica.optimizer.owned() == []
 
     in_virtual_time(scenario, spec)
 
