@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnet.protocol.generation import MAX_TOKENS as MAX_TOKENS_OF_TEXT
+from swarmnet.protocol.membership.records import MAX_LOSS
 from swarmnet.protocol.update.roster import MAX_TERM
 from swarmnet.swarm.batch import Documents, check_lengths
 from swarmnet.swarm.ports import DATA_FILES, DATA_PART_BYTES
@@ -33,7 +34,6 @@ SHA256_CHARS = 64
 MAX_STEP_TOKENS, MAX_TOKENS = 1 << 40, 1 << 48
 """Of a microbatch or of one replica's part of a round, and of a contribution to a shard: sums of
 them stay far below what other messages carry."""
-MAX_LOSS = 1e15
 TRAIN, EVALUATE, LOGITS = "train", "evaluate", "logits"
 
 

@@ -4,9 +4,10 @@ best, and what a model card says."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
+
+from swarmnet.protocol.membership.records import MAX_LOSS
 
 FILE = "held_out.json"
 MAX_BYTES = 4 << 20
@@ -21,7 +22,8 @@ def read_losses(folder: Path) -> dict[int, float]:
         losses = {int(r): float(loss) for r, loss in values.items()}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
-    return {r: loss for r, loss in losses.items() if r >= 0 and math.isfinite(loss)}
+    # Others hear of them, and take no message with a number that is out of range.
+    return {r: x for r, x in losses.items() if 0 <= r < 2**63 and 0 <= x <= MAX_LOSS}
 
 
 def add_losses(folder: Path, losses: Mapping[int, float]) -> None:

@@ -42,6 +42,8 @@ STATES = (JOINING, ACTIVE, LEAVING, LEFT, OBSERVING)
 MAX_COUNT = 1 << 47
 """Tokens of one feeder in a round, at most. The sum over all peers of a view
 (`view.MAX_PEERS`) stays below 2^62."""
+MAX_LOSS = 1e15
+"""The loss of a microbatch, or of held-out data for each token, at most, nats."""
 MAX_LOSS_SUM = 1e20
 """The loss of one feeder in a round, at most, nats: sums stay finite."""
 MAX_RATE = 1e15

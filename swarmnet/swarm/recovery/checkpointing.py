@@ -15,6 +15,7 @@ import xxhash
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol import recovery
+from swarmnet.protocol.membership.records import MAX_LOSS
 from swarmnet.protocol.timing import BULK_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.ports import Checkpoints, OwnSteps, Saved, Snapshot, Worker
@@ -85,10 +86,13 @@ class Checkpointing:
             await self._await_measurement(r)
 
     def _hear_losses(self) -> None:
-        """A record tells the newest held-out loss only: the next one takes its place."""
+        """A record tells the newest held-out loss only: the next one takes its place. One that
+        cannot be is not noted, for it would be in every answer about what is saved."""
         for record in self.gossip.view.records():
             told = record.held_out
-            if told is not None and self._noted.get(told.round) != told.loss:
+            if told is None or self._noted.get(told.round) == told.loss:
+                continue
+            if told.round <= self.rounds and 0 <= told.loss <= MAX_LOSS:
                 self._unwritten[told.round] = told.loss
 
     async def _write_losses(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from peer.commands.export import DiskParts, Wanted, fetch_trained
 from swarmnet.errors import UserError
-from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.records import OBSERVING, HeldOut, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
@@ -119,5 +119,30 @@ def test_every_measured_loss_is_on_the_disk(tmp_path: Path) -> None:
         await swarm.until(lambda: all(spec.optimizer.rounds in x.held_out() for x in stores))
         for store in stores:
             assert set(store.held_out()) == {0, 2, 4, 6, 8, 9}
+
+    in_virtual_time(scenario, spec)
+
+
+@pytest.mark.parametrize(("round_index", "loss"), [(0, -0.5), (0, 1e16), (2**63, 0.5), (61, 0.5)])
+def test_a_loss_that_cannot_be_spoils_no_answer(
+    tmp_path: Path, round_index: int, loss: float
+) -> None:
+    """A peer says it in its record; the other one has such losses on its disk from earlier."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, evaluate_every=0)
+
+    async def scenario(swarm: Swarm) -> None:
+        stores = [CheckpointStore(tmp_path / f"peer-{i}", spec) for i in range(2)]
+        stores[1].note_held_out({2: -0.5, 3: 1e16, 2**63: 0.5, 4: 0.25})
+        for i, store in enumerate(stores):
+            swarm.start(f"peer-{i}", stage=i, disk=Disk(store, InlineWorker(), 2))
+        odd = HeldOut(round_index, loss, 0.0)
+        swarm.members["peer-0"].peer.gossip.update(held_out=odd, urgent=True)
+        await swarm.until_round(6)
+        gossip = observer(swarm)
+        await gossip.reconcile("peer-0")
+        parts = DiskParts(tmp_path / ".model.part", spec.run_id)
+        trained = await fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
+        assert trained.round >= 2
+        assert [store.held_out() for store in stores] == [{}, {4: 0.25}]
 
     in_virtual_time(scenario, spec)
