@@ -69,7 +69,10 @@ class LostSamples:
             del self._averaged[old]
 
     def opened(self, round_index: int) -> None:
-        """A round has begun here, or the run is over."""
+        """A round has begun here, or the run is over. Where there is no exchange of the whole
+        stage, there are no books."""
+        if self.replica.plan.mode == GOSSIP:
+            return
         if self._next is None or self._next > round_index:
             self._next = round_index
         over = round_index >= self.replica.plan.rounds
@@ -84,7 +87,7 @@ class LostSamples:
         samples = state.num_flights * self.settings.samples_per_microbatch
         self._counted[r] = (samples, state.tokens)
         plan = self.replica.plan
-        if plan.mode == GOSSIP or not plan.is_due(0, r):
+        if not plan.is_due(0, r):
             return
         window = plan.window(0, r)
         averaged = self._averaged.pop(r, None)

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol.membership.records import ACTIVE
+from swarmnet.protocol.membership.view import View
+from swarmnet.protocol.pipeline import progress
+from swarmnet.protocol.pipeline.progress import RoundProgress
+from swarmnet.protocol.update.sync_modes import GOSSIP, ZERO, SyncPlan
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.simulation.network import FAST_LINK
 from swarmnet.swarm.recovery.lost_samples import Loss, LostSamples
@@ -65,6 +69,33 @@ def test_who_has_lost_touch_does_not_speak_for_the_stage(their_round: int, tells
         lost.opened(15)
         lost.opened(17)
         assert [loss.round for loss in books] == ([15] if tells else [])
+        await pair.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("mode", "rounds"), [(ZERO, [10, 11]), (GOSSIP, [])])
+def test_no_books_are_begun_that_nothing_closes(
+    monkeypatch: pytest.MonkeyPatch, mode: str, rounds: list[int]
+) -> None:
+    """Where replicas average in pairs there is no exchange of the stage; what each round counted
+    would be kept for ever."""
+    looked: list[int] = []
+    real = progress.round_progress
+
+    def look(view: View, round_index: int, now: float, num_slots: int) -> RoundProgress:
+        looked.append(round_index)
+        return real(view, round_index, now, num_slots)
+
+    monkeypatch.setattr(progress, "round_progress", look)
+
+    async def main() -> None:
+        pair = OneReplica()
+        pair.replica.plan = SyncPlan(mode, 100)
+        lost = LostSamples(pair.gossip, pair.replica, RunSettings("run", 1, 16, 1, 100))
+        for r in range(10, 14):
+            lost.opened(r)
+        assert looked == rounds
         await pair.close()
 
     run_virtual(main())
