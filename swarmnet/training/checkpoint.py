@@ -163,6 +163,8 @@ class CheckpointStore:
         self._model = model or spec
         self._earlier: list[Path] | None = None
         self._wanted: frozenset[int] = frozenset()
+        self._loaded: frozenset[int] = frozenset()
+        """The round from which this peer has gone on, if it has."""
         self.unreadable: list[str] = []
         """What `available` found and could not use, a line for each."""
 
@@ -204,6 +206,7 @@ class CheckpointStore:
         optimizer, own_steps = _load_optimizer(folder, meta, sizes)
         if b"".join(xxhash.xxh3_64_digest(p.data) for p in parameters).hex() != meta.digests:
             raise CheckpointError(f"{folder}: the parameters do not match their digests")
+        self._loaded = frozenset({round_index})
         return Snapshot(
             round=meta.round,
             history=meta.history,
@@ -333,7 +336,9 @@ class CheckpointStore:
     def _prune(self) -> None:
         """Keeps the newest of the newest history, and the two newest of every second, fourth and
         eighth round that is saved: peers with slower disks save those alone; and the one with the
-        best held-out loss, and what is asked for. Where an older history
+        best held-out loss, and what is asked for. Until the newest history has enough, the one that
+        it went on from stays, for newer ones of the older history may be those of leaving peers,
+        which have no round in common. Where an older history
         had come further, its last checkpoint stays too: a run that was begun anew by mistake
         destroys nothing."""
         found = self._found()
@@ -358,6 +363,7 @@ class CheckpointStore:
             *shared,
             *wanted,
             *before[max(0, len(before) - num_missing) :],
+            *(self._loaded if num_missing else ()),
             *further[-1:],
         }
         kept_paths = {path for path, meta in found if meta.round in kept}

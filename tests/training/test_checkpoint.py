@@ -159,6 +159,20 @@ def test_a_new_history_does_not_destroy_the_older_one_too_early(tmp_path: Path) 
     assert rounds(tmp_path) == [40, 60]
 
 
+def test_the_round_that_a_new_history_began_from_stays_until_there_are_enough(
+    tmp_path: Path,
+) -> None:
+    """This peer had left in a later round than it went on from, and others in other rounds."""
+    for r in (20, 30, 33):
+        store(tmp_path).save(snapshot(r))
+    again = store(tmp_path)
+    again.load(30)
+    again.save(snapshot(40, history=2))
+    assert rounds(tmp_path) == [30, 33, 40]
+    again.save(snapshot(50, history=2))
+    assert rounds(tmp_path) == [40, 50]
+
+
 def test_a_round_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     store(tmp_path).save(snapshot(10))
     store(tmp_path).save(snapshot(10, history=2, stage_index=1))

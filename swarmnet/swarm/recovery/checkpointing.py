@@ -129,12 +129,14 @@ class Checkpointing:
         self._stride = max(wanted, self._stride // 2) if wanted < self._stride else wanted
 
     async def leaving(self, replica: Replica, averaging: Averaging) -> None:
-        """The peer is about to leave: saves what it has now."""
+        """The peer is about to leave: saves what it has now. In the middle of an exchange its
+        moments are not those of the round; a checkpoint without them is worth less than the one
+        before, which it must not take the place of."""
         if replica.round == 0:
             return
         try:
             async with asyncio.timeout(LAST_SAVE_S):
-                await self._save(replica, averaging)
+                await self._save(replica, averaging, is_leaving=True)
         except TimeoutError:
             log.warning("left before its last checkpoint was written")
 
@@ -142,7 +144,9 @@ class Checkpointing:
         """The replica's state came from the disk."""
         self._last = (replica.index, replica.round)
 
-    async def _save(self, replica: Replica, averaging: Averaging) -> None:
+    async def _save(
+        self, replica: Replica, averaging: Averaging, *, is_leaving: bool = False
+    ) -> None:
         async with self._turn:
             if self._last == (replica.index, replica.round):
                 return
@@ -150,11 +154,20 @@ class Checkpointing:
                 for _ in range(MAX_TRIES):  # a round that ends meanwhile spoils the copy
                     snapshot = await self._snapshot(replica, averaging)
                     if snapshot is not None:
-                        await self._write(snapshot)
+                        if not (is_leaving and await self._is_worse(snapshot, replica)):
+                            await self._write(snapshot)
                         return
                     await self.gossip.changed.wait(LOOK_AGAIN_S)
             except (SwarmnetError, OSError) as e:
                 log.warning("no checkpoint of round %d: %s", replica.round, e)
+
+    async def _is_worse(self, snapshot: Snapshot, replica: Replica) -> bool:
+        """It lacks moments that the replica has, and an older checkpoint of the stage has some."""
+        if len(snapshot.optimizer) >= len(replica.optimizer.owned()):
+            return False
+        saved = await self.disk.worker.run(self.disk.checkpoints.available)
+        older = [s for s in saved if s.stage == snapshot.stage and s.round <= snapshot.round]
+        return any(s.held for s in older)
 
     async def _write(self, snapshot: Snapshot) -> None:
         checkpoints = self.disk.checkpoints

@@ -524,3 +524,31 @@ def test_a_peer_that_leaves_saves_where_it_is(tmp_path: Path) -> None:
         assert last[-1] == ROUNDS, "the end of the run was not saved"
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_run_that_is_stopped_again_and_again_keeps_its_moments(tmp_path: Path) -> None:
+    """In mode `delayed`, where a step is made on them most of a round before its parameters are in
+    place; each time before another checkpoint is due."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": "delayed"})
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        whole = 0
+        for life in range(2):
+            for i in range(4):
+                start(swarm, folder, f"peer-{i}", stage=i % 2)
+            assert (await first_rounds(swarm, 4))[0] == whole
+            await swarm.until_round(2 * EVERY + life)
+            await asyncio.sleep(0.15)
+            for member in swarm.members.values():
+                member.peer.stop()
+            await swarm.until(lambda: all(m.life.done() for m in swarm.members.values()))
+            assert swarm.total("shard_reset") == 0
+            swarm.members.clear()
+            metas = [m for path in folder.glob("*/checkpoints/*") for m in read_metas(path)]
+            assert life or all(m.steps for m in metas), "saved without moments"
+            whole = newest_whole_round(folder, 2)
+            assert whole == 2 * EVERY
+
+    in_virtual_time(scenario, spec)
