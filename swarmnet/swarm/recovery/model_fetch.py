@@ -1,7 +1,8 @@
 """Downloading the whole model from a live swarm, all stages of one and the same round.
 
-It is for peers that serve no stage. Each shard comes from any of the stage's replicas and is
-checked against the digest in its donor's signed record, as a joiner does it
+It is for peers that serve no stage. The digests of a stage's shards are those of one replica: in a
+round in which replicas differ, shards of several would be the model of none. Each shard comes from
+any of the replicas that say the same in their signed records, and is checked, as a joiner does it
 (`swarm.recovery.state_sync`). Replicas serve the parameters of their present round only: where the
 run moves on before all is here, the download is begun again."""
 
@@ -10,18 +11,29 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import xxhash
 
 from swarmnet.errors import ProtocolViolation, Stale, SwarmnetError, UserError
 from swarmnet.protocol.membership.records import DIGEST_BYTES, Record
 from swarmnet.protocol.timing import PATIENCE_S
+from swarmnet.protocol.update import divergence
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array, Message, convert
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is fetched."""
+
+    round: int
+    digests: tuple[bytes, ...]
+    """Of each stage, those of all its shards."""
 
 
 async def fetch_model(
@@ -35,18 +47,18 @@ async def fetch_model(
     of each stage. Raises `UserError` where a stage is not served, or the run is faster than the
     link."""
     for _ in range(MAX_TRIES):  # rounds that pass under a download
-        round_index = await _common_round(gossip, shard_sizes)
+        model = await _common_model(gossip, shard_sizes)
         at_once = asyncio.Semaphore(limits.max_fetching)
         fetching = [
             asyncio.ensure_future(
-                _fetch(transport, gossip, round_index, (k, j), sizes, limits, rng, at_once)
+                _fetch(transport, gossip, model, (k, j), sizes, limits, rng, at_once)
             )
             for k, sizes in enumerate(shard_sizes)
             for j in range(len(sizes))
         ]
         try:
             shards = iter(await asyncio.gather(*fetching))
-            return round_index, [[next(shards) for _ in sizes] for sizes in shard_sizes]
+            return model.round, [[next(shards) for _ in sizes] for sizes in shard_sizes]
         except Stale:
             continue
         finally:
@@ -67,17 +79,20 @@ def _donors(gossip: Gossip, stage: int, num_shards: int) -> list[Record]:
     ]
 
 
-async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) -> int:
-    """The newest round in which every stage has a replica."""
+async def _common_model(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) -> _Model:
+    """That of the newest round in which every stage has a replica; where they differ in it, of
+    those whose parameters hold."""
     loop = asyncio.get_running_loop()
     end = loop.time() + PATIENCE_S
     while True:
         rounds = [
-            {r.round for r in _donors(gossip, k, len(sizes))} for k, sizes in enumerate(shard_sizes)
+            {r.round: r.digests for r in divergence.holding(_donors(gossip, k, len(sizes)))}
+            for k, sizes in enumerate(shard_sizes)
         ]
-        common = set.intersection(*rounds)
+        common = set.intersection(*map(set, rounds))
         if common:
-            return max(common)
+            newest = max(common)
+            return _Model(newest, tuple(have[newest] for have in rounds))
         if loop.time() >= end:
             missing = [k for k, have in enumerate(rounds) if not have]
             what = f"stage {missing[0]} has no replica" if missing else "the stages are not in step"
@@ -88,27 +103,29 @@ async def _common_round(gossip: Gossip, shard_sizes: Sequence[Sequence[int]]) ->
 async def _fetch(
     transport: Transport,
     gossip: Gossip,
-    round_index: int,
+    model: _Model,
     wanted: tuple[int, int],
     sizes: Sequence[int],
     limits: Limits,
     rng: random.Random,
     at_once: asyncio.Semaphore,
 ) -> Array:
-    """One shard (stage, shard). Raises `Stale` where no peer has that round any more."""
+    """One shard (stage, shard). Raises `Stale` where no peer has that model any more."""
     k, j = wanted
+    same = (model.round, model.digests[k])
     error: SwarmnetError = Stale("no donor")
     async with at_once:
         for _ in range(MAX_TRIES):
-            having = [r for r in _donors(gossip, k, len(sizes)) if r.round == round_index]
+            donors = _donors(gossip, k, len(sizes))
+            having = [r for r in donors if (r.round, r.digests) == same]
             if not having:
-                raise Stale(f"round {round_index} is over")
+                raise Stale(f"round {model.round} is over")
             donor = rng.choice(having)
             try:
                 reply = await transport.call(
                     donor.peer_id,
                     "fetch_parameters",
-                    Message(FetchRequest(round_index, k, j)),
+                    Message(FetchRequest(model.round, k, j)),
                     timeout_s=limits.fetch_timeout_s,
                 )
                 convert(reply.body, FetchReply)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from peer.commands.export import DiskParts, Wanted, fetch_trained
 from swarmnet.errors import UserError
@@ -15,8 +16,11 @@ from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery import saved_models
+from swarmnet.swarm.recovery.model_fetch import fetch_model
 from swarmnet.swarm.recovery.restart import Disk
+from swarmnet.swarm.settings import Limits
 from swarmnet.training.checkpoint import CheckpointStore, Meta, load_parameters
+from swarmnet.training.stage import stage_shard_sizes
 from tests.swarm.harness import OpenSigner, Swarm, in_virtual_time, tiny_spec
 
 ROUNDS = 60
@@ -144,5 +148,29 @@ def test_a_loss_that_cannot_be_spoils_no_answer(
         trained = await fetch_trained(spec, gossip.transport, gossip, parts, InlineWorker())
         assert trained.round >= 2
         assert [store.held_out() for store in stores] == [{}, {4: 0.25}]
+
+    in_virtual_time(scenario, spec)
+
+
+def test_each_stage_of_a_live_model_is_that_of_one_replica(tmp_path: Path) -> None:
+    """In mode `gossip` replicas differ."""
+    spec = tiny_spec(
+        tmp_path, num_stages=2, rounds=ROUNDS, sync={"mode": "gossip", "local_steps": 1}
+    )
+    sizes = [stage_shard_sizes(spec, k) for k in range(2)]
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(6):
+            swarm.start(f"peer-{i}", stage=i % 2)
+        await swarm.until_round(4)
+        gossip = observer(swarm)
+        await gossip.reconcile("peer-0")
+        _, shards = await fetch_model(gossip.transport, gossip, sizes, Limits(), random.Random(0))
+        records = gossip.view.records()
+        assert len({r.digests for r in records if r.stage >= 0}) > 2
+        for of_stage in shards:
+            assert len(of_stage) > 1
+            digests = b"".join(xxhash.xxh3_64_digest(shard.data) for shard in of_stage)
+            assert digests in {r.digests for r in records}
 
     in_virtual_time(scenario, spec)
