@@ -19,7 +19,7 @@ import xxhash
 
 from swarmnet.errors import Busy, NotReady, Stale, SwarmnetError
 from swarmnet.protocol.membership.records import DIGEST_BYTES
-from swarmnet.protocol.timing import BULK_S, LAPSES, PATIENCE_S, UPKEEP_S
+from swarmnet.protocol.timing import LAPSES, PATIENCE_S, UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     FetchReply,
@@ -30,7 +30,7 @@ from swarmnet.swarm.messages import (
 )
 from swarmnet.swarm.ports import Checkpoints, Worker
 from swarmnet.swarm.settings import Limits
-from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S
+from swarmnet.swarm.timing import LOOK_LESS_S, MAX_TRIES, RETRY_S, SHARD_TIMEOUT_S
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
 
@@ -40,9 +40,6 @@ SAY_KEEP_S = UPKEEP_S
 """Between two times that those who fetch a checkpoint say so."""
 KEEP_S = LAPSES * SAY_KEEP_S
 """How long it is kept for them, after one has last said so."""
-SHARD_TIMEOUT_S = MAX_TRIES * BULK_S
-"""The slowest uplink that serves has time for a shard; a channel that is dead ends the call
-before."""
 AT_ONCE = 4
 """Shards that are fetched at a time."""
 MAX_OFFERED = 64

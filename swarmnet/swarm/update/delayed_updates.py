@@ -18,7 +18,6 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import ACTIVE, LEAVING
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.recovery.handover import Handover
@@ -60,6 +59,9 @@ class UnderWay:
     """Its number."""
     arrived: int = -1
     """The newest exchange whose result was put aside here."""
+    following: asyncio.Task[None] | None = None
+    """The newest fetching of state of new shards: on a slow link it goes on beside the next rounds,
+    and what comes so late still counts for more than nothing."""
 
 
 @dataclass
@@ -147,9 +149,10 @@ class DelayedUpdates:
 
     async def close(self) -> None:
         before, self._now = self._now, UnderWay()
-        if before.exchange is not None:
-            before.exchange.cancel()
-            await asyncio.gather(before.exchange, return_exceptions=True)
+        tasks = [t for t in (before.exchange, before.following) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _beside(self, gradient: Gradient) -> None:
         """The exchange beside a round. It begins when the others have opened the round too, for
@@ -164,13 +167,14 @@ class DelayedUpdates:
 
         await self.gossip.changed.until(have_opened, SETTLE_S)
         await self._run(gradient)
-        try:
-            async with asyncio.timeout(FOLLOW_S):
-                await self.averaging.ownership.follow_owners(self.averaging.current + 1)
-        except TimeoutError:
-            log.info("the optimizer state of new shards is taking long; asked again next round")
-        except SwarmnetError as e:
-            log.info("the optimizer state of new shards was not fetched: %s", e)
+        now, ownership = self._now, self.averaging.ownership
+        if now.following is not None and not now.following.done():
+            return
+        follow = ownership.follow_owners(self.averaging.current + 1)
+        now.following = ownership.tasks.start(follow)
+        _, is_late = await asyncio.wait([now.following], timeout=FOLLOW_S)
+        if is_late:
+            log.info("the optimizer state of new shards is taking long")
 
     async def _run(self, gradient: Gradient) -> None:
         current = self.averaging.current

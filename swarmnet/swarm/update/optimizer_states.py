@@ -18,6 +18,7 @@ from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import FetchReply, FetchRequest
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.timing import SHARD_TIMEOUT_S
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
 from swarmnet.wire import Array, Message, convert
@@ -54,7 +55,10 @@ class OptimizerStates:
         """By shard, the exchange whose step was made here and does not hold."""
         self._lineages: dict[int, bytes] = {}
         """By shard, what its state here has come from, see `lineage`."""
-        self._fetching = asyncio.Lock()
+        self._coming: set[int] = set()
+        """Shards whose state is on its way, which may take several rounds."""
+        self._num_forgotten = 0
+        """How often all state was dropped: what was asked for before does not hold."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
         self.transport.handle("fetch_optimizer", self._on_fetch_optimizer)
 
@@ -134,6 +138,7 @@ class OptimizerStates:
                 optimizer.drop(j)
             self._applied.clear()
             self._lineages.clear()
+            self._num_forgotten += 1
 
         await self.replica.worker.run(drop)
 
@@ -188,46 +193,52 @@ class OptimizerStates:
 
     # ---- state on its way -------------------------------------------------------------------
 
-    @property
-    def is_fetching(self) -> bool:
-        """State of shards is on its way."""
-        return self._fetching.locked()
-
     async def fetch_all(self, r: int, shards: Sequence[int], holders: Holders) -> None:
-        """The state of those shards that this replica does not follow."""
-        async with self._fetching:
-            wanted = [j for j in shards if not self.has_input(j, r)]
-            at_once = asyncio.Semaphore(self.limits.max_fetching)
-            await asyncio.gather(*(self._fetch(r, j, at_once, holders) for j in wanted))
+        """The state of those shards that this replica does not follow, and that is not on its way
+        already."""
+        wanted = [j for j in shards if not self.has_input(j, r)]
+        at_once = asyncio.Semaphore(self.limits.max_fetching)
 
-    async def _fetch(self, r: int, j: int, at_once: asyncio.Semaphore, holders: Holders) -> None:
-        """The optimizer state of one shard from a peer that holds it; tried again next round."""
-        async with at_once:
-            if self.is_first(r):
-                await self._create(j)
+        async def fetch(j: int) -> None:
+            if j in self._coming:
                 return
-            for holder in holders(r, j):
-                last_exchange = self.replica.plan.last_exchange
-                if last_exchange(j, self.current) > last_exchange(j, r):
-                    return
-                try:
-                    reply = await self.transport.call(
-                        holder,
-                        "fetch_optimizer",
-                        Message(FetchRequest(r, self.replica.index, j)),
-                        timeout_s=self.limits.fetch_timeout_s,
-                    )
-                    body = convert(reply.body, FetchReply)
-                    await self._load(j, body, reply.arrays)
-                    return
-                except UserError as e:
-                    self.failure = e
-                    return
-                except SwarmnetError as e:
-                    log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
-                except (MemoryError, RuntimeError) as e:  # torch has none left, say
-                    log.warning("optimizer shard %d cannot be held here: %s", j, e)
-                    return
+            self._coming.add(j)
+            try:
+                async with at_once:
+                    await self._fetch(r, j, holders)
+            finally:
+                self._coming.discard(j)
+
+        await asyncio.gather(*map(fetch, wanted))
+
+    async def _fetch(self, r: int, j: int, holders: Holders) -> None:
+        """The optimizer state of one shard from a peer that holds it; tried again next round."""
+        if self.is_first(r):
+            await self._create(j)
+            return
+        num_forgotten = self._num_forgotten
+        for holder in holders(r, j):
+            last_exchange = self.replica.plan.last_exchange
+            if last_exchange(j, self.current) > last_exchange(j, r):
+                return
+            try:
+                reply = await self.gossip.liveness.call_while_live(
+                    holder,
+                    "fetch_optimizer",
+                    Message(FetchRequest(r, self.replica.index, j)),
+                    timeout_s=SHARD_TIMEOUT_S,
+                )
+                body = convert(reply.body, FetchReply)
+                await self._load(j, body, reply.arrays, num_forgotten)
+                return
+            except UserError as e:
+                self.failure = e
+                return
+            except SwarmnetError as e:
+                log.debug("optimizer shard %d from %s: %s", j, holder[-8:], e)
+            except (MemoryError, RuntimeError) as e:  # torch has none left, say
+                log.warning("optimizer shard %d cannot be held here: %s", j, e)
+                return
 
     async def _create(self, j: int) -> None:
         """For who has just seen that the run is in its first round: what is created then is the
@@ -241,11 +252,13 @@ class OptimizerStates:
 
         await self.replica.worker.run(work)
 
-    async def _load(self, j: int, body: FetchReply, arrays: tuple[Array, ...]) -> None:
+    async def _load(
+        self, j: int, body: FetchReply, arrays: tuple[Array, ...], num_forgotten: int
+    ) -> None:
         optimizer = self.replica.optimizer
 
         def work() -> None:
-            if not self.has_input(j, body.round):
+            if self._num_forgotten == num_forgotten and not self.has_input(j, body.round):
                 optimizer.load(j, body.values, arrays)
                 last = self.replica.plan.last_exchange(j, self.current)
                 same = self.replica.plan.last_exchange(j, body.round) == last

@@ -183,12 +183,12 @@ class Ownership:
         if self.plan.mode == GOSSIP:  # nothing is shared out: each replica has its own state
             return
         r = self.current if exchange is None else exchange
-        placement = self.placement(r)
         own = self.gossip.own.peer_id
-        mine = placement.owned_by(own)
+        mine = self.placement(r).owned_by(own)
         await self.states.fetch_all(r, mine, self.holders)
         self._tell_whether_all_are_here(r, mine)
-        kept = set(mine)
+        placement = self.placement(max(r, self.current))  # that may have taken several rounds
+        kept = set(placement.owned_by(own))
         spare = {j: placement.owners(j) for j in self.states.here() if j not in kept}
         if not spare:
             return
@@ -206,7 +206,7 @@ class Ownership:
         after it takes its place. `exchange`: the one to come. While another is under way, only
         `among` the shards whose step in that one has been made."""
         now = asyncio.get_running_loop().time()
-        if now < self._repair_at or self.states.is_fetching or self.plan.mode == GOSSIP:
+        if now < self._repair_at or self.plan.mode == GOSSIP:
             return
         self._repair_at = now + REPAIR_EVERY_S
         short = self.members.remembered("short", exchange, lambda: self._short(exchange))

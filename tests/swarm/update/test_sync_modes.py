@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import struct
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.errors import NotReady
 from swarmnet.protocol.membership.records import JOINING
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes, state_vectors
 from swarmnet.simulation.swarm import simulate
+from swarmnet.swarm.messages import FetchRequest
 from swarmnet.swarm.update.averaging import Behind
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
-from swarmnet.wire import Array, Message
+from swarmnet.wire import Array, Message, convert
 from tests.swarm.handlers import handler_of
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
@@ -276,3 +280,69 @@ def test_the_simulator_has_as_many_vectors_in_a_state(
         assert {len(arrays) for arrays in exported} == {state_vectors(mode, codec)}
 
     in_virtual_time(scenario, spec)
+
+
+def test_the_state_of_new_shards_may_be_on_its_way_for_most_of_a_round(tmp_path: Path) -> None:
+    """In mode `delayed`, where it is fetched beside the round: each shard is asked for once."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=ROUNDS, sync={"mode": "delayed"})
+    speed, slow_s = 0.0005, 90.0
+    asked: Counter[int] = Counter()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}", speed=speed)
+        await swarm.until_round(2, limit_s=3000.0)
+        for name in swarm.members:
+            transport = swarm.hub.transports[name]
+            honest = handler_of(transport, "fetch_optimizer")
+
+            async def late(request: Request, honest: Any = honest) -> Message:
+                reply = await honest(request)
+                asked[convert(request.message.body, FetchRequest).shard] += 1
+                await asyncio.sleep(slow_s)
+                return reply
+
+            transport.handle("fetch_optimizer", late)
+        newcomer = swarm.start("newcomer", speed=speed)
+        await swarm.until(lambda: any(newcomer.gossip.own.holds), limit_s=3000.0)
+        own = newcomer.gossip.own
+        assert all(own.holds_shard(j) for j in asked)
+        assert set(asked.values()) == {1}
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+def test_state_that_was_asked_for_before_all_was_dropped_does_not_count(tmp_path: Path) -> None:
+    """It belongs to parameters that the replica has gone over from."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=400)
+    slow_s = 30.0
+    asked: list[str] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(2)
+        is_over = False
+        for name in swarm.members:
+            transport = swarm.hub.transports[name]
+            honest = handler_of(transport, "fetch_optimizer")
+
+            async def late(request: Request, honest: Any = honest) -> Message:
+                if is_over:
+                    raise NotReady("not now")
+                reply = await honest(request)
+                asked.append(request.remote)
+                await asyncio.sleep(slow_s)
+                return reply
+
+            transport.handle("fetch_optimizer", late)
+        newcomer = swarm.start("newcomer")
+        await swarm.until(lambda: bool(asked))
+        is_over = True
+        await newcomer.averaging.forget_state()
+        await asyncio.sleep(1.5 * slow_s)
+        assert set(asked) == {"newcomer"}
+        assert newcomer.replica is not None
+        assert newcomer.replica.optimizer.owned() == []
+
+    in_virtual_time(scenario, spec, is_synthetic=True)

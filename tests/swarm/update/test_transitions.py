@@ -20,6 +20,7 @@ from swarmnet.simulation.clock import run
 from swarmnet.simulation.stage import SyntheticData, activation
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.ports import BACKWARD, FORWARD
+from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.auto_sync import AutoSync
 from swarmnet.swarm.update.averaging import Behind
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
@@ -328,7 +329,7 @@ def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None
         replica.plan = SyncPlan(DELAYED, rounds=100)
         nobody = SimpleNamespace(live=lambda now: [], members=lambda stage, now: [])
         gossip: Any = SimpleNamespace(changed=Condition(), view=nobody)
-        ownership = SimpleNamespace(follow_owners=nothing)
+        ownership = SimpleNamespace(follow_owners=nothing, tasks=Tasks("test"))
         averaging: Any = SimpleNamespace(
             current=4, update=update, ownership=ownership, repair_beside=lambda: None
         )
