@@ -202,12 +202,16 @@ class ServedStage:
             await self._openings.opened(replica, averaging)
 
     def _patience_with_empty_stage(self) -> float:
-        """In a run that goes on already, a replica of the stage may yet be heard of; where no peer
-        of such a run is live, it is rather this peer that is cut off."""
+        """In a run that goes on already, a replica of the stage may yet be heard of, and one that
+        did not leave may be back with what it has saved; where no peer of such a run is live, it is
+        rather this peer that is cut off."""
         now = asyncio.get_running_loop().time()
-        if progress.newest_round(self._gossip.view, now):
-            return EMPTY_STAGE_S
-        return ALONE_S if self._known_round() else 0.0
+        view, own_id = self._gossip.view, self._gossip.own.peer_id
+        if not progress.newest_round(view, now):
+            return ALONE_S if self._known_round() else 0.0
+        here = (r for r in view.records() if r.stage == self.replica.index)
+        may_be_back = any(r.is_replica and r.round and r.peer_id != own_id for r in here)
+        return recovering.RESTORE_PATIENCE_S if may_be_back else EMPTY_STAGE_S
 
     def _known_round(self) -> int:
         """The newest round that any peer, live or not, is known to have served in."""

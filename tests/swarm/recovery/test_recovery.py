@@ -243,6 +243,33 @@ def test_a_stage_that_died_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
+def test_a_newcomer_waits_for_who_may_be_back_with_the_stage(tmp_path: Path) -> None:
+    """As a machine that starts again."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
+    folder = tmp_path / "state"
+    folder.mkdir()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(4):
+            start(swarm, folder, f"peer-{i}")
+        await swarm.until_round(2 * EVERY + 1)
+        await asyncio.sleep(0.1)
+        dead = [n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1]
+        for name in dead:
+            swarm.kill(name)
+        await asyncio.sleep(1.0)
+        newcomer = swarm.start("newcomer")
+        await asyncio.sleep(0.5 * RESTORE_PATIENCE_S)
+        assert newcomer.gossip.own.stage == 1
+        peers = [start(swarm, folder, name) for name in dead]
+        await swarm.until(lambda: all(p.gossip.own.state == ACTIVE for p in peers))
+        await swarm.until_round(ROUNDS)
+        trainer = replay(spec, counted(folder), ROUNDS)
+        assert relative_difference(swarm.parameters(), trainer.state_dict()) < 0.1
+
+    in_virtual_time(scenario, spec)
+
+
 def saved_aside(folder: Path) -> list[Path]:
     return sorted(folder.glob("aside-*"))
 
