@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 OFFLOAD_FOLDER = "activations"
 """In the state folder."""
 CGROUP = Path("/sys/fs/cgroup")
+FILE_CACHE = ("inactive_file", "active_file")
+"""In `memory.stat`."""
 
 
 def free_bytes_of(device: torch.device | str) -> int:
@@ -33,10 +35,22 @@ def free_bytes_of(device: torch.device | str) -> int:
 
 def _free_in_container() -> int:
     try:
-        limit, used = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current"))
-        return max(0, int(limit) - int(used))
+        limit, used = (
+            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
     except (OSError, ValueError):  # there is none, or it has no limit
         return 1 << 62
+    return max(0, min(limit, limit - used + _file_cache_bytes()))
+
+
+def _file_cache_bytes() -> int:
+    """What the kernel keeps of files counts as used, and is given up when memory is wanted."""
+    try:
+        words = (CGROUP / "memory.stat").read_text().split()
+    except OSError:
+        return 0
+    sizes = dict(zip(words[::2], words[1::2], strict=False))
+    return sum(int(sizes.get(name, 0)) for name in FILE_CACHE)
 
 
 def choose_computing(

@@ -74,6 +74,11 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
     assert free_bytes_of(torch.device("cpu")) == 600_000
+    cached = "anon 300000\ninactive_file 50000\nactive_file 20000\nunevictable 7\n"
+    (tmp_path / "memory.stat").write_text(cached)
+    assert free_bytes_of(torch.device("cpu")) == 670_000
+    (tmp_path / "memory.stat").write_text("inactive_file 900000\n")
+    assert free_bytes_of(torch.device("cpu")) == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes_of(torch.device("cpu")) > whole / 2
 
