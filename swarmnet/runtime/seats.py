@@ -178,11 +178,15 @@ class SeatCount:
         self.last = num_seats
         return num_seats
 
+    def _built(self) -> RunSpec:
+        """The run with this machine's builder: a spec never chooses code."""
+        return self.spec.with_builder(self.options.model_builder(self.spec))
+
     async def _by_room(self) -> tuple[int, str]:
         from swarmnet.training.computing import choose_precision
         from swarmnet.training.memory.plan import PRECISIONS, plan_memory
 
-        spec, now = self.spec, asyncio.get_running_loop().time()
+        spec, now = self._built(), asyncio.get_running_loop().time()
         own = machine_of(self.first.gossip.own.peer_id)
         rates = [
             [
@@ -194,7 +198,9 @@ class SeatCount:
         ]
         in_flight = spec.pipeline.max_in_flight or IN_FLIGHT
         precision = PRECISIONS[choose_precision(spec, self.options.precision, self.device)]
-        rows = plan_memory(spec, num_replicas=1, in_flight=in_flight, precision=precision)
+        rows = await asyncio.to_thread(
+            plan_memory, spec, num_replicas=1, in_flight=in_flight, precision=precision
+        )
         stage_s = await asyncio.to_thread(self.first.machine.measure)
         speed = spec.pipeline.microbatch / stage_s if stage_s else 0.0
         room = room_for([row.total for row in rows], self.free_bytes, speed, rates)
@@ -209,7 +215,7 @@ class SeatCount:
         there are."""
         from swarmnet.training.checkpoint import CheckpointStore
 
-        model = self.spec.with_builder(self.options.model_builder(self.spec))
+        model = self._built()
 
         def has_any(seat: int) -> bool:
             folder = seat_dir(self.options.state_dir, seat)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swarmnet.runtime.seats import Seats
+from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.options import AUTO_STAGES, PeerOptions
+from swarmnet.runtime.seats import SeatCount, Seats
 from swarmnet.simulation.clock import run
+from swarmnet.spec import load_spec
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_model.toml"
 
 
 class Serving:
@@ -59,3 +66,18 @@ def test_a_further_stage_that_does_not_begin(changes: bool) -> None:
                 running.result()
 
     run(scenario())
+
+
+def test_a_run_s_spec_chooses_no_code_of_this_machine(tmp_path: Path) -> None:
+    """Whoever counts the stages that there is room for builds the model too."""
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text("raise SystemExit('their code has run')\n")
+    spec = load_spec(EXAMPLE).with_builder(f"{theirs}:build")
+    mine = f"{EXAMPLE.with_suffix('.py')}:build"
+    options = PeerOptions(tmp_path, join=("x",), stages=AUTO_STAGES, builder=mine)
+    first: Any = SimpleNamespace(
+        gossip=SimpleNamespace(own=SimpleNamespace(peer_id="m")),
+        view=View("m"),
+        machine=SimpleNamespace(measure=lambda: 0.0, free_bytes=lambda: math.inf),
+    )
+    assert asyncio.run(SeatCount(spec, options, first, 1e9)()) == spec.pipeline.num_stages
