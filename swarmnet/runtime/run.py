@@ -223,7 +223,7 @@ class Crew:
                 raise
 
 
-async def _one() -> int:
+async def _one(num_here: int) -> int:
     """How many stages the ranks of a machine serve."""
     return 1
 

@@ -28,6 +28,8 @@ LOOKS_BEFORE_LEAVING = 3
 """Looks in a row that must find fewer stages enough."""
 POLL_S = 0.2
 GB = 1e9
+FAILURES = (SwarmnetError, OSError, RuntimeError)
+"""What a peer that cannot be, or has no memory or disk any more, ends with."""
 
 
 def seat_dir(state_dir: Path, seat: int) -> Path:
@@ -45,9 +47,9 @@ class Seats:
     """All peers of this machine."""
 
     first: Peer
-    num_seats: Callable[[], Awaitable[int]]
-    """How many there shall be; asked when the first has taken its stage, and then, where the number
-    may change, every `LOOK_EVERY_S`."""
+    num_seats: Callable[[int], Awaitable[int]]
+    """How many there shall be, where there are so many now; asked when the first has taken its
+    stage, and then, where the number may change, every `LOOK_EVERY_S`."""
     make: Callable[[int], Awaitable[Peer]]
     """A further one, by its number."""
     changes: bool = False
@@ -59,26 +61,29 @@ class Seats:
         self._too_many = 0
 
     async def run(self, neighbours: list[str]) -> None:
-        """Returns when all have left. Where one fails, the others are cut off too."""
+        """Returns when all have left. Where one fails that a person wants, the others are cut off
+        too."""
         first = asyncio.ensure_future(self.first.run(neighbours))
         keeping = asyncio.ensure_future(self._keep())
         try:
             while not first.done() or self.further:
-                lives = [first, keeping, *(life for _, life in self.further.values())]
-                waited = [task for task in lives if not task.done()]
+                waited = [task for task in self._lives(first, keeping) if not task.done()]
                 # Not for ever: the keeper may have started another one meanwhile.
                 await asyncio.wait(waited, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                for task in lives:
+                for task in self._lives(first, keeping):
                     if task.done():
                         task.result()
                 self.further = {s: e for s, e in self.further.items() if not e[1].done()}
                 if first.done():
                     self.stop()
         finally:
-            tasks = [first, keeping, *(life for _, life in self.further.values())]
+            tasks = self._lives(first, keeping)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _lives(self, *tasks: asyncio.Task[None]) -> list[asyncio.Task[None]]:
+        return [*tasks, *(life for _, life in self.further.values())]
 
     @property
     def peers(self) -> list[Peer]:
@@ -94,16 +99,12 @@ class Seats:
     async def _keep(self) -> None:
         """Starts one peer after the other, so that none takes a stage that another is about to; and
         where the number may change, lets one go that the swarm has no need of any more."""
-        await _settled(self.first)
+        while self.first.replica is None:
+            await self.first.gossip.changed.wait(POLL_S)
         while not self._stopping.is_set():
-            wanted = await self.num_seats()
+            wanted = await self.num_seats(1 + len(self.further))
             while 1 + len(self.further) < wanted and not self._stopping.is_set():
-                try:
-                    await self._add()
-                except (SwarmnetError, OSError, RuntimeError) as e:
-                    if not self.changes:
-                        raise
-                    log.warning("no further stage here for now: %s", e)
+                if not await self._add():
                     break
             if not self.changes:
                 return
@@ -112,14 +113,35 @@ class Seats:
                 self._let_go()
             await asyncio.sleep(LOOK_EVERY_S * self.rng.uniform(0.7, 1.3))
 
-    async def _add(self) -> None:
+    async def _add(self) -> bool:
+        """One more; returns when it has its stage, or False where it has ended without."""
         seat = next(i for i in range(1, MAX_SEATS) if i not in self.further)
-        peer = await self.make(seat)
-        life = asyncio.ensure_future(peer.run([self.first.gossip.own.peer_id]))
+        try:
+            peer = await self.make(seat)
+        except FAILURES as e:
+            self._go_on_after(e)
+            return False
+        life = asyncio.ensure_future(self._live(peer))
         self.further[seat] = (peer, life)
         if self._stopping.is_set():
             peer.stop()
-        await _settled(peer)
+        while peer.replica is None and not life.done():
+            await peer.gossip.changed.wait(POLL_S)
+        return not life.done()
+
+    async def _live(self, peer: Peer) -> None:
+        """The life of a further one."""
+        try:
+            await peer.run([self.first.gossip.own.peer_id])
+        except FAILURES as e:
+            self._go_on_after(e)
+
+    def _go_on_after(self, error: Exception) -> None:
+        """The machine goes on without a further stage where it took that by itself. Raises the
+        error where a person wants it."""
+        if not self.changes:
+            raise error
+        log.warning("no further stage here for now: %s", error)
 
     def _let_go(self) -> None:
         """The seat whose stage has the most others leaves; none whose stage has no other."""
@@ -139,12 +161,6 @@ class Seats:
             self._too_many = 0
 
 
-async def _settled(peer: Peer) -> None:
-    """Returns when a peer has its stage."""
-    while peer.replica is None:
-        await peer.gossip.changed.wait(POLL_S)
-
-
 @dataclass
 class SeatCount:
     """How many stages this machine serves; says so in a line whenever it changes."""
@@ -161,10 +177,10 @@ class SeatCount:
         """No more than this may be taken, whatever is free."""
         self.free_bytes = min(self.free_bytes, num_bytes)
 
-    async def __call__(self) -> int:
-        """Raises `UserError`."""
+    async def __call__(self, num_here: int) -> int:
+        """`num_here`: that it serves now. Raises `UserError`."""
         if self.options.stages == AUTO_STAGES:
-            num_seats, why = await self._by_room()
+            num_seats, why = await self._by_room(num_here)
         else:
             num_seats, why = int(self.options.stages), "as --stages says"
         num_stages = self.spec.pipeline.num_stages
@@ -182,7 +198,7 @@ class SeatCount:
         """The run with this machine's builder: a spec never chooses code."""
         return self.spec.with_builder(self.options.model_builder(self.spec))
 
-    async def _by_room(self) -> tuple[int, str]:
+    async def _by_room(self, num_here: int) -> tuple[int, str]:
         from swarmnet.training.computing import choose_precision
         from swarmnet.training.memory.plan import PRECISIONS, plan_memory
 
@@ -203,8 +219,11 @@ class SeatCount:
         )
         stage_s = await asyncio.to_thread(self.first.machine.measure)
         speed = spec.pipeline.microbatch / stage_s if stage_s else 0.0
-        room = room_for([row.total for row in rows], self.free_bytes, speed, rates)
-        why = describe_room(room, rows[0].total, self.free_bytes, speed)
+        left_bytes = await asyncio.to_thread(self.first.machine.free_bytes)
+        room = room_for(
+            [row.total for row in rows], self.free_bytes, speed, rates, num_here, left_bytes
+        )
+        why = describe_room(room, rows[0].total, self.free_bytes, left_bytes, speed)
         kept = 0 if self.last else await asyncio.to_thread(self._seats_before)
         if kept > room.num_seats:
             return min(kept, len(rows)), f"{why}; so many have checkpoints here"
@@ -224,11 +243,13 @@ class SeatCount:
         return 1 + max((seat for seat in range(1, MAX_SEATS) if has_any(seat)), default=0)
 
 
-def describe_room(room: Room, stage_bytes: float, free_bytes: float, samples_per_s: float) -> str:
+def describe_room(
+    room: Room, stage_bytes: float, free_bytes: float, left_bytes: float, samples_per_s: float
+) -> str:
     """Why so many, for the user."""
     speed = f"{samples_per_s:.1f} samples/s" if samples_per_s else "speed not measured"
     nobody = f", {room.uncovered} had nobody" if room.uncovered else ""
     return (
         f"room for {room.by_memory} ({stage_bytes / GB:.2f} GB each of {free_bytes / GB:.1f} GB "
-        f"free), {speed} (fast enough for {room.by_speed}){nobody}"
+        f"free, {left_bytes / GB:.1f} GB now), {speed} (fast enough for {room.by_speed}){nobody}"
     )

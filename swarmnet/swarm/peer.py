@@ -314,6 +314,10 @@ class Peer:
                 if task.done():
                     task.result()
             await self._leave(living)
+        except Exception:
+            # Where other seats of this machine go on, its channels stay open: nobody would notice.
+            await self._say_goodbye()
+            raise
         finally:
             await self._tasks.close()
             await self.steps.close()
@@ -438,6 +442,9 @@ class Peer:
             self._speed.stopped(served.replica.index)
         if self.feeder is not None:
             self.feeder.leave()
+        await self._say_goodbye()
+
+    async def _say_goodbye(self) -> None:
         self.gossip.update(state=LEFT, stage=OBSERVER_STAGE)
         self.gossip.pushes.now()
         await asyncio.sleep(self.gossip_settings.push_delay_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +23,21 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_model.toml"
 
 
 class Serving:
-    """A peer that serves until it is stopped."""
+    """A peer that serves until it is stopped, or fails."""
 
-    def __init__(self) -> None:
-        self.replica = object()
-        self.gossip = SimpleNamespace(changed=SimpleNamespace(wait=asyncio.sleep))
+    def __init__(self, peer_id: str = "m", fails_after_s: float | None = None) -> None:
+        self.replica = None if fails_after_s == 0.0 else object()
+        self.gossip = SimpleNamespace(
+            changed=SimpleNamespace(wait=asyncio.sleep), own=SimpleNamespace(peer_id=peer_id)
+        )
         self.has_left = False
+        self._fails_after_s = fails_after_s
         self._stopped = asyncio.Event()
 
     async def run(self, neighbours: list[str]) -> None:
+        if self._fails_after_s is not None:
+            await asyncio.sleep(self._fails_after_s)
+            raise OSError(errno.ENOSPC, "no space left on device")
         await self._stopped.wait()
         self.has_left = True
 
@@ -37,27 +45,40 @@ class Serving:
         self._stopped.set()
 
 
+async def make_nothing(seat: int) -> Any:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+async def make_without_stage(seat: int) -> Any:
+    return Serving(f"m/{seat}", fails_after_s=0.0)
+
+
+async def make_for_a_while(seat: int) -> Any:
+    return Serving(f"m/{seat}", fails_after_s=20.0)
+
+
+@pytest.mark.parametrize("make", [make_nothing, make_without_stage, make_for_a_while])
 @pytest.mark.parametrize("changes", [True, False], ids=["--stages auto", "--stages 2"])
-def test_a_further_stage_that_does_not_begin(changes: bool) -> None:
+def test_a_further_stage_that_fails(changes: bool, make: Callable[[int], Awaitable[Any]]) -> None:
     """By itself it is looked for again later, and the first goes on; where a person wants it, the
     machine ends with the reason."""
     tried = []
 
-    async def two() -> int:
+    async def two(num_here: int) -> int:
         return 2
 
-    async def make(seat: int) -> Any:
+    async def trying(seat: int) -> Any:
         tried.append(seat)
-        raise OSError(errno.ENOSPC, "no space left on device")
+        return await make(seat)
 
     async def scenario() -> None:
         first: Any = Serving()
-        seats = Seats(first, two, make, changes)
+        seats = Seats(first, two, trying, changes, random.Random(0))
         running = asyncio.ensure_future(seats.run([]))
         await asyncio.sleep(300.0)
         assert running.done() == (not changes)
         if changes:
-            assert len(tried) > 2
+            assert 2 < len(tried) < 9
             seats.stop()
             await running
             assert first.has_left
@@ -80,4 +101,4 @@ def test_a_run_s_spec_chooses_no_code_of_this_machine(tmp_path: Path) -> None:
         view=View("m"),
         machine=SimpleNamespace(measure=lambda: 0.0, free_bytes=lambda: math.inf),
     )
-    assert asyncio.run(SeatCount(spec, options, first, 1e9)()) == spec.pipeline.num_stages
+    assert asyncio.run(SeatCount(spec, options, first, 1e9)(1)) == spec.pipeline.num_stages

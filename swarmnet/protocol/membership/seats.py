@@ -7,6 +7,7 @@ number of the seat: `12D3Koo.../1`. One key signs for all of them, and one chann
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -71,8 +72,10 @@ def room_for(
     free_bytes: float,
     own_samples_per_s: float,
     rates: Sequence[Sequence[float]],
+    num_here: int = 0,
+    left_bytes: float = math.inf,
 ) -> Room:
-    """The number of stages that a newcomer takes.
+    """The number of stages that a machine takes.
 
     Every further stage costs memory and an exchange of gradients. It pays where a stage would have
     no replica otherwise, and where the machine is so much faster than the others that it can serve
@@ -84,10 +87,13 @@ def room_for(
         free_bytes: memory that is free before the first is built.
         own_samples_per_s: of this machine, serving one stage alone.
         rates: per stage, samples a second of each replica that others serve (0: not measured).
+        num_here: stages that it serves now.
+        left_bytes: memory that is free beside them: others may have taken some meanwhile.
     """
     num_stages = len(stage_bytes)
     dearest = max([*stage_bytes, 1.0])
-    by_memory = max(1, int(min(num_stages, MEMORY_PART * free_bytes / dearest)))
+    in_all, further = (MEMORY_PART * size / dearest for size in (free_bytes, left_bytes))
+    by_memory = max(1, int(min(num_stages, in_all, num_here + further)))
     uncovered = sum(not replicas for replicas in rates)
     known = [rate for replicas in rates for rate in replicas if rate > 0]
     by_speed = max(1, int(min(own_samples_per_s / median(known), MAX_SEATS))) if known else 1

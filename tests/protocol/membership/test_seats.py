@@ -112,6 +112,16 @@ def test_memory_is_the_bound() -> None:
     assert room_for([1 * GB] * 4, 0.1 * GB, 5.0, alone).num_seats == 1
 
 
+def test_what_is_free_now_bounds_the_stages_to_come() -> None:
+    def seats(num_here: int, left: float) -> int:
+        return room_for([GB] * 9, 6 * GB, 5.0, [[]] * 9, num_here, left).num_seats
+
+    assert [seats(k, (6 - k) * GB) for k in range(5)] == [4] * 5, "as before the first was built"
+    assert seats(2, 0.5 * GB) == 2, "others have taken the rest"
+    assert seats(2, 1.5 * GB) == 3
+    assert seats(2, 50 * GB) == 4
+
+
 def test_a_fast_machine_serves_more_and_an_ordinary_one_does_not() -> None:
     others = [[2.0, 2.0], [2.0], [2.0]]
     assert room_for([GB] * 3, 100 * GB, 2.1, others).num_seats == 1

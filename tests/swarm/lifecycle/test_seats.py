@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from swarmnet.errors import UserError
+from swarmnet.protocol.membership.records import LEFT
+from swarmnet.protocol.membership.view import View
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
 
 
@@ -66,6 +71,31 @@ def test_a_machine_with_two_stages_dies_and_the_run_goes_on(tmp_path: Path) -> N
         assert relative_difference(swarm.parameters(), trainer.state_dict()) < 1e-4
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_seat_that_cannot_be_built_says_goodbye(tmp_path: Path) -> None:
+    """Its machine's channels stay open: it would be taken for one that is joining."""
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=30)
+
+    def build(stage_index: int) -> Any:
+        raise UserError(f"stage {stage_index} does not fit")
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_machine(swarm, "m", 2)
+        beside = swarm.start("m/2", feeds=False, beside=swarm.members["m"].peer, build=build)
+        ended = swarm.members.pop("m/2").life
+        await asyncio.wait([ended])
+        with pytest.raises(UserError, match="does not fit"):
+            ended.result()
+        view = swarm.members["m"].peer.view
+        await swarm.until(lambda: state_of(view, beside.gossip.own.peer_id) == LEFT, 2.0)
+
+    in_virtual_time(scenario, spec)
+
+
+def state_of(view: View, peer_id: str) -> str:
+    record = view.get(peer_id)
+    return record.state if record is not None else ""
 
 
 async def start_machine(swarm: Swarm, name: str, num_seats: int) -> None:
