@@ -106,7 +106,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         for own in (machine.disk, machine.shared):
             if own is not None:
                 stack.push_async_callback(own.worker.close)
-        crew = Crew(entry, options, admitted, machine, group, stack)
+        crew = Crew(entry, options, admitted, machine, group)
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
         tasks.start(say_run_beside(transport, entry.beside, spec.run_id, spec.name))
@@ -147,15 +147,12 @@ class Crew:
         admitted: Admitted,
         machine: Machine,
         group: LocalGroup | None,
-        stack: AsyncExitStack,
     ) -> None:
-        """`stack` closes what further peers open."""
         self._entry = entry
         self._options = options
         self._admitted = admitted
         self._machine = machine
         self._group = group
-        self._stack = stack
         self._directory: Directory | None = None
         spec, transport = entry.spec, entry.net.transport
         device = choose_devices(spec, options)[0]
@@ -172,17 +169,19 @@ class Crew:
         self.seats = Seats(self.first, count or _one, self._make_seat, changes)
         self.running = RunningPeer(spec, options, self.seats, transport, machine, count)
 
-    async def _make_seat(self, seat: int) -> Peer:
-        options, transport = self._options, self._entry.net.transport
+    async def _make_seat(self, seat: int, parts: AsyncExitStack) -> Peer:
+        options, transport = self._options, self._entry.net.transport.seat(seat)
+        parts.push_async_callback(transport.close)
         its = replace(options, state_dir=seat_dir(options.state_dir, seat), stage=None, feed=False)
         its.state_dir.mkdir(exist_ok=True)
         desk = await asyncio.to_thread(build_machine, self._entry.spec, its, None, self._machine)
+        parts.push_async_callback(desk.worker.run, desk.free)
         if desk.disk is not None:
-            self._stack.push_async_callback(desk.disk.worker.close)
+            parts.push_async_callback(desk.disk.worker.close)
         further = compose(
             self._entry.spec,
             its,
-            transport.seat(seat),
+            transport,
             self._entry.key,
             desk,
             self._admitted,
@@ -190,6 +189,7 @@ class Crew:
         )
         if self._directory is not None:
             self._directory.also(further.gossip)
+            parts.callback(self._directory.without, further.gossip)
         return further
 
     async def open_directory(self, tasks: Tasks) -> None:

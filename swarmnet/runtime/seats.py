@@ -7,6 +7,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,8 +51,8 @@ class Seats:
     num_seats: Callable[[int], Awaitable[int]]
     """How many there shall be, where there are so many now; asked when the first has taken its
     stage, and then, where the number may change, every `LOOK_EVERY_S`."""
-    make: Callable[[int], Awaitable[Peer]]
-    """A further one, by its number."""
+    make: Callable[[int, AsyncExitStack], Awaitable[Peer]]
+    """A further one, by its number; the stack takes apart what it is made of, when it has left."""
     changes: bool = False
     rng: random.Random = field(default_factory=random.Random)
 
@@ -116,12 +117,13 @@ class Seats:
     async def _add(self) -> bool:
         """One more; returns when it has its stage, or False where it has ended without."""
         seat = next(i for i in range(1, MAX_SEATS) if i not in self.further)
-        try:
-            peer = await self.make(seat)
-        except FAILURES as e:
-            self._go_on_after(e)
-            return False
-        life = asyncio.ensure_future(self._live(peer))
+        async with AsyncExitStack() as parts:
+            try:
+                peer = await self.make(seat, parts)
+            except FAILURES as e:
+                self._go_on_after(e)
+                return False
+            life = asyncio.ensure_future(self._live(peer, parts.pop_all()))
         self.further[seat] = (peer, life)
         if self._stopping.is_set():
             peer.stop()
@@ -129,10 +131,11 @@ class Seats:
             await peer.gossip.changed.wait(POLL_S)
         return not life.done()
 
-    async def _live(self, peer: Peer) -> None:
+    async def _live(self, peer: Peer, parts: AsyncExitStack) -> None:
         """The life of a further one."""
         try:
-            await peer.run([self.first.gossip.own.peer_id])
+            async with parts:
+                await peer.run([self.first.gossip.own.peer_id])
         except FAILURES as e:
             self._go_on_after(e)
 

@@ -321,6 +321,7 @@ class Peer:
         finally:
             await self._tasks.close()
             await self.steps.close()
+            self._let_go()
 
     def stop(self) -> None:
         """Asks the peer to drain, hand over and leave; `run` then returns."""
@@ -350,14 +351,19 @@ class Peer:
         target = await self._until_moved(served)
         if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task
             await asyncio.get_running_loop().create_future()
-        self._served = None  # what comes late is for a stage that it serves no more
+        self._let_go()
         self._speed.stopped(served.replica.index)
         self.steps.drop_round(served.replica.round + 1)
         if target is not None:
             self._go_to(target, served.replica)
-        served.let_go()
-        self.generation.forget()
         return target
+
+    def _let_go(self) -> None:
+        """What comes late is for a stage that it serves no more."""
+        if self._served is not None:
+            self._served.let_go()
+        self._served = None
+        self.generation.forget()
 
     async def _built(self, stage_index: int) -> ServedStage:
         machine, now = self.machine, asyncio.get_running_loop().time()

@@ -17,6 +17,10 @@ class Listeners:
     def add(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)
 
+    def remove(self, callback: Callable[[str], None]) -> None:
+        """It hears no more, if it did."""
+        self._callbacks = [own for own in self._callbacks if own != callback]
+
     def tell(self, peer_id: str) -> None:
         """Calls each; one that raises is logged and disturbs nobody."""
         for callback in self._callbacks:

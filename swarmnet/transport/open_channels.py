@@ -117,6 +117,11 @@ class OpenChannels:
         """`callback(peer_id)` when the last channel to a machine is gone."""
         self._disconnected.add(callback)
 
+    def forget(self, callback: Callable[[str], None]) -> None:
+        """`callback` hears of no channel any more."""
+        self._connected.remove(callback)
+        self._disconnected.remove(callback)
+
     # ---- streams ----------------------------------------------------------------------------
 
     def may_attach(self, peer_id: str) -> bool:

@@ -24,6 +24,17 @@ from swarmnet.wire import Message
 log = logging.getLogger("swarmnet.transport")
 
 
+class Channels(Protocol):
+    """The machine's, as far as a seat hears of them."""
+
+    def on_connected(self, callback: Callable[[str], None]) -> None: ...
+
+    def on_disconnected(self, callback: Callable[[str], None]) -> None: ...
+
+    def forget(self, callback: Callable[[str], None]) -> None:
+        """`callback` hears of no channel any more."""
+
+
 class Machine(Protocol):
     """The transport whose channels the seats share."""
 
@@ -58,9 +69,8 @@ class Machine(Protocol):
 
     def connected(self) -> list[str]: ...
 
-    def on_connected(self, callback: Callable[[str], None]) -> None: ...
-
-    def on_disconnected(self, callback: Callable[[str], None]) -> None: ...
+    @property
+    def channels(self) -> Channels: ...
 
 
 class Seat:
@@ -74,6 +84,8 @@ class Seat:
         """The machine's: a link is shared."""
         self._machine = machine
         self._handlers = handlers
+        self._callbacks: list[Callable[[str], None]] = []
+        """That the machine's channels tell."""
         handlers.open_seat(seat)
 
     def addresses(self) -> list[str]:
@@ -118,14 +130,18 @@ class Seat:
         return [*self._machine.connected(), self._machine.peer_id]
 
     def on_connected(self, callback: Callable[[str], None]) -> None:
-        self._machine.on_connected(callback)
+        self._callbacks.append(callback)
+        self._machine.channels.on_connected(callback)
 
     def on_disconnected(self, callback: Callable[[str], None]) -> None:
-        self._machine.on_disconnected(callback)
+        self._callbacks.append(callback)
+        self._machine.channels.on_disconnected(callback)
 
     async def close(self) -> None:
-        """Nothing is served here any more; the machine's channels stay."""
+        """Nothing is served here any more, and nothing heard; the machine's channels stay."""
         self._handlers.remove_seat(self.seat)
+        for callback in self._callbacks:
+            self._machine.channels.forget(callback)
 
 
 class LocalCalls:

@@ -7,6 +7,7 @@ import errno
 import math
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from swarmnet.simulation.clock import run
 from swarmnet.spec import load_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_model.toml"
+
+
+Make = Callable[[int, AsyncExitStack], Awaitable[Any]]
 
 
 class Serving:
@@ -45,31 +49,33 @@ class Serving:
         self._stopped.set()
 
 
-async def make_nothing(seat: int) -> Any:
+async def make_nothing(seat: int, parts: AsyncExitStack) -> Any:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
-async def make_without_stage(seat: int) -> Any:
+async def make_without_stage(seat: int, parts: AsyncExitStack) -> Any:
     return Serving(f"m/{seat}", fails_after_s=0.0)
 
 
-async def make_for_a_while(seat: int) -> Any:
+async def make_for_a_while(seat: int, parts: AsyncExitStack) -> Any:
     return Serving(f"m/{seat}", fails_after_s=20.0)
 
 
 @pytest.mark.parametrize("make", [make_nothing, make_without_stage, make_for_a_while])
 @pytest.mark.parametrize("changes", [True, False], ids=["--stages auto", "--stages 2"])
-def test_a_further_stage_that_fails(changes: bool, make: Callable[[int], Awaitable[Any]]) -> None:
+def test_a_further_stage_that_fails(changes: bool, make: Make) -> None:
     """By itself it is looked for again later, and the first goes on; where a person wants it, the
     machine ends with the reason."""
-    tried = []
+    tried: list[int] = []
+    taken_apart: list[int] = []
 
     async def two(num_here: int) -> int:
         return 2
 
-    async def trying(seat: int) -> Any:
+    async def trying(seat: int, parts: AsyncExitStack) -> Any:
         tried.append(seat)
-        return await make(seat)
+        parts.callback(taken_apart.append, seat)
+        return await make(seat, parts)
 
     async def scenario() -> None:
         first: Any = Serving()
@@ -81,6 +87,7 @@ def test_a_further_stage_that_fails(changes: bool, make: Callable[[int], Awaitab
             assert 2 < len(tried) < 9
             seats.stop()
             await running
+            assert taken_apart == tried
             assert first.has_left
         else:
             with pytest.raises(OSError, match="no space"):

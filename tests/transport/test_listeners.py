@@ -18,6 +18,8 @@ def test_one_that_fails_is_logged_and_the_others_hear(caplog: pytest.LogCaptureF
     listeners = Listeners()
     for callback in (heard.append, broken, heard.append):
         listeners.add(callback)
+    listeners.add(gone := heard.clear)
+    listeners.remove(gone)
     with caplog.at_level(logging.ERROR, "swarmnet.transport"):
         listeners.tell("p")
     assert heard == ["p", "p"]

@@ -87,6 +87,25 @@ def test_nobody_sits_on_an_empty_seat() -> None:
     play(scenario)
 
 
+def test_a_seat_that_is_closed_hears_of_no_channel() -> None:
+    async def scenario(a: ChannelTransport, b: ChannelTransport) -> None:
+        heard: list[str] = []
+        closed, open_one = a.seat(1), a.seat(2)
+        for seat in (closed, open_one):
+            for register in (seat.on_connected, seat.on_disconnected):
+                register(lambda _, own=seat.peer_id: heard.append(own))  # type: ignore[misc]
+        await closed.close()
+        b.handle("who", says_who)
+        await a.call("b", "who", Message(), timeout_s=PATIENCE_S)
+        lost = asyncio.Event()
+        a.on_disconnected(lambda _: lost.set())
+        await b.close()
+        await asyncio.wait_for(lost.wait(), PATIENCE_S)
+        assert heard == ["a/2", "a/2"]
+
+    play(scenario)
+
+
 def test_notes_reach_their_seat_even_before_there_is_a_channel() -> None:
     async def scenario(a: ChannelTransport, b: ChannelTransport) -> None:
         heard: asyncio.Queue[str] = asyncio.Queue()

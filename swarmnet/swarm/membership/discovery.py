@@ -71,6 +71,10 @@ class Directory:
         """Publishes the record of another seat of this machine too."""
         self._published.append(gossip)
 
+    def without(self, gossip: Gossip) -> None:
+        """That seat has left."""
+        self._published.remove(gossip)
+
     async def _connect(self, address: str) -> None:
         """hivemind's DHT talks only to peers that the daemon has a connection to."""
         try:
@@ -125,7 +129,7 @@ class Directory:
 
     async def publish(self) -> bool:
         """Stores the own signed record under its stage; False while it has none."""
-        return all([await self._publish(gossip) for gossip in self._published])
+        return all([await self._publish(gossip) for gossip in list(self._published)])
 
     async def _publish(self, gossip: Gossip) -> bool:
         from hivemind.utils import get_dht_time

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,24 @@ def test_a_seat_that_cannot_be_built_says_goodbye(tmp_path: Path) -> None:
             ended.result()
         view = swarm.members["m"].peer.view
         await swarm.until(lambda: state_of(view, beside.gossip.own.peer_id) == LEFT, 2.0)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_a_peer_that_has_left_keeps_no_stage(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=60)
+
+    async def scenario(swarm: Swarm) -> None:
+        await start_machine(swarm, "m", 2)
+        await start_machine(swarm, "n", 2)
+        await swarm.until_round(4)
+        seat = swarm.members.pop("m/1")
+        replica = weakref.ref(seat.peer.replica)  # type: ignore[arg-type]
+        assert replica() is not None
+        seat.peer.stop()
+        await seat.life
+        gc.collect()
+        assert replica() is None
 
     in_virtual_time(scenario, spec)
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarmnet.identity import Identity
-from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.records import ACTIVE, LEFT, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.net import KeySigner, open_net
 from swarmnet.simulation.clock import run as run_virtual
@@ -74,6 +74,20 @@ def test_a_peer_finds_the_peers_of_every_stage_in_the_directory() -> None:
             first = members[0][0].own.peer_id
             lonely.transport.set_run(RUN)
             await lonely.transport.call(first, "ping", Message(), timeout_s=10)
+
+    asyncio.run(scenario())
+
+
+def test_a_seat_that_has_left_is_published_no_more() -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as stack:
+            (_, directory), (seat, _) = await _started(stack, (0, 1))
+            directory.also(seat)
+            assert await directory.publish()
+            seat.update(state=LEFT)
+            assert not await directory.publish()
+            directory.without(seat)
+            assert await directory.publish()
 
     asyncio.run(scenario())
 
