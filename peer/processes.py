@@ -179,11 +179,16 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except BaseException:
-        for child in folder.iterdir():
+        for child in folder.glob("*"):  # none where it was kept under another name
             if child.is_dir():
                 shutil.rmtree(child, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_folder(folder: Path) -> Path:
+    """Of `run_folder`: it stays, under a name that no `swarmnet local` removes; returns that."""
+    return folder.rename(folder.with_name(folder.name.replace("-local-", "-kept-", 1)))
 
 
 def remove_stale_folders(base: Path) -> list[Path]:

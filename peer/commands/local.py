@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -25,7 +26,14 @@ from peer.observe.screen import peers_table
 from peer.observe.text import number, size
 from peer.observe.view_model import Summary
 from peer.options import INVITE_VARIABLE, LOOPBACK, ScreenName, default_spec_path
-from peer.processes import PEER_COMMAND, ChildPeer, PeerProcesses, run_folder
+from peer.processes import (
+    PEER_COMMAND,
+    STOP_STEPS,
+    ChildPeer,
+    PeerProcesses,
+    keep_folder,
+    run_folder,
+)
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.options import (
@@ -37,6 +45,8 @@ from swarmnet.runtime.options import (
     UsageError,
 )
 from swarmnet.spec import BYTES_TOKENIZER, HELD_OUT_NAME, PYTHON_STDLIB, RunSpec, describe
+from swarmnet.swarm.lifecycle.departure import LONGEST_DRAIN_S
+from swarmnet.swarm.recovery.checkpointing import LAST_SAVE_S
 
 LOOK_EVERY_S = 0.5
 """Longest time between looks."""
@@ -49,6 +59,8 @@ JOIN_THROUGH = 4
 SAMPLE_TOKENS = 200
 SAMPLE_S, SAMPLE_WAIT_S = 20.0, 60.0
 """After the first, what has been written is shown; after the second, nothing."""
+SAVE_WAIT_S = LONGEST_DRAIN_S + LAST_SAVE_S
+"""What peers may take for what the model is written from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +138,22 @@ async def run_local(
         try:
             await _run(options, spec, reporter, processes, join, rates)
         finally:
+            if options.out is not None:
+                _wait_for_saving(processes, reporter)
             await processes.stop()
             if options.out is not None:
                 dtype, base = options.dtype, started.model
                 await asyncio.to_thread(_export, dtype, base, options.out, processes, reporter)
+
+
+def _wait_for_saving(processes: PeerProcesses, reporter: Reporter) -> None:
+    """Gives the peers time for their last checkpoints."""
+    processes.stop_steps = ((signal.SIGINT, SAVE_WAIT_S), *STOP_STEPS[1:])
+    if processes.num_alive:
+        reporter.screen.say(
+            f"waiting until the peers have saved the model, {SAVE_WAIT_S:.0f} s at most; "
+            "Ctrl-C ends them at once"
+        )
 
 
 def _export(dtype: str, base: str, out: Path, processes: PeerProcesses, reporter: Reporter) -> None:
@@ -142,6 +166,8 @@ def _export(dtype: str, base: str, out: Path, processes: PeerProcesses, reporter
         line = export_checkpoints(folders, out, Wanted(dtype=dtype, base=base))
     except UserError as error:
         line = f"the model was not written: {error}"
+        if any(processes.folder.glob("*/checkpoints")):
+            line += f"; what the peers saved is in {keep_folder(processes.folder)}"
     reporter.screen.say(line)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from peer.commands import local
 from peer.commands.local import LocalOptions, run_local
 from peer.options import default_spec_path
+from peer.processes import remove_stale_folders
 from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.runtime.observer import sample_token
@@ -24,6 +26,7 @@ from swarmnet.training.arrays import from_numpy
 from tests.peer.fakes import FakeObserver, fake_command
 
 ROUNDS = 5
+QUICK_STEPS = ((signal.SIGINT, 0.1), (signal.SIGTERM, 0.1), (signal.SIGKILL, 5.0))
 
 
 @pytest.fixture
@@ -109,6 +112,24 @@ def test_what_the_first_peer_found_wrong_is_the_error(tmp_path: Path, spec: RunS
         run(tmp_path, "refuse", observer)
     with pytest.raises(UserError, match="peer-1 ended with exit code 1 before it listened"):
         run(tmp_path, "crash", observer)
+
+
+def test_peers_may_save_before_they_are_ended_and_nothing_saved_is_lost(
+    tmp_path: Path,
+    temp_root: Path,
+    spec: RunSpec,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("peer.processes", "peer.commands.local"):
+        monkeypatch.setattr(f"{module}.STOP_STEPS", QUICK_STEPS)
+    run(tmp_path, "saves", FakeObserver(spec, last_round=ROUNDS), out=tmp_path / "model")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "waiting until the peers have saved the model" in out
+    (kept,) = temp_root.glob("swarmnet-kept-*")
+    assert len(list(kept.glob("*/checkpoints/x"))) == 3
+    assert f"; what the peers saved is in {kept}".replace(" ", "") in out.replace(" ", "")
+    assert remove_stale_folders(temp_root) == []
 
 
 def test_a_swarm_that_cannot_speak_has_still_done_its_run(
