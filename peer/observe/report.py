@@ -163,7 +163,9 @@ async def open_page(
     from peer.observe.dashboard.server import serving
 
     hub = Hub(spec)
-    return hub, await stack.enter_async_context(serving(live_app(hub, host), listener))
+    address = await stack.enter_async_context(serving(live_app(hub, host), listener))
+    stack.callback(hub.close)  # before the server ends: it would cut streams off, with a traceback
+    return hub, address
 
 
 async def report_peer(

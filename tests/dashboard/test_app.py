@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -13,8 +15,9 @@ from starlette.testclient import TestClient
 
 from peer.observe.dashboard.app import live_app, replay_app
 from peer.observe.dashboard.server import listen, serving
+from peer.observe.report import open_page
 from swarmnet.errors import UserError
-from tests.dashboard.making import Played, replica
+from tests.dashboard.making import Played, replica, spec_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -92,6 +95,24 @@ def test_news_come_as_a_stream_and_a_visitor_comes_back() -> None:
                 pass  # ends with the server
 
     asyncio.run(main())
+
+
+def test_streams_end_with_the_page(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as page:
+            _, address = await open_page(page, spec_of(2, 100), LOOPBACK, listen(LOOPBACK, 0))
+            async with (
+                httpx.AsyncClient(base_url=address, timeout=10) as browser,
+                browser.stream("GET", "/stream") as answer,
+            ):
+                lines = answer.aiter_lines()
+                await _message(lines)
+                ending = asyncio.ensure_future(page.aclose())
+                assert [line async for line in lines if line.startswith("data: ")] == []
+                await ending
+
+    asyncio.run(main())
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 async def _message(lines: object) -> dict[str, object]:

@@ -137,7 +137,10 @@ async def _events(hub: Hub) -> AsyncIterator[bytes]:
             if not done:
                 yield b": nothing new\n\n"
                 continue
-            message = pending.result()
+            try:
+                message = pending.result()
+            except StopAsyncIteration:
+                return
             pending = None
             text = json.dumps(message, separators=(",", ":"))
             yield f"event: {message['kind']}\ndata: {text}\n\n".encode()

@@ -220,8 +220,15 @@ class Hub:
         """No more visitors."""
         return len(self._visitors) >= MAX_VISITORS
 
+    def close(self) -> None:
+        """Ends all visits."""
+        for queue in self._visitors.values():
+            while queue.full():
+                queue.get_nowait()
+            queue.put_nowait(NO_MORE)
+
     async def visit(self) -> AsyncIterator[Message]:
-        """Messages for one visitor, until it goes."""
+        """Messages for one visitor, until it goes, or nothing more is told."""
         self._num_visits += 1
         number, queue = self._num_visits, asyncio.Queue[Message](MAX_WAITING)
         self._visitors[number] = queue
@@ -229,12 +236,15 @@ class Hub:
             yield self.state()
             while True:
                 message = await queue.get()
+                if message is NO_MORE:
+                    return
                 yield self.state() if message is TOO_SLOW else message
         finally:
             self._visitors.pop(number, None)
 
 
 TOO_SLOW: Message = {"kind": "too_slow"}
+NO_MORE: Message = {"kind": "no_more"}
 
 
 def _offer(queue: asyncio.Queue[Message], message: Message) -> None:
