@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -83,13 +85,13 @@ async def converse(
     """Answers the prompt; without one, each line that is typed until there is no more."""
     chat_template(writer.files)  # that there is none is known before anything is typed
     said: list[Message] = [{"role": "system", "content": system}] if system else []
-    line: str | None = prompt if prompt is not None else await _typed()
+    line: str | None = prompt if prompt is not None else await typed()
     while line is not None:
         said.append({"role": "user", "content": line})
         tokens = writer.codec.encode(chat_prompt(writer.files, said))
         answer = await _write(writer, tokens, sampling, put)
         said.append({"role": "assistant", "content": answer})
-        line = None if prompt is not None else await _typed()
+        line = None if prompt is not None else await typed()
 
 
 async def _write(writer: Writer, prompt: Sequence[int], sampling: Sampling, put: Put) -> str:
@@ -102,16 +104,36 @@ async def _write(writer: Writer, prompt: Sequence[int], sampling: Sampling, put:
     return "".join(pieces)
 
 
-async def _typed() -> str | None:
+async def typed() -> str | None:
     """The next line that is not empty; None at the end."""
     while True:
         if sys.stdin.isatty():
             _put("> ")
-        line = await asyncio.to_thread(sys.stdin.readline)
+        line = await _next_line()
         if not line:
             return None
         if line.strip():
             return line.strip()
+
+
+async def _next_line() -> str:
+    """Of standard input; empty at its end. A thread that waits for a key cannot be interrupted:
+    this one nobody waits for, and it holds no lock that the end of the process would wait for."""
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[bytes] = loop.create_future()
+
+    def tell(found: bytes) -> None:
+        if not line.done():
+            line.set_result(found)
+
+    def read() -> None:
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as typing:
+            found = typing.readline()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, found)
+
+    threading.Thread(target=read, daemon=True).start()
+    return (await line).decode(sys.stdin.encoding, "replace")
 
 
 async def _serve(writer: Writer, sampling: Sampling, name: str, port: int) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -352,6 +355,39 @@ def test_a_chat_answers_the_prompt(tmp_path: Path) -> None:
         assert put[-1] == "\n"
 
     in_real_time(scenario, tmp_path)
+
+
+CHAT = """
+from peer.commands.generate import typed
+from peer.loop import Stopped, run
+
+async def chat():
+    while True:
+        print(await typed(), flush=True)
+
+try:
+    run(chat())
+except Stopped:
+    print("stopped")
+"""
+
+
+def test_a_signal_ends_a_chat_that_waits_for_a_line() -> None:
+    """Standard input stays open."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", CHAT], stdin=pipe, stdout=pipe) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        try:
+            chat.stdin.write("\nhello\nagain, größer\n".encode())
+            chat.stdin.flush()
+            assert chat.stdout.readline() == b"hello\n"
+            assert chat.stdout.readline().decode() == "again, größer\n"
+            chat.send_signal(signal.SIGINT)
+            assert chat.wait(timeout=20) == 0
+            assert chat.stdout.read() == b"stopped\n"
+        finally:
+            chat.kill()
 
 
 @pytest.mark.parametrize(
