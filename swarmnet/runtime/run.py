@@ -107,12 +107,15 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
             if own is not None:
                 stack.push_async_callback(own.worker.close)
         crew = Crew(entry, options, admitted, machine, group)
+        beside: list[Coroutine[Any, Any, None]] = []
+        stack.callback(_close, beside)  # where the peer fails before they have begun
         tasks = Tasks("peer")
         stack.push_async_callback(tasks.close)
         tasks.start(say_run_beside(transport, entry.beside, spec.run_id, spec.name))
         await entry.ways.read()
         crew.first.reconnecting.remembered = entry.ways.remembered
-        beside = [await extra(crew.running) for extra in extras]
+        for extra in extras:
+            beside.append(await extra(crew.running))
         if admitted.not_after_unix_s:
             tasks.start(_stop_when_expired(crew.seats, admitted.not_after_unix_s))
         await crew.open_directory(tasks)
@@ -129,11 +132,16 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
             ready.write()
             stack.callback(ready.remove)
             tasks.start(ready.keep())
-        for extra in beside:
-            tasks.start(extra)
+        for work in beside:
+            tasks.start(work)
         if options.exit_when_done:
             tasks.start(_stop_when_done(crew.first, spec.optimizer.rounds, crew.seats.stop))
         await crew.live()
+
+
+def _close(beside: Sequence[Coroutine[Any, Any, None]]) -> None:
+    for work in beside:
+        work.close()
 
 
 class Crew:

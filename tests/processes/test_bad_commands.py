@@ -7,6 +7,7 @@ import asyncio
 import random
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,17 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str], code: in
     assert err.startswith("swarmnet: ")
     assert "Traceback" not in err
     return err
+
+
+def test_what_would_have_been_beside_a_peer_is_no_news(tmp_path: Path, taken_port: int) -> None:
+    """A warning of Python's about it would follow the line that says why."""
+    arguments = ["peer", "--spec", str(tiny_run(tmp_path)), "--host", "127.0.0.1"]
+    arguments += ["--state-dir", str(tmp_path / "state"), "--metrics-port", str(taken_port)]
+    command = [sys.executable, "-m", "peer", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1
+    assert "--metrics-port" in ended.stderr.splitlines()[-1]
+    assert "never awaited" not in ended.stderr
 
 
 def test_a_run_that_cannot_start_says_why(
