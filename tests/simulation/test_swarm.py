@@ -35,7 +35,7 @@ REPLAY = """
 from swarmnet.simulation.invariants import Bounds
 from swarmnet.simulation.scenario import small_swarm
 from swarmnet.simulation.swarm import simulate
-for seed in (4, 17, 25):
+for seed in (4, 25):
     result = simulate(small_swarm(seed))
     print(seed, result.log_hash, result.broken)
 """
@@ -53,7 +53,7 @@ def test_one_seed_replays_one_history_whatever_the_hash_seed() -> None:
         )
         histories.append(done.stdout)
     assert histories[0] == histories[1]
-    assert histories[0].count("\n") == 3
+    assert histories[0].count("\n") == 2
 
 
 def chunks() -> list[Any]:
@@ -74,7 +74,7 @@ def test_small_swarms_with_every_kind_of_fault(first: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-FEW = 10
+FEW = 6
 """Seeds of a mode that `make test` runs."""
 
 
@@ -150,7 +150,7 @@ def test_a_replica_that_is_left_behind_in_mode_gossip_is_found(
     assert "own steps apart" in broken
 
 
-@pytest.mark.parametrize("mode", [ZERO, DELAYED])
+@pytest.mark.parametrize("mode", [pytest.param(ZERO, marks=pytest.mark.long), DELAYED])
 def test_a_swarm_too_large_to_push_news_to_everybody(mode: str) -> None:
     """More peers than one push reaches: counters travel with the exchanges, a call tells that a
     round is over, and feeders help each other out by estimate."""
@@ -271,8 +271,8 @@ def test_in_the_sweep_peers_move() -> None:
     """No stage is uncovered by that, and nothing is lost: the invariants of every seed."""
     quick = [seed for seed in range(NUM_SEEDS) if small_swarm(seed).limits.move_cooldown_s < 10.0]
     assert len(quick) > NUM_SEEDS / 4
-    results = [simulate(replace(small_swarm(seed), keep_log=False)) for seed in quick[:8]]
-    assert [r.broken for r in results] == [None] * 8
+    results = [simulate(replace(small_swarm(seed), keep_log=False)) for seed in quick[:4]]
+    assert [r.broken for r in results] == [None] * 4
     assert sum(r.moved for r in results) > 0
 
 

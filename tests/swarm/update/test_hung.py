@@ -81,7 +81,17 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize(("begin", "hung"), HANGS.values(), ids=HANGS)
+EACH_TIME = ("altogether, a primary", "as contributor, a backup", "as primary")
+"""What `make test` runs; `make test-all` runs the others too."""
+
+
+@pytest.mark.parametrize(
+    ("begin", "hung"),
+    [
+        pytest.param(*hang, id=name, marks=[] if name in EACH_TIME else [pytest.mark.long])
+        for name, hang in HANGS.items()
+    ],
+)
 def test_a_replica_that_hangs_costs_few_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Swarm, str], None], hung: str
 ) -> None:
@@ -114,8 +124,17 @@ def test_a_replica_that_hangs_costs_few_rounds(
     assert {theirs for own, theirs in named if own != hung} <= {hung}, "a sound one was given up"
 
 
-@pytest.mark.parametrize("hung", [PRIMARY_OF_MOST, BACKUP])
-@pytest.mark.parametrize("hangs_s", [8.0, 15.0, 25.0])
+@pytest.mark.parametrize(
+    ("hung", "hangs_s"),
+    [
+        (PRIMARY_OF_MOST, 8.0),
+        (BACKUP, 15.0),
+        (PRIMARY_OF_MOST, 25.0),
+        pytest.param(BACKUP, 8.0, marks=pytest.mark.long),
+        pytest.param(PRIMARY_OF_MOST, 15.0, marks=pytest.mark.long),
+        pytest.param(BACKUP, 25.0, marks=pytest.mark.long),
+    ],
+)
 def test_one_that_was_only_slow_is_back_and_has_the_same_parameters(
     tmp_path: Path, hung: str, hangs_s: float
 ) -> None:

@@ -71,7 +71,7 @@ class Outsider:
                 self.transport.notify(name, "records", Message(known))
                 for method, message in bodies(max(0, r)):
                     asyncio.get_running_loop().create_task(self._call(name, method, message))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
 
     async def _call(self, name: str, method: str, message: Message) -> None:
         try:

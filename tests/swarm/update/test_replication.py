@@ -161,10 +161,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def deaths() -> list[Any]:
-    """Every moment in every mode; of the moments beside mode `zero`, each time every second."""
+    """Every moment in every mode; each time every second of them in mode `zero`, and every fourth
+    in the others."""
     modes = [("zero", 2), ("zero", 3), ("delayed", 2), ("local", 2)]
     return [
-        pytest.param(*mode, moment, marks=[pytest.mark.long] if n and (moment + n) % 2 else [])
+        pytest.param(
+            *mode, moment, marks=[pytest.mark.long] if (moment + n) % (4 if n else 2) else []
+        )
         for n, mode in enumerate(modes)
         for moment in range(len(MOMENTS))
     ]

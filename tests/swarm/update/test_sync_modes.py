@@ -45,7 +45,7 @@ GOSSIP: dict[str, Any] = {"mode": "gossip", "local_steps": 4, "warmup_rounds": 6
 @pytest.mark.parametrize(
     "sync", [*MODES, *WARMED], ids=lambda sync: "-".join(map(str, sync.values()))
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_replicas_end_as_one_though_peers_are_replaced(
     tmp_path: Path, sync: dict[str, Any], seed: int
 ) -> None:
