@@ -233,10 +233,11 @@ def test_an_heir_that_leaves_too_gives_on_what_it_was_given(tmp_path: Path) -> N
         await left(swarm, leaver)
         leaver.peer = second
         await moves(OBSERVER_STAGE)
-        assert second.handover.has_any(LEAVES_IN)
+        handover = second.handover
+        assert handover.has_any(LEAVES_IN)
         second.stop()
         await swarm.until(lambda: other.handover.has_any(LEAVES_IN))
-        assert not second.handover.has_any(LEAVES_IN)
+        assert not handover.has_any(LEAVES_IN)
         await left(swarm, swarm.members["peer-2"])
         await swarm.until_round(ROUNDS)
         check(swarm, spec)
