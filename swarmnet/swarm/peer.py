@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarmnet.admission import OPEN, Admission
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.membership import assignment
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import (
@@ -346,7 +346,11 @@ class Peer:
     async def _serve_stage(self, stage_index: int) -> int | None:
         """Builds a stage and serves it; returns the one to serve instead, when that helps the swarm
         more, or None when this peer must pause. Nothing holds on to the stage after that."""
-        self._served = served = await self._built(stage_index)
+        try:
+            self._served = served = await self._built(stage_index)
+        except (UserError, MemoryError) as e:
+            self._stand_by.not_built(e)
+            return None
         self._stand_by.served()
         target = await self._until_moved(served)
         if self._stopping.is_set():  # `_leave` goes on with this replica, and ends this task

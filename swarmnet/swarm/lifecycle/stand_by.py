@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
-from swarmnet.errors import SwarmnetError
+from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.membership.records import JOINING, MAX_TEXT, OBSERVER_STAGE, OBSERVING
+from swarmnet.protocol.timing import UPKEEP_S
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.recovery.checkpointing import Disk
@@ -31,11 +34,20 @@ class StandBy:
         self._gossip, self._num_stages, self._resource_limits = gossip, num_stages, resource_limits
         self._feeder, self._disk, self._recovery = feeder, disk, recovery
         self._has_served = False
+        self._why_not_built = ""
 
     def served(self) -> None:
         """This peer has served a stage. From now on it waits where none fits. (At the start that
         ends the peer, with a line: see `StageChoice.claim`.)"""
         self._has_served = True
+
+    def not_built(self, error: UserError | MemoryError) -> None:
+        """A stage could not be built: the machine's memory, say, is another program's by now. One
+        that has served tries again in a while. Raises the error where none was served yet."""
+        if not self._has_served:
+            raise error
+        log.warning("no stage here for now: %s", error)
+        self._why_not_built = str(error) or "no memory"
 
     async def until_paused(self) -> None:
         """Returns when the machine's owner wants the machine back."""
@@ -46,6 +58,8 @@ class StandBy:
     async def until_wanted(self) -> None:
         """Returns when this peer may work; it is an observer meanwhile."""
         while reason := self._resource_limits.why_paused or self._why_no_stage():
+            tries_again_s = UPKEEP_S if self._why_not_built else None
+            self._why_not_built = ""
             if self._gossip.own.paused != reason[:MAX_TEXT]:
                 self._gossip.update(
                     state=OBSERVING,
@@ -59,7 +73,9 @@ class StandBy:
                     urgent=True,
                 )
             self._resource_limits.changed.clear()
-            await self._resource_limits.changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(tries_again_s):
+                    await self._resource_limits.changed.wait()
         if self._gossip.own.paused:
             self._gossip.update(state=JOINING, paused="", urgent=True)
 
@@ -79,8 +95,9 @@ class StandBy:
             self._recovery.found(found)
 
     def _why_no_stage(self) -> str:
-        """After a pause: no stage fits any more, beside what other seats of the machine serve."""
-        if not self._has_served:
-            return ""
+        """One could not be built, or, after a pause, none fits any more beside what other seats of
+        the machine serve."""
+        if self._why_not_built or not self._has_served:
+            return self._why_not_built
         reasons = [self._resource_limits.unfit(k) for k in range(self._num_stages)]
         return reasons[0] if all(reasons) else ""

@@ -94,6 +94,55 @@ def test_pauses_in_any_order_do_not_stop_a_run(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
+@pytest.mark.parametrize("error", [UserError("stage 0 needs 2 GB"), MemoryError()])
+def test_a_machine_without_memory_after_a_pause_is_tried_again(
+    tmp_path: Path, error: Exception
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=100_000)
+    is_full, tries = False, 0
+
+    async def scenario(swarm: Swarm) -> None:
+        nonlocal is_full
+
+        def build(stage_index: int) -> tuple[Any, Any]:
+            nonlocal tries
+            tries += is_full
+            if is_full:
+                raise error
+            return swarm.build(stage_index)
+
+        swarm.start("other")
+        peer = swarm.start("peer", build=build)
+        await swarm.until_round(2)
+        pause(peer)
+        await swarm.until(lambda: is_paused(peer))
+        is_full = True
+        pause(peer, "")
+        await swarm.until(lambda: tries == 3)
+        assert peer.gossip.own.state == OBSERVING
+        assert peer.gossip.own.paused == (str(error) or "no memory")
+        is_full = False
+        await swarm.until(lambda: peer.gossip.own.state == ACTIVE)
+        assert not is_paused(peer)
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
+def test_at_the_start_a_stage_that_cannot_be_built_ends_the_peer(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1)
+
+    async def scenario(swarm: Swarm) -> None:
+        def build(stage_index: int) -> tuple[Any, Any]:
+            raise UserError("stage 0 needs 2 GB")
+
+        swarm.start("peer", build=build)
+        with pytest.raises(UserError, match="needs 2 GB"):
+            await swarm.until_round(1)
+        swarm.members.clear()
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
+
+
 def test_a_change_of_mind_while_it_hands_over(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path, num_stages=2, rounds=12)
 
