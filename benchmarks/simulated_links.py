@@ -52,8 +52,8 @@ SWARM_MBIT_S, SWARM_SEQUENCES, SWARM_SERVICE_S = 500, 3, 0.1573
 PUBLISHED = {10: 79.3, 50: 70.3, 100: 60.2, 200: 48.5}
 """Per cent, by ms."""
 HOME_CODECS = ((NONE, NONE), (INT8, NONE), (INT8, INT8), (INT4, INT4))
-SHORT_CHURN = SimulateOptions(peers=64, stages=4, hours=1.0, service_s=16.0, microbatches=60)
-LONG_CHURN = SimulateOptions(peers=32, stages=4, hours=6.0, service_s=16.0, microbatches=60)
+SHORT_CHURN = SimulateOptions(peers=32, stages=4, hours=1.0, service_s=16.0, microbatches=60)
+LONG_CHURN = SimulateOptions(peers=16, stages=4, hours=6.0, service_s=16.0, microbatches=60)
 NAMES = {
     "service_s": "service",
     "check_every_s": "check-every",
@@ -231,10 +231,10 @@ def churn() -> Table:
         ]
 
     rows = [
-        Row(f"64 peers, `{name}`", (replace(SHORT_CHURN, assignment=name),))
+        Row(f"{SHORT_CHURN.peers} peers, `{name}`", (replace(SHORT_CHURN, assignment=name),))
         for name in (ADAPTIVE, SWARM, STATIC)
     ]
-    rows.append(Row(f"32 peers, {LONG_CHURN.hours:g} hours", (LONG_CHURN,)))
+    rows.append(Row(f"{LONG_CHURN.peers} peers, {LONG_CHURN.hours:g} hours", (LONG_CHURN,)))
     head = ("swarm", "samples/s", "as they served", "best assignment", "at work", "what happened")
     more = ("moves", "samples lost, mean of all shards", "stages begun afresh; shards reset")
     return Table((*head, *more, "recovery, median and longest", "control"), tuple(rows), columns)

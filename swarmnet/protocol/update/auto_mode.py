@@ -78,8 +78,8 @@ class Chooser:
     ) -> Switch | None:
         """A change, or the first decision; None to leave the mode as it is. To be called once a
         round."""
-        first = round_index + AHEAD_ROUNDS
-        if round_s <= 0 or first < plan.warmup_rounds:
+        first = max(round_index + AHEAD_ROUNDS, plan.warmup_rounds)
+        if round_s <= 0 or round_index + AHEAD_ROUNDS + IN_A_ROW <= plan.warmup_rounds:
             return None
         present = plan.mode_at(first)
         share = exchange_s / round_s

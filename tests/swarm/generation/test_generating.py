@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from peer.commands.export import Wanted, export_checkpoints
 from swarmnet.errors import UserError
 from swarmnet.protocol.generation import IDLE_S, MAX_SESSIONS_EACH, pass_tokens
-from swarmnet.protocol.membership.records import OBSERVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
@@ -183,9 +183,10 @@ def test_where_no_replica_has_the_round_the_text_goes_on_with_another(tmp_path: 
             written = await write(text, PROMPT, 4)
             first = text.round
             await swarm.until(lambda: min(swarm.rounds()) > first + 1)
-            for name in ("peer-1", "peer-3"):  # both of stage 1
+            newcomer = swarm.start("peer-5", stage=1)
+            await swarm.until(lambda: newcomer.gossip.own.state == ACTIVE)
+            for name in ("peer-1", "peer-3"):  # both others of stage 1
                 swarm.kill(name)
-            swarm.start("peer-5", stage=1)
             written += await write(text, written[-1:], 4)
             assert len(written) == 8
             assert text.round > first

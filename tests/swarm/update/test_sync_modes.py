@@ -95,10 +95,11 @@ def test_no_gradient_is_lost_when_a_peer_leaves_on_purpose(
             swarm.start(f"peer-{i}")
         await swarm.until_round(3)
         leaver = swarm.members.pop("peer-1")
+        updates = leaver.peer.updates
         leaver.peer.stop()
         await swarm.until(leaver.life.done)
         leaver.life.result()
-        assert not leaver.peer.updates.is_owing
+        assert not updates.is_owing
         await swarm.until_round(12)
         if sync["mode"] != "gossip":
             swarm.parameters()
