@@ -26,6 +26,7 @@ def example_over(model: Path, folder: Path) -> Path:
         (r"^from = .*", f'from = "{model}"'),
         (r"^paths = .*", f'paths = "{EXAMPLE / "talks.jsonl"}"'),
         (r"^sequence_length = .*", f"sequence_length = {LONGEST}"),
+        (r"^epochs = .*", "epochs = 5"),
     ):
         text, count = re.subn(pattern, value, text, flags=re.MULTILINE)
         assert count == 1, pattern

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.protocol.recovery import RESTORE_PATIENCE_S
 from tests.processes.networks.inside import world
 from tests.processes.networks.internet import HOME_NET, PUBLIC_NET
 from tests.processes.running import SWARMNET, Command, Machine, machine, tiny_run
@@ -47,7 +48,9 @@ def saved_by(running: Machine, state: str) -> list[tuple[str, ...]]:
     return sorted(map(tuple, peers.values()))
 
 
-def trains_with(running: Machine, peers: list[Command], number: int) -> None:
+def trains_with(
+    running: Machine, peers: list[Command], number: int, within_s: float = TOGETHER_WITHIN_S
+) -> None:
     """Each of them tells, from now on, of a round of so many peers."""
     seen = {peer.name: len(peer.events("round")) for peer in peers}
 
@@ -55,7 +58,7 @@ def trains_with(running: Machine, peers: list[Command], number: int) -> None:
         assert peer.process.poll() is None, peer.describe()
         return any(e["peers"] == number for e in peer.events("round")[seen[peer.name] :])
 
-    running.until(lambda: all(does(peer) for peer in peers), TOGETHER_WITHIN_S)
+    running.until(lambda: all(does(peer) for peer in peers), within_s)
 
 
 @pytest.mark.parametrize("net", [pytest.param(PUBLIC_NET, marks=pytest.mark.long), HOME_NET])
@@ -87,7 +90,8 @@ def test_peers_come_back_elsewhere_and_the_swarm_is_one_again(net: str) -> None:
         running.kill(first)
         running.kill(third)
         third = start(running, spaces[3], "four", "three", "--join", old[0], *data, "--stage", "0")
-        trains_with(running, [second, third], 2)
+        # It waits for the first one, which had that stage and did not say goodbye.
+        trains_with(running, [second, third], 2, TOGETHER_WITHIN_S + RESTORE_PATIENCE_S)
 
         # The first comes back elsewhere too.
         first = start(running, spaces[4], "five", "one", "--spec", str(spec), "--stage", "0")
