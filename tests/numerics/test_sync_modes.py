@@ -80,7 +80,14 @@ def synced(swarm: Swarm) -> list[str]:
 
 
 @WARMUPS
-@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_replicas"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.long),
+        pytest.param(2, 2, marks=pytest.mark.long),
+        (2, 3),
+    ],
+)
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_local_updates_are_those_of_as_many_models_in_one_process(
     tmp_path: Path, num_stages: int, num_replicas: int, warmup_rounds: int, fragments: int

@@ -55,6 +55,7 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str], code: in
     return err
 
 
+@pytest.mark.long
 def test_what_would_have_been_beside_a_peer_is_no_news(tmp_path: Path, taken_port: int) -> None:
     """A warning of Python's about it would follow the line that says why."""
     arguments = ["peer", "--spec", str(tiny_run(tmp_path)), "--host", "127.0.0.1"]

@@ -23,6 +23,7 @@ MAX_STALL_S, LONGER_S = 6.0, 1.5
 SEED = 5
 
 
+@pytest.mark.long  # in virtual time: tests/swarm/pipeline/test_stalls.py
 def test_who_stalls_for_seconds_loses_no_sample(running: Machine) -> None:
     rng = random.Random(SEED)
     path = tiny_run(running.folder, rounds=ROUNDS)

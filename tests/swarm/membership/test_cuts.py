@@ -133,7 +133,13 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("pairs", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(pairs, id=name, marks=[] if "last stage" in name else [pytest.mark.long])
+        for name, pairs in CUTS.items()
+    ],
+)
 def test_a_cut_of_one_pair_costs_few_rounds(
     tmp_path: Path, undisturbed: int, pairs: list[tuple[str, str]]
 ) -> None:

@@ -62,7 +62,10 @@ def test_a_joiner_in_the_middle_downloads_its_stage_and_trains(tmp_path: Path) -
     in_virtual_time(scenario, spec)
 
 
-@pytest.mark.parametrize("moment_s", [0.0, 0.05, 0.1, 0.17, 0.25, 0.4])
+@pytest.mark.parametrize(
+    "moment_s",
+    [0.0, 0.1, 0.25, *(pytest.param(s, marks=pytest.mark.long) for s in (0.05, 0.17, 0.4))],
+)
 def test_a_killed_replica_costs_no_more_than_its_own_microbatches(
     tmp_path: Path, moment_s: float
 ) -> None:

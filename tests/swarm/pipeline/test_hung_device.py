@@ -18,7 +18,7 @@ SPEED = 0.2
 """Of the devices: few rounds, and few events."""
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_the_others_go_on_without_a_device_that_hangs(tmp_path: Path, stage: int) -> None:
     """Of one of two replicas: of the first stage, where all feed themselves, or of the last."""
 

@@ -23,7 +23,7 @@ def _stalls(seed: int) -> Iterator[tuple[float, str, float]]:
         yield rng.uniform(0.2, 2.0), f"peer-{rng.randrange(6)}", rng.uniform(0.5, 6.0)
 
 
-@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
+@pytest.mark.parametrize("mode", [pytest.param("zero", marks=pytest.mark.long), "delayed", "local"])
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.long)]
 )
@@ -49,7 +49,7 @@ def test_who_stalls_for_seconds_loses_no_sample(tmp_path: Path, mode: str, seed:
     in_virtual_time(scenario, spec)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_machine_that_is_suspended_takes_nobody_for_dead(tmp_path: Path, seed: int) -> None:
     """With all that run on it: their clocks jump, in the middle of everything."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)

@@ -214,7 +214,7 @@ def test_the_other_rules_hold_too(folder: Path, rule: str, attack: str) -> None:
     [
         ("zero", "greedy"),
         *(
-            pytest.param("local", attack, marks=[] if attack == "greedy" else [pytest.mark.long])
+            pytest.param("local", attack, marks=pytest.mark.long)
             for attack in PUSHES
             if attack != "turned"
         ),

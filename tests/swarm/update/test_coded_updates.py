@@ -74,7 +74,9 @@ def test_replicas_are_the_same_in_the_other_modes(tmp_path: Path, mode: str, cod
     in_virtual_time(scenario, coded_spec(tmp_path, codec, mode=mode, local_steps=2))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))]
+)
 @pytest.mark.parametrize("mode", ["zero", "delayed"])
 def test_owners_die_and_others_join(tmp_path: Path, mode: str, seed: int) -> None:
     """The state that a newcomer gets, with what coding has lost, leads to the same bits."""

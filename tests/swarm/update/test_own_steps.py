@@ -63,7 +63,9 @@ async def restart(swarm: Swarm, folder: Path, rng: random.Random) -> int:
     return min(newest)
 
 
-@pytest.mark.parametrize(("num_stages", "num_replicas"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_replicas"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 2)]
+)
 @pytest.mark.parametrize("sync", [LOCAL, STAGGERED, GOSSIP], ids=["local", "staggered", "gossip"])
 def test_a_run_that_was_killed_whole_goes_on_as_if_it_had_not_been(
     tmp_path: Path, sync: dict[str, Any], num_stages: int, num_replicas: int

@@ -292,7 +292,7 @@ REPAIRED_S = 8.0
 """After a death, until what the dead owner held is on another one."""
 
 
-@pytest.mark.parametrize("mode", ["zero", "delayed"])
+@pytest.mark.parametrize("mode", [pytest.param("zero", marks=pytest.mark.long), "delayed"])
 def test_owners_that_die_one_after_the_other_in_one_round(folder: Path, mode: str) -> None:
     """The next in order takes a dead owner's place at once, not when the next round begins."""
     owners = undisturbed(folder, 2).owners

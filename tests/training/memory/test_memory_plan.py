@@ -218,9 +218,9 @@ def test_real_peers_hold_what_the_plan_says(tmp_path: Path, precision: Precision
 @pytest.mark.parametrize(
     ("mode", "codec"),
     [
-        ("local", "none"),
+        pytest.param("local", "none", marks=pytest.mark.long),
         ("gossip", "none"),
-        ("zero", "int8"),
+        pytest.param("zero", "int8", marks=pytest.mark.long),
         ("zero", "int4"),
         ("local", "topk"),
         ("gossip", "int8"),

@@ -132,7 +132,11 @@ def compare_evaluation(one: TorchStage, many: LeadStage, spec: RunSpec) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_kv_heads", "sequence_parallel"),
-    [(2, 4, False), (2, 1, True), pytest.param(4, 2, False, marks=pytest.mark.long), (4, 2, True)],
+    [
+        (2, 4, False),
+        (2, 1, True),
+        *(pytest.param(4, 2, parallel, marks=pytest.mark.long) for parallel in (False, True)),
+    ],
 )
 def test_losses_gradients_and_logits_are_those_of_one_rank(
     num_ranks: int, num_kv_heads: int, sequence_parallel: bool
