@@ -217,6 +217,19 @@ def test_one_peer_that_comes_back_joins_the_others(tmp_path: Path) -> None:
     in_virtual_time(scenario, spec)
 
 
+async def without_stage_one(swarm: Swarm, folder: Path) -> list[str]:
+    """A run of four peers, those of stage 1 killed after two checkpoints; their names."""
+    for i in range(4):
+        start(swarm, folder, f"peer-{i}")
+    await swarm.until_round(2 * EVERY + 1)
+    await asyncio.sleep(0.1)
+    dead = [n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1]
+    for name in dead:
+        swarm.kill(name)
+    await asyncio.sleep(1.0)
+    return dead
+
+
 def test_a_stage_that_died_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """The other stage lives and waits."""
     spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS)
@@ -224,14 +237,7 @@ def test_a_stage_that_died_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     folder.mkdir()
 
     async def scenario(swarm: Swarm) -> None:
-        for i in range(4):
-            start(swarm, folder, f"peer-{i}")
-        await swarm.until_round(2 * EVERY + 1)
-        await asyncio.sleep(0.1)
-        dead = [n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1]
-        for name in dead:
-            swarm.kill(name)
-        await asyncio.sleep(1.0)
+        dead = await without_stage_one(swarm, folder)
         peers = [start(swarm, folder, name) for name in dead]
         await swarm.until(lambda: all(p.gossip.own.state == ACTIVE for p in peers))
         assert all(p.gossip.own.stage == 1 for p in peers)
@@ -250,14 +256,7 @@ def test_a_newcomer_waits_for_who_may_be_back_with_the_stage(tmp_path: Path) -> 
     folder.mkdir()
 
     async def scenario(swarm: Swarm) -> None:
-        for i in range(4):
-            start(swarm, folder, f"peer-{i}")
-        await swarm.until_round(2 * EVERY + 1)
-        await asyncio.sleep(0.1)
-        dead = [n for n, m in swarm.members.items() if m.peer.gossip.own.stage == 1]
-        for name in dead:
-            swarm.kill(name)
-        await asyncio.sleep(1.0)
+        dead = await without_stage_one(swarm, folder)
         newcomer = swarm.start("newcomer")
         await asyncio.sleep(0.5 * RESTORE_PATIENCE_S)
         assert newcomer.gossip.own.stage == 1
