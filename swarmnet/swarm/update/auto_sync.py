@@ -59,15 +59,16 @@ class AutoSync:
     def _known(self) -> tuple[tuple[Switch, ...], bool]:
         """The changes that hold, and whether those of this replica did not."""
         plan, newest = self.replica.plan, self.replica.phase.newest_open
-        now = asyncio.get_running_loop().time()
-        heard = self._heard()
-        winner = divergence.newest(self.gossip.view.replicas(self.replica.index, now))
-        if not self.replica.synced and winner is not None:
-            coming = (s for s in heard if s.round > winner.round)
-            return merge(winner.switches, coming), False
+        is_synced, heard = self.replica.synced, self._heard()
         switches = merge(plan.switches, heard)
-        if not self.replica.synced or plan.agrees(switches, newest):
+        if is_synced and (switches == plan.switches or plan.agrees(switches, newest)):
             return switches, False
+        now = asyncio.get_running_loop().time()
+        winner = divergence.newest(self.gossip.view.replicas(self.replica.index, now))
+        if not is_synced:
+            if winner is None:
+                return switches, False
+            return merge(winner.switches, (s for s in heard if s.round > winner.round)), False
         is_behind = winner is not None and not plan.agrees(winner.switches, newest)
         holding = winner.switches if winner is not None and is_behind else plan.switches
         return merge(holding, (s for s in heard if s.round > newest)), is_behind
