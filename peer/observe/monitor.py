@@ -46,6 +46,7 @@ from swarmnet.protocol.membership.records import (
     Record,
     RoundCount,
 )
+from swarmnet.protocol.membership.records import HeldOut as Measured
 from swarmnet.protocol.update.auto_mode import merge
 
 RECENT_ROUNDS = 5
@@ -201,12 +202,8 @@ class Monitor:
         return [_lost(s.record, s.served, unix_s) for s in lost]
 
     def _observe_held_out(self, records: Sequence[Record], unix_s: float) -> list[Event]:
-        measured = [r.held_out for r in records if r.held_out is not None]
-        if not measured:
-            return []
-        newest = max(measured, key=lambda h: h.round)
-        last = self._held_out_last
-        if newest.round > self.rounds or (last is not None and newest.round <= last.round):
+        newest, last = newest_held_out(records, self.rounds), self._held_out_last
+        if newest is None or (last is not None and newest.round <= last.round):
             return []
         event = HeldOut(unix_s, newest.round, newest.loss, newest.bits_per_byte)
         self._held_out_first = self._held_out_first or event
@@ -491,6 +488,12 @@ def risk(
         return f"stage {stage} has nobody: training waits"
     if len(replicas) == 1:
         return f"stage {stage}: one failure from loss"
+def newest_held_out(records: Iterable[Record], rounds: int) -> Measured | None:
+    """The newest held-out measurement in a run of so many rounds. None can be of a later round."""
+    measured = (r.held_out for r in records if r.held_out is not None)
+    return max((h for h in measured if h.round <= rounds), key=lambda h: h.round, default=None)
+
+
     machines = {machine_of(r.peer_id) for r in replicas}
     if num_thin:
         return f"stage {stage}: {num_thin} of {num_shards} shards have fewer than {wanted} owners"

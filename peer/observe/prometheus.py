@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from peer.observe.monitor import newest_held_out
 from swarmnet.errors import UserError
 from swarmnet.protocol.histogram import Histogram
 from swarmnet.protocol.membership.records import STATES
@@ -180,13 +181,12 @@ class PeerCollector(Collector):
             yield GaugeMetricFamily(
                 "swarmnet_round_tokens", "Tokens of the last round.", value=tokens
             )
-        measured = [r.held_out for r in live if r.held_out is not None]
-        if measured:
-            best = max(measured, key=lambda h: h.round)
+        measured = newest_held_out(live, self._spec.optimizer.rounds)
+        if measured is not None:
             yield GaugeMetricFamily(
                 "swarmnet_held_out_loss_nats",
                 "Newest loss on held-out data, nats per token.",
-                value=best.loss,
+                value=measured.loss,
             )
 
 

@@ -24,7 +24,7 @@ from peer.observe.events import (
     ShardReset,
     SyncMode,
 )
-from peer.observe.monitor import Monitor
+from peer.observe.monitor import Monitor, newest_held_out
 from peer.observe.text import sentence
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -318,6 +318,15 @@ def test_the_summary_tells_what_faults_have_cost() -> None:
     onlooker = Onlooker(num_stages=1)
     onlooker.look(record("a", round=1))
     totals = {"shard_reset": 14, "stage_restarted": 1, "moved": 2, "samples_lost": 8}
+def test_a_false_round_hides_no_held_out_loss() -> None:
+    onlooker = Onlooker(num_stages=1, rounds=2)
+    liar = record("liar", held_out=HeldOut(2**61, 0.1, 0.1))
+    onlooker.look(record("a", held_out=HeldOut(1, 3.0, 4.0)), liar)
+    model = onlooker.monitor.view_model()
+    assert (model.held_out_round, model.held_out_loss) == (1, 3.0)
+    assert newest_held_out([liar], 2) is None
+
+
     onlooker.look(record("a", round=2, totals=totals))
     shown = Console(width=80, file=io.StringIO())
     shown.print(summary_table(onlooker.monitor.summary()))
