@@ -12,7 +12,7 @@ are told with what was seen of them, or not at all, but never twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,9 @@ RECENT_ROUNDS = 5
 """Finished rounds behind the throughput that is shown."""
 CLEARLY_FASTER = 1.1
 """The fastest stage, over the slowest, from which on that one is called the bottleneck."""
+MAX_FORGOTTEN = 1024
+"""Processes that the view has forgotten and that are known again when they come back: a machine may
+sleep for longer than records are kept."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,18 @@ class _Seen:
     live: bool = False
     served: int = OBSERVER_STAGE
     """The stage that this process last served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was told of a process so far: fields of its record."""
+
+    totals: Mapping[str, int]
+    strikes: Mapping[str, int]
+    paused: str
+
+
+NOTHING_TOLD = _Told({}, {}, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,7 @@ class Monitor:
         self.replication = replication
         self.measures = measures
         self._seen: dict[str, _Seen] = {}
+        self._forgotten: dict[tuple[str, int], _Told] = {}
         self._counts: dict[tuple[str, int], dict[int, RoundCount]] = {}
         self._totals: dict[str, int] = {}
         self._sent_before = 0
@@ -134,11 +150,16 @@ class Monitor:
         records = sorted(records, key=lambda r: r.peer_id)
         events: list[Event] = []
         for record in records:
+            told = self._told_of(record)
             # What it had done before anybody looked is no news, also where it is heard of later.
-            is_old = record.peer_id not in self._seen and (
-                first_look or 0 < record.started_unix_s < self._began_unix_s
+            is_old = (
+                told is None
+                and record.peer_id not in self._seen
+                and (first_look or 0 < record.started_unix_s < self._began_unix_s)
             )
-            events += self._observe_peer(record, record.peer_id in live, first_look, is_old, unix_s)
+            told = told or NOTHING_TOLD
+            events += self._observe_peer(record, record.peer_id in live, told, is_old, unix_s)
+            events += self._observe_totals(record, told.totals, first_look, is_old, unix_s)
         events += self._observe_gone(records, unix_s)
         events += self._observe_held_out(records, unix_s)
         events += self._observe_switches(unix_s)
@@ -146,8 +167,15 @@ class Monitor:
         events += self._finish_rounds(now, unix_s, first_look)
         return events
 
+    def _told_of(self, record: Record) -> _Told | None:
+        """What was told of the process whose record this is; None where it is a new one."""
+        old = self._seen.get(record.peer_id)
+        if old is None:
+            return self._forgotten.pop((record.peer_id, record.incarnation), None)
+        return _told(old.record) if old.record.incarnation == record.incarnation else None
+
     def _observe_peer(
-        self, record: Record, live: bool, first_look: bool, is_old: bool, unix_s: float
+        self, record: Record, live: bool, told: _Told, is_old: bool, unix_s: float
     ) -> list[Event]:
         """`is_old`: the first that is seen of a peer that had been there before."""
         events: list[Event] = []
@@ -156,10 +184,9 @@ class Monitor:
         same_process = old is not None and old.record.incarnation == record.incarnation
         seen = _Seen(record, live, old.served if old and same_process else OBSERVER_STAGE)
         self._seen[record.peer_id] = seen
-        paused_before = old.record.paused if old and same_process else ""
-        if record.paused and not paused_before and not is_old:
+        if record.paused and not told.paused and not is_old:
             events.append(PeerPaused(unix_s, record.peer_id, record.paused))
-        elif paused_before and not record.paused:
+        elif told.paused and not record.paused:
             events.append(PeerResumed(unix_s, record.peer_id))
         if record.state != OBSERVING:
             was_live = old is not None and old.live
@@ -171,14 +198,15 @@ class Monitor:
                 if seen.served not in (OBSERVER_STAGE, record.stage):
                     events.append(Migrated(unix_s, record.peer_id, seen.served, record.stage))
                 seen.served = record.stage
-        before = old.record.totals if old and same_process else {}
-        if not is_old:
-            known = old.record.strikes if old and same_process else {}
-            events += _strikes(record, known, unix_s)
-        return events + self._observe_totals(record, before, first_look, is_old, unix_s)
+        return events if is_old else events + _strikes(record, told.strikes, unix_s)
 
     def _observe_totals(
-        self, record: Record, before: dict[str, int], first_look: bool, is_old: bool, unix_s: float
+        self,
+        record: Record,
+        before: Mapping[str, int],
+        first_look: bool,
+        is_old: bool,
+        unix_s: float,
     ) -> list[Event]:
         events: list[Event] = []
         for key in sorted(record.totals):
@@ -197,7 +225,10 @@ class Monitor:
         known = {record.peer_id for record in records}
         gone = [seen for peer_id, seen in sorted(self._seen.items()) if peer_id not in known]
         for seen in gone:
-            del self._seen[seen.record.peer_id]
+            record = self._seen.pop(seen.record.peer_id).record
+            self._forgotten[record.peer_id, record.incarnation] = _told(record)
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
         lost = [s for s in gone if s.live and s.record.state != OBSERVING]
         return [_lost(s.record, s.served, unix_s) for s in lost]
 
@@ -457,6 +488,12 @@ class Monitor:
         )
 
 
+def newest_held_out(records: Iterable[Record], rounds: int) -> Measured | None:
+    """The newest held-out measurement in a run of so many rounds. None can be of a later round."""
+    measured = (r.held_out for r in records if r.held_out is not None)
+    return max((h for h in measured if h.round <= rounds), key=lambda h: h.round, default=None)
+
+
 def bottleneck(rates: Sequence[float]) -> int | None:
     """The slowest of several stages that have all been measured, unless they are about equal."""
     if len(rates) < 2 or min(rates) <= 0 or max(rates) < CLEARLY_FASTER * min(rates):
@@ -488,12 +525,6 @@ def risk(
         return f"stage {stage} has nobody: training waits"
     if len(replicas) == 1:
         return f"stage {stage}: one failure from loss"
-def newest_held_out(records: Iterable[Record], rounds: int) -> Measured | None:
-    """The newest held-out measurement in a run of so many rounds. None can be of a later round."""
-    measured = (r.held_out for r in records if r.held_out is not None)
-    return max((h for h in measured if h.round <= rounds), key=lambda h: h.round, default=None)
-
-
     machines = {machine_of(r.peer_id) for r in replicas}
     if num_thin:
         return f"stage {stage}: {num_thin} of {num_shards} shards have fewer than {wanted} owners"
@@ -521,7 +552,11 @@ def _state(seen: _Seen) -> str:
     return "paused" if seen.record.paused else seen.record.state
 
 
-def _strikes(record: Record, known: dict[str, int], unix_s: float) -> list[Event]:
+def _told(record: Record) -> _Told:
+    return _Told(record.totals, record.strikes, record.paused)
+
+
+def _strikes(record: Record, known: Mapping[str, int], unix_s: float) -> list[Event]:
     """What a primary newly says of bad contributions."""
     return [
         ContributionDropped(unix_s, sender, count - known.get(sender, 0), record.peer_id)

@@ -24,7 +24,7 @@ from peer.observe.events import (
     ShardReset,
     SyncMode,
 )
-from peer.observe.monitor import Monitor, newest_held_out
+from peer.observe.monitor import MAX_FORGOTTEN, Monitor, newest_held_out
 from peer.observe.text import sentence
 from swarmnet.protocol.membership.records import (
     ACTIVE,
@@ -235,6 +235,40 @@ def test_growing_counters_become_events_but_not_the_past() -> None:
     assert onlooker.monitor.view_model().totals["rerouted"] == 8
 
 
+def test_who_comes_back_after_it_was_forgotten_counts_once() -> None:
+    """A machine that slept for longer than its record was kept is the same process."""
+    onlooker = Onlooker()
+    a = record("a", totals={"rerouted": 5, "sent_bytes": 100})
+    onlooker.look(a)
+    a = replace(a, totals={"rerouted": 7, "sent_bytes": 300}, strikes={"x": 1})
+    onlooker.look(a)
+    assert onlooker.look() == [PeerLost(1e9 + 3, "a", 0, clean=False)]
+    assert onlooker.look(a) == [PeerJoined(1e9 + 4, "a", 0)]
+    assert onlooker.monitor.view_model().totals == {"rerouted": 7, "sent_bytes": 300}
+    onlooker.look()
+    a = replace(a, totals={"rerouted": 8, "sent_bytes": 310}, strikes={"x": 3})
+    assert onlooker.look(a) == [
+        PeerJoined(1e9 + 6, "a", 0),
+        ContributionDropped(1e9 + 6, "x", 2, "a"),
+        Rerouted(1e9 + 6, "a", 1),
+    ]
+    onlooker.look()
+    restarted = replace(a, incarnation=2, totals={"rerouted": 2}, strikes={})
+    assert Rerouted(1e9 + 8, "a", 2) in onlooker.look(restarted)
+    assert onlooker.monitor.view_model().totals["rerouted"] == 10
+
+
+def test_what_is_kept_of_the_forgotten_is_bounded() -> None:
+    onlooker = Onlooker()
+    for n in range(MAX_FORGOTTEN + 1):
+        onlooker.look(record(f"p{n}", totals={"rerouted": 1}))
+    onlooker.look()
+    onlooker.look(record(f"p{MAX_FORGOTTEN}", totals={"rerouted": 1}))
+    assert onlooker.monitor.view_model().totals["rerouted"] == MAX_FORGOTTEN + 1
+    onlooker.look(record("p0", totals={"rerouted": 1}))
+    assert onlooker.monitor.view_model().totals["rerouted"] == MAX_FORGOTTEN + 2
+
+
 def test_event_names_are_those_of_the_contract() -> None:
     from peer.observe import events
 
@@ -284,6 +318,15 @@ def test_the_held_out_curve_is_told_once_a_round() -> None:
     assert onlooker.monitor.all_told
 
 
+def test_a_false_round_hides_no_held_out_loss() -> None:
+    onlooker = Onlooker(num_stages=1, rounds=2)
+    liar = record("liar", held_out=HeldOut(2**61, 0.1, 0.1))
+    onlooker.look(record("a", held_out=HeldOut(1, 3.0, 4.0)), liar)
+    model = onlooker.monitor.view_model()
+    assert (model.held_out_round, model.held_out_loss) == (1, 3.0)
+    assert newest_held_out([liar], 2) is None
+
+
 def test_done_means_every_stage_has_made_the_last_update() -> None:
     onlooker = Onlooker(num_stages=2, rounds=1)
     a, b = record("a", 0, round=1, counts=(count(0, 8),)), record("b", 1, round=0)
@@ -318,15 +361,6 @@ def test_the_summary_tells_what_faults_have_cost() -> None:
     onlooker = Onlooker(num_stages=1)
     onlooker.look(record("a", round=1))
     totals = {"shard_reset": 14, "stage_restarted": 1, "moved": 2, "samples_lost": 8}
-def test_a_false_round_hides_no_held_out_loss() -> None:
-    onlooker = Onlooker(num_stages=1, rounds=2)
-    liar = record("liar", held_out=HeldOut(2**61, 0.1, 0.1))
-    onlooker.look(record("a", held_out=HeldOut(1, 3.0, 4.0)), liar)
-    model = onlooker.monitor.view_model()
-    assert (model.held_out_round, model.held_out_loss) == (1, 3.0)
-    assert newest_held_out([liar], 2) is None
-
-
     onlooker.look(record("a", round=2, totals=totals))
     shown = Console(width=80, file=io.StringIO())
     shown.print(summary_table(onlooker.monitor.summary()))
