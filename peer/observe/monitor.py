@@ -159,7 +159,7 @@ class Monitor:
             )
             told = told or NOTHING_TOLD
             events += self._observe_peer(record, record.peer_id in live, told, is_old, unix_s)
-            events += self._observe_totals(record, told.totals, first_look, is_old, unix_s)
+            events += self._observe_totals(record, told.totals, is_old, unix_s)
         events += self._observe_gone(records, unix_s)
         events += self._observe_held_out(records, unix_s)
         events += self._observe_switches(unix_s)
@@ -201,12 +201,7 @@ class Monitor:
         return events if is_old else events + _strikes(record, told.strikes, unix_s)
 
     def _observe_totals(
-        self,
-        record: Record,
-        before: Mapping[str, int],
-        first_look: bool,
-        is_old: bool,
-        unix_s: float,
+        self, record: Record, before: Mapping[str, int], is_old: bool, unix_s: float
     ) -> list[Event]:
         events: list[Event] = []
         for key in sorted(record.totals):
@@ -214,7 +209,7 @@ class Monitor:
             if grown <= 0:
                 continue
             self._totals[key] = self._totals.get(key, 0) + grown
-            if first_look and key == "sent_bytes":
+            if is_old and key == "sent_bytes":
                 self._sent_before += grown
             if key in COUNTED and not is_old:
                 events.append(COUNTED[key](unix_s, record.peer_id, grown))

@@ -378,6 +378,9 @@ def test_bytes_per_token_count_what_was_watched_only() -> None:
     onlooker.look(record("a", round=1, totals={"sent_bytes": 1000}, counts=(count(0, 8),)))
     onlooker.look(record("a", round=2, totals={"sent_bytes": 1160}, counts=(count(1, 8),)))
     assert onlooker.monitor.summary().bytes_per_token == 2.0
+    old = record("b", started_unix_s=1e9 - 600, totals={"sent_bytes": 5000})  # heard of late
+    onlooker.look(record("a", round=2, totals={"sent_bytes": 1160}), old)
+    assert onlooker.monitor.summary().bytes_per_token == 2.0
 
 
 @settings(max_examples=50, deadline=None)
