@@ -84,14 +84,49 @@ def test_who_is_too_slow_is_told_everything_anew() -> None:
         played.look(replica("a", 0))
         visit = played.hub.visit()
         await anext(visit)
-        for n in range(MAX_WAITING + 5):
-            played.look(replica("a", 0, queue_length=n + 1, version=n))
-        kinds = [(await anext(visit))["kind"] for _ in range(5)]
-        assert kinds[0] == "state"
-        assert set(kinds[1:]) == {"tick"}
+        everybody = [replica("a", 0), *(replica(f"p{n}", 1) for n in range(MAX_WAITING + 5))]
+        for n in range(2, len(everybody) + 1):
+            played.look(*everybody[:n])
+        state = await anext(visit)
+        assert state["kind"] == "state"
+        assert [e["kind"] for e in state["events"]] == ["peer_joined"] * len(everybody)
+        played.look(*everybody[1:])
+        tick = await anext(visit)
+        assert (tick["kind"], [e["kind"] for e in tick["events"]]) == ("tick", ["peer_lost"])
         await visit.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(main())
+
+
+def test_who_is_too_slow_hears_of_the_end_too() -> None:
+    async def kinds(num_looks: int, *, closes_early: bool = False) -> list[str]:
+        played = Played()
+        visit = played.hub.visit()
+        await anext(visit)
+        if closes_early:
+            played.hub.close()
+        for n in range(num_looks):
+            played.look(replica("a", 0, queue_length=n, version=n))
+        played.hub.close()
+        async with asyncio.timeout(10.0):
+            return [message["kind"] async for message in visit]
+
+    assert asyncio.run(kinds(MAX_WAITING)) == ["state"]
+    assert asyncio.run(kinds(MAX_WAITING + 5)) == ["state"]
+    assert asyncio.run(kinds(3)) == ["tick"] * 3
+    assert asyncio.run(kinds(MAX_WAITING + 5, closes_early=True)) == []
+
+
+def test_a_state_stays_as_it_was_told() -> None:
+    """It is sent later than it is made, and what follows comes in the next ticks."""
+    played = Played(num_stages=1)
+    played.look(feeder("a", 0, loss=3.0, held_out=held_out(0, 3.0)))
+    played.look(feeder("a", 1, loss=3.0))
+    state = played.hub.state()
+    before = json.dumps(state)
+    played.look(feeder("a", 2, loss=2.0, held_out=held_out(2, 2.0)), replica("b", 0, 2))
+    assert len(played.hub.state()["rounds"]) > len(state["rounds"])
+    assert json.dumps(state) == before
 
 
 def test_what_is_kept_is_bounded() -> None:

@@ -200,8 +200,8 @@ class Hub:
             "about": self.about,
             "model": self._model,
             "peers": self._peers,
-            "rounds": self._rounds,
-            "held_out": self._held_out,
+            "rounds": list(self._rounds),
+            "held_out": list(self._held_out),
             "events": list(self._events),
         }
 
@@ -223,9 +223,7 @@ class Hub:
     def close(self) -> None:
         """Ends all visits."""
         for queue in self._visitors.values():
-            while queue.full():
-                queue.get_nowait()
-            queue.put_nowait(NO_MORE)
+            _offer(queue, NO_MORE)
 
     async def visit(self) -> AsyncIterator[Message]:
         """Messages for one visitor, until it goes, or nothing more is told."""
@@ -238,7 +236,10 @@ class Hub:
                 message = await queue.get()
                 if message is NO_MORE:
                     return
-                yield self.state() if message is TOO_SLOW else message
+                if message is TOO_SLOW:
+                    _empty(queue)  # the state has what these tell
+                    message = self.state()
+                yield message
         finally:
             self._visitors.pop(number, None)
 
@@ -248,12 +249,17 @@ NO_MORE: Message = {"kind": "no_more"}
 
 
 def _offer(queue: asyncio.Queue[Message], message: Message) -> None:
-    if not queue.full():
-        queue.put_nowait(message)
-        return
-    while not queue.empty():
-        queue.get_nowait()
-    queue.put_nowait(TOO_SLOW)
+    if queue.full():
+        _empty(queue)
+        queue.put_nowait(TOO_SLOW)
+    queue.put_nowait(message)
+
+
+def _empty(queue: asyncio.Queue[Message]) -> None:
+    """Takes all out but `NO_MORE`."""
+    waiting = [queue.get_nowait() for _ in range(queue.qsize())]
+    if any(message is NO_MORE for message in waiting):
+        queue.put_nowait(NO_MORE)
 
 
 def _short(value: Any) -> Any:
