@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from typing import Any
 
-from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT, MAX_WAITING
+from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT, MAX_WAITING, thin
 from tests.dashboard.making import Played, feeder, held_out, replica
 
 
@@ -140,6 +141,18 @@ def test_what_is_kept_is_bounded() -> None:
     assert rounds == sorted(rounds)
     assert rounds[-1] > MAX_ROUNDS_KEPT
     assert len(state["events"]) <= MAX_EVENTS_KEPT
+
+
+def test_a_long_curve_is_whole_and_as_dense_everywhere() -> None:
+    curve: list[list[int]] = []
+    num_rounds = 50 * MAX_ROUNDS_KEPT
+    for r in range(num_rounds):
+        curve.append([r])
+        thin(curve)
+    assert len(curve) <= MAX_ROUNDS_KEPT
+    rounds = [point[0] for point in curve]
+    assert (rounds[0], rounds[-1]) == (0, num_rounds - 1)
+    assert max(b - a for a, b in pairwise(rounds)) <= 4 * num_rounds / MAX_ROUNDS_KEPT
 
 
 def test_a_peers_history() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from peer.observe.dashboard.app import live_app, replay_app
+from peer.observe.dashboard.hub import MAX_ROUNDS_KEPT, thin
 from peer.observe.dashboard.replay import make_film
 from peer.observe.dashboard.server import listen, serving
 from peer.observe.metrics import MetricsFile
@@ -242,6 +243,24 @@ def test_a_replay_is_played_and_wound_back(served: Served, chrome: Any, tmp_path
             opened.locator("#theme").click()
             now = opened.evaluate("getComputedStyle(document.body).backgroundColor")
             assert now != shade
+
+
+def test_the_page_thins_curves_as_the_hub_does(served: Served, chrome: Any) -> None:
+    thinned = [[r, 2.0] for r in range(3, 3 * MAX_ROUNDS_KEPT, 2)]
+    given = list(thinned)
+    thin(thinned)
+    with page(chrome) as opened:
+        opened.goto(served.open(live_app(Played().hub, LOOPBACK)))
+        told = opened.evaluate(
+            """async ([points, most]) => {
+                (await import("/static/charts.js")).thin(points, most);
+                return points;
+            }""",
+            [given, MAX_ROUNDS_KEPT],
+        )
+        served.close()
+    assert told == thinned
+    assert len(told) < MAX_ROUNDS_KEPT < len(given)
 
 
 class _View:

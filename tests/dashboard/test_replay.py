@@ -10,8 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, MAX_ROUNDS_KEPT
 from peer.observe.dashboard.replay import MAX_FRAMES, check_file, make_film
 from peer.observe.events import (
+    Event,
+    HeldOut,
     Migrated,
     PeerJoined,
     PeerLost,
@@ -101,6 +104,27 @@ def test_long_runs_make_short_films(tmp_path: Path) -> None:
     film = make_film(path)
     assert len(film["frames"]) <= MAX_FRAMES + 1
     assert shown(film)["rounds"][-1][0] == 9000
+
+
+def test_a_run_that_was_short_beside_its_file_keeps_its_curves(tmp_path: Path) -> None:
+    """All of it is one frame: a peer came back after a month."""
+    path = tmp_path / "run.jsonl"
+    num_rounds, month_s = 3 * MAX_ROUNDS_KEPT, 3e6
+    events: list[Event] = [PeerJoined(1e9, f"p{n}", 0) for n in range(MAX_EVENTS_KEPT + 9)]
+    for r in range(num_rounds):
+        events.append(RoundFinished(1e9 + r / 100, r, 2.0, 8, 80, 0.01, 80.0, 3))
+        events.append(HeldOut(1e9 + r / 100, r, 2.0, 3.0))
+    events.append(PeerJoined(1e9 + month_s, "a", 0))
+    path.write_text("".join(json.dumps(e.to_json()) + "\n" for e in events))
+    first, last = make_film(path)["frames"]
+    assert len(first["events"]) == MAX_EVENTS_KEPT
+    assert last["events"][0]["peer"] == "a"
+    for key, newest in (("rounds", num_rounds), ("held_out", num_rounds - 1)):
+        told = [point[0] for point in first[key]]
+        assert MAX_ROUNDS_KEPT // 4 < len(told) <= MAX_ROUNDS_KEPT
+        assert told == sorted(told)
+        assert told[0] <= 1, "the beginning of the curve"
+        assert told[-1] == newest
 
 
 def test_files_that_are_none_are_refused_in_a_line(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from swarmnet.spec import RunSpec, describe
 TICK_S = 0.5
 """Shortest time between two messages to a visitor."""
 MAX_ROUNDS_KEPT = 4000
-"""Points of a curve; when there are more, every other one goes."""
+"""Points of a curve; when there are more, older ones go."""
 MAX_EVENTS_KEPT = 500
 MAX_WAITING = 16
 """Messages that wait for a slow visitor; then it gets a new `state`."""
@@ -90,6 +90,20 @@ def model_json(model: ViewModel) -> Message:
 def peer_json(row: PeerRow) -> Message:
     """A row of the table."""
     return _shortened(asdict(row))
+
+
+def thin(curve: list[Any]) -> None:
+    """Of a curve that has too many points, the newest eighth stays, and of the older ones the first
+    of every so many rounds: a power of two, so that those that stayed before stay evenly spaced."""
+    if len(curve) <= MAX_ROUNDS_KEPT:
+        return
+    rounds = [point[0] for point in curve]
+    span = 1
+    while (max(rounds) - min(rounds)) // span >= MAX_ROUNDS_KEPT // 2:
+        span *= 2
+    old = curve[: -MAX_ROUNDS_KEPT // 8]
+    firsts = {point[0] // span: point for point in reversed(old)}
+    curve[: len(old)] = reversed(firsts.values())
 
 
 def state_of(spec: RunSpec, model: ViewModel) -> Message:
@@ -163,8 +177,7 @@ class Hub:
         self._held_out += self._new_held_out
         self._events += self._new_events
         for curve in (self._rounds, self._held_out):
-            if len(curve) > MAX_ROUNDS_KEPT:
-                del curve[: -MAX_ROUNDS_KEPT // 8 : 2]  # the newest eighth stays whole
+            thin(curve)
         for new in (self._new_rounds, self._new_held_out, self._new_events):
             new.clear()
         self._model, self._peers = fresh, rows

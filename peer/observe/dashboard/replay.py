@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json
+from peer.observe.dashboard.hub import MAX_EVENTS_KEPT, event_json, thin
 from peer.observe.events import COUNTED, Event, event_from_json
 from swarmnet.errors import UserError
 from swarmnet.spec import MAX_STAGES
@@ -206,4 +206,7 @@ def _add(frame: Frame, message: Frame) -> None:
         frame["peers"] = {**frame.get("peers", {}), **message["peers"]}
     for key in ("rounds", "held_out", "events"):
         if key in message:
-            frame[key] = [*frame.get(key, ()), *message[key]][-MAX_EVENTS_KEPT:]
+            frame.setdefault(key, []).extend(message[key])
+    del frame.get("events", [])[:-MAX_EVENTS_KEPT]
+    for key in ("rounds", "held_out"):
+        thin(frame.get(key, []))

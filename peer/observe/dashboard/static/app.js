@@ -2,7 +2,7 @@
 // through `apply`, and what they changed is drawn at most once a frame.
 // Text of peers is hostile: it gets onto the page by textContent only.
 
-import { Charts } from "./charts.js";
+import { Charts, thin } from "./charts.js";
 import { Flow } from "./flow.js";
 import { $, clock, el, int, nats, rate, since, size, shortId } from "./text.js";
 
@@ -54,7 +54,7 @@ function applyTick(message, { quietly = false } = {}) {
   for (const [key, mine] of [["rounds", run.rounds], ["held_out", run.heldOut]]) {
     if (!message[key]) continue;
     mine.push(...message[key]);
-    if (mine.length > MAX_CURVE) mine.splice(0, mine.length - MAX_CURVE);
+    thin(mine, MAX_CURVE);
     redraw("curves");
   }
   if (message.events) {

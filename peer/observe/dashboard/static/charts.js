@@ -32,6 +32,18 @@ const floored = { y: { range: (plot, min, max) => {
   return [0, Math.max(Math.min(max ?? 0, usual), 1e-9) * 1.06];
 } } };
 
+// As the hub does it: the newest eighth stays, and of the older points the first of every so many rounds.
+export function thin(points, most) {
+  if (points.length <= most) return;
+  const rounds = points.map((p) => p[0]);
+  const spread = Math.max(...rounds) - Math.min(...rounds);
+  let span = 1;
+  while (Math.floor(spread / span) >= most / 2) span *= 2;
+  const old = points.slice(0, points.length - most / 8);
+  const firsts = new Map(old.reverse().map((p) => [Math.floor(p[0] / span), p]));
+  points.splice(0, old.length, ...[...firsts.values()].reverse());
+}
+
 export class Charts {
   constructor() {
     const round = { label: "round", value: (_, v) => (v == null ? "–" : String(v)) };
