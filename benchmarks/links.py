@@ -567,6 +567,7 @@ def main() -> None:
     if not wanted:
         parser.error("no cell has such a name; --list names them")
     if args.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
         for cell in wanted:
             print(f"{cell.key:36} {num_here(cell, args)}")
         return
