@@ -52,8 +52,9 @@ DEVICE_KINDS = {
     CPU: DeviceKind(codes_beside=True, factor=1.0),
     GPU: DeviceKind(codes_beside=False, factor=50.0),
 }
-"""A GPU runs the codecs' kernels between those of the passes. Its factor is assumed: its memory is
-as much faster than that of a core, or more."""
+"""A GPU runs the codecs' kernels between those of the passes. Its factor is assumed, for kernels
+that are fused: its memory is as much faster than that of a core, or more. Before they were fused,
+an H200 was 7 times as fast with `int8` and 10 times with `int4` (docs/memory.md)."""
 
 
 @dataclass(frozen=True, slots=True)
