@@ -34,7 +34,9 @@ MEASURED = {
     TOPK: CodecSpeed(208 * MEGA, 238 * MEGA),
 }
 """Of one core of a shared Xeon: `python benchmarks/codecs.py`, of its three sizes the slowest;
-`topk` by how much slower than `int8` it is. fp32 as it is takes no time."""
+`topk` by how much slower than `int8` it was when it kept a quarter. The codecs were measured in
+several runs: docs/architecture.md has one more of them, and one of another machine. fp32 as it is
+takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
