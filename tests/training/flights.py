@@ -61,6 +61,10 @@ def gradient(stage: TorchStage) -> torch.Tensor:
     return torch.cat([to_tensor(stage.gradient_shard(j)) for j in range(len(stage.shard_sizes))])
 
 
+def copied_gradient(stage: TorchStage) -> torch.Tensor:
+    return torch.cat([to_tensor(stage.copy_gradient(j)) for j in range(len(stage.shard_sizes))])
+
+
 def parameters(stage: TorchStage) -> torch.Tensor:
     return torch.cat([to_tensor(stage.parameter_shard(j)) for j in range(len(stage.shard_sizes))])
 

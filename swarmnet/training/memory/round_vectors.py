@@ -9,7 +9,7 @@ the next time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class RoundVectors:
         self._put_aside: dict[int, Tensor] = {}
         self._has_room = True
         """For a second pair of vectors, as far as is known."""
+        self.make_whole: Callable[[], None] = lambda: None
+        """Called before the present gradient is read: where other ranks have parts of it."""
 
     @property
     def round_ahead(self) -> int | None:
@@ -77,6 +79,7 @@ class RoundVectors:
 
     def gradient_shard(self, shard_index: int) -> Tensor:
         """A view of the present gradient, fp32, shape (elements of the shard,)."""
+        self.make_whole()
         self.present.collect()
         return self.present.gradient_shards[shard_index]
 

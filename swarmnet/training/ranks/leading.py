@@ -33,6 +33,7 @@ class LeadStage(RankStage):
         self._forgotten: deque[StepKey] = deque()
         self._is_whole = True
         super().__init__(*arguments, **options)
+        self.vectors.make_whole = self._collect
         about = {"stage": self.stage_index, "computing": self.computing.values()}
         group.send("build", about, fd=self.layers.shared.fd)
         group.join()
@@ -98,11 +99,6 @@ class LeadStage(RankStage):
             finally:
                 self._lock.release()
 
-    def gradient_shard(self, shard_index: int) -> Array:
-        if not self._is_whole:
-            self._collect()
-        return super().gradient_shard(shard_index)
-
     def finish_round(self) -> None:
         with self._lock:
             self._group.join()  # nobody computes with the parameters that change now
@@ -156,6 +152,8 @@ class LeadStage(RankStage):
 
     def _collect(self) -> None:
         """Makes the canonical gradient whole."""
+        if self._is_whole:
+            return
         with self._lock:
             if not self.layers.adds_in_shared_memory:
                 self._group.send("store_gradients")

@@ -27,7 +27,7 @@ from swarmnet.training.ranks.tensor_parallel_stage import (
 )
 from swarmnet.training.stage import TorchStage, build_stage
 from swarmnet.wire import Array
-from tests.training.flights import gradient, parameters
+from tests.training.flights import copied_gradient, gradient, parameters
 from tests.training.packed import lengths_of
 from tests.training.specs import MODEL, small_spec
 
@@ -69,14 +69,15 @@ def close_by_name(stage: TorchStage, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def compare_microbatches(one: TorchStage, many: LeadStage, spec: RunSpec) -> None:
-    """Two microbatches of which one is retracted, on a stage that is both first and last."""
+    """Microbatches of which one is retracted, on a stage that is both first and last. Their
+    gradient is copied, and looked at where it lies, right after a change of it."""
     for index in range(3):
         inputs, targets = tokens(spec, index), tokens(spec, 10 + index)
         expected = one.forward_backward((0, index), inputs, targets)
         result = many.forward_backward((0, index), inputs, targets)
         assert result.num_tokens == expected.num_tokens
         assert result.loss_sum == pytest.approx(expected.loss_sum, rel=TOLERANCE)
-    close_by_name(one, gradient(many), gradient(one))
+    close_by_name(one, copied_gradient(many), copied_gradient(one))
     one.retract((0, 1))
     many.retract((0, 1))
     close_by_name(one, gradient(many), gradient(one))
