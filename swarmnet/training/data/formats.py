@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
 PLAIN, GZIP, ZSTD = "", ".gz", ".zst"
 MAX_ZSTD_WINDOW_BYTES = 1 << 27
 """What one frame may ask the reader to hold."""
+ZSTD_READ_BYTES = 1 << 12
+"""That are decompressed at once: four bytes may become 128 KiB, so these at most 128 MiB."""
 
 
 def included(source: SourceSpec) -> tuple[str, ...]:
@@ -45,6 +48,45 @@ def format_of(path: Path) -> tuple[str, str]:
     return TEXT, compression
 
 
+class ZstdFrames(io.RawIOBase):
+    """What the frames of a zstd file hold, one after the other. The readers of `zstandard` take a
+    file that ends within a frame for whole."""
+
+    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
+        """`decompressor`: a `ZstdDecompressor`."""
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None
+        self._coded = b""
+        """Read, and not decompressed."""
+        self._held = memoryview(b"")
+        """Decompressed, and not given out."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Raises `EOFError` where the file ends within a frame."""
+        while not self._held and self._decompress():
+            pass
+        part = self._held[: len(buffer)]
+        buffer[: len(part)] = part
+        self._held = self._held[len(part) :]
+        return len(part)
+
+    def _decompress(self) -> bool:
+        """False at the end of the file."""
+        coded = self._coded or self._raw.read(ZSTD_READ_BYTES)
+        if not coded:
+            if self._frame is not None:
+                raise EOFError("it ends within a frame")
+            return False
+        frame = self._frame or self._decompressor.decompressobj()
+        self._held = memoryview(frame.decompress(coded))
+        self._coded = frame.unused_data if frame.eof else b""
+        self._frame = None if frame.eof else frame
+        return True
+
+
 @contextmanager
 def opened(path: Path, compression: str) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed as they are read. Raises `DataError`."""
@@ -60,8 +102,8 @@ def opened(path: Path, compression: str) -> Iterator[BinaryIO]:
                 zstandard = needed("zstandard", path)
                 damage = (*damage, zstandard.ZstdError)
                 reader = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
-                with reader.stream_reader(raw, read_across_frames=True) as stream:
-                    yield stream
+                with ZstdFrames(raw, reader) as frames:
+                    yield cast(BinaryIO, frames)
     except damage as error:
         raise NotText(
             f"[data] {path} is damaged, or not compressed as its name says: {error}"

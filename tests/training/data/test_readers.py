@@ -86,6 +86,9 @@ UTF16 = TEXT.encode("utf-16")
 NUL_LATER = TEXT.encode() * 60 + b"\0" + TEXT.encode()
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20
 COMPRESSED = zstandard.compress(random.Random(0).randbytes(5000)).replace(b"\0", b"\1")
+FRAME = zstandard.compress(TEXT.encode() * 400)
+CUT_FRAMES = [FRAME[:-5], FRAME + FRAME[:-5], FRAME + FRAME[:2]]
+DAMAGED = "is damaged, or not compressed"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +99,10 @@ COMPRESSED = zstandard.compress(random.Random(0).randbytes(5000)).replace(b"\0",
         ("nul.txt", NUL_LATER, "has a NUL byte"),
         ("image.txt", PNG, "NUL byte"),
         ("packed.txt", COMPRESSED, "is no "),
-        ("bad.txt.gz", b"no gzip" * 9, "is damaged, or not compressed"),
-        (
-            "cut.txt.gz",
-            gzip.compress(TEXT.encode(), mtime=0)[:-20],
-            "is damaged, or not compressed",
-        ),
-        ("bad.txt.zst", b"no zstd" * 9, "is damaged, or not compressed"),
+        ("bad.txt.gz", b"no gzip" * 9, DAMAGED),
+        ("cut.txt.gz", gzip.compress(TEXT.encode(), mtime=0)[:-20], DAMAGED),
+        ("bad.txt.zst", b"no zstd" * 9, DAMAGED),
+        *(("cut.txt.zst", content, DAMAGED) for content in CUT_FRAMES),
         ("bad.parquet", b"PAR1" + b"x" * 99, "cannot be read as parquet"),
         ("p.parquet.gz", gzip.compress(b"PAR1", mtime=0), "unpack the file"),
     ],
