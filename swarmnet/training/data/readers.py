@@ -109,21 +109,29 @@ class Reader:
             if value is None:
                 self.left_out["null"] += 1
             elif self.source.messages_field:
-                yield Piece(messages=_checked_messages(value, place), where=place)
-                self.on_bytes(sum(len(str(m.get("content"))) for m in value))
+                messages = _checked_messages(value, place)
+                length = sum(len(str(m.get("content"))) for m in messages)
+                _check_length(length, place)
+                yield Piece(messages=messages, where=place)
+                self.on_bytes(length)
             elif isinstance(value, str):
-                yield from self._pieces(value.replace("\0", "").encode(errors="replace"), place)
+                text = value.replace("\0", "").encode(errors="replace")
+                _check_length(len(text), place)
+                self.on_bytes(len(text))
+                yield from pieces_of(text, place)
             else:
                 kind = type(value).__name__
                 raise DataError(f"[data] {place}: field {self._field!r} is {kind}, not a text")
 
-    def _pieces(self, text: bytes, where: str) -> Iterator[Piece]:
-        self.on_bytes(len(text))
-        while len(text) > PIECE_BYTES:
-            end = end_of_piece(text[:PIECE_BYTES])
-            yield Piece(text[:end], ends=False, where=where)
-            text = text[end:]
-        yield Piece(text, where=where)
+
+def pieces_of(text: bytes, where: str) -> Iterator[Piece]:
+    """A document, in pieces. `where`: the record, for people."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        end = start + end_of_piece(text[start : start + PIECE_BYTES])
+        yield Piece(text[start:end], ends=False, where=where)
+        start = end
+    yield Piece(text[start:], where=where)
 
 
 def check_text(head: bytes, path: Path) -> None:
@@ -156,14 +164,18 @@ def end_of_piece(text: bytes) -> int:
     return end - 1 if end > middle and text[end - 1] >= 0xC0 else len(text)
 
 
+def _check_length(num_bytes: int, where: str) -> None:
+    if num_bytes > MAX_RECORD_BYTES:
+        raise DataError(f"[data] {where}: longer than {MAX_RECORD_BYTES >> 20} MiB")
+
+
 def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
     decoder = msgspec.json.Decoder()
     number = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         where = f"line {number}"
-        if len(line) > MAX_RECORD_BYTES:
-            raise DataError(f"[data] {path}, {where}: longer than {MAX_RECORD_BYTES >> 20} MiB")
+        _check_length(len(line), f"{path}, {where}")
         if number == 1:
             line = line.removeprefix(UTF8_BYTE_ORDER_MARK)
         if not line.strip():

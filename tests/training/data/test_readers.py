@@ -20,7 +20,8 @@ from pyarrow import parquet
 
 from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
-from swarmnet.training.data.readers import PIECE_BYTES, Reader, end_of_piece
+from swarmnet.training.data import readers
+from swarmnet.training.data.readers import PIECE_BYTES, Reader, end_of_piece, pieces_of
 from tests.training.data.making import documents_of, opened, tokenizer_folder, write_records
 from tests.training.specs import TEXT
 
@@ -152,6 +153,44 @@ def test_a_wrong_record_is_named_by_its_number(tmp_path: Path, line: str, wanted
     for path in (tmp_path / "d.jsonl", tmp_path):
         with pytest.raises(DataError, match=wanted.replace("[", "\\[")):
             opened(str(path))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+@pytest.mark.parametrize("field", ["text_field", "messages_field"])
+def test_a_record_that_is_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, field: str
+) -> None:
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1 << 20)
+    texts = ["short", "x" * (1 << 20) + "y", "short"]
+    records = texts if field == "text_field" else [[{"role": "a", "content": t}] for t in texts]
+    write = write_parquet if name.endswith("parquet") else write_lines
+    write(tmp_path / name, records, "body")
+    source = SourceSpec(paths=("x",), **{field: "body"})
+    with pytest.raises(DataError, match=r"(line|row) 2: longer than 1 MiB"):
+        list(Reader(source).read(tmp_path / name))
+
+
+class CountedBytes(bytes):
+    """Knows how many bytes of it, and of its parts, have been copied."""
+
+    num_copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        if isinstance(part, int):
+            return part
+        CountedBytes.num_copied += len(part)
+        return CountedBytes(part)
+
+
+def test_a_long_record_is_copied_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedBytes, "num_copied", 0)
+    text = CountedBytes(b"word " * (PIECE_BYTES * 6))
+    pieces = list(pieces_of(text, "line 1"))
+    assert len(pieces) > 25
+    assert b"".join(piece.text for piece in pieces) == text
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert CountedBytes.num_copied < 3 * len(text)
 
 
 def test_a_null_field_is_left_out_and_counted(tmp_path: Path) -> None:
