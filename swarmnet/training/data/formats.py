@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import importlib.util
 import io
 import zlib
 from collections.abc import Iterator
@@ -46,6 +47,14 @@ def format_of(path: Path) -> tuple[str, str]:
     if name.endswith(".parquet"):
         return PARQUET, compression
     return TEXT, compression
+
+
+def reader_of(path: Path) -> str:
+    """Which module of the extra `swarmnet[data]` reads a file, and whether it is here; empty where
+    none is needed."""
+    form, compression = format_of(path)
+    module = "pyarrow" if form == PARQUET else "zstandard" if compression == ZSTD else ""
+    return module if not module or _is_here(module) else f"no {module}"
 
 
 class ZstdFrames(io.RawIOBase):
@@ -113,15 +122,24 @@ def opened(path: Path, compression: str) -> Iterator[BinaryIO]:
 
 
 def needed(module: str, path: Path) -> Any:
-    """A module of the extra `swarmnet[data]`. Raises `NotText` where it is missing."""
+    """A module of the extra `swarmnet[data]`. Raises `NotText` where it is missing, `DataError`
+    where it is broken."""
+    if not _is_here(module):
+        raise NotText(f"[data] {path} needs {module}; bring it with: pip install 'swarmnet[data]'")
     try:
         return importlib.import_module(module)
-    except ImportError:
-        raise NotText(
-            f"[data] {path} needs {module}; bring it with: pip install 'swarmnet[data]'"
+    except ImportError as error:
+        line = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"[data] {path} needs {module}, which cannot be imported: {line}; install it anew: "
+            "pip install --force-reinstall 'swarmnet[data]'"
         ) from None
 
 
 def cannot_read(path: Path, error: OSError) -> DataError:
     """The line for a failure of the disk."""
     return DataError(f"[data] cannot read {path}: {error.strerror or error}")
+
+
+def _is_here(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None

@@ -22,7 +22,7 @@ from swarmnet.training.data.encoding import (
     tokenizer_files,
 )
 from swarmnet.training.data.files import find_files
-from swarmnet.training.data.formats import format_of, included
+from swarmnet.training.data.formats import format_of, included, reader_of
 from swarmnet.training.data.held_out import Division, divide
 from swarmnet.training.data.order import seed_of
 from swarmnet.training.data.packing import DialogueSamples, Documents, Samples, TextSamples
@@ -208,7 +208,9 @@ def open_store(
             )
         template = ChatTemplate(files)
     found = ordered(find_files(source.paths, included(source)))
-    hashes = [f"{content}{''.join(format_of(file.path))}" for content, file in found]
+    hashes = [
+        "".join((content, *format_of(file.path), reader_of(file.path))) for content, file in found
+    ]
     options: tuple[object, ...] = (encoder.identity, source.text_field, source.messages_field)
     if template is not None:
         options += (template.identity, sequence_length)

@@ -13,7 +13,16 @@ import msgspec
 
 from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
-from swarmnet.training.data.formats import JSONL, PARQUET, PLAIN, NotText, format_of, needed, opened
+from swarmnet.training.data.formats import (
+    JSONL,
+    PARQUET,
+    PLAIN,
+    NotText,
+    cannot_read,
+    format_of,
+    needed,
+    opened,
+)
 
 PIECE_BYTES = 1 << 18
 """Of text that is handed on at once."""
@@ -201,6 +210,8 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
                     row += 1
                     yield f"row {row}", {name: value}
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the file
+            raise cannot_read(path, error) from None
         text = " ".join(str(error).split())[:200]
         raise NotText(f"[data] {path} cannot be read as parquet: {text}") from None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import logging
 import random
@@ -92,6 +94,15 @@ CUT_FRAMES = [FRAME[:-5], FRAME + FRAME[:-5], FRAME + FRAME[:2]]
 DAMAGED = "is damaged, or not compressed"
 
 
+def damaged_parquet() -> bytes:
+    """Whole at its ends, and not between."""
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": DOCUMENTS}), file, compression="zstd")
+    content = bytearray(file.getvalue())
+    content[4:40] = bytes(36)
+    return bytes(content)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "wanted"),
     [
@@ -105,6 +116,7 @@ DAMAGED = "is damaged, or not compressed"
         ("bad.txt.zst", b"no zstd" * 9, DAMAGED),
         *(("cut.txt.zst", content, DAMAGED) for content in CUT_FRAMES),
         ("bad.parquet", b"PAR1" + b"x" * 99, "cannot be read as parquet"),
+        ("damaged.parquet", damaged_parquet(), "cannot be read as parquet"),
         ("p.parquet.gz", gzip.compress(b"PAR1", mtime=0), "unpack the file"),
     ],
 )
@@ -219,15 +231,35 @@ def test_a_missing_reader_says_how_to_get_it(
     write: Callable[[Path, list[str]], None],
 ) -> None:
     write(tmp_path / name, [TEXT])
-    for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
-        monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=r"pip install 'swarmnet\[data\]'"):
-        opened(str(tmp_path / name))
+    with monkeypatch.context() as missing:
+        for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
+            missing.delitem(sys.modules, loaded)
+        missing.setitem(sys.modules, module, None)
+        with pytest.raises(DataError, match=r"pip install 'swarmnet\[data\]'"):
+            opened(str(tmp_path / name))
+        (tmp_path / "good.txt").write_text(TEXT)
+        with caplog.at_level(logging.WARNING, "swarmnet.data"):
+            opened(str(tmp_path))
+        assert "1 file left out" in caplog.text
+    caplog.clear()
+    assert len(documents_of(opened(str(tmp_path), held_out_fraction=0.0))) == 2, "after the install"
+    assert not caplog.records
+
+
+def test_a_disk_that_fails_leaves_nothing_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "d.parquet", ["of records"])
     (tmp_path / "good.txt").write_text(TEXT)
-    with caplog.at_level(logging.WARNING, "swarmnet.data"):
-        opened(str(tmp_path))
-    assert "1 file left out" in caplog.text
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(parquet.ParquetFile, "iter_batches", fails)
+        with pytest.raises(DataError, match=r"cannot read .*d\.parquet: Input/output error"):
+            opened(str(tmp_path))
+    assert len(documents_of(opened(str(tmp_path), held_out_fraction=0.0))) == 2
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x.txt", "dangling.txt"])
