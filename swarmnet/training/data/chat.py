@@ -49,8 +49,9 @@ class ChatTemplate:
         is broken."""
         config = json_table(files.get(TOKENIZER_CONFIG_FILE, b""))
         source = _template_of(files, config)
-        self.identity = hashlib.sha256(source.encode(errors="replace")).hexdigest()
         self._names = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
+        self.identity = hashlib.sha256(json.dumps([source, self._names]).encode()).hexdigest()
+        """Of all that its texts depend on."""
         self._has_marks = MARKS.search(source) is not None
         errors = jinja("jinja2").TemplateError, RecursionError, MemoryError
         environment, self._meter = open_sandbox(

@@ -62,9 +62,11 @@ def test_an_entry_is_of_tokenizer_field_and_template(tmp_path: Path, made: list[
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"text": TEXT, "other": TEXT, "m": messages}]
     path = write_records(tmp_path / "d.jsonl", records)
-    one, two = (tokenizer_folder(tmp_path / name, CHATML) for name in ("t1", "t2"))
+    one, two, three = (tokenizer_folder(tmp_path / f"t{k}", CHATML) for k in range(3))
     text = Path(two).read_text()
     Path(two).write_text(text.replace("<|im_start|>", "<|im_begin|>"))
+    config = Path(three).with_name("tokenizer_config.json")
+    config.write_text(config.read_text().replace("<|im_end|>", "<|endoftext|>", 1))
     changes: list[dict[str, Any]] = [
         {},
         {"text_field": "other"},
@@ -72,6 +74,7 @@ def test_an_entry_is_of_tokenizer_field_and_template(tmp_path: Path, made: list[
         {"tokenizer": two},
         {"tokenizer": one, "messages_field": "m", "length": 64},
         {"tokenizer": one, "messages_field": "m", "length": 65},
+        {"tokenizer": three, "messages_field": "m", "length": 64},
     ]
     for change in changes * 2:
         opened(path, **{"held_out_fraction": 0.0, **change})
