@@ -58,7 +58,7 @@ def special_tokens(tokenizer: bytes) -> list[tuple[int, str]]:
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [v for v in values if type(v) is int]
+    return [v for v in values if type(v) is int and v >= 0]  # some files have -1 for none
 
 
 def json_table(data: bytes) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import TextData, chat_sandbox
 from swarmnet.training.data.chat import ChatTemplate
+from swarmnet.training.end_tokens import end_tokens, text_end
 from tests.training.data.making import (
     CHATML,
     REWRITES,
@@ -28,6 +29,7 @@ from tests.training.data.making import (
     tokenizer_folder,
     write_records,
 )
+from tests.training.specs import small_spec
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
@@ -240,6 +242,17 @@ def test_a_text_ends_with_the_token_that_ends_texts(tmp_path: Path) -> None:
     assert row.count(end) == 3
     config = tmp_path / "t" / "tokenizer_config.json"
     assert json.loads(config.read_text())["eos_token"] == "<|im_end|>"
+
+
+def test_a_config_that_says_minus_one_names_no_end() -> None:
+    config = b'{"eos_token": "x"}'
+    tokenizer = b'{"added_tokens": [{"id": 7, "content": "x"}]}'
+    files = {"tokenizer_config.json": config, "tokenizer.json": tokenizer}
+    assert text_end(files, -1) == text_end(files, [-1]) == 7
+    assert text_end({}, -1) is None
+    generation = {"generation_config.json": b'{"eos_token_id": [-1, 5]}'}
+    spec = small_spec(data={"tokenizer": "tokenizer.json"})
+    assert end_tokens(spec, files | generation) == [5, 7]
 
 
 ENDLESS = {
