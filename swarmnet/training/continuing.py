@@ -32,8 +32,9 @@ from swarmnet.training.checkpoint import (
 )
 from swarmnet.training.ended_moments import EndedMoments, misfit
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
-from swarmnet.training.models.base import ParameterRange
+from swarmnet.training.models.base import ParameterRange, tied_names
 from swarmnet.training.models.initial_weights import InitialLayout, InitialSources
+from swarmnet.training.models.registry import model_plan
 from swarmnet.training.models.source_weights import shard_hash
 
 WANTED = re.compile(r"([0-9a-f]{8,32})(?:@(\d{1,18}))?")
@@ -116,7 +117,8 @@ class Ended:
         if not no_moments:
             moments = EndedMoments(self.stages, layout.trained_sizes)
             no_moments = moments.lacks
-        return CheckpointWeights(self.run_id, paths, layout.trained, moments, no_moments)
+        tied = tied_names(model_plan(spec).layers)
+        return CheckpointWeights(self.run_id, paths, layout.trained, tied, moments, no_moments)
 
     def check_base(self, layout: InitialLayout, hashes: bytes, folder: Path) -> None:
         """As `EndedRun`: the lists of hashes are compared, also where the other run had cut the
@@ -158,17 +160,22 @@ class CheckpointWeights:
         run_id: str,
         paths: Sequence[Path],
         stages: Sequence[Sequence[ParameterRange]],
+        tied: Mapping[str, str],
         moments: EndedMoments | None,
         no_moments: str,
     ) -> None:
-        """`stages`: the trained parameters of each of the new run. `no_moments`: as in
+        """`stages`: the trained parameters of each of the new run. `tied`: `tied_names` of its
+        model; files have such a name where the owner was in another stage. `no_moments`: as in
         `EndedWeights`. Raises `SpecError` where the parameters are not exactly those of the
         files."""
         self._moments = moments
         self.no_moments = no_moments
-        self._stored = {one.name: one for path in paths for one in stored_tensors(path)}
+        self._tied = tied
+        stored = {one.name: one for path in paths for one in stored_tensors(path)}
+        owned = {name: one for name, one in stored.items() if name not in tied}
+        self._stored = {tied.get(name, name): one for name, one in stored.items()} | owned
         self._files = MappedFiles()
-        wanted = {r.name: r.shape for ranges in stages for r in ranges}
+        wanted = {tied.get(r.name, r.name): r.shape for ranges in stages for r in ranges}
         there = {name: one.shape for name, one in self._stored.items()}
         for name in sorted(wanted.keys() | there.keys()):
             if wanted.get(name) != there.get(name):
@@ -184,7 +191,8 @@ class CheckpointWeights:
         for r in ranges:
             first, last = max(start, r.start), min(stop, r.stop)
             if first < last:
-                part = self._files.read(self._stored[r.name], first - r.start, last - r.start)
+                stored = self._stored[self._tied.get(r.name, r.name)]
+                part = self._files.read(stored, first - r.start, last - r.start)
                 found[first - start : last - start] = part
         return torch.from_numpy(found)
 

@@ -268,6 +268,11 @@ def tie(layers: Sequence[LayerBuilder], modules: Sequence[nn.Module]) -> None:
             known[f"{layer.name}.{name}"] = p
 
 
+def tied_names(layers: Sequence[LayerBuilder]) -> dict[str, str]:
+    """Full names of parameters that are an earlier layer's, and that one's full name."""
+    return {f"{layer.name}.{n}": owner for layer in layers for n, owner in layer.tied.items()}
+
+
 def describe_parameters(layers: Sequence[LayerBuilder]) -> tuple[ParameterRange, ...]:
     """`parameter_ranges` of layers that nobody built: no memory is taken."""
     return parameter_ranges(layers, _described(layers))

@@ -20,6 +20,7 @@ from swarmnet.swarm.recovery.checkpointing import Disk
 from swarmnet.training.checkpoint import CheckpointStore, find_checkpoints
 from swarmnet.training.models.initial_weights import InitialLayout, ModelWeights
 from swarmnet.training.models.resolving import Resolved, resolve, resolve_run
+from swarmnet.training.models.source_weights import TIED
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 from tests.swarm.initial.test_weights import folder_of
 from tests.swarm.lora_runs import LORA
@@ -36,12 +37,13 @@ def changed(spec: RunSpec, tables: Tables) -> RunSpec:
 
 
 def ended_run(path: Path, spec: RunSpec, weights: ModelWeights | None = None) -> dict[str, Any]:
-    """Trains a run of two stages whose peers keep their state below `path`; returns its last
+    """Trains a run whose peers, one a stage, keep their state below `path`; returns its last
     parameters by name."""
     last: dict[str, torch.Tensor] = {}
+    num_stages = spec.pipeline.num_stages
 
     async def scenario(swarm: Swarm) -> None:
-        for stage in range(2):
+        for stage in range(num_stages):
             store = CheckpointStore(path / f"peer-{stage}", spec)
             disk = Disk(store, InlineWorker(), 2)
             swarm.start(f"peer-{stage}", stage=stage, disk=disk, weights=weights)
@@ -49,7 +51,7 @@ def ended_run(path: Path, spec: RunSpec, weights: ModelWeights | None = None) ->
         await swarm.until(
             lambda: (
                 {m.round for _, m in every_checkpoint(path)} >= {ROUNDS}
-                and len([m for _, m in every_checkpoint(path) if m.round == ROUNDS]) == 2
+                and len([m for _, m in every_checkpoint(path) if m.round == ROUNDS]) == num_stages
             )
         )
         last.update({n: p.clone() for n, p in swarm.parameters().items()})
@@ -243,6 +245,28 @@ def test_a_run_over_a_model_s_folder_goes_on(tmp_path: Path, lora: Any) -> None:
     line = r"\[lora\] rank is 4 there, 2 here" if lora else "only one of the two trains adapters"
     with pytest.raises(SpecError, match=line):
         continuing(written, tmp_path, before.spec.run_id, {"lora": other})
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_tied_matrix_goes_on_where_it_has_more_or_fewer_stages(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    folder = folder_of(tmp_path / "model")
+    values = tiny_spec(tmp_path, num_stages=before, rounds=ROUNDS).model_dump()
+    values["model"] = {"from": str(folder)}
+    values["data"] |= {"sequence_length": 16, "tokenizer": "bytes"}
+    written = RunSpec.model_validate(values)
+    ended = resolve_run(written)
+    weights = ModelWeights(ended.spec, ended.contents["weights.sha256"], folder)
+    last = ended_run(tmp_path, ended.spec, weights)
+    tables = {"pipeline": {"num_stages": after, "layers": ()}}
+    resolved = continuing(written, tmp_path, ended.spec.run_id, tables)
+    hashes = resolved.contents["weights.sha256"]
+    others = ModelWeights(resolved.spec, hashes, None)
+    first = first_parameters(resolved.spec, weights_of(resolved, tmp_path), others)
+    assert all(torch.equal(first[name], last[TIED.get(name, name)]) for name in first)
+    assert first.keys() - last.keys() == (TIED.keys() if after == 2 else set())
+    assert last.keys() - first.keys() == (TIED.keys() if after == 1 else set())
 
 
 @pytest.mark.parametrize("num_stages", [2, 1], ids=["cut alike", "cut otherwise"])
