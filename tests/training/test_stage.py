@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,14 @@ from swarmnet.swarm.ports import LossResult
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.computing import ActivationsName, Computing
 from swarmnet.training.data import open_data
-from swarmnet.training.models.base import LayerBuilder, ModelPlan, TensorSpec
+from swarmnet.training.models.base import (
+    LayerBuilder,
+    ModelPlan,
+    TensorSpec,
+    build_layer,
+    describe_parameters,
+)
+from swarmnet.training.passes.layers import StageLayers
 from swarmnet.training.stage import (
     TorchStage,
     build_stage,
@@ -26,6 +36,7 @@ from swarmnet.training.stage import (
 from swarmnet.wire import Array
 from tests.oracles.reference import ReferenceTrainer
 from tests.training.flights import batch, batch_of_slot, fly, gradient, named, parameters, stages_of
+from tests.training.passes.models import WIDTH, linear_layers, linear_plan
 from tests.training.specs import small_spec, write_text
 
 
@@ -509,6 +520,76 @@ def test_dropout_is_the_same_when_a_pass_is_done_again() -> None:
     evaluated = keep.evaluate(inputs, None)
     assert isinstance(evaluated, Array)
     assert bytes(keep.evaluate(inputs, None).data) == bytes(evaluated.data)  # type: ignore[union-attr]
+
+
+class Meanwhile(torch.nn.Module):
+    """In the middle of a layer's pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Sequence[Callable[[], object]] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one in self.work:
+            one()
+        return x
+
+
+def layers_between_dropouts() -> tuple[StageLayers, list[Meanwhile]]:
+    """A layer that draws twice, and what is done before each time."""
+    between = [Meanwhile(), Meanwhile()]
+
+    def build() -> torch.nn.Module:
+        dropouts = [torch.nn.Dropout(0.5) for _ in between]
+        parts = [part for pair in zip(between, dropouts, strict=True) for part in pair]
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), *parts)
+
+    plan = replace(linear_plan(), layers=(LayerBuilder("a", build, 1, (WIDTH,)),), is_random=True)
+    return linear_layers(plan=plan), between
+
+
+def test_dropout_is_the_same_while_another_thread_counts_parameters() -> None:
+    layers, (first, second) = layers_between_dropouts()
+    x = torch.ones(16, WIDTH)
+    expected = layers.run((0, 3), x)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def build() -> torch.nn.Module:
+        begun.set()
+        goes_on.wait()
+        return torch.nn.Linear(WIDTH, WIDTH)
+
+    other = LayerBuilder("other", build, 1, (WIDTH,))
+    counting = threading.Thread(target=lambda: describe_parameters([other]), daemon=True)
+    first.work = (counting.start, begun.wait)
+    second.work = (goes_on.set, counting.join)
+    assert torch.equal(layers.run((0, 3), x), expected)
+
+
+def test_a_pass_and_the_building_of_a_layer_do_not_draw_from_each_other() -> None:
+    """Neither begins while the other goes on."""
+    layers, (_, second) = layers_between_dropouts()
+    x = torch.ones(16, WIDTH)
+    passes, built = threading.Event(), threading.Event()
+    outputs = [layers.run((0, 3), x)]
+    meanwhile: list[Callable[[], object]] = []
+
+    def build() -> torch.nn.Module:
+        first = torch.nn.Linear(WIDTH, WIDTH)
+        for one in meanwhile:
+            one()
+        return torch.nn.Sequential(first, torch.nn.Linear(WIDTH, WIDTH))
+
+    other = LayerBuilder("other", build, 1, (WIDTH,))
+    expected = build_layer(linear_plan(), other, 5)
+    second.work = (passes.set, built.wait)
+    thread = threading.Thread(target=lambda: outputs.append(layers.run((0, 3), x)), daemon=True)
+    meanwhile += [thread.start, lambda: passes.wait(0.2)]  # it waits: else it passes at once
+    found = build_layer(linear_plan(), other, 5)
+    built.set()
+    thread.join()
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+    assert torch.equal(*outputs)
 
 
 def test_work_that_is_given_up_while_it_runs_leaves_nothing_behind() -> None:

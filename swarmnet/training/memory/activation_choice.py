@@ -106,7 +106,7 @@ def traced_activations(spec: RunSpec, stage: int, precision: Precision) -> Activ
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision.name, torch.float32)
     came = plan.inputs if is_first else TensorSpec("float32", stages[stage - 1][-1].output_shape)
     batch = spec.pipeline.microbatch
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"):
         modules = [layer.build().to(dtype) for layer in stages[stage]]
         x = torch.empty((batch, *came.shape), dtype=getattr(torch, came.dtype))
         targets = torch.empty(

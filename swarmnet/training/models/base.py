@@ -31,8 +31,10 @@ all replicas begin with the same ones and the number of stages does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from swarmnet.training.custom_data import CustomSamples
 
 SEED_BYTES = 8
+_drawing = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,8 @@ class ModelPlan:
     cache: CachePlan | None = None
     """None: the model cannot go on with a text without computing all of it again."""
     is_random: bool = False
-    """Layers draw random numbers (dropout): torch is seeded before every forward pass, so that a
-    pass done again is the same."""
+    """Layers draw random numbers (dropout): torch is seeded before every forward pass of a layer,
+    so that a pass done again is the same."""
 
 
 def derive_seed(seed: int, name: str) -> int:
@@ -168,14 +171,22 @@ def derive_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """In this context torch's global generators are seeded. All threads have them in common, so one
+    at a time is in such a context. The CPU's is left as it was."""
+    with _drawing, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def build_layer(plan: ModelPlan, layer: LayerBuilder, seed: int) -> nn.Module:
     """The layer with its initial weights, on the CPU. Torch's global generator is left as it was.
 
     Raises:
         SpecError: a parameter is not float32 or does not require a gradient.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, layer.name))
+    with seeded(derive_seed(seed, layer.name)):
         module = layer.build()
     for name, parameter in module.named_parameters():
         full_name = f"{layer.name}.{name}"
@@ -299,5 +310,5 @@ def num_parameters(ranges: Sequence[ParameterRange]) -> int:
 
 
 def _described(layers: Sequence[LayerBuilder]) -> list[nn.Module]:
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"):  # where nothing is drawn
         return [layer.build() for layer in layers]

@@ -19,7 +19,7 @@ from torch import Tensor
 from swarmnet.errors import SpecError
 from swarmnet.spec import ModelSpec
 from swarmnet.training.models.adapter import adapter_plan
-from swarmnet.training.models.base import LayerContext, TakesContext, with_mask
+from swarmnet.training.models.base import LayerContext, TakesContext, seeded, with_mask
 
 SMALL = {
     "hidden_size": 32,
@@ -114,8 +114,7 @@ def _largest_difference(config: dict[str, Any]) -> float:
     the family's code raises."""
     length = sum(LENGTHS[0])
     plan = adapter_plan(ModelSpec(kind="transformers", config=config), length)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         modules = [layer.build().eval() for layer in plan.layers]
         tokens = torch.randint(config["vocab_size"], (len(LENGTHS), length), dtype=torch.int32)
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])

@@ -33,6 +33,7 @@ from swarmnet.training.models.base import (
     derive_seed,
     own_parameters,
     parameter_ranges,
+    seeded,
     tie,
     with_mask,
 )
@@ -151,20 +152,19 @@ class StageLayers:
         says.
 
         Args:
-            key: of the microbatch; None in evaluation. With dropout, torch is seeded by the key: a
-                pass done again is the same.
+            key: of the microbatch; None in evaluation. With dropout, torch is seeded by the key
+                and the layer's name: a pass done again is the same.
             x: shape (samples, *shape of one sample), on the device.
             context: for layers that take one.
         """
-        if key is not None and self.plan.is_random:
-            torch.manual_seed(derive_seed(self._seed, f"{key[0]}|{key[1]}|{self.stage_index}"))
         if context is not None and any(isinstance(m, TakesContext) for m in self.modules):
             context = with_mask(context, self.dtype)
         beside = () if context is None else (context,)
 
         def call(module: nn.Module, x: Tensor) -> Tensor:
             takes = beside if isinstance(module, TakesContext) else ()
-            return cast(Tensor, module(x, *takes))
+            with self._seeded(key, module):
+                return cast(Tensor, module(x, *takes))
 
         if not torch.is_grad_enabled():
             return self._through_modules(x, call)
@@ -255,6 +255,14 @@ class StageLayers:
         held = [p.data for p in self.parameters()] if needs_copies else None
         return Vectors(values, gradients, shard_size, self.parameter_ranges, sums=sums, copies=held)
 
+    def _seeded(
+        self, key: StepKey | None, module: nn.Module
+    ) -> contextlib.AbstractContextManager[None]:
+        if key is None or not self.plan.is_random:
+            return contextlib.nullcontext()
+        name = self.builders[self.modules.index(module)].name
+        return seeded(derive_seed(self._seed, f"{key[0]}|{key[1]}|{name}"))
+
     def _through_modules(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         for module in self.modules:
             x = call(module, x)
@@ -267,9 +275,8 @@ class StageLayers:
         pass (Chen et al., 2016)."""
         if isinstance(module, KEEPS_ITS_INPUT):
             return call(module, x)
-        again = checkpoint(
-            call, module, x, use_reentrant=False, preserve_rng_state=self.plan.is_random
-        )
+        # `call` draws the same again.
+        again = checkpoint(call, module, x, use_reentrant=False, preserve_rng_state=False)
         return cast(Tensor, again)
 
     def _place(self) -> Place:
