@@ -30,7 +30,7 @@ from swarmnet.training.models.base import (
 )
 from swarmnet.training.models.document_probe import check_documents_apart
 from swarmnet.training.models.model_config import load_config, read_config
-from swarmnet.training.models.source_weights import SourceWeights, saved_tensors
+from swarmnet.training.models.source_weights import INDEX_FILE, SourceWeights, saved_tensors
 from swarmnet.training.stage import build_stage
 from tests.training.packed import document
 
@@ -304,6 +304,27 @@ def test_what_cannot_be_honoured_is_one_line(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(SpecError, match=message) as caught:
         adapter_plan(model_of(tmp_path), LENGTH)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "../b"}}',
+        "[" * 100_000,
+    ],
+    ids=range(8),
+)
+def test_an_index_that_cannot_be_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(content)
+    with pytest.raises(SpecError, match=rf"{INDEX_FILE}: ") as caught:
+        SourceWeights(tmp_path, {}, [])
     assert "\n" not in str(caught.value)
 
 

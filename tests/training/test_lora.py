@@ -367,6 +367,15 @@ def test_an_adapter_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> No
     refused("has more than the run's adapters", target_modules=["q_proj"])
     refused(r"lora_A.weight is \(4, 32\), not \(2, 32\)", r=2)
     refused("there are: down_proj", target_modules=["c_attn"])
+    refused("r = 0: Input should be greater", r=0)
+    refused("r = 4: Input should be a valid integer", r="4")
+    refused("r is null; it must be a number", r=None)
+    refused("lora_alpha is null; it must be a number", lora_alpha=None)
+    refused("lora_alpha = much: Input should be a valid number", lora_alpha="much")
+    refused("lora_alpha = 1000.*: Input should be", lora_alpha=10**400)
+    refused("target_modules must be a list of names", target_modules=5)
+    refused("target_modules must be a list of names", target_modules=[5, "q_proj"])
+    refused("goes alone", target_modules=["all-linear", "q_proj"])
     refused("cannot read", {"from": str(tmp_path / "nowhere")})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from swarmnet.errors import SpecError
@@ -53,15 +54,18 @@ def read_adapter(folder: Path, lora: LoraSpec, base: str) -> LoraSpec:
             f"model, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
     targets = config.get("target_modules")
-    if isinstance(targets, str) or not targets or len(targets) > MAX_TARGETS:
+    is_list = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
+    if not targets or not is_list or len(targets) > MAX_TARGETS:
         raise SpecError(f"{where}: target_modules must be a list of names")
     found = {
         "r": config.get("r", LORA_RANK),
-        "lora_alpha": float(config.get("lora_alpha", LORA_ALPHA)),
-        "target_modules": tuple(sorted(str(t) for t in targets)),
+        "lora_alpha": config.get("lora_alpha", LORA_ALPHA),
+        "target_modules": tuple(sorted(targets)),
         "use_rslora": bool(config.get("use_rslora")),
     }
     for key, value in found.items():
+        if value is None:
+            raise SpecError(f"{where}: {key} is null; it must be a number")
         wanted = getattr(lora, key)
         wanted = tuple(sorted(wanted)) if isinstance(wanted, tuple) else wanted
         if wanted not in (None, (), False, value):
@@ -70,7 +74,12 @@ def read_adapter(folder: Path, lora: LoraSpec, base: str) -> LoraSpec:
     if not path.is_file():
         raise SpecError(f"{where} has no {ADAPTER_FILE}")
     values = {**lora.model_dump(), **found, "source": "", "adapter": _sha256(path)}
-    return LoraSpec.model_validate(values)
+    try:
+        return LoraSpec.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = "".join(f"{part} = {str(first['input'])[:80]}: " for part in first["loc"][:1])
+        raise SpecError(f"{where}: {name}{' '.join(first['msg'].split())}") from None
 
 
 class AdapterWeights:

@@ -110,7 +110,7 @@ def _files(folder: Path) -> list[Path]:
     try:
         with index.open("rb") as file:
             names = set(json.loads(file.read(MAX_INDEX_BYTES))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SpecError(f"{index}: it cannot be read: {str(error)[:100]}") from None
     wrong = [name for name in names if Path(str(name)).name != name]
     if wrong:
