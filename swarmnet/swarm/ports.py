@@ -226,7 +226,8 @@ class Stage(Protocol):
         last returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
 
     def gradient_shard(self, shard_index: int) -> Array:
-        """A view of the gradient buffer, fp32. Only between a drained round and `finish_round`."""
+        """*averaging* A view of the gradient buffer, fp32. Only between a drained round and
+        `finish_round`."""
 
     def copy_gradient(self, shard_index: int) -> Array:
         """*averaging* The same, as a copy that outlives `finish_round`, though not the next

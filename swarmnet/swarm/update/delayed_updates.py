@@ -126,7 +126,7 @@ class DelayedUpdates:
         if is_late or is_beside:
             gradient = await self._copied(num_tokens)
         else:
-            gradient = self._present(num_tokens)
+            gradient = await self._present(num_tokens)
         tokens, shards = await self.handover.contribution(round_index, num_tokens, gradient.shards)
         gradient = Gradient(tokens, tuple(shards), round_index)
         self._begin()  # of a newcomer, which has not been in the round before
@@ -182,11 +182,9 @@ class DelayedUpdates:
         self._now.gradient, self._now.arrived = Gradient(), current
         self.gossip.changed.notify_all()  # the next round may be opened now
 
-    def _present(self, num_tokens: int) -> Gradient:
+    async def _present(self, num_tokens: int) -> Gradient:
         """The gradient where it lies, for an exchange that is over before the next round."""
-        stage = self.replica.stage
-        shards = range(self.replica.num_shards) if num_tokens else ()
-        return Gradient(num_tokens, tuple(stage.gradient_shard(j) for j in shards))
+        return Gradient(num_tokens, await self.replica.gradient() if num_tokens else ())
 
     async def _copied(self, num_tokens: int) -> Gradient:
         if not num_tokens:

@@ -175,6 +175,13 @@ class Replica:
         self.measured.worked(took_s, part)
         return value
 
+    async def gradient(self) -> tuple[Array, ...]:
+        """Views of the shards of the closed round's gradient."""
+        stage = self.stage
+        return await self.worker.run(
+            lambda: tuple(stage.gradient_shard(j) for j in range(self.num_shards))
+        )
+
     def common_shard(self, shard_index: int) -> Array:
         """A view of the parameters that all replicas of the stage have in common: those of the
         round, or, where replicas make steps of their own, those of the last exchange."""

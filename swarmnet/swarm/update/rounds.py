@@ -87,11 +87,8 @@ class ZeroUpdates:
             self.averaging.ownership.repair(self.averaging.current)
 
     async def make(self, round_index: int, num_tokens: int) -> bool:
-        stage = self.replica.stage
-        own = range(self.replica.num_shards) if num_tokens else ()
-        tokens, shards = await self.handover.contribution(
-            round_index, num_tokens, [stage.gradient_shard(j) for j in own]
-        )
+        gradient = await self.replica.gradient() if num_tokens else ()
+        tokens, shards = await self.handover.contribution(round_index, num_tokens, gradient)
 
         async def part(j: int) -> Pushed:
             return tokens, shards[j] if tokens else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,11 @@ from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.ports import BACKWARD, FORWARD
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.auto_sync import AutoSync
-from swarmnet.swarm.update.averaging import Behind
+from swarmnet.swarm.update.averaging import Behind, Pushed
 from swarmnet.swarm.update.delayed_updates import DelayedUpdates
 from swarmnet.swarm.update.replica import Replica
+from swarmnet.swarm.update.rounds import Updates, ZeroUpdates
+from swarmnet.wire import Array
 from tests.swarm.one_replica import SIZES, WORK_S, OneReplica
 
 
@@ -338,5 +340,43 @@ def test_the_end_of_an_exchange_is_news_to_who_may_open_the_next_round() -> None
         updates.attend()
         assert await gossip.changed.until(lambda: updates.is_ready_ahead(5), 60.0)
         assert asyncio.get_running_loop().time() < 1.1
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("mode", [ZERO, DELAYED])
+def test_the_gradient_of_a_round_is_read_beside_the_loop(mode: str) -> None:
+    """It may have to come from the device, or from other ranks."""
+
+    async def scenario(replica: Replica) -> None:
+        given: list[Array] = []
+        read = replica.stage.gradient_shard
+
+        async def contribution(r: int, num_tokens: int, shards: Sequence[Array]) -> Any:
+            return num_tokens, shards
+
+        async def update(part: Callable[[int], Awaitable[Pushed]]) -> None:
+            num_tokens, gradient = await part(0)
+            assert num_tokens == 4
+            assert gradient is not None
+            given.append(gradient)
+
+        def reading(j: int) -> Array:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            return read(j)
+
+        replica.plan = SyncPlan(mode, rounds=1)
+        replica.stage.gradient_shard = reading  # type: ignore[method-assign]
+        handover: Any = SimpleNamespace(contribution=contribution)
+        averaging: Any = SimpleNamespace(current=0, update=update)
+        gossip: Any = SimpleNamespace(changed=Condition())
+        updates: Updates = ZeroUpdates(replica, averaging, handover)
+        if mode == DELAYED:  # after the last round both exchanges that are left are made
+            updates = DelayedUpdates(gossip, replica, averaging, handover)
+        await work(replica, 0)
+        await replica.transitions.close_round()
+        assert await updates.make(0, 4)
+        assert [g.data for g in given] == [read(0).data]
 
     play(scenario)
