@@ -28,7 +28,7 @@ from swarmnet.protocol.timing import ANSWER_S, BULK_S, CONNECT_S, LAPSES, PATIEN
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import GenerateReply, GenerateRequest
 from swarmnet.swarm.timing import LOOK_AGAIN_S, MAX_TRIES, RETRY_S
-from swarmnet.wire import Array, Message, convert
+from swarmnet.wire import Array, Message, array_bytes, convert
 
 TOKEN_BYTES = 4
 KEPT_REPLICAS = 2
@@ -53,7 +53,7 @@ class _Stage:
     """What is known of one stage."""
 
     given: bytearray = field(default_factory=bytearray)
-    """All inputs of this text, of shape (1, tokens, `shape`)."""
+    """All inputs of this text, of shape (1, tokens, `shape`); activations as they were coded."""
     dtype: str = "int32"
     shape: tuple[int, ...] = ()
     peers: list[str] = field(default_factory=list)
@@ -62,9 +62,7 @@ class _Stage:
 
     def part(self, start: int, stop: int) -> Array:
         """The inputs of some tokens."""
-        each = TOKEN_BYTES
-        for n in self.shape:
-            each *= n
+        each = array_bytes(self.dtype, (1, 1, *self.shape))
         data = bytes(self.given[start * each : stop * each])
         return Array(self.dtype, (1, stop - start, *self.shape), data)
 

@@ -29,6 +29,7 @@ from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.training.passes.generation import StageGeneration
 from swarmnet.wire import Array
+from tests.oracles.reference import ReferenceTrainer
 from tests.swarm import harness
 from tests.swarm.harness import (
     OpenSigner,
@@ -98,12 +99,17 @@ def start(swarm: Swarm, folder: Path | None = None, num_peers: int = 4) -> None:
         swarm.start(f"peer-{i}", stage=i % 2, disk=disk)
 
 
+def exported_model(folder: Path, round_index: int) -> Any:
+    out = folder / f"model-{round_index}"
+    if not out.exists():
+        dirs = sorted(folder.glob("peer-*"))
+        export_checkpoints(dirs, out, Wanted(round=round_index, dtype="fp32"))
+    return AutoModelForCausalLM.from_pretrained(out)
+
+
 def exported(folder: Path, round_index: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What the exported model of a round writes."""
-    out = folder / f"model-{round_index}"
-    dirs = sorted(folder.glob("peer-*"))
-    export_checkpoints(dirs, out, Wanted(round=round_index, dtype="fp32"))
-    model: Any = AutoModelForCausalLM.from_pretrained(out)
+    model = exported_model(folder, round_index)
     inputs = torch.tensor([list(prompt)])
     made = model.generate(
         inputs,
@@ -116,12 +122,28 @@ def exported(folder: Path, round_index: int, prompt: Sequence[int], num_tokens: 
     return [int(t) for t in made[0, len(prompt) :]]
 
 
-def spec_of(folder: Path, mode: str = "zero", rounds: int = ROUNDS) -> RunSpec:
-    """The learning rate is such that the models of two rounds do not write the same."""
+def on_one_machine(
+    spec: RunSpec, folder: Path, round_index: int, prompt: Sequence[int], num_tokens: int
+) -> list[int]:
+    """What the parameters of a round write in one process, coded where stages are cut."""
+    trainer = ReferenceTrainer(spec)
+    trainer.load_state_dict(exported_model(folder, round_index).state_dict())
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(trainer.model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def spec_of(
+    folder: Path, mode: str = "zero", rounds: int = ROUNDS, codec: str = "none"
+) -> RunSpec:
+    """The learning rate is such that the models of two rounds do not write the same. `codec`: of
+    the boundary."""
     sync: dict[str, Any] = {"mode": mode}
     if mode == "local":
         sync["local_steps"] = 3
-    values = tiny_spec(folder, num_stages=2, rounds=rounds, sync=sync).model_dump()
+    values = tiny_spec(folder, num_stages=2, rounds=rounds, sync=sync, codec=codec).model_dump()
     values["optimizer"] |= {"learning_rate": 0.05, "warmup_rounds": 0}
     return RunSpec.model_validate(values)
 
@@ -150,10 +172,31 @@ def test_the_text_is_that_of_the_exported_model_of_one_round(tmp_path: Path, mod
         assert written != exported(tmp_path, ROUNDS, LONG_PROMPT, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_peer_that_dies_costs_no_token_and_changes_none(tmp_path: Path, victim: int) -> None:
+def test_the_text_is_that_of_one_machine_that_codes_the_same(tmp_path: Path) -> None:
+    spec, found = spec_of(tmp_path, codec="int8"), dict[int, list[int]]()
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path)
+        await swarm.until_round(5)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            written = await write(text, LONG_PROMPT, NEW_TOKENS)
+            found[text.round] = written
+            await text.close()
+        await swarm.until_round(ROUNDS)
+
+    in_virtual_time(scenario, spec)
+    for round_index, written in found.items():
+        expected = on_one_machine(spec, tmp_path, round_index, LONG_PROMPT, NEW_TOKENS)
+        assert written == expected
+
+
+@pytest.mark.parametrize(("victim", "codec"), [(0, "none"), (1, "none"), (1, "bf16"), (1, "int8")])
+def test_a_peer_that_dies_costs_no_token_and_changes_none(
+    tmp_path: Path, victim: int, codec: str
+) -> None:
     """The replica in reserve has the same round's parameters, though the others are further."""
-    found: dict[int, list[int]] = {}
+    spec, found = spec_of(tmp_path, codec=codec), dict[int, list[int]]()
 
     async def scenario(swarm: Swarm) -> None:
         start(swarm, tmp_path, 6)
@@ -168,10 +211,10 @@ def test_a_peer_that_dies_costs_no_token_and_changes_none(tmp_path: Path, victim
             assert asker.lines == []
         await swarm.until_round(ROUNDS)
 
-    in_virtual_time(scenario, spec_of(tmp_path))
+    in_virtual_time(scenario, spec)
     for round_index, written in found.items():
-        assert written == exported(tmp_path, round_index, PROMPT, NEW_TOKENS)
-        assert written != exported(tmp_path, ROUNDS, PROMPT, NEW_TOKENS)
+        assert written == on_one_machine(spec, tmp_path, round_index, PROMPT, NEW_TOKENS)
+        assert written != on_one_machine(spec, tmp_path, ROUNDS, PROMPT, NEW_TOKENS)
 
 
 def test_where_no_replica_has_the_round_the_text_goes_on_with_another(tmp_path: Path) -> None:

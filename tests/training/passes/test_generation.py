@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import NotReady, ProtocolViolation
+from swarmnet.protocol.codecs import BOUNDARY_CODECS, NONE
 from swarmnet.spec import RunSpec
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.training.computing import Computing
@@ -26,9 +27,10 @@ TEXT = "a text"
 LLAMA = "the built-in llama"
 
 
-def spec_of(folder: Path, family: str) -> RunSpec:
+def spec_of(folder: Path, family: str, codec: str = NONE) -> RunSpec:
+    """`codec`: of the boundary, of the built-in model."""
     if family == LLAMA:
-        return small_spec()
+        return small_spec(pipeline={"codec": codec})
     saved(folder, family, False)
     return run_of(folder)
 
@@ -80,9 +82,15 @@ def change(stages: Sequence[TorchStage]) -> None:
         stage.finish_round()
 
 
-@pytest.mark.parametrize("family", [LLAMA, "llama 3", "gemma3", "mixtral", "qwen3 moe"])
-def test_token_by_token_is_the_same_as_at_once(tmp_path: Path, family: str) -> None:
-    spec = spec_of(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "codec"),
+    [
+        *((LLAMA, codec) for codec in BOUNDARY_CODECS),
+        *((family, NONE) for family in ("llama 3", "gemma3", "mixtral", "qwen3 moe")),
+    ],
+)
+def test_token_by_token_is_the_same_as_at_once(tmp_path: Path, family: str, codec: str) -> None:
+    spec = spec_of(tmp_path, family, codec)
     stages = built(spec)
     tokens, expected = tokens_of(spec), []
     for end in (7, 12, 13, 14, 15, 16):
