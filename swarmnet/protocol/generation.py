@@ -66,9 +66,9 @@ class Wish:
     """Where there is no copy of that round to be had, the present parameters will do."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
-    """One text at one replica."""
+    """One text at one replica. No other one is equal to it, though it had the same key."""
 
     key: Key
     machine: str
@@ -173,12 +173,17 @@ class Sessions:
         session.num_tokens += num_tokens
         session.used_at, session.is_busy = now, False
 
-    def end(self, key: Key) -> bool:
-        """Forgets a session; whether there was one. The copy goes with the last that has it."""
+    def is_open(self, session: Session) -> bool:
+        """It has not ended, and none of the same name was opened in its place."""
+        return self._open.get(session.key) is session
+
+    def end(self, key: Key) -> Session | None:
+        """Forgets a session, and says which, if there was one. The copy goes with the last that has
+        it."""
         found = self._open.pop(key, None)
         if not any(s.is_copied for s in self._open.values()):
             self.copied_round = None
-        return found is not None
+        return found
 
     def expired(self, now: float) -> list[Key]:
         """Sessions that are to be ended: nobody goes on with them, or they take too long."""

@@ -85,6 +85,17 @@ def test_callers_have_few_sessions_and_a_replica_has_not_many() -> None:
     assert sessions.num_open == MAX_SESSIONS
 
 
+def test_a_session_is_over_when_another_one_has_its_name() -> None:
+    sessions = Sessions()
+    first = opened(sessions)
+    assert sessions.is_open(first)
+    second = opened(sessions)
+    assert not sessions.is_open(first)
+    assert sessions.is_open(second)
+    assert sessions.end(KEY) is second
+    assert not sessions.is_open(second)
+
+
 def test_a_text_goes_on_where_it_is() -> None:
     sessions = Sessions()
     with pytest.raises(NotReady):

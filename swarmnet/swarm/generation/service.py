@@ -145,20 +145,28 @@ class GenerateService:
         loop, sessions = asyncio.get_running_loop(), self._sessions
         session = sessions.begin(key, asked.position, count, loop.time())
         made: tuple[Array, ...] = ()
+
+        def work() -> tuple[Array, ...]:
+            """On the device thread. The text may end before its turn, and meanwhile."""
+            if not sessions.is_open(session):
+                raise NotReady("this text has ended")
+            try:
+                return generation.extend(
+                    session,
+                    arrays[0],
+                    asked.position,
+                    is_copied=session.is_copied,
+                    num_logits=asked.num_logits,
+                )
+            finally:
+                if not sessions.is_open(session):
+                    generation.drop(session)
+
         try:
             if arrays:
-                made = await self._on_device(
-                    replica,
-                    lambda: generation.extend(
-                        key,
-                        arrays[0],
-                        asked.position,
-                        is_copied=session.is_copied,
-                        num_logits=asked.num_logits,
-                    ),
-                )
+                made = await self._on_device(replica, work)
         except BaseException:
-            if sessions is self._sessions:
+            if self._sessions.is_open(session):
                 self._end(key)
             raise
         sessions.done(session, count, loop.time())
@@ -197,12 +205,13 @@ class GenerateService:
 
     def _end(self, key: Key) -> None:
         """Forgets a session, and the copy where it was the last one with it."""
-        replica = self._of
+        replica, had_copy = self._of, self._sessions.copied_round is not None
         generation = None if replica is None else replica.stage.generation
-        if generation is None or not self._sessions.end(key):
+        session = self._sessions.end(key)
+        if generation is None or session is None:
             return
-        generation.drop(key)
-        if self._sessions.copied_round is None:
+        generation.drop(session)
+        if had_copy and self._sessions.copied_round is None:
             generation.drop_copy()
         self._hold(generation)
 

@@ -68,11 +68,10 @@ class StageGeneration:
     ) -> tuple[Array, ...]:
         """As the port says. Raises `NotReady` where the text, or the copy, is not here."""
         x = self._boundary.receive_text(inputs, self.pass_tokens)
-        if position == 0:
-            self._texts[session] = _Text(self._plan.make())
-        text = self._texts.get(session)
+        text = self._texts.get(session) if position else _Text(self._plan.make())
         if text is None or text.num_tokens != position or (is_copied and not self._copy):
             raise NotReady("this text is not known here")
+        self._texts[session] = text
         count = x.shape[1]
         positions = torch.arange(position, position + count, device=x.device).unsqueeze(0)
         try:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peer.commands.export import Wanted, export_checkpoints
-from swarmnet.errors import UserError
+from swarmnet.errors import NotReady, UserError
 from swarmnet.protocol.generation import IDLE_S, MAX_SESSIONS_EACH, pass_tokens
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
@@ -24,11 +24,13 @@ from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import GenerateRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.recovery.restart import Disk
 from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.training.passes.generation import StageGeneration
-from swarmnet.wire import Array
+from swarmnet.transport.base import Request
+from swarmnet.wire import Array, Message
 from tests.oracles.reference import ReferenceTrainer
 from tests.swarm import harness
 from tests.swarm.harness import (
@@ -75,6 +77,35 @@ class Asker:
             max_tokens=max_tokens,
             tell=self.lines.append,
         )
+
+
+    async def call(
+        self, peer_id: str, request: GenerateRequest, *arrays: Array
+    ) -> tuple[Array, ...]:
+        """At one replica, without a text."""
+        message = Message(request, arrays)
+        answer = await self.gossip.transport.call(peer_id, "generate", message, timeout_s=60.0)
+        return answer.arrays
+
+    def notify(self, peer_id: str, request: GenerateRequest) -> None:
+        self.gossip.transport.notify(peer_id, "generate", Message(request))
+
+
+def opening(stage: int = 0) -> GenerateRequest:
+    return GenerateRequest(stage, "text", opens=True, round=0, max_tokens=200, mixes=True)
+
+
+def ending(stage: int = 0) -> GenerateRequest:
+    return GenerateRequest(stage, "text", ends=True)
+
+
+def tokens_of(tokens: Sequence[int]) -> Array:
+    return Array("int32", (1, len(tokens)), struct.pack(f"<{len(tokens)}i", *tokens))
+
+
+def held_bytes(swarm: Swarm) -> list[float]:
+    """For texts, by peer."""
+    return [m.peer.resource_limits.text_bytes for m in swarm.members.values()]
 
 
 async def write(text: RemoteText, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -416,5 +447,66 @@ def test_a_round_that_begins_while_it_is_copied_is_noticed(
             assert num_copies > 2, "one of each stage, and the one that did not do"
             held = [m.peer.resource_limits.text_bytes > 0 for m in swarm.members.values()]
             assert held == [True, True]
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
+def test_a_text_that_ends_while_its_pass_waits_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_passes, extend = 0, StageGeneration.extend
+
+    async def scenario(swarm: Swarm) -> None:
+        def extends(self: StageGeneration, *args: Any, **options: Any) -> Any:
+            nonlocal num_passes
+            num_passes += 1
+            return extend(self, *args, **options)
+
+        monkeypatch.setattr(StageGeneration, "extend", extends)
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            await asker.call("peer-0", opening())
+            monkeypatch.setattr(harness, "OTHER_S", 5.0)
+            first = asyncio.ensure_future(
+                asker.call("peer-0", GenerateRequest(0, "text"), tokens_of(PROMPT))
+            )
+            await asyncio.sleep(1.0)
+            asker.notify("peer-0", ending())
+            with pytest.raises(NotReady, match="has ended"):
+                await first
+            assert num_passes == 0
+            assert not any(held_bytes(swarm))
+
+    in_virtual_time(scenario, spec_of(tmp_path))
+
+
+def test_a_text_that_ends_during_its_first_pass_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's thread makes its keys and values when the event loop has ended it."""
+    passes, extend = list[tuple[StageGeneration, Any, Array]](), StageGeneration.extend
+
+    async def scenario(swarm: Swarm) -> None:
+        def extends(
+            self: StageGeneration, session: Any, inputs: Array, *args: Any, **options: Any
+        ) -> Any:
+            passes.append((self, session, inputs))
+            service = swarm.members["peer-0"].peer.generation
+            message = Message(ending())
+            request = Request("asker", swarm.spec.run_id, "generate", message, lambda note: None)
+            with pytest.raises(StopIteration):
+                service.on_generate(request).send(None)
+            return extend(self, session, inputs, *args, **options)
+
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            await asker.call("peer-0", opening())
+            monkeypatch.setattr(StageGeneration, "extend", extends)
+            await asker.call("peer-0", GenerateRequest(0, "text"), tokens_of(PROMPT))
+            ((generation, session, inputs),) = passes
+            with pytest.raises(NotReady, match="not known"):
+                extend(generation, session, inputs, len(PROMPT), is_copied=False, num_logits=1)
 
     in_virtual_time(scenario, spec_of(tmp_path))
