@@ -109,6 +109,8 @@ class RemoteText:
         self._gossip, self._name, self._tell = gossip, name, tell
         self._pass_tokens, self._max_tokens = pass_tokens, max_tokens
         self._stages = [_Stage() for _ in range(num_stages)]
+        self._asked: dict[tuple[int, str], None] = {}
+        """Stages and replicas of them that may have a session."""
         self._tokens: list[int] = []
         self._done = 0
         """Tokens that have gone through all stages."""
@@ -136,12 +138,11 @@ class RemoteText:
                 self._say(f"{e}: the text goes on with round {self.round} instead of {lost}")
 
     async def close(self) -> None:
-        """Ends the sessions. Never raises."""
+        """Ends the sessions, those too that are being opened. Never raises."""
         self._is_open = False
-        for k, stage in enumerate(self._stages):
-            for peer_id in stage.peers:
-                self._end(k, peer_id)
-            self._stages[k] = _Stage()
+        for k, peer_id in list(self._asked):
+            self._end(k, peer_id)
+        self._stages = [_Stage() for _ in self._stages]
 
     # ---- opening ----------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ class RemoteText:
         """Opens a session at one replica of a stage, and at another one in reserve."""
         found = _Found(error=NoRoute(f"no replica of stage {k} is known"))
         for peer_id in self._replicas(k):
+            self._asked[k, peer_id] = None
             try:
                 reply = await self._call(
                     peer_id,
@@ -205,6 +207,7 @@ class RemoteText:
                 )
             except SwarmnetError as e:
                 self._failed(peer_id, e)
+                self._end(k, peer_id)
                 found.error = e
                 theirs = getattr(e, "details", {}).get("round")
                 if isinstance(theirs, int) and isinstance(e, (Stale, NotReady)):
@@ -331,6 +334,7 @@ class RemoteText:
         )
 
     def _end(self, k: int, peer_id: str) -> None:
+        self._asked.pop((k, peer_id), None)
         request = GenerateRequest(k, self._name, ends=True)
         self._gossip.transport.notify(peer_id, "generate", Message(request))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -50,6 +51,8 @@ class GenerateService:
         self._of: Replica | None = None
         """The replica that the sessions are of."""
         self._sessions = Sessions()
+        self._opening: dict[Key, object] = {}
+        """The calls that open sessions; of those with one name the last, until the text ends."""
         self._turn = DeviceTurn()
         self._copying = asyncio.Lock()
         self._opened = asyncio.Event()
@@ -82,6 +85,7 @@ class GenerateService:
         if self._of is not replica:  # those of another stage went with it
             self._of, self._sessions = replica, Sessions()
         if asked.ends:
+            self._opening.pop(key, None)
             self._end(key)
             return Message(GenerateReply(replica.round, False))
         if asked.opens:
@@ -101,23 +105,40 @@ class GenerateService:
         def begun() -> bool:
             return replica.synced and (asked.mixes or replica.round >= asked.round)
 
-        if not await replica.changed.until(begun, OPEN_WAIT_S):
-            raise NotReady(f"round {asked.round} has not begun here", round=replica.round)
-        async with self._copying:
-            self._end(key)
-            cache_bytes = generation.token_bytes * wish.max_tokens
-            if not self._has_room(replica, cache_bytes):
-                raise Busy("no memory here for another text", backlog_s=FIRST_PAUSE_S)
-            has_room = self._has_room(replica, cache_bytes + generation.copy_bytes)
-            chosen = self._sessions.choose(key, machine, wish, replica.round, has_room)
-            if chosen is Parameters.COPIED:
-                await self._on_device(replica, lambda: self._copy(replica, generation, wish.round))
-            if self._of is not replica:
-                raise NotReady("that stage is not served here any more")
-            now = asyncio.get_running_loop().time()
-            self._sessions.open(key, machine, wish, chosen, replica.round, now)
+        call = self._opening[key] = object()
+        try:
+            if not await replica.changed.until(begun, OPEN_WAIT_S):
+                raise NotReady(f"round {asked.round} has not begun here", round=replica.round)
+            async with self._copying:
+                self._check_wanted(replica, key, call)
+                self._end(key)
+                cache_bytes = generation.token_bytes * wish.max_tokens
+                if not self._has_room(replica, cache_bytes):
+                    raise Busy("no memory here for another text", backlog_s=FIRST_PAUSE_S)
+                has_room = self._has_room(replica, cache_bytes + generation.copy_bytes)
+                chosen = self._sessions.choose(key, machine, wish, replica.round, has_room)
+                if chosen is Parameters.COPIED:
+                    copy = functools.partial(self._copy, replica, generation, wish.round)
+                    await self._on_device(replica, copy)
+                    try:
+                        self._check_wanted(replica, key, call)
+                    except NotReady:
+                        generation.drop_copy()
+                        raise
+                now = asyncio.get_running_loop().time()
+                self._sessions.open(key, machine, wish, chosen, replica.round, now)
+        finally:
+            if self._opening.get(key) is call:
+                del self._opening[key]
         self._hold(generation)
         self._opened.set()
+
+    def _check_wanted(self, replica: Replica, key: Key, call: object) -> None:
+        """While a call opens a session."""
+        if self._of is not replica:
+            raise NotReady("that stage is not served here any more")
+        if self._opening.get(key) is not call:
+            raise NotReady("this text has ended")
 
     def _copy(self, replica: Replica, generation: Generation, round_index: int) -> None:
         """On the device thread. A round that was open ahead may begin meanwhile."""

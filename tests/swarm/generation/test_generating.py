@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import random
 import struct
@@ -510,3 +511,57 @@ def test_a_text_that_ends_during_its_first_pass_leaves_nothing(
                 extend(generation, session, inputs, len(PROMPT), is_copied=False, num_logits=1)
 
     in_virtual_time(scenario, spec_of(tmp_path))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_text_that_ends_while_it_is_opened_has_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """Whether a copy of the parameters is being made for it, or for the one before it."""
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(4)  # the last one: it stays
+        replica = swarm.members["peer-0"].peer.replica
+        assert replica is not None
+        generation = replica.stage.generation
+        assert generation is not None
+        wish = dataclasses.replace(opening(), round=replica.round, mixes=False)
+        monkeypatch.setattr(harness, "OTHER_S", 5.0)
+        async with Asker(swarm, "another") as another, Asker(swarm) as asker:
+            before = [] if is_first else [asyncio.ensure_future(another.call("peer-0", wish))]
+            mine = asyncio.ensure_future(asker.call("peer-0", wish))
+            await asyncio.sleep(1.0)
+            asker.notify("peer-0", ending())
+            with pytest.raises(NotReady, match="has ended"):
+                await mine
+            await asyncio.gather(*before)
+            another.notify("peer-0", ending())
+            await asyncio.sleep(1.0)
+            assert not any(held_bytes(swarm))
+            with pytest.raises(NotReady):
+                generation.extend("", tokens_of([1]), 0, is_copied=True, num_logits=1)
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def test_a_text_that_is_given_up_while_it_opens_ends_its_sessions(tmp_path: Path) -> None:
+    """Those that are open, and the one that has not answered yet."""
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(4)
+        async with Asker(swarm) as asker:
+            swarm.hub.freeze("peer-1")
+            text = asker.text()
+            writing = asyncio.ensure_future(write(text, PROMPT, 1))
+            await asyncio.sleep(1.0)
+            assert [held > 0 for held in held_bytes(swarm)] == [True, False]
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            await text.close()
+            swarm.hub.thaw("peer-1")
+            await asyncio.sleep(IDLE_S / 4)
+            assert not any(held_bytes(swarm))
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
