@@ -153,19 +153,26 @@ class Sessions:
             Refused: more tokens than the session said.
             Busy: a pass of it is under way, or its caller asks for more tokens than it may.
         """
-        session = self._open.get(key)
-        if session is None:
-            raise NotReady("this text is not known here")
+        session = self.keep(key, now)
         if session.is_busy:
             raise Busy("the token before is not done", backlog_s=FIRST_PAUSE_S)
         if session.num_tokens != position:
             raise NotReady(f"this text has {session.num_tokens} tokens here, not {position}")
         if position + num_tokens > session.max_tokens:
             raise Refused(f"the text was to have at most {session.max_tokens} tokens")
-        if num_tokens and not self._rates.allows(session.machine, now, float(num_tokens)):
+        if not self._rates.allows(session.machine, now, float(num_tokens)):
             backlog_s = num_tokens / TOKENS_PER_S
             raise Busy("you ask for too many tokens", backlog_s=backlog_s)
-        session.used_at, session.is_busy = now, True
+        session.is_busy = True
+        return session
+
+    def keep(self, key: Key, now: float) -> Session:
+        """The text goes on, be it elsewhere for now. Raises `NotReady` where there is no such
+        session."""
+        session = self._open.get(key)
+        if session is None:
+            raise NotReady("this text is not known here")
+        session.used_at = now
         return session
 
     def done(self, session: Session, num_tokens: int, now: float) -> None:

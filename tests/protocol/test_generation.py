@@ -136,14 +136,30 @@ def test_sessions_that_rest_or_never_end_are_dropped() -> None:
     opened(sessions)
     assert sessions.expired(IDLE_S - 0.1) == []
     assert sessions.expired(IDLE_S) == [KEY]
-    at, session = 0.0, None
+    at = 0.0
     while at < LONGEST_S:
         assert sessions.expired(at) == []
-        session = sessions.begin(KEY, 0, 0, at)
-        assert sessions.expired(at + 2 * IDLE_S) == []  # it is at work
-        sessions.done(session, 0, at)
+        sessions.keep(KEY, at)
         at += IDLE_S / 2
     assert sessions.expired(at) == [KEY]
+    session = sessions.begin(KEY, 0, 1, at)
+    assert sessions.expired(at + 2 * IDLE_S) == []  # it is at work
+    sessions.done(session, 1, at)
+    assert sessions.expired(at) == [KEY]
+
+
+def test_a_session_is_kept_whatever_it_is_at() -> None:
+    sessions = Sessions()
+    with pytest.raises(NotReady):
+        sessions.keep(KEY, 0.0)
+    session = opened(sessions)
+    sessions.done(sessions.begin(KEY, 0, 10, 0.0), 10, 0.0)
+    assert sessions.keep(KEY, IDLE_S / 2) is session
+    assert sessions.expired(IDLE_S) == []
+    assert session.num_tokens == 10
+    sessions.begin(KEY, 10, 1, IDLE_S)
+    assert sessions.keep(KEY, IDLE_S) is session
+    assert session.is_busy
 
 
 @given(st.integers(1, 1 << 20))

@@ -34,7 +34,7 @@ TOKEN_BYTES = 4
 KEPT_REPLICAS = 2
 """Of each stage: one that works, and one in reserve."""
 KEEP_S = IDLE_S / LAPSES
-"""How often those in reserve are told that the text goes on."""
+"""How often replicas are told that the text goes on."""
 ONE_ROUND_S = ANSWER_S
 """For finding a round that all stages have; then the text mixes rounds
 (tests/swarm/generation/test_generating.py)."""
@@ -128,7 +128,6 @@ class RemoteText:
             try:
                 if not self._is_open:
                     await self._open()
-                await self._keep()
                 return await self._catch_up(num_logits)
             except RoundLost as e:
                 self._check_time(e)
@@ -267,6 +266,7 @@ class RemoteText:
     ) -> tuple[Array, ...]:
         request = GenerateRequest(k, self._name, position, num_logits)
         while True:
+            await self._keep()
             try:
                 reply = await self._call(peer_id, request, (array,))
                 break
@@ -311,16 +311,18 @@ class RemoteText:
                 self._end(k, stage.peers.pop(0))
 
     async def _keep(self) -> None:
-        """Tells those in reserve that the text goes on."""
+        """Tells the replicas, now and then, that the text goes on: those in reserve, and those that
+        have nothing to do while others are given what they lack."""
         now = asyncio.get_running_loop().time()
         if now - self._kept_at < KEEP_S:
             return
         self._kept_at = now
-        reserves = [(k, p) for k, stage in enumerate(self._stages) for p in stage.peers[1:]]
-        asking = (self._call(p, GenerateRequest(k, self._name)) for k, p in reserves)
+        kept = [(k, p) for k, stage in enumerate(self._stages) for p in stage.peers]
+        asking = (self._call(p, GenerateRequest(k, self._name)) for k, p in kept)
         answers = await asyncio.gather(*asking, return_exceptions=True)
-        for (k, peer_id), answer in zip(reserves, answers, strict=True):
-            if isinstance(answer, SwarmnetError):
+        for (k, peer_id), answer in zip(kept, answers, strict=True):
+            reserves = self._stages[k].peers[1:]  # that others fail is found out by a pass
+            if isinstance(answer, SwarmnetError) and peer_id in reserves:
                 self._stages[k].peers.remove(peer_id)
 
     # ---- calls ------------------------------------------------------------------------------

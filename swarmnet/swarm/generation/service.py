@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
 from swarmnet.protocol.backoff import FIRST_PAUSE_S
-from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Sessions, Wish
+from swarmnet.protocol.generation import DeviceTurn, Key, Parameters, Session, Sessions, Wish
 from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.timing import CONNECT_S
 from swarmnet.swarm.messages import GenerateReply, GenerateRequest
@@ -158,14 +158,15 @@ class GenerateService:
         asked: GenerateRequest,
         arrays: tuple[Array, ...],
     ) -> Message:
-        if len(arrays) > 1 or (arrays and len(arrays[0].shape) < 2):
+        loop, sessions = asyncio.get_running_loop(), self._sessions
+        if not arrays:
+            return _reply(replica, sessions.keep(key, loop.time()))
+        if len(arrays) > 1 or len(arrays[0].shape) < 2:
             raise ProtocolViolation("generate takes the tokens of one text, or an activation")
-        count = arrays[0].shape[1] if arrays else 0
+        count = arrays[0].shape[1]
         if count > generation.pass_tokens:
             raise ProtocolViolation(f"a pass has at most {generation.pass_tokens} tokens here")
-        loop, sessions = asyncio.get_running_loop(), self._sessions
         session = sessions.begin(key, asked.position, count, loop.time())
-        made: tuple[Array, ...] = ()
 
         def work() -> tuple[Array, ...]:
             """On the device thread. The text may end before its turn, and meanwhile."""
@@ -184,15 +185,13 @@ class GenerateService:
                     generation.drop(session)
 
         try:
-            if arrays:
-                made = await self._on_device(replica, work)
+            made = await self._on_device(replica, work)
         except BaseException:
             if self._sessions.is_open(session):
                 self._end(key)
             raise
         sessions.done(session, count, loop.time())
-        of_round = session.round if session.is_copied else replica.round
-        return Message(GenerateReply(of_round, session.is_copied), made)
+        return _reply(replica, session, made)
 
     async def _on_device(self, replica: Replica, work: Callable[[], T]) -> T:
         """Runs work for a text when the device has nothing else to do, and as soon as texts have
@@ -245,6 +244,11 @@ class GenerateService:
     def _look(self) -> None:
         for key in self._sessions.expired(asyncio.get_running_loop().time()):
             self._end(key)
+
+
+def _reply(replica: Replica, session: Session, made: tuple[Array, ...] = ()) -> Message:
+    of_round = session.round if session.is_copied else replica.round
+    return Message(GenerateReply(of_round, session.is_copied), made)
 
 
 class _Once(Generic[T]):

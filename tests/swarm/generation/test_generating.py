@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from peer.commands.export import Wanted, export_checkpoints
 from swarmnet.errors import NotReady, UserError
-from swarmnet.protocol.generation import IDLE_S, MAX_SESSIONS_EACH, pass_tokens
+from swarmnet.protocol.generation import IDLE_S, LONGEST_S, MAX_SESSIONS_EACH, pass_tokens
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.device import InlineWorker
@@ -563,5 +563,48 @@ def test_a_text_that_is_given_up_while_it_opens_ends_its_sessions(tmp_path: Path
             swarm.hub.thaw("peer-1")
             await asyncio.sleep(IDLE_S / 4)
             assert not any(held_bytes(swarm))
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def test_sessions_outlast_a_long_prompt_and_a_long_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, extend = list[str](), StageGeneration.extend
+
+    async def scenario(swarm: Swarm) -> None:
+        def extends(
+            self: StageGeneration, session: Any, inputs: Array, position: int, **options: Any
+        ) -> Any:
+            if not position:
+                begun.append(inputs.dtype)
+            return extend(self, session, inputs, position, **options)
+
+        monkeypatch.setattr(StageGeneration, "extend", extends)
+        start(swarm)
+        await swarm.until_round(4)  # the last one
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            written = await write(text, PROMPT, 1)
+            monkeypatch.setattr(harness, "OTHER_S", 0.4 * IDLE_S)  # of three passes a stage
+            written = await write(text, [*written, *LONG_PROMPT, *PROMPT, *PROMPT], 1)
+            assert min(held_bytes(swarm)) > 0
+            swarm.kill(working(swarm, 1))
+            await write(text, written, 1)
+            assert begun == ["int32", "float32", "float32"]
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def test_a_text_has_its_time_from_when_it_begins(tmp_path: Path) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        await swarm.until_round(4)
+        async with Asker(swarm) as asker:
+            text = asker.text()
+            await asyncio.sleep(LONGEST_S)
+            written = await write(text, PROMPT, 2)
+            swarm.kill(working(swarm, 1))
+            assert len(await write(text, written[-1:], 2)) == 2
 
     in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
