@@ -9,6 +9,7 @@ text goes on with those of another round, and that is said."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -117,12 +118,14 @@ class RemoteText:
         self._is_open = False
         self._kept_at = 0.0
         self._told: set[str] = set()
-        self._until = asyncio.get_running_loop().time() + LONGEST_S
+        self._until = math.inf
 
     async def extend(self, tokens: Sequence[int], num_logits: int = 0) -> tuple[Array, ...]:
         """Takes the next tokens; returns the logits after the last one: float32 (1, V), or the
         largest `num_logits` of them and, int32, whose they are. Raises `UserError` where the run
         cannot say it."""
+        if not self._tokens:
+            self._until = asyncio.get_running_loop().time() + LONGEST_S
         self._tokens += tokens
         while True:
             try:
