@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from swarmnet.errors import Busy, NotReady, ProtocolViolation, Refused
@@ -54,6 +55,7 @@ class GenerateService:
         self._opening: dict[Key, object] = {}
         """The calls that open sessions; of those with one name the last, until the text ends."""
         self._turn = DeviceTurn()
+        self._going_first = asyncio.Lock()
         self._copying = asyncio.Lock()
         self._opened = asyncio.Event()
         transport.handle("generate", self.on_generate)
@@ -197,23 +199,30 @@ class GenerateService:
         """Runs work for a text when the device has nothing else to do, and as soon as texts have
         had less of its time than they may."""
         once = _Once[T](work)
-        loop = asyncio.get_running_loop()
-        wait_s = self._turn.wait_s(loop.time())
-        tries: list[asyncio.Future[tuple[T, float]]] = []
+        tries = [asyncio.ensure_future(self._first(replica, once))]
+        if self._going_first.locked() or self._turn.wait_s(asyncio.get_running_loop().time()):
+            tries.append(asyncio.ensure_future(self._timed(replica, once, LAST_TURN)))
         try:
-            if wait_s:
-                tries.append(asyncio.ensure_future(replica.device.timed(OTHER, once, LAST_TURN)))
-                await asyncio.wait(tries, timeout=wait_s)
-            if not any(t.done() for t in tries):
-                tries.append(asyncio.ensure_future(replica.device.timed(OTHER, once, FIRST_TURN)))
             done, _ = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
-            # Where both have had their turn, the later one has only found that all is done.
-            did = next((t for t in done if t.exception() is None), tries[0])
-            result, worked_s = did.result()
+            return (await asyncio.gather(*done))[0]  # where both are done, they say the same
         finally:
             for each in tries:
                 each.cancel()
-        self._turn.worked(worked_s, loop.time())
+
+    async def _first(self, replica: Replica, once: _Once[T]) -> T:
+        """Goes before training. One pass at a time does so, and the next one waits for what that
+        has cost: so the share is that of all texts."""
+        loop = asyncio.get_running_loop()
+        async with self._going_first:
+            wait_s = self._turn.wait_s(loop.time())
+            while wait_s:  # passes that found the device idle put it off
+                await asyncio.sleep(wait_s)
+                wait_s = self._turn.wait_s(loop.time())
+            return await self._timed(replica, once, FIRST_TURN)
+
+    async def _timed(self, replica: Replica, once: _Once[T], turn: int) -> T:
+        result, worked_s = await replica.device.timed(OTHER, once, turn)
+        self._turn.worked(worked_s, asyncio.get_running_loop().time())
         return result
 
     def _has_room(self, replica: Replica, num_bytes: float) -> bool:
@@ -256,9 +265,14 @@ class _Once(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
+        self._made = Future[T]()
 
     def __call__(self) -> T:
+        """What the work returns, or raises, each time."""
         work, self._work = self._work, None
-        if work is None:
-            raise NotReady("this is done already")
-        return work()
+        if work is not None:
+            try:
+                self._made.set_result(work())
+            except BaseException as e:
+                self._made.set_exception(e)
+        return self._made.result()

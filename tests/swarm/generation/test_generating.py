@@ -9,6 +9,7 @@ import random
 import struct
 import weakref
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -346,20 +347,25 @@ def test_one_machine_may_not_have_many_texts(tmp_path: Path) -> None:
 def test_training_goes_first_and_its_numbers_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three texts at a time for the whole run, with passes as long as those of microbatches: the
+    """A dozen texts at a time for the whole run, with passes as long as those of microbatches: the
     same parameters, hardly later."""
     monkeypatch.setattr(harness, "OTHER_S", harness.FORWARD_S)
     ends: list[float] = []
     parameters: list[dict[str, torch.Tensor]] = []
 
-    async def scenario(swarm: Swarm, with_texts: bool) -> None:
+    async def scenario(swarm: Swarm, num_texts: int) -> None:
         start(swarm, num_peers=2)
         await swarm.until_round(3)
         loop = asyncio.get_running_loop()
-        async with Asker(swarm) as asker:
+        async with AsyncExitStack() as stack:
+            askers = [
+                await stack.enter_async_context(Asker(swarm, f"asker {i}"))
+                for i in range(num_texts // MAX_SESSIONS_EACH)
+            ]
             writing = [
                 asyncio.ensure_future(write(asker.text(f"text {i}", 4000), PROMPT, 3000))
-                for i in range(3 * with_texts)
+                for asker in askers
+                for i in range(MAX_SESSIONS_EACH)
             ]
             begin = loop.time()
             await swarm.until_round(ROUNDS)
@@ -370,9 +376,9 @@ def test_training_goes_first_and_its_numbers_stay(
                 each.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
 
-    for with_texts in (False, True):
+    for num_texts in (0, 3 * MAX_SESSIONS_EACH):
         spec = spec_of(tmp_path)
-        in_virtual_time(lambda swarm, w=with_texts: scenario(swarm, w), spec)  # type: ignore[misc]
+        in_virtual_time(lambda swarm, n=num_texts: scenario(swarm, n), spec)  # type: ignore[misc]
     assert relative_difference(parameters[1], parameters[0]) < 1e-5
     assert ends[1] < 1.3 * ends[0]
 
