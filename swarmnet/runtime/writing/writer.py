@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -156,6 +157,7 @@ class Writer:
             f"text {next(self._names)}",
             pass_tokens=pass_tokens(pipeline.microbatch * self._spec.sequence_length),
             max_tokens=len(prompt) + sampling.max_new_tokens,
+            check=functools.partial(read_logits, vocabulary=vocabulary),
             tell=tell,
         )
         return Text(

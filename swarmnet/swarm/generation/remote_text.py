@@ -43,6 +43,7 @@ REFUSED_S = CONNECT_S
 """For an invite to become known to the peers that refuse."""
 
 Tell = Callable[[str], None]
+Check = Callable[[tuple[Array, ...]], object]
 
 
 class RoundLost(SwarmnetError):
@@ -96,6 +97,7 @@ class RemoteText:
         *,
         pass_tokens: int,
         max_tokens: int,
+        check: Check,
         tell: Tell,
     ) -> None:
         """
@@ -103,11 +105,14 @@ class RemoteText:
             name: of the session; no other open one of this peer may have it.
             pass_tokens: that a peer of the run takes at a time.
             max_tokens: of the text, with its prompt.
+            check: raises `ProtocolViolation` where these are no logits, as `extend` returns them:
+                another replica is asked then.
             tell: takes lines for people.
         """
         self.round = -1
         """Of the parameters that make the text."""
-        self._gossip, self._name, self._tell = gossip, name, tell
+        self._gossip, self._name = gossip, name
+        self._check, self._tell = check, tell
         self._pass_tokens, self._max_tokens = pass_tokens, max_tokens
         self._stages = [_Stage() for _ in range(num_stages)]
         self._asked: dict[tuple[int, str], None] = {}
@@ -207,6 +212,7 @@ class RemoteText:
                         mixes=mixes and not found.peers,
                     ),
                 )
+                said = convert(reply.body, GenerateReply)
             except SwarmnetError as e:
                 self._failed(peer_id, e)
                 self._end(k, peer_id)
@@ -216,7 +222,6 @@ class RemoteText:
                     found.offers.append(theirs)
                     found.is_full |= e.details.get("is_full") is True
                 continue
-            said = convert(reply.body, GenerateReply)
             if not said.is_copied and found.peers:  # it would be of no use
                 self._end(k, peer_id)
                 continue
@@ -279,9 +284,10 @@ class RemoteText:
         if not convert(reply.body, GenerateReply).is_copied:
             self._say(f"stage {k} keeps no copy of round {self.round}: this text mixes rounds")
             self._stages[k].is_copied = False
-        given, made = array.shape[:2], reply.arrays
-        is_last = k == len(self._stages) - 1
-        if not made or (not is_last and (len(made) > 1 or made[0].shape[:2] != given)):
+        made = reply.arrays
+        if k == len(self._stages) - 1:
+            self._check(made)
+        elif len(made) != 1 or made[0].shape[:2] != array.shape[:2]:
             raise ProtocolViolation("what a stage made is not of the tokens that it got")
         return made
 

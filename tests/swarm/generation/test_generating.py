@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import gc
+import math
 import random
 import struct
 import weakref
@@ -22,6 +24,7 @@ from swarmnet.errors import NotReady, UserError
 from swarmnet.protocol.generation import IDLE_S, LONGEST_S, MAX_SESSIONS_EACH, pass_tokens
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
+from swarmnet.runtime.writing.sampling import read_logits
 from swarmnet.simulation.device import InlineWorker
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText
@@ -77,9 +80,9 @@ class Asker:
             name,
             pass_tokens=pass_tokens(pipeline.microbatch * self.spec.sequence_length),
             max_tokens=max_tokens,
+            check=functools.partial(read_logits, vocabulary=256),
             tell=self.lines.append,
         )
-
 
     async def call(
         self, peer_id: str, request: GenerateRequest, *arrays: Array
@@ -168,9 +171,7 @@ def on_one_machine(
     return tokens[len(prompt) :]
 
 
-def spec_of(
-    folder: Path, mode: str = "zero", rounds: int = ROUNDS, codec: str = "none"
-) -> RunSpec:
+def spec_of(folder: Path, mode: str = "zero", rounds: int = ROUNDS, codec: str = "none") -> RunSpec:
     """The learning rate is such that the models of two rounds do not write the same. `codec`: of
     the boundary."""
     sync: dict[str, Any] = {"mode": mode}
@@ -614,3 +615,41 @@ def test_a_text_has_its_time_from_when_it_begins(tmp_path: Path) -> None:
             assert len(await write(text, written[-1:], 2)) == 2
 
     in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_another_replica_is_asked_where_one_answers_rubbish(
+    tmp_path: Path, is_opened: bool
+) -> None:
+    """Logits that are not finite, or no answer as it should be."""
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm)
+        await swarm.until_round(4)
+        async with Asker(swarm) as asker:
+            expected = await write(asker.text("before"), PROMPT, 4)
+            transport = swarm.members["peer-1"].peer.transport
+            handler, num_asked = swarm.members["peer-1"].peer.generation.on_generate, 0
+
+            async def answers(request: Request) -> Message:
+                nonlocal num_asked
+                num_asked += 1
+                answer = await handler(request)
+                if is_opened:
+                    return Message(answer.body, tuple(map(not_finite, answer.arrays)))
+                return Message({"round": "the last one"})
+
+            transport.handle("generate", answers)
+            for i in range(4):  # some ask this replica first, and some the other one
+                text = asker.text(f"{i}")
+                assert await write(text, PROMPT, 4) == expected
+                await text.close()
+            assert num_asked
+
+    in_virtual_time(scenario, spec_of(tmp_path, rounds=4))
+
+
+def not_finite(array: Array) -> Array:
+    if array.dtype != "float32":
+        return array
+    return Array("float32", array.shape, struct.pack("<f", math.nan) * math.prod(array.shape))
