@@ -48,7 +48,7 @@ from peer.options import (
     TextGroup,
     TransportOption,
 )
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.runtime.options import UsageError
 from swarmnet.version import __version__
 
@@ -592,7 +592,7 @@ def _guarded(work: Callable[[], None], debug: bool) -> None:
 
 def _describe(error: Exception, debug: bool) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, NotNow)):
         return text
     if not isinstance(error, SwarmnetError):
         text = f"{type(error).__name__}: {text}"

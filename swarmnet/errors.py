@@ -5,6 +5,7 @@
     │   ├── SpecError          run.toml is wrong
     │   ├── DataError          the training data cannot be read
     │   └── AddressError       an address is malformed, taken, or nobody answers on it
+    ├── NotNow                 nobody's mistake: what was asked for may be had later
     ├── TransportError         the link, not what was said over it
     │   ├── Unreachable        no address of the peer answers
     │   │   └── WrongProtocol  something answers there that opens no channels of ours
@@ -49,6 +50,11 @@ class DataError(UserError):
 
 class AddressError(UserError):
     """An address is malformed, taken, or nobody answers on it."""
+
+
+class NotNow(SwarmnetError):
+    """The run cannot do now what was asked for, and may be able to later; its text is one line for
+    people."""
 
 
 class TransportError(SwarmnetError):

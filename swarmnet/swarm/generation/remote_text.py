@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from swarmnet.errors import (
     Busy,
     NoRoute,
+    NotNow,
     NotReady,
     ProtocolViolation,
     Refused,
@@ -128,7 +129,7 @@ class RemoteText:
     async def extend(self, tokens: Sequence[int], num_logits: int = 0) -> tuple[Array, ...]:
         """Takes the next tokens; returns the logits after the last one: float32 (1, V), or the
         largest `num_logits` of them and, int32, whose they are. Raises `UserError` where the run
-        cannot say it."""
+        refuses it, `NotNow` where it cannot do it at present."""
         if not self._tokens:
             self._until = asyncio.get_running_loop().time() + LONGEST_S
         self._tokens += tokens
@@ -174,7 +175,8 @@ class RemoteText:
         self._kept_at = loop.time()
 
     def _give_up(self, found: Sequence[_Found], waited_s: float) -> None:
-        """Ends the sessions of a try that failed. Raises `UserError` where waiting is of no use."""
+        """Ends the sessions of a try that failed. Where waiting is of no use, raises `UserError` if
+        the replicas refuse, else `NotNow`."""
         for k, f in enumerate(found):
             for peer_id in f.peers:
                 self._end(k, peer_id)
@@ -184,7 +186,7 @@ class RemoteText:
             if isinstance(f.error, Refused) and waited_s >= REFUSED_S:
                 raise UserError(f"stage {k} does not write: {f.error}")
             if waited_s >= PATIENCE_S:
-                raise UserError(f"stage {k} does not write now: {f.error}; try again")
+                raise NotNow(f"stage {k} does not write now: {f.error}; try again")
 
     def _newest(self) -> int:
         """The newest round that every stage has, or will have."""
@@ -260,14 +262,14 @@ class RemoteText:
         for _ in range(MAX_TRIES):
             try:
                 return await self._pass(k, stage.peers[0], self._done, array, num_logits)
-            except UserError:
+            except NotNow:
                 raise
             except SwarmnetError as e:
                 why = e
                 self._failed(stage.peers[0], e)
                 self._end(k, stage.peers.pop(0))
                 await self._replace(k, e)
-        raise UserError(f"stage {k} does not write: {why}")
+        raise NotNow(f"stage {k} does not write now: {why}; try again")
 
     async def _pass(
         self, k: int, peer_id: str, position: int, array: Array, num_logits: int
@@ -293,7 +295,7 @@ class RemoteText:
 
     async def _replace(self, k: int, why: SwarmnetError) -> None:
         """Gives another replica of a stage what the one that failed has been given. Raises
-        `RoundLost` where none has the round, `UserError` where time is over."""
+        `RoundLost` where none has the round, `NotNow` where time is over."""
         stage = self._stages[k]
         loop = asyncio.get_running_loop()
         until = loop.time() + ONE_ROUND_S
@@ -312,7 +314,7 @@ class RemoteText:
                     stop = min(start + self._pass_tokens, self._done)
                     await self._pass(k, stage.peers[0], start, stage.part(start, stop), 1)
                 return
-            except UserError:
+            except NotNow:
                 raise
             except SwarmnetError as e:
                 why = e
@@ -355,7 +357,7 @@ class RemoteText:
 
     def _check_time(self, why: SwarmnetError) -> None:
         if asyncio.get_running_loop().time() >= self._until:
-            raise UserError(f"the text was not done in {LONGEST_S:.0f} s: {why}")
+            raise NotNow(f"the text was not done in {LONGEST_S:.0f} s: {why}")
 
     def _say(self, line: str) -> None:
         if line not in self._told:

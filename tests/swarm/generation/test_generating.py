@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peer.commands.export import Wanted, export_checkpoints
-from swarmnet.errors import NotReady, UserError
+from swarmnet.errors import NotNow, NotReady
 from swarmnet.protocol.generation import IDLE_S, LONGEST_S, MAX_SESSIONS_EACH, pass_tokens
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
@@ -337,7 +337,7 @@ def test_one_machine_may_not_have_many_texts(tmp_path: Path) -> None:
             texts = [asker.text(f"text {i}") for i in range(MAX_SESSIONS_EACH + 1)]
             for text in texts[:-1]:
                 await write(text, PROMPT, 1)
-            with pytest.raises(UserError, match="too many texts"):
+            with pytest.raises(NotNow, match="too many texts"):
                 await write(texts[-1], PROMPT, 1)
             await texts[0].close()
             assert await write(texts[-1], PROMPT, 1)
