@@ -18,7 +18,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.training.end_tokens import GENERATION_FILE, end_tokens, json_table
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""At the end of what is decoded: some bytes of the last character are to come."""
+"""At the end of what is decoded, one or more: some bytes of the last character are to come."""
 MAX_STOPS, MAX_STOP_CHARS = 8, 256
 
 
@@ -94,8 +94,7 @@ class Text:
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         end = min(found, default=len(text))
         if not found and not is_last:
-            if text.endswith(UNFINISHED):
-                end -= 1
+            end = len(text.rstrip(UNFINISHED))
             end -= max((_begun(text[:end], stop) for stop in self._stops), default=0)
         piece, self._shown = text[self._shown : end], max(self._shown, end)
         return piece, bool(found)

@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from peer.commands.openai_api import api_app
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.runtime.text_codec import ByteCodec
+from swarmnet.runtime.text_codec import ByteCodec, FileCodec, TextCodec
 from swarmnet.runtime.writing.chat import chat_prompt
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.runtime.writing.writer import Text, Writer
@@ -187,9 +188,15 @@ class Scripted:
         self.closed = True
 
 
-def pieces_of(text: str, stops: tuple[str, ...] = (), length: int = 100) -> tuple[list[str], str]:
-    remote: Any = Scripted([*text.encode(), 0])
-    written = Text([1], remote, ByteCodec(), [0], Sampling(max_new_tokens=length),
+def pieces_of(
+    text: str | bytes,
+    stops: tuple[str, ...] = (),
+    length: int = 100,
+    codec: TextCodec | None = None,
+) -> tuple[list[str], str]:
+    """`codec`: of tokens that are bytes."""
+    remote: Any = Scripted([*(text.encode() if isinstance(text, str) else text), 0])
+    written = Text([1], remote, codec or ByteCodec(), [0], Sampling(max_new_tokens=length),
                    vocabulary=256, stops=stops)  # fmt: skip
 
     async def gather() -> list[str]:
@@ -207,6 +214,29 @@ def test_pieces_are_whole_characters_and_together_the_text() -> None:
     assert len(pieces) == 7
     assert reason == "stop"
     assert pieces_of("abcdef", length=3) == (["a", "b", "c"], "length")
+
+
+def bytes_of_llama_2() -> FileCodec:
+    """Tokens that are bytes, decoded as by Llama 2's tokenizer: each byte of a character that is
+    not whole is a replacement character."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    return FileCodec(tokenizer.to_str().encode())
+
+
+def test_no_byte_of_a_character_is_shown_before_the_last_one() -> None:
+    codec = bytes_of_llama_2()
+    assert codec.decode(list("é€".encode()[:4])) == "\N{REPLACEMENT CHARACTER}" * 4
+    pieces, _ = pieces_of("né € \N{GRINNING FACE}€.", codec=codec)
+    assert pieces == ["n", "é", " ", "€", " ", "\N{GRINNING FACE}", "€", "."]
+    broken, reason = pieces_of("né €".encode()[:-1], codec=codec)
+    assert "".join(broken).startswith("né")
+    assert broken[-1].endswith("\N{REPLACEMENT CHARACTER}")  # nothing is to come any more
+    assert reason == "stop"
 
 
 def test_a_stop_and_its_beginning_are_not_given() -> None:
