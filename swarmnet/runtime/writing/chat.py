@@ -1,7 +1,8 @@
 """A conversation as a prompt, by the chat template that a model's files have.
 
-A template is a program in a language of its own, from whoever made the model. It is run by jinja2's
-immutable sandbox, as `transformers` does it, with the same names."""
+A template is a program in a language of its own, from whoever made the model. It is run with the
+names that it finds in `transformers`, in the sandbox of the training data's templates, which ends
+what takes too long or makes too much."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarmnet.errors import UserError
+from swarmnet.training.data.chat_sandbox import Meter, open_sandbox
 from swarmnet.training.end_tokens import TOKENIZER_CONFIG_FILE, json_table
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -44,25 +46,27 @@ def chat_prompt(files: Mapping[str, bytes], messages: Sequence[Message]) -> str:
     except ImportError:
         raise UserError("--chat needs jinja2: pip install 'swarmnet[models]'") from None
     try:
-        text = _environment().from_string(template).render(
+        environment, meter = _sandbox()
+        program = environment.from_string(template)
+        meter.begin()
+        text: str = program.render(
             messages=[dict(m) for m in messages],
             add_generation_prompt=True,
             **_special_tokens(files),
         )  # fmt: skip
     except TemplateError as e:
         raise UserError(f"the model's chat template does not take this: {_line(e)}") from None
-    except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError) as e:
+    except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as e:
         raise UserError(f"the model's chat template cannot be used: {_line(e)}") from None
     if len(text) > MAX_PROMPT_CHARS:
         raise UserError("the model's chat template makes too long a prompt of this")
     return text
 
 
-def _environment() -> Any:
+def _sandbox() -> tuple[Any, Meter]:
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.ext import Extension
 
     class Generation(Extension):
         """`{% generation %}`: marks what an assistant says; here it is nothing but its content."""
@@ -80,13 +84,11 @@ def _environment() -> Any:
     def tojson(value: Any, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=False, **options)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    return open_sandbox(
+        [Generation, "jinja2.ext.loopcontrols"],
+        {"tojson": tojson},
+        {"raise_exception": raise_exception, "strftime_now": time.strftime},
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = time.strftime
-    return environment
 
 
 def _special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:

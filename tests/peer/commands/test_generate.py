@@ -42,6 +42,7 @@ from swarmnet.runtime.writing.chat import chat_prompt
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.runtime.writing.writer import Text, Writer
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.training.data import chat_sandbox
 from swarmnet.wire import Array
 from tests.swarm.harness import OpenSigner, Swarm, tiny_spec
 
@@ -273,6 +274,22 @@ def test_a_template_makes_the_prompt_and_can_do_no_harm() -> None:
             chat_prompt({"chat_template.jinja": template.encode()}, said)
     with pytest.raises(UserError, match="no chat template"):
         chat_prompt({}, said)
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 s"),
+        ("{{ 'a'|center(10000000000) }}", "too much"),
+        ("{{ messages[0]|tojson(indent=10000000000) }}", "too much"),
+    ],
+)
+def test_a_template_that_would_never_end_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, template: str, line: str
+) -> None:
+    monkeypatch.setattr(chat_sandbox, "LONGEST_S", 0.3)
+    with pytest.raises(UserError, match=line):
+        chat_prompt({"chat_template.jinja": template.encode()}, [{"role": "user", "content": "a"}])
 
 
 # ---- a whole swarm --------------------------------------------------------------------------
