@@ -138,13 +138,12 @@ async def _next_line() -> str:
 
 async def _serve(writer: Writer, sampling: Sampling, name: str, port: int) -> None:
     """Until it is stopped."""
-    from peer.commands.openai_api import api_app
-    from peer.observe.dashboard.server import listen, serving
+    from peer.commands.openai_api import open_api
+    from peer.observe.dashboard.server import listen
 
     listener = listen(LOOPBACK, port)
     async with AsyncExitStack() as stack:
-        app = api_app(writer, sampling, name)
-        address = await stack.enter_async_context(serving(app, listener))
+        address = await open_api(stack, writer, sampling, name, listener)
         _put(f"the run's model answers at {address}v1 (any key); Ctrl-C ends it\n")
         await asyncio.get_running_loop().create_future()
 

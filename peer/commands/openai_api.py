@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from peer.observe.dashboard.app import LOCAL_NAMES
-from swarmnet.errors import Busy, SwarmnetError, UserError
+from peer.observe.dashboard.server import serving
+from swarmnet.errors import Busy, NotNow, SwarmnetError, UserError
 from swarmnet.protocol.generation import MAX_SESSIONS_EACH
 from swarmnet.runtime.writing.chat import chat_prompt
 from swarmnet.runtime.writing.sampling import Sampling
@@ -33,7 +36,11 @@ MAX_BODY_BYTES = 1 << 20
 MAX_WAITING = 32
 """Requests, those that are being answered included."""
 MAX_MESSAGES = 1024
+GONE = 499
+"""Status of an answer that nobody waits for any more."""
 
+T = TypeVar("T")
+Answer = Callable[[Request, bytes], Awaitable[Response]]
 Stop = str | list[str] | None
 
 
@@ -130,16 +137,30 @@ COMPLETION = _Shape("text_completion", "text_completion", "cmpl", False)
 CHAT = _Shape("chat.completion", "chat.completion.chunk", "chatcmpl", True)
 
 
-def api_app(writer: Writer, sampling: Sampling, name: str) -> Starlette:
-    """The application. `sampling`: where a request says nothing. `name`: of the model."""
-    return _Api(writer, sampling, name).app()
+async def open_api(
+    stack: AsyncExitStack, writer: Writer, sampling: Sampling, name: str, listener: socket.socket
+) -> str:
+    """Serves the API until the stack ends; returns its address. The other arguments: of `Api`."""
+    api = Api(writer, sampling, name)
+    address = await stack.enter_async_context(serving(api.app(), listener))
+    stack.callback(api.close)  # before the server ends: it would cut texts off, with a traceback
+    return address
 
 
-class _Api:
+class Api:
+    """What answers programs. To be made on the event loop that serves it."""
+
     def __init__(self, writer: Writer, sampling: Sampling, name: str) -> None:
+        """`sampling`: where a request says nothing. `name`: of the model."""
         self._writer, self._sampling, self._name = writer, sampling, name
         self._turn = asyncio.Semaphore(MAX_SESSIONS_EACH)
         self._num_waiting = 0
+        self._closed = asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        """Ends the texts that are being written; those who wait for them are told. Idempotent."""
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     def app(self) -> Starlette:
         routes = [
@@ -154,25 +175,32 @@ class _Api:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "swarmnet"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _completion(self, body: bytes) -> Response:
+    async def _completion(self, request: Request, body: bytes) -> Response:
         asked = CompletionRequest.model_validate_json(body)
         prompt = asked.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            tokens = self._writer.codec.encode(prompt, adds_special=True)
+            encode = self._writer.codec.encode
+            tokens = await asyncio.to_thread(encode, prompt, adds_special=True)
         else:
             tokens = [t for t in prompt if isinstance(t, int) and t >= 0]
             if len(tokens) != len(prompt):
                 raise UserError("prompt: one text, or the tokens of one")
-        return await self._answer(asked, tokens, COMPLETION)
+        return await self._answer(request, asked, tokens, COMPLETION)
 
-    async def _chat(self, body: bytes) -> Response:
+    async def _chat(self, request: Request, body: bytes) -> Response:
         asked = ChatRequest.model_validate_json(body)
-        prompt = chat_prompt(self._writer.files, [m.said() for m in asked.messages])
-        return await self._answer(asked, self._writer.codec.encode(prompt), CHAT)
+        tokens = await asyncio.to_thread(self._tokens_of, [m.said() for m in asked.messages])
+        return await self._answer(request, asked, tokens, CHAT)
 
-    async def _answer(self, asked: _Options, prompt: list[int], shape: _Shape) -> Response:
+    def _tokens_of(self, messages: list[dict[str, str]]) -> list[int]:
+        """Beside the event loop: a template may take seconds, and so may a long text."""
+        return self._writer.codec.encode(chat_prompt(self._writer.files, messages))
+
+    async def _answer(
+        self, request: Request, asked: _Options, prompt: list[int], shape: _Shape
+    ) -> Response:
         sampling = asked.sampling(self._sampling)
         text = self._writer.text(prompt, sampling, stops=asked.stops)
         about = {
@@ -183,23 +211,37 @@ class _Api:
         if asked.stream:
             stream = self._stream(text, about, shape, asked.wants_usage)
             return StreamingResponse(stream, media_type="text/event-stream")
-        async with self._turn:
-            said = "".join([piece async for piece in text])
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            said = await _before(gone, ClientDisconnect(), self._whole(text))
+        finally:
+            gone.cancel()
         choice = shape.choice(said, text.finish_reason, is_piece=False)
         return JSONResponse(
             {**about, "object": shape.kind, "choices": [choice], "usage": _usage(text)}
         )
+
+    async def _whole(self, text: Text) -> str:
+        return "".join([piece async for piece in self._pieces(text)])
+
+    async def _pieces(self, text: Text) -> AsyncIterator[str]:
+        async with self._turn:
+            async for piece in text:
+                yield piece
+
+    async def _unless_closed(self, step: Coroutine[Any, Any, T]) -> T:
+        return await _before(self._closed, NotNow("this API is being closed; try again"), step)
 
     async def _stream(
         self, text: Text, about: dict[str, Any], shape: _Shape, wants_usage: bool
     ) -> AsyncIterator[bytes]:
         about = {**about, "object": shape.piece_kind}
         self._num_waiting += 1
+        pieces = self._pieces(text)
         try:
-            async with self._turn:
-                async for piece in text:
-                    choice = shape.choice(piece, None, is_piece=True)
-                    yield _event({**about, "choices": [choice]})
+            while (piece := await self._unless_closed(_next(pieces))) is not None:
+                choice = shape.choice(piece, None, is_piece=True)
+                yield _event({**about, "choices": [choice]})
         except SwarmnetError as e:
             yield _event(_error(e))
             return
@@ -211,9 +253,15 @@ class _Api:
             yield _event({**about, "choices": [], "usage": _usage(text)})
         yield b"data: [DONE]\n\n"
 
-    def _guarded(
-        self, answer: Callable[[bytes], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def read(request: Request) -> Response:
+            body = bytearray()
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    return JSONResponse(_said(f"more than {MAX_BODY_BYTES} bytes"), 413)
+            return await answer(request, bytes(body))
+
         async def guarded(request: Request) -> Response:
             kind = request.headers.get("content-type", "").partition(";")[0].strip()
             if kind != "application/json":
@@ -222,12 +270,9 @@ class _Api:
                 return JSONResponse(_said("too many requests wait here"), 429)
             self._num_waiting += 1
             try:
-                body = bytearray()
-                async for part in request.stream():
-                    body += part
-                    if len(body) > MAX_BODY_BYTES:
-                        return JSONResponse(_said(f"more than {MAX_BODY_BYTES} bytes"), 413)
-                return await answer(bytes(body))
+                return await self._unless_closed(read(request))
+            except ClientDisconnect:
+                return Response(status_code=GONE)
             except ValidationError as e:
                 first = e.errors()[0]
                 where = ".".join(str(part) for part in first["loc"][:4])
@@ -242,6 +287,30 @@ class _Api:
         return guarded
 
 
+async def _before(end: asyncio.Future[Any], error: Exception, step: Coroutine[Any, Any, T]) -> T:
+    """What comes of a step. Where `end` comes before it, the step is cancelled and the error is
+    raised."""
+    task = asyncio.ensure_future(step)
+    try:
+        await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise error
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def _next(pieces: AsyncIterator[str]) -> str | None:
+    """None at the end."""
+    return await anext(pieces, None)
+
+
+async def _gone(request: Request) -> None:
+    """Until the program that asked is gone. Its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def _usage(text: Text) -> dict[str, int]:
     prompt, new = text.num_prompt_tokens, text.num_new_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
@@ -252,8 +321,9 @@ def _event(values: dict[str, Any]) -> bytes:
 
 
 def _error(error: SwarmnetError) -> dict[str, Any]:
-    return _said(" ".join(str(error).split()) or type(error).__name__)
+    line = " ".join(str(error).split()) or type(error).__name__
+    return _said(line, "invalid_request_error" if isinstance(error, UserError) else "server_error")
 
 
-def _said(line: str) -> dict[str, Any]:
-    return {"error": {"message": line, "type": "invalid_request_error", "code": None}}
+def _said(line: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    return {"error": {"message": line, "type": kind, "code": None}}

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 from peer.cli import app, run_command
-from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.errors import NotNow, SwarmnetError, UserError
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.version import __version__
 
@@ -224,6 +224,7 @@ def test_wrong_use_is_one_line_and_an_exit_code(
     ("error", "message"),
     [
         (UserError("say it\notherwise"), "swarmnet: say it otherwise\n"),
+        (NotNow("busy; try again"), "swarmnet: busy; try again\n"),
         (SwarmnetError("lost"), "swarmnet: lost (--debug shows where)\n"),
         (ValueError("x"), "swarmnet: ValueError: x (--debug shows where)\n"),
     ],

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ from transformers import (
 
 from peer.cli import run_command
 from peer.commands.generate import converse
-from peer.commands.openai_api import api_app
-from swarmnet.errors import ProtocolViolation, UserError
+from peer.commands.openai_api import Api, open_api
+from peer.observe.dashboard.server import listen
+from peer.options import LOOPBACK
+from swarmnet.errors import Busy, NotNow, ProtocolViolation, UserError
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.text_codec import ByteCodec, FileCodec, TextCodec
@@ -292,6 +296,135 @@ def test_a_template_that_would_never_end_is_stopped(
         chat_prompt({"chat_template.jinja": template.encode()}, [{"role": "user", "content": "a"}])
 
 
+# ---- the API by itself ----------------------------------------------------------------------
+
+
+class Beside(ByteCodec):
+    """Knows on which threads it works."""
+
+    def __init__(self) -> None:
+        self.threads = set[int]()
+
+    def encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text, adds_special=adds_special)
+
+
+class Endless:
+    """A writer whose texts have one piece, and never end; or they fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.codec, self.files = Beside(), {"chat_template.jinja": TEMPLATE.encode()}
+        self.begun, self.ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
+        self.error = error
+
+    def text(self, prompt: list[int], sampling: Sampling, *, stops: list[str]) -> Endless:
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        self.begun.release()
+        try:
+            if self.error is not None:
+                raise self.error
+            yield "a"
+            await asyncio.Event().wait()
+        finally:
+            self.ended.release()
+
+
+def api_of(writer: Any) -> Api:
+    return Api(writer, Sampling(), "a run")
+
+
+def test_texts_end_with_the_api(caplog: pytest.LogCaptureFixture) -> None:
+    """Whole answers and streams, with an error that says so."""
+
+    async def main() -> None:
+        writer: Any = Endless()
+        async with asyncio.timeout(60), AsyncExitStack() as api:
+            listener = listen(LOOPBACK, 0)
+            address = await open_api(api, writer, Sampling(), "a run", listener)
+            body = {"prompt": "abc"}
+            async with (
+                httpx.AsyncClient(base_url=address, timeout=30) as program,
+                program.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+            ):
+                whole = asyncio.ensure_future(program.post("/v1/completions", json=body))
+                for _ in range(2):
+                    await writer.begun.acquire()
+                ending = asyncio.ensure_future(api.aclose())
+                said = [json.loads(line[6:]) async for line in answer.aiter_lines() if line]
+                assert "being closed" in said[-1]["error"]["message"]
+                assert (await whole).status_code == 503
+                await ending
+                for _ in range(2):
+                    await writer.ended.acquire()
+
+    asyncio.run(main())
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_whole_answer_ends_with_its_program() -> None:
+    async def main() -> None:
+        writer = Endless()
+        received, sent = asyncio.Queue[Any](), list[Any]()
+        received.put_nowait({"type": "http.request", "body": b'{"prompt": "abc"}'})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }
+        async with asyncio.timeout(60):
+            asking = asyncio.ensure_future(api_of(writer).app()(scope, received.get, send))
+            await writer.begun.acquire()
+            received.put_nowait({"type": "http.disconnect"})
+            await writer.ended.acquire()
+            await asking
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(NotNow("not now"), 503), (UserError("wrong"), 400), (Busy("full"), 429)]
+)
+def test_only_what_is_wrong_is_never_asked_again(error: Exception, status: int) -> None:
+    """Clients of the API try again after the other answers."""
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(api_of(Endless(error)).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as program:
+            answer = await program.post("/v1/completions", json={"prompt": "abc"})
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"] == str(error)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "abc"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+def test_prompts_are_made_beside_the_event_loop(path: str, body: dict[str, Any]) -> None:
+    async def main() -> None:
+        writer = Endless(UserError("wrong"))
+        transport = httpx.ASGITransport(api_of(writer).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as program:
+            await program.post(f"/v1/{path}", json=body)
+        assert writer.codec.threads
+        assert threading.get_ident() not in writer.codec.threads
+
+    asyncio.run(main())
+
+
 # ---- a whole swarm --------------------------------------------------------------------------
 
 
@@ -334,7 +467,7 @@ def in_real_time(scenario: Callable[[Talk], Coroutine[Any, Any, None]], folder: 
 
 def test_programs_ask_through_the_openai_client(tmp_path: Path) -> None:
     async def scenario(talk: Talk) -> None:
-        app = api_app(talk.writer, talk.writer.sampling, "a run")
+        app = Api(talk.writer, talk.writer.sampling, "a run").app()
         async with openai.AsyncOpenAI(
             api_key="any",
             base_url="http://127.0.0.1/v1",
@@ -375,7 +508,7 @@ def test_programs_ask_through_the_openai_client(tmp_path: Path) -> None:
 
 def test_pages_elsewhere_cannot_ask(tmp_path: Path) -> None:
     async def scenario(talk: Talk) -> None:
-        app = api_app(talk.writer, talk.writer.sampling, "a run")
+        app = Api(talk.writer, talk.writer.sampling, "a run").app()
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             body = {"prompt": "abc", "max_tokens": 1}
