@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peer.commands.export import Wanted, export_checkpoints
-from swarmnet.errors import NotNow, NotReady
+from swarmnet.errors import NotNow, NotReady, RemoteError
 from swarmnet.protocol.generation import IDLE_S, LONGEST_S, MAX_SESSIONS_EACH, pass_tokens
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
@@ -663,3 +663,24 @@ def test_another_replica_is_asked_where_one_answers_rubbish(
 def rubbish(array: Array) -> Array:
     number = struct.pack("<f", math.nan) if array.dtype == "float32" else bytes(4)
     return Array(array.dtype, array.shape, number * math.prod(array.shape))
+
+
+def test_a_pass_that_fails_before_training_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it stands behind training too."""
+
+    def fails(self: StageGeneration, *args: Any, **options: Any) -> None:
+        raise RemoteError("the model is broken")
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, num_peers=2)
+        await swarm.until_round(3)
+        async with Asker(swarm) as asker:
+            await asker.call("peer-0", opening())
+            await asker.call("peer-0", GenerateRequest(0, "text"), tokens_of(PROMPT))
+            monkeypatch.setattr(StageGeneration, "extend", fails)
+            with pytest.raises(RemoteError, match="the model is broken"):
+                await asker.call("peer-0", GenerateRequest(0, "text", len(PROMPT)), tokens_of([97]))
+
+    in_virtual_time(scenario, spec_of(tmp_path, global_batch=BUSY_BATCH))
