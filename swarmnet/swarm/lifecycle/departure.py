@@ -66,7 +66,8 @@ class Departure:
     ) -> bool:
         """Leaving, until nothing is left that only this replica has; False where it stays after
         all. `alone`: may leave the stage without a replica. What the round has learned here goes to
-        another replica, as soon as all of it counts: `on_giving` is called before."""
+        another replica, as soon as all of it counts and what the round before has learned is with
+        the owners: `on_giving` is called before."""
         loop = asyncio.get_running_loop()
         give_at, ask_at = loop.time(), loop.time() + CONNECT_S
         self._gossip.update(state=LEAVING, urgent=True)
@@ -81,9 +82,11 @@ class Departure:
             is_still = not self._steps.num_in_flight and not self._rounds.is_settling
             if loop.time() >= give_at and is_still and self._handover.may_give():
                 on_giving()
-                if not await self._handover.give():
-                    give_at = loop.time() + LOOK_LESS_S
-                continue
+                # What coding loses of the round before goes with this one: that comes first.
+                if not self._rounds.updates.is_owing:
+                    if not await self._handover.give():
+                        give_at = loop.time() + LOOK_LESS_S
+                    continue
             await self._gossip.changed.wait(LOOK_AGAIN_S)
             if self._gossip.own.state != LEAVING:
                 return False
