@@ -31,8 +31,8 @@ class TorchShardCodec:
     """Implements `swarm.ports.ShardCodec` for one replica's stage.
 
     The error of contributions is held in bfloat16, 2 bytes a parameter: what that rounds away is
-    2^-9 of what coding has lost. It is for the next contribution in the same codec. So what `topk`
-    has left out of many changes does not come back at once with a short one.
+    at most 2^-8 of what coding has lost. It is for the next contribution in the same codec. So what
+    `topk` has left out of many changes does not come back at once with a short one.
     """
 
     def __init__(self, names: UpdateCodec, shard_sizes: Sequence[int]) -> None:
@@ -49,16 +49,14 @@ class TorchShardCodec:
         name = self.names.of_contribution(is_short=is_short)
         if name == NONE:
             return gradient
-        error, values = self._errors.pop(shard_index, None), to_tensor(gradient)
+        error, values = self._errors.get(shard_index), to_tensor(gradient)
         if error is not None and error[0] == name:
             values = torch.add(values, error[1], alpha=ERROR_DECAY.get(name, 1.0))
         if not keeps_error:
-            if error is not None:
-                self._errors[shard_index] = error
             return from_tensor(encode_shard(name, values))
         coded, sent = round_trip(name, values)
         lost = values - sent
-        if is_finite(lost):  # else one bad gradient would spoil all that come after it
+        if is_finite(lost):  # a bad gradient never counts, and would spoil all that come after it
             self._errors[shard_index] = name, lost.to(torch.bfloat16)
         return from_tensor(coded)
 
