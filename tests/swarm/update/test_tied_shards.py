@@ -130,7 +130,8 @@ def test_coded_updates_keep_it_tied(tmp_path: Path) -> None:
     in_virtual_time(scenario, tied_spec(tmp_path, 2, {"codec": "int8"}))
 
 
-def test_delayed_updates_keep_it_tied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_delayed_updates_keep_it_tied(tmp_path: Path, codec: str) -> None:
     async def scenario(swarm: Swarm) -> None:
         swarm.start_grid(2, 2)
         await swarm.until_round(ROUNDS)
@@ -138,7 +139,7 @@ def test_delayed_updates_keep_it_tied(tmp_path: Path) -> None:
         assert torch.equal(found[HEAD], found[EMBEDDING])
         assert not torch.equal(found[EMBEDDING], initial(swarm.spec)[EMBEDDING])
 
-    in_virtual_time(scenario, tied_spec(tmp_path, 2, {"mode": "delayed"}))
+    in_virtual_time(scenario, tied_spec(tmp_path, 2, {"mode": "delayed", "codec": codec}))
 
 
 def test_shards_of_both_stages_are_the_same_elements(tmp_path: Path) -> None:
