@@ -26,10 +26,13 @@ class TopK(Codec):
     """The `KEPT` numbers of a chunk that have the largest magnitudes; all others become zero.
 
     A number that is kept has one of four values, + or - one of two levels: the mean magnitude of
-    those above the mean of all kept, and of the others. Let x be a chunk: the error e of the whole
-    chunk has |e|^2 <= |x|^2 (1 - KEPT / CHUNK (1 - v)), where v is the part of the kept numbers'
-    squares that the levels do not explain, and v < 1: a contraction, as error feedback wants. Where
-    there are fewer than `KEPT` numbers in a chunk, zeros are kept too.
+    those above the mean of all kept, and of the others. Let x be a chunk, k the numbers of it that
+    are kept, and v the part of |k|^2 that the two means do not explain. A level is within 2^-8 of
+    its mean, which adds at most 2^-16 (1 - v) |k|^2 to the squared error. So the error e of the
+    whole chunk has |e|^2 <= |x|^2 - c |k|^2 <= |x|^2 (1 - c KEPT / CHUNK), with
+    c = (1 - 2^-16) (1 - v), but for what fp32 rounds in the means (and levels below 2^-126, which
+    are within 2^-134). As v < 1, that is a contraction, as error feedback wants. Where there are
+    fewer than `KEPT` numbers in a chunk, zeros are kept too.
 
     Places are a bit for each number of the chunk. With every other number kept that is a sixth of
     what places of 12 bits would take.

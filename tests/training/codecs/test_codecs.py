@@ -169,6 +169,37 @@ def test_topk_keeps_the_largest() -> None:
     assert (decoded - values).norm() < 0.45 * values.norm()
 
 
+@st.composite
+def chunks_of_numbers(draw: st.DrawFn) -> Tensor:
+    """Of any size, from numbers that are all alike to some that are far larger than others."""
+    n, spread = draw(st.integers(1, 2 * CHUNK)), draw(st.floats(0.0, 4.0))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    sizes = (spread * torch.randn(1, n, generator=rng)).exp() * 2.0 ** draw(st.integers(-90, 30))
+    zeros = torch.rand(1, n, generator=rng) < draw(st.sampled_from((0.0, 0.7, 1.0)))
+    values = torch.where(zeros, 0.0, sizes * torch.randn(1, n, generator=rng).sign())
+    return in_blocks(values, CHUNK).squeeze(0)
+
+
+@given(chunks_of_numbers())
+def test_topk_is_a_contraction(values: Tensor) -> None:
+    """Its error keeps to the bound of its docstring."""
+    decoded = there_and_back(TOPK, values).double()
+    for x, sent in zip(values.double(), decoded, strict=True):
+        kept = x.abs().topk(KEPT).values.square().sum()
+        explained = sum(
+            float(x[sent.abs() == level].abs().mean() ** 2 * (sent.abs() == level).sum())
+            for level in sent.abs().unique()
+            if level > 0
+        )
+        error, square = (x - sent).square().sum(), x.square().sum()
+        slack = 1e-7 * square  # what fp32 rounds
+        assert error <= square - (1 - 2.0**-16) * explained + slack
+        if square > 0:
+            part = (1 - 2.0**-16) * explained / kept
+            assert part > 0
+            assert error <= square * (1 - part * KEPT / CHUNK) + slack
+
+
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
 def test_a_chunk_that_keeps_another_number_is_refused(byte: int) -> None:
     codec = codec_of(TOPK)
@@ -260,7 +291,7 @@ def test_a_code_that_no_number_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TILE_ERRORS)
-def test_errors_of_tiles_have_mean_zero_whatever_is_coded(name: str) -> None:
+def test_errors_of_tiles_have_mean_zero_over_scales(name: str) -> None:
     """A quarter of a step, which a fixed grid would always round to the same code."""
     largest = 2.0 ** torch.linspace(0, 8, 4000)[:, None]
     step = largest / Tiles(name).reach
@@ -281,12 +312,22 @@ def test_a_tile_of_zeros_comes_back(name: str) -> None:
     assert not decoded[:, 2 * TILE :].any()
 
 
-@settings(max_examples=200)
-@given(st.sampled_from(CODED), st.binary(min_size=2 * 78, max_size=2 * 78))
-def test_whatever_is_taken_decodes_to_finite_numbers(name: str, noise: bytes) -> None:
-    codec = codec_of(name)
+def noisy_rows(name: str, noise: bytes) -> Tensor:
+    """Two rows of 64 numbers. Of `topk` the levels and codes: places at random are none at all."""
     size = row_bytes(name, 64)
-    coded = torch.frombuffer(bytearray(noise[: 2 * size]), dtype=torch.uint8).view(2, size)
+    data = torch.frombuffer(bytearray(noise), dtype=torch.uint8)
+    if name != TOPK:
+        return data[: 2 * size].view(2, size)
+    rows, coded = data.view(2, -1), codec_of(TOPK).encode(torch.ones(2, 64))
+    coded[:, :4] = rows[:, :4]
+    coded[:, 4 - rows.shape[1] :] = rows[:, 4:]
+    return coded
+
+
+@settings(max_examples=200)
+@given(st.sampled_from((*CODED, TOPK)), st.binary(min_size=2 * 78, max_size=2 * 78))
+def test_whatever_is_taken_decodes_to_finite_numbers(name: str, noise: bytes) -> None:
+    codec, coded = codec_of(name), noisy_rows(name, noise)
     try:
         codec.check("rows", coded, 64)
     except ProtocolViolation:
