@@ -6,11 +6,12 @@ The Hadamard matrix H, of +1 and -1, spreads each number over the whole tile. H 
 the same matrix takes it back.
 
 The grid of a tile is shifted by a part of a step that differs from number to number, and the
-decoded number is shifted back (subtractive dither, Roberts 1962; Schuchman 1964). Then errors have
-mean zero whatever is coded. They do not add up over tokens and stages, and no grid is the same at
-the next boundary, where it would swallow what a layer in between adds
-(docs/decisions/0011-activations-get-the-bits.md). The shifts follow from the scale, which both
-sides know: equal numbers have equal bytes.
+decoded number is shifted back (subtractive dither, Roberts 1962; Schuchman 1964). The shifts follow
+from the scale's first byte, which both sides know, and the place: equal numbers have equal bytes.
+So where number, scale and place are the same, the error is too. Over the scales of many tiles its
+mean is about zero, whatever is coded. And the grid is mostly another one at the next boundary,
+where the same one would swallow what a layer in between adds
+(docs/decisions/0011-activations-get-the-bits.md).
 
 Both ways all sums are of multiples of one number that fp32 (and TF32) has exactly, in any order. So
 every machine gets the same bits from a matrix product.
