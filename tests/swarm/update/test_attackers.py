@@ -100,12 +100,12 @@ def chain(num_bytes: int) -> bytes:
     return bytes(ord("a") + x for x in letters)
 
 
-def small(folder: Path, rule: str, mode: str = "zero") -> RunSpec:
+def small(folder: Path, rule: str, mode: str = "zero", codec: str = "none") -> RunSpec:
     spec = tiny_spec(folder, num_stages=1, rounds=ROUNDS)
     (folder / "text.txt").write_bytes(chain(20_000))
     values = spec.model_dump()
     values["sync"] |= {"aggregation": rule, "shard_parameters": 8192, "mode": mode}
-    values["sync"] |= {"local_steps": 4}
+    values["sync"] |= {"local_steps": 4, "codec": codec}
     values["data"] |= {"paths": ["text.txt"], "held_out_microbatches": 16}
     values["model"]["num_hidden_layers"] = 1
     values["pipeline"]["global_batch"] = 32
@@ -113,9 +113,11 @@ def small(folder: Path, rule: str, mode: str = "zero") -> RunSpec:
     return RunSpec.model_validate(values)
 
 
-def final_loss(folder: Path, rule: str, attack: str, mode: str = "zero") -> tuple[float, int]:
+def final_loss(
+    folder: Path, rule: str, attack: str, mode: str = "zero", codec: str = "none"
+) -> tuple[float, int]:
     """On held-out data; and how many contributions were clipped."""
-    spec = small(folder, rule, mode)
+    spec = small(folder, rule, mode, codec)
     found: list[float] = []
     clipped: list[int] = []
 
@@ -166,8 +168,8 @@ def pushing(push: Push) -> Callable[..., Any]:
 
 
 @functools.cache
-def honest_loss(folder: Path, mode: str = "zero") -> float:
-    return final_loss(folder, "mean", "", mode)[0]
+def honest_loss(folder: Path, mode: str = "zero", codec: str = "none") -> float:
+    return final_loss(folder, "mean", "", mode, codec)[0]
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +183,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "attack",
-    ["stale", *(pytest.param(a, marks=pytest.mark.long) for a in ("scaled", "flipped", "noisy"))],
+    ("attack", "codec"),
+    [
+        ("stale", "none"),
+        *(pytest.param(a, "none", marks=pytest.mark.long) for a in ("scaled", "flipped", "noisy")),
+        pytest.param("flipped", "int8", marks=pytest.mark.long),
+    ],
 )
-def test_the_mean_breaks_and_the_default_does_not(folder: Path, attack: str) -> None:
-    honest = honest_loss(folder)
-    defended, clipped = final_loss(folder, "median_clip", attack)
-    broken, _ = final_loss(folder, "mean", attack)
-    print(f"{attack}: honest {honest:.3f}, mean {broken:.3f}, median_clip {defended:.3f}")
+def test_the_mean_breaks_and_the_default_does_not(folder: Path, attack: str, codec: str) -> None:
+    """With a codec too: norms are of what contributions decode to."""
+    honest = honest_loss(folder, codec=codec)
+    defended, clipped = final_loss(folder, "median_clip", attack, codec=codec)
+    broken, _ = final_loss(folder, "mean", attack, codec=codec)
+    print(f"{attack}, {codec}: honest {honest:.3f}, mean {broken:.3f}, median_clip {defended:.3f}")
     assert clipped > 0
     assert defended < honest * (1 + TOLERANCE)
     assert broken > honest * (1 + BROKEN)
