@@ -21,8 +21,8 @@ SERVICE_S = 4.0
 MICROBATCHES_PER_REPLICA = 200
 STAGE_PARAMETERS = 50_000_000
 STAGE_SHARDS = 64
-SEQUENCE_NUMBERS = 1 << 20
-"""Of an activation: 1,024 tokens of width 1,024."""
+SEQUENCE_TOKENS, WIDTH = 1024, 1024
+"""Of an activation."""
 CHECK_S = 10.0
 """`Scenario.check_s` of `large_swarm`."""
 CHAOS_FROM_S, REPLACED_AFTER_S = 20.0, 2.0
@@ -318,7 +318,8 @@ def large_swarm(
         sizes=Sizes(
             num_shards=STAGE_SHARDS,
             shard_parameters=STAGE_PARAMETERS // STAGE_SHARDS,
-            activation_numbers=sequences * SEQUENCE_NUMBERS,
+            activation_numbers=sequences * SEQUENCE_TOKENS * WIDTH,
+            width=WIDTH,
             codec=codec,
             update_codec=update_codec,
         ),

@@ -70,11 +70,17 @@ class Sizes:
     """fp32 numbers a shard."""
     activation_numbers: int = 4096
     """Numbers a microbatch between two stages."""
+    width: int = 128
+    """Of a token: so many of these numbers are coded as a row."""
     codec: str = NONE
     """`[pipeline] codec` of these numbers."""
     update_codec: str = NONE
     """`[sync] codec` of the shards."""
     tokens_per_microbatch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.activation_numbers % self.width:
+            raise ValueError(f"{self.activation_numbers} numbers are not rows of {self.width}")
 
     @property
     def boundary(self) -> BoundaryCodec:
@@ -82,14 +88,23 @@ class Sizes:
         return boundary_codec(self.codec)
 
     @property
+    def num_rows(self) -> int:
+        """Of a microbatch between two stages."""
+        return self.activation_numbers // self.width
+
+    @property
     def activation_bytes(self) -> int:
         """Of the activation of a microbatch on the wire."""
-        return row_bytes(self.boundary.activations, self.activation_numbers)
+        return self.num_rows * row_bytes(self.boundary.activations, self.width)
 
     @property
     def gradient_bytes(self) -> int:
         """Of its gradient, on the way back."""
-        return row_bytes(self.boundary.gradients, self.activation_numbers)
+        return self.num_rows * row_bytes(self.boundary.gradients, self.width)
+
+    def crossing_form(self, codec: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of what crosses a boundary in this codec."""
+        return coded_form(codec, (self.num_rows, self.width), 1)
 
 
 class Gradient(bytes):
@@ -131,8 +146,7 @@ def gradient(key: StepKey, sizes: Sizes) -> Array:
 
 
 def _crossing(key: StepKey, codec: str, sizes: Sizes) -> Array:
-    dtype, shape = coded_form(codec, (sizes.activation_numbers,), 0)
-    return Array(dtype, shape, _KEY.pack(*key))
+    return Array(*sizes.crossing_form(codec), _KEY.pack(*key))
 
 
 @dataclass(slots=True)
@@ -193,7 +207,7 @@ class SyntheticStage:
             raise ProtocolViolation("not an activation of a synthetic stage")
 
     def check_gradient(self, grad_outputs: Array) -> None:
-        form = coded_form(self._sizes.boundary.gradients, (self._sizes.activation_numbers,), 0)
+        form = self._sizes.crossing_form(self._sizes.boundary.gradients)
         if (grad_outputs.dtype, grad_outputs.shape) != form:
             raise ProtocolViolation("not a gradient of a synthetic stage")
 

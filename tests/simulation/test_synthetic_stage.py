@@ -107,20 +107,25 @@ def test_what_it_hears_of() -> None:
     assert heard == ["forward", "backward", "retract"]
 
 
+@pytest.mark.parametrize("width", [128, 100])
 @pytest.mark.parametrize("codec", BOUNDARY_CODECS)
-def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str) -> None:
-    """A torch stage of the same width gives arrays of the same size."""
-    sizes = Sizes(activation_numbers=3 * 128, codec=codec)
+def test_what_crosses_a_boundary_claims_the_bytes_of_the_wire(codec: str, width: int) -> None:
+    """A torch stage of the same width gives arrays of the same size: each token is a row."""
+    sizes = Sizes(activation_numbers=3 * width, width=width, codec=codec)
     s = SyntheticStage(1, 3, sizes, ignore)
     names = boundary_codec(codec)
-    values, key = torch.ones(3, 128), (0, 1)
+    values, key = torch.ones(3, width), (0, 1)
     sent = s.forward_pass(key, activation(key, sizes))()
     assert sent.num_bytes == codec_of(names.activations).encode(values).nbytes
+    assert sent.num_bytes == sizes.activation_bytes
     back = gradient(key, sizes)
     s.check_gradient(back)
     assert back.num_bytes == codec_of(names.gradients).encode(values).nbytes
+    assert back.num_bytes == sizes.gradient_bytes
     with pytest.raises(ProtocolViolation):
-        s.check_gradient(gradient(key, Sizes(activation_numbers=128, codec=codec)))
+        s.check_gradient(gradient(key, Sizes(activation_numbers=width, width=width, codec=codec)))
+    with pytest.raises(ValueError, match="not rows of"):
+        Sizes(activation_numbers=3 * width + 1, width=width)
 
 
 @pytest.mark.parametrize("codec", UPDATE_CODECS)

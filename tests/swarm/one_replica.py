@@ -31,7 +31,7 @@ from tests.swarm.harness import OpenSigner
 
 RUN = "r" * 32
 SLOW_BYTES_PER_S = 250_000.0
-SIZES = Sizes(num_shards=1, activation_numbers=250_000)
+SIZES = Sizes(num_shards=1, activation_numbers=250_000, width=250)
 """A megabyte: four seconds of the slow uplink."""
 WORK_S = 3.0
 """Of the replica's device, for a microbatch."""
