@@ -246,10 +246,11 @@ def test_other_modes_and_codecs_hold_what_the_plan_says(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path, codec: str) -> None:
     """In mode `delayed`, while a round goes on and a gradient waits for its exchange; afterwards
     there is no more than that."""
-    spec = large(tmp_path, "fp32", "delayed")
+    spec = large(tmp_path, "fp32", "delayed", codec)
     (row,) = plan_memory(spec, num_replicas=NUM_REPLICAS, in_flight=0)
 
     async def scenario(swarm: Swarm) -> None:
@@ -273,7 +274,9 @@ def test_an_update_that_is_under_way_takes_what_the_plan_says(tmp_path: Path) ->
             if num_owing() == NUM_REPLICAS and swarm.rounds() == [4] * NUM_REPLICAS:
                 waiting.append(then)
             assert max(swarm.rounds()) <= 4, "the exchange took longer than the round"
-        print(f"delayed: plan {row.total:,.0f} bytes, {min(waiting):,.0f}, then {then:,.0f}")
+        print(
+            f"delayed, {codec}: plan {row.total:,.0f} bytes, {min(waiting):,.0f}, then {then:,.0f}"
+        )
         assert min(waiting) == pytest.approx(row.total, rel=0.05)
         assert then <= 1.05 * row.total
 
