@@ -644,4 +644,6 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of `swarmnet`."""
-    sys.exit(run_command(sys.argv[1:]))
+    from peer.ending import end_process
+
+    end_process(run_command(sys.argv[1:]))

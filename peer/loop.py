@@ -3,6 +3,10 @@
 The first SIGINT or SIGTERM cancels the coroutine, which then drains and hands over in a time
 that it bounds itself. The second cancels again: the cleanup is cut short. The third ends the
 process.
+
+A thread cannot be cancelled. What one still does when the coroutine has ended (it may tokenize
+gigabytes) is of no use to anybody, so neither the loop nor the process (`peer.ending`) waits for
+it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,12 +61,17 @@ async def _supervise(main: Coroutine[Any, Any, T], parent_pid: int | None) -> T 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             loop.add_signal_handler(number, stop)
+    threads = ThreadPoolExecutor(thread_name_prefix="beside")
+    loop.set_default_executor(threads)
     try:
         return await task
     except asyncio.CancelledError:
         if num_signals == 0:
             raise
         return Stopped()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        loop.set_default_executor(ThreadPoolExecutor(1))  # which the loop waits for when it closes
 
 
 def end_with_parent(parent_pid: int) -> None:
