@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -74,6 +74,8 @@ def cached(key: str, write: Callable[[Path], None]) -> Store:
             if (found := _load(folder)) is not None:
                 return found
             _remove_unused(root)
+            for left in root.glob(f".{key}.*"):  # by a process that was ended while it wrote
+                shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=root) as name:
                 write(Path(name))
                 shutil.rmtree(folder, ignore_errors=True)
@@ -124,8 +126,12 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _remove_unused(root: Path) -> None:
-    """Not what other processes are at work on: folders whose names begin with a dot."""
+    """Nor what processes that were ended had begun. What others are at work on is younger."""
     oldest = time.time() - UNUSED_DAYS * 86_400
+    for begun in root.glob(".*/"):
+        with suppress(OSError):
+            if begun.stat().st_mtime < oldest:
+                shutil.rmtree(begun, ignore_errors=True)
     for about in (*root.glob(f"[!.]*/{ABOUT}"), *root.glob(f"[!.]*/{SIZES}")):
         try:
             is_old = about.stat().st_mtime < oldest

@@ -201,3 +201,21 @@ def test_long_tokenizing_says_how_far_it_is(
         Tokenizing(source, ByteEncoder(), writer).run(find_files(source.paths, ()))
     writer.close()
     assert "tokenizing notes: file 1 of 1, 0 MB of text" in caplog.text
+
+
+def test_what_an_ended_process_had_begun_is_removed(
+    tmp_path: Path, root: Path, made: list[int]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    opened(str(tmp_path / "a.txt"))
+    (entry,) = (about.parent for about in root.glob(f"*/{ABOUT}"))
+    left, old, young = (root / f".{key}.x1" for key in (entry.name, "1" * 32, "2" * 32))
+    for folder in (left, old, young):
+        folder.mkdir()
+        (folder / TOKENS).write_text("half")
+    long_ago = time.time() - (UNUSED_DAYS + 1) * 86_400
+    os.utime(old, (long_ago, long_ago))
+    (entry / ABOUT).unlink()
+    opened(str(tmp_path / "a.txt"))
+    assert made == [1, 1]
+    assert sorted(p for p in root.iterdir() if p.is_dir()) == sorted([young, entry])
