@@ -69,7 +69,7 @@ def test_a_run_ends_with_a_summary_a_sample_and_nothing_left(
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [x["round"] for x in lines if x["event"] == "round"] == list(range(ROUNDS))
     assert observer.closed
-    assert list(temp_root.iterdir()) == []
+    assert list(temp_root.glob("swarmnet-*")) == []
 
 
 def test_a_peer_that_dies_is_reported_and_the_run_goes_on(
@@ -101,7 +101,7 @@ def test_when_every_peer_is_gone_the_run_is_a_failure_and_the_logs_stay(
     observer = FakeObserver(spec, last_round=1)
     with pytest.raises(SwarmnetError, match="every peer has ended; their logs are in"):
         run(tmp_path, "all-die", observer)
-    (folder,) = temp_root.iterdir()
+    (folder,) = temp_root.glob("swarmnet-*")
     assert sorted(p.name for p in folder.glob("*.log")) == [f"peer-{n}.log" for n in (1, 2, 3)]
     assert not [p for p in folder.iterdir() if p.is_dir()]
 
@@ -183,7 +183,7 @@ def test_cancelling_ends_the_children_and_says_what_happened_until_then(
     asyncio.run(scenario())
     assert pids
     assert observer.closed
-    assert list(temp_root.iterdir()) == []
+    assert list(temp_root.glob("swarmnet-*")) == []
     out = capsys.readouterr().out
     assert "samples lost" in out
     assert "the model writes" not in out
