@@ -404,6 +404,8 @@ def machine_of(about: dict[str, Any]) -> str:
 class Figures:
     """Medians of a cell."""
 
+    all_tokens_per_s: tuple[float, ...]
+    """Of each measurement, the smallest first."""
     tokens_per_s: float
     seconds: float
     """A round."""
@@ -420,8 +422,10 @@ def figures(results: Results, cell: Cell) -> Figures | None:
     found = [Measured(**m) for m in results.get(cell.key, [])]
     if not found:
         return None
+    speeds = sorted(m.tokens / m.seconds for m in found)
     return Figures(
-        statistics.median(m.tokens / m.seconds for m in found),
+        tuple(speeds),
+        statistics.median(speeds),
         statistics.median(m.seconds / m.rounds for m in found),
         statistics.median(m.counted_bytes / m.tokens for m in found),
         statistics.median(m.switch_bytes / m.tokens for m in found),
@@ -475,10 +479,10 @@ def table(results: Results) -> Iterator[str]:
         yield f"Run `{run}`:"
         yield ""
         yield (
-            "| mode | codecs | link | tokens/s | % | bound | of it | overlapped | of it "
+            "| mode | codecs | link | tokens/s | measured | % | bound | of it | overlapped | of it "
             "| B a token, peers | switch |"
         )
-        yield "|---|---|---|---|---|---|---|---|---|---|---|"
+        yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
         yield from map(_line, rows)
         yield ""
 
@@ -487,7 +491,9 @@ def _line(row: Row) -> str:
     cell, found = row.cell, row.found
     rate = "no limit" if cell.rate == NO_LIMIT else f"{cell.rate} Mbit/s"
     link = LOOPBACK if cell.rate == LOOPBACK else f"{rate}, {cell.delay} ms"
-    columns = [cell.mode, cell.codec, link, f"{found.tokens_per_s:,.0f}"]
+    speeds = found.all_tokens_per_s
+    spread = f", {speeds[0]:,.0f} to {speeds[-1]:,.0f}" if len(speeds) > 1 else ""
+    columns = [cell.mode, cell.codec, link, f"{found.tokens_per_s:,.0f}", f"{len(speeds)}{spread}"]
     columns.append("" if row.percent is None else f"{row.percent:.0f}")
     for bound in (row.bound, row.overlapped):
         columns.append("" if bound is None else f"{bound:,.0f}")
