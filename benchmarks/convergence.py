@@ -3,9 +3,10 @@
     python benchmarks/convergence.py [--jobs 2] [--time-limit SECONDS] [--where boundary zero ...]
     python benchmarks/convergence.py --tables
 
-A cell is one run: a place of the codec (the boundaries between stages, or the updates of a sync
-mode), a task, a codec and a seed. Cells of one place, task and seed have the same initial weights
-and the same data in the same slots. A control repeats the fp32 cell with its sums in another order.
+A cell is one run: a place of the codec (the boundaries between stages, the updates of a sync
+mode, or both), a task, a codec and a seed. Cells of one place, task and seed have the same initial
+weights and the same data in the same slots. A control repeats the fp32 cell with its sums in
+another order.
 `learning/runs.py` says how cells are run, `learning/tasks.py` what is learned.
 
 Results go to `docs/convergence.json` as each cell ends. A cell that is there is not run again, if
@@ -37,13 +38,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning.runs import MODES, Cell, run, settings_of, this_platform  # noqa: E402
 from benchmarks.learning.tables import draw, write_tables  # noqa: E402
-from benchmarks.learning.tasks import BOUNDARY, TASKS  # noqa: E402
+from benchmarks.learning.tasks import BOTH, BOUNDARY, TASKS  # noqa: E402
 
 RESULTS = ROOT / "docs" / "convergence.json"
 PAGE = ROOT / "docs" / "convergence.md"
 SEEDS = (1, 2, 3)
 REPLACED = (10, 30)
 BOUNDARY_CODECS = ("none", "int8", "int4", "int6", "bf16")
+BOTH_CODECS = ("int8", "int4")
 UPDATE_CODECS: dict[str, tuple[str, ...]] = {
     "zero": ("none", "int8", "int4", "bf16"),
     "delayed": ("none", "int8", "int4"),
@@ -85,6 +87,13 @@ def cells() -> list[Cell]:
         for codec in codecs
         for order in ((0, 1) if codec == "none" else (0,))
     ]
+    found += [
+        Cell(BOTH, task, codec, seed)
+        for task in TASKS
+        if task != "answers"
+        for seed in SEEDS
+        for codec in BOTH_CODECS
+    ]
     for mode in MODES:
         if mode not in UPDATE_CODECS:
             found += [Cell(mode, task, "none", SEEDS[0]) for task in ("python", "letters")]
@@ -96,6 +105,8 @@ def _rank(cell: Cell) -> int:
     """The most important cells have the lowest one."""
     if cell.where == BOUNDARY:
         return 0 if cell.order < 2 and cell.codec in BOUNDARY_CODECS[:3] else 2
+    if cell.where == BOTH:
+        return 3
     if cell.replaced or cell.where not in UPDATE_CODECS:
         return 5
     if cell.where == "gossip-10" or cell.task == "answers" or cell.codec == "bf16":
@@ -175,7 +186,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    places = [BOUNDARY, *MODES]
+    places = [BOUNDARY, BOTH, *MODES]
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--where", nargs="+", choices=places, default=places)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.learning.tasks import (
+    BOTH,
     BOUNDARY,
     EVALUATE_EVERY,
     AnswersData,
@@ -58,10 +59,10 @@ class Cell:
     """A run."""
 
     where: str
-    """`BOUNDARY`, or a mode."""
+    """`BOUNDARY`, `BOTH`, or a mode."""
     task: str
     codec: str
-    """Of the boundaries, or of the mode's updates."""
+    """Of the boundaries, of the mode's updates, or of both."""
     seed: int
     order: int = 0
     """Another one: sums in another order."""
@@ -89,13 +90,14 @@ def settings_of(cell: Cell, rounds: int) -> str:
 
 def _spec_text(cell: Cell, rounds: int, text: Path) -> str:
     is_boundary = cell.where == BOUNDARY
+    mode = "zero" if cell.where == BOTH else cell.where
     return spec_text(
         cell.task,
         seed=cell.seed,
         rounds=rounds,
         text=text,
-        codec=cell.codec if is_boundary else NONE,
-        sync=None if is_boundary else MODES[cell.where] | {"codec": cell.codec},
+        codec=cell.codec if cell.where in (BOUNDARY, BOTH) else NONE,
+        sync=None if is_boundary else MODES[mode] | {"codec": cell.codec},
     )
 
 

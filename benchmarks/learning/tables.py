@@ -18,7 +18,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.learning.runs import MODES, Cell
-from benchmarks.learning.tasks import BOUNDARY, TASKS
+from benchmarks.learning.tasks import BOTH, BOUNDARY, TASKS
 
 Results = Mapping[str, Mapping[str, Any]]
 """By platform and cell. What is compared is of one platform: the one that has the most of it."""
@@ -65,6 +65,11 @@ def difference(result: Result, base: Result, *, is_right: bool, at: int | None =
     return b - a if is_right else a / b - 1
 
 
+def fp32_cell(where: str, task: str, seed: int) -> Cell:
+    """What the codecs of a place are compared with."""
+    return Cell("zero" if where == BOTH else where, task, "none", seed)
+
+
 def figure(
     results: Results,
     where: str,
@@ -76,8 +81,9 @@ def figure(
     at: int | None = None,
 ) -> Figure | None:
     """Of all pairs that are there."""
-    base = [Cell(where, task, "none", seed).key for seed in SEEDS for _ in orders]
-    cells = [Cell(where, task, codec, seed, order=order).key for seed in SEEDS for order in orders]
+    base = [fp32_cell(where, task, seed).key for seed in SEEDS for _ in orders]
+    own = "zero" if where == BOTH and codec == "none" else where
+    cells = [Cell(own, task, codec, seed, order=order).key for seed in SEEDS for order in orders]
     pairs = most(results, cells, base)
     found = tuple(difference(a, b, is_right=is_right, at=at) for a, b in pairs)
     return Figure(found) if found else None
@@ -148,7 +154,7 @@ def _row(name: str, cells: Iterable[str]) -> str:
 
 
 def _mean_value(results: Results, where: str, task: str, is_right: bool) -> str:
-    found = most(results, [Cell(where, task, "none", seed).key for seed in SEEDS])
+    found = most(results, [fp32_cell(where, task, seed).key for seed in SEEDS])
     value = mean(value_of(r, is_right=is_right) for (r,) in found)
     return (f"{value:.1%}" if is_right else f"{value:.4f}") + " | "
 
@@ -202,7 +208,7 @@ def churn_table(results: Results) -> list[str]:
 
 def write_tables(page: Path, results: Results) -> None:
     """Replaces what is between `<!-- NAME -->` and `<!-- end -->` by the table of that name."""
-    tables = {f"codecs {where}": codec_table(results, where) for where in (BOUNDARY, *MODES)}
+    tables = {f"codecs {where}": codec_table(results, where) for where in (BOUNDARY, BOTH, *MODES)}
     tables |= {f"modes {task}": mode_table(results, task) for task in TASKS}
     tables["replaced"] = churn_table(results)
 

@@ -31,6 +31,8 @@ SEQUENCE = 64
 """Tokens of a sample; a token is a byte."""
 BOUNDARY = "boundary"
 """In place of a mode: the runs that code what crosses the boundaries between stages."""
+BOTH = "both"
+"""Likewise: runs of `zero` that code boundaries and updates alike, as a run with `auto` does."""
 
 
 @dataclass(frozen=True)
