@@ -66,12 +66,13 @@ RATES = ("100", "50", "20", "10")
 NO_LIMIT, LOOPBACK = "max", "loopback"
 DELAYS = ("12", "50")
 """ms one way."""
-RUNS: dict[str, dict[str, Any]] = {
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
-    "10M": {"hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 5,
-            "num_key_value_heads": 5, "intermediate_size": 864},
+    "batch-256": {"pipeline": {"global_batch": 256}},
+    "10M": {"model": {"hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 5,
+                      "num_key_value_heads": 5, "intermediate_size": 864}},
 }  # fmt: skip
-"""What is other than in the run of `swarmnet local`, of `[model]`."""
+"""What is other than in the run of `swarmnet local`, by table."""
 ROUNDS = 1_000_000
 WARMUP_ROUNDS = 1
 """Of `[sync]`."""
@@ -160,7 +161,8 @@ def cells() -> list[Cell]:
 def write_spec(cell: Cell, path: Path) -> dict[str, Any]:
     """The run of a cell as a run.toml; returns what is in it."""
     spec = tomllib.loads((ROOT / "peer" / "default.toml").read_text())
-    spec["model"] |= RUNS[cell.run]
+    for table, values in RUNS[cell.run].items():
+        spec[table] |= values
     spec["optimizer"]["rounds"] = ROUNDS
     spec["pipeline"]["codec"] = cell.codec
     spec["sync"] |= {"mode": cell.mode, "codec": cell.codec, "warmup_rounds": WARMUP_ROUNDS}
