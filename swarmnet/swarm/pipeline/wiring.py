@@ -217,17 +217,20 @@ class Wiring:
 
     def _unfit(self, request: StepRequest, now: float) -> list[str]:
         """Replicas that have not opened the round yet, and those that the feeder cannot reach: it
-        could not tell them that the microbatch counts. As long as there is some other. In a large
-        swarm, where it takes a while until it is known of all that they have opened a round, those
-        one round behind are asked: the call itself tells them that the round before is over."""
+        could not tell them that the microbatch counts. As long as there is some other: where none
+        has opened it, those that are nearest to it are asked, and will. In a large swarm, where it
+        takes a while until it is known of all that they have opened a round, those one round behind
+        are asked: the call itself tells them that the round before is over."""
         slack = 0 if self.gossip.is_small and not self.overlaps else 1
         view = self.gossip.view
         replicas = view.in_reach(request.stage, now)
-        behind = [r.peer_id for r in replicas if r.round < request.round - slack]
-        unfit = behind if len(behind) < len(replicas) else []
-        fit = [r.peer_id for r in replicas if r.peer_id not in unfit]
-        cut = [p for p in fit if view.reach.are_cut(request.feeder, p)]
-        return [*unfit, *cut] if len(cut) < len(fit) else unfit
+        newest = max((r.round for r in replicas), default=0)
+        wanted = min(newest, request.round - slack)
+        unfit = [r.peer_id for r in replicas if r.round < wanted]
+        cut = [r.peer_id for r in replicas if view.reach.are_cut(request.feeder, r.peer_id)]
+        if len({*unfit, *cut}) < len(replicas):
+            return [*unfit, *cut]
+        return cut if newest < request.round - slack and len(cut) < len(replicas) else unfit
 
     async def _attempt(
         self,

@@ -81,7 +81,7 @@ HANGS = {
 }
 
 
-EACH_TIME = ("altogether, a primary", "as contributor, a backup", "as primary")
+EACH_TIME = ("altogether, a primary", "as contributor, a backup", "as primary", "as backup")
 """What `make test` runs; `make test-all` runs the others too."""
 
 
