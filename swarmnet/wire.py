@@ -64,6 +64,9 @@ class Message:
 
     body: Any = None
     arrays: tuple[Array, ...] = ()
+    is_background: bool = False
+    """Nobody's work waits for it: it takes what other messages leave of the sender's uplink. Said
+    to the own transport; it does not travel."""
 
 
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:

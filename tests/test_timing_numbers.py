@@ -10,8 +10,9 @@ from tests.timing_numbers import ROOT, TimingNumber, docstring_of, sources_now, 
 
 AT_653D1BD = 221
 """What `python -m tests.timing_numbers --at 653d1bd` prints; half of it is where this leads."""
-MOST = 79
-"""It goes down. Only a new subject adds to it: `protocol/generation.py`, 3."""
+MOST = 80
+"""It goes down. Only a new subject adds to it: `protocol/generation.py`, 3; the background of an
+uplink, `protocol/leftovers.py`, 2."""
 
 
 def counted(text: str) -> list[str]:

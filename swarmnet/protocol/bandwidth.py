@@ -67,6 +67,13 @@ class UploadMeter:
         self._published_at_s = -math.inf
         self._limit = math.inf
 
+    @property
+    def known_bytes_per_s(self) -> float:
+        """The rate of all links together; 0 while too little was measured. A short message, or one
+        slow reader, says nothing of the uplink."""
+        known = self.total.seen_bytes >= ENOUGH_BYTES and self.total.bytes_per_s >= 1
+        return self.total.bytes_per_s if known else 0.0
+
     def limit(self, bytes_per_s: float | None) -> None:
         """Sets or (None) removes a limit on the upload; the published rate follows at once."""
         self._limit = math.inf if bytes_per_s is None else bytes_per_s
@@ -102,8 +109,7 @@ class UploadMeter:
 
     def published(self, now: float) -> float:
         """The rate for the record, bytes/s, rounded; 0 while too little was measured."""
-        known = self.total.seen_bytes >= ENOUGH_BYTES and self.total.bytes_per_s >= 1
-        rate = min(self.total.bytes_per_s if known else math.inf, self._limit)
+        rate = min(self.known_bytes_per_s or math.inf, self._limit)
         if rate == math.inf:
             return self._published
         exact = math.log2(rate)

@@ -352,9 +352,14 @@ class ReduceRequest:
     is_whole: bool = False
     """The caller lacks the present parameters: the answer is to be those that come, not their
     change."""
+    follows: tuple[bool, ...] = ()
+    """By shard, whether the caller has the optimizer state that its step begins with; empty where
+    it does not say."""
 
     def __post_init__(self) -> None:
         num_shards = len(self.shards)
+        if len(self.follows) not in (0, num_shards):
+            raise ValueError("not for each shard whether it is followed")
         if not 0 < num_shards == len(self.num_tokens) == len(self.terms) <= MAX_ARRAYS:
             raise ValueError("no shards, too many, or not tokens and a term for each")
         _ballots(self.terms, self.primary)
@@ -687,6 +692,8 @@ class FetchRequest:
     round: int
     stage: int
     shard: int
+    is_urgent: bool = False
+    """Of optimizer state: behind all else that the callee sends, it came too late before."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, self.shard)

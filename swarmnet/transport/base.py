@@ -94,7 +94,8 @@ class Traffic:
     """Calls that no peer answered, by method: cut off, or too late."""
 
     queued_bytes: Callable[[], int] = lambda: 0
-    """Long messages that are to be sent and that the network has not taken yet."""
+    """Long messages that are to be sent and that the network has not taken yet, without those of
+    the background."""
 
     def upload_s(self, num_bytes: int) -> float:
         """Seconds that so many bytes keep the uplink busy; 0 while its bandwidth is unknown."""

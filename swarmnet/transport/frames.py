@@ -48,6 +48,8 @@ PARTS = tuple(PARTS_OF.values())
 
 PART_BYTES = 512 << 10
 """Payload of a part at most."""
+BACKGROUND_PART_BYTES = 64 << 10
+"""The same of a message in the background: what is urgent waits behind one of them."""
 MAX_SHORT_BYTES = 8 << 10
 """Of the head of a message of a short kind."""
 MAX_ENVELOPE_BYTES = 16 << 10
@@ -112,6 +114,7 @@ def part_frames(
     call_id: int,
     arrays: tuple[Array, ...],
     allocate: Callable[[int], memoryview] | None = None,
+    part_bytes: int = PART_BYTES,
 ) -> Iterator[memoryview]:
     """Each part as one whole frame, in order. A part never reaches beyond one array.
 
@@ -121,7 +124,7 @@ def part_frames(
     memory of a size that is nobody else's for as long as the frame is; fresh where left out.
     """
     take = allocate or _fresh
-    for flagged, data in _cut(kind, arrays):
+    for flagged, data in _cut(kind, arrays, part_bytes):
         frame = take(HEADER.size + len(data))
         payload = frame[HEADER.size :]
         payload[:] = data
@@ -130,17 +133,17 @@ def part_frames(
 
 
 def sealed_part_frames(
-    kind: int, call_id: int, arrays: tuple[Array, ...]
+    kind: int, call_id: int, arrays: tuple[Array, ...], part_bytes: int = PART_BYTES
 ) -> Iterator[tuple[bytes, memoryview]]:
     """The same for a stream that is encrypted by this process, as header and payload. TLS takes
     the bytes when they are written, whatever becomes of the array later: none is copied. (A peer
     can delay that, by half a TLS message of its own; what it spoils is sent to itself.) And TLS
     finds every changed bit, so that the checksum is of the header alone."""
-    for flagged, payload in _cut(kind, arrays):
+    for flagged, payload in _cut(kind, arrays, part_bytes):
         yield frame_header(flagged, call_id, b"", payload, is_sealed=True), payload
 
 
-def _cut(kind: int, arrays: tuple[Array, ...]) -> Iterator[tuple[int, memoryview]]:
+def _cut(kind: int, arrays: tuple[Array, ...], part_bytes: int) -> Iterator[tuple[int, memoryview]]:
     """The payload of each part, as a view, and its kind with its flag."""
     left = sum(a.num_bytes for a in arrays)
     for array in arrays:
@@ -148,8 +151,8 @@ def _cut(kind: int, arrays: tuple[Array, ...]) -> Iterator[tuple[int, memoryview
             continue  # a view of no bytes cannot be cast
         data = memoryview(array.data)
         data = data if data.format == "B" and data.ndim == 1 else data.cast("B")
-        for start in range(0, len(data), PART_BYTES):
-            payload = data[start : start + PART_BYTES]
+        for start in range(0, len(data), part_bytes):
+            payload = data[start : start + part_bytes]
             left -= len(payload)
             yield kind | (0 if left else END), payload
 

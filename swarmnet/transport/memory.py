@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,8 @@ from swarmnet.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet.protocol.timing import ANSWER_S
+from swarmnet.protocol.leftovers import Leftovers
+from swarmnet.protocol.timing import ANSWER_S, LEAST_WAIT_S
 from swarmnet.transport.base import Gate, Handler, Traffic
 from swarmnet.transport.calls.heads import FIRST_SEATS
 from swarmnet.transport.calls.pending import PendingCalls
@@ -43,6 +45,9 @@ MANY_ENTRIES = 32
 """A mapping with more is measured by its first entry."""
 METERED_BYTES = 64 << 10
 """Messages longer than this say how fast an uplink is."""
+BACKGROUND_BYTES = 256 << 10
+"""A part of a message in the background: longer than on the wire, for the sake of large
+simulations."""
 UNREACHABLE_AFTER_S = 5.0
 """How long it takes to find out that nobody answers behind a partition."""
 
@@ -63,6 +68,28 @@ class MeteredNetwork(Network, Protocol):
 
     def upload_queue(self, source: str, now: float) -> int:
         """Bytes that wait for the uplink of `source`."""
+
+
+@dataclass
+class Behind:
+    """What a peer sends in the background, one message after the other."""
+
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    messages: deque[Delivery] = field(default_factory=deque)
+
+
+@dataclass
+class Delivery:
+    """A message in the background."""
+
+    target: str
+    left_bytes: int
+    """Not sent yet."""
+    deliver: Callable[[], None]
+    """What happens when the last ones have arrived."""
+    is_wanted: Callable[[], bool]
+    """Else it is not begun."""
+    is_begun: bool = False
 
 
 class EvenNetwork:
@@ -88,6 +115,7 @@ class MemoryHub:
         self._frozen: dict[str, list[Callable[[], None]]] = {}
         self._parted: dict[frozenset[str], None] = {}
         self._places: dict[str, dict[str, str]] = {}
+        self._behind: dict[str, Behind] = {}
         self._stale: dict[frozenset[str], None] = {}
         """Pairs whose connection leads nowhere, since one of them has moved."""
         network = self.network
@@ -104,6 +132,7 @@ class MemoryHub:
         """As SIGKILL: its channels close at once, and nobody answers at its address."""
         transport = self.transports.pop(peer_id, None)
         self._frozen.pop(peer_id, None)
+        self._behind.pop(peer_id, None)
         if transport is not None:
             transport.die()
         self._stale = {pair: None for pair in self._stale if peer_id not in pair}
@@ -183,7 +212,7 @@ class MemoryHub:
             Array(a.dtype, a.shape, bytes(memoryview(a.data).cast("B")) if a.num_bytes else b"")
             for a in message.arrays
         )
-        return Message(_by_value(message.body), arrays)
+        return Message(_by_value(message.body), arrays, message.is_background)
 
     def meter(self, sender: MemoryTransport, num_bytes: int) -> None:
         """Long messages tell the sender how fast its uplink is, where the network has any."""
@@ -217,6 +246,45 @@ class MemoryHub:
         if self.is_stale(source, target):
             return
         loop.call_later(delay_s, self.when_awake, target, deliver)
+
+    def send_behind(
+        self,
+        source: str,
+        target: str,
+        num_bytes: int,
+        deliver: Callable[[], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """The same of a message in the background: its parts take what is left of the uplink.
+        `is_wanted()`: asked before the first of them."""
+        if self._metered is None or num_bytes <= METERED_BYTES:
+            return self.send(source, target, num_bytes, deliver)
+        behind = self._behind.setdefault(source, Behind())
+        behind.messages.append(Delivery(target, num_bytes, deliver, is_wanted))
+        if len(behind.messages) == 1:
+            self._send_parts(source, behind)
+        return None
+
+    def _send_parts(self, source: str, behind: Behind) -> None:
+        """As many as there is room for now; the others later."""
+        loop, network = asyncio.get_running_loop(), self._metered
+        while network is not None and behind.messages and self._behind.get(source) is behind:
+            message, now = behind.messages[0], loop.time()
+            if not message.is_begun and not message.is_wanted():
+                behind.messages.popleft()
+                continue
+            backlog_s = network.upload_s(source, network.upload_queue(source, now))
+            wait_s = behind.leftovers.wait_s(backlog_s, now)
+            if wait_s > 0:
+                loop.call_later(max(LEAST_WAIT_S, wait_s), self._send_parts, source, behind)
+                return
+            part = min(message.left_bytes, BACKGROUND_BYTES)
+            message.is_begun, message.left_bytes = True, message.left_bytes - part
+            if not message.left_bytes:
+                behind.messages.popleft()
+            deliver = _nothing if message.left_bytes else message.deliver
+            self.send(source, message.target, part, deliver)
+            behind.leftovers.sent(network.upload_s(source, part), now)
 
 
 class MemoryTransport:
@@ -391,7 +459,12 @@ class MemoryTransport:
     # ---- messages ---------------------------------------------------------------------------
 
     def _send(
-        self, target: str, method: str, message: Message, deliver: Callable[[], None]
+        self,
+        target: str,
+        method: str,
+        message: Message,
+        deliver: Callable[[], None],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         num_bytes = OVERHEAD_BYTES + sum(a.num_bytes for a in message.arrays)
         num_bytes += len(pack(message.body)) if self._hub.copy else estimated_bytes(message.body)
@@ -404,7 +477,10 @@ class MemoryTransport:
                 remote.traffic.add_received(method, num_bytes)
                 deliver()
 
-        self._hub.send(self.peer_id, target, num_bytes, arrived)
+        if message.is_background:
+            self._hub.send_behind(self.peer_id, target, num_bytes, arrived, is_wanted)
+        else:
+            self._hub.send(self.peer_id, target, num_bytes, arrived)
 
     def requested(
         self, caller: MemoryTransport, call_id: int, method: str, message: Message
@@ -438,7 +514,13 @@ class MemoryTransport:
             log.exception("%s failed", method)
             self._send_error(caller, call_id, method, as_remote(e))
         else:
-            self._send(caller.peer_id, method, reply, lambda: caller.calls.reply(call_id, reply))
+            self._send(
+                caller.peer_id,
+                method,
+                reply,
+                lambda: caller.calls.reply(call_id, reply),
+                lambda: caller.calls.is_waiting(call_id),
+            )
 
     def _send_error(
         self, caller: MemoryTransport, call_id: int, method: str, e: RemoteError
@@ -466,6 +548,10 @@ class MemoryTransport:
             log.debug("%s from %s: %s", method, caller.peer_id[-8:], e)
         except Exception:
             log.exception("%s failed", method)
+
+
+def _nothing() -> None:
+    """More of the message is to come."""
 
 
 def _by_value(body: Any) -> Any:

@@ -63,7 +63,7 @@ class OpenChannels:
         self.offer = offered or offer()
         self.traffic = traffic
         self.pool = BufferPool()
-        self.pacer = Pacer()
+        self.pacer = Pacer(traffic.upload, self.queued_bytes)
         self.handlers = handlers
         self.holdings = Holdings(handlers.has_standing)
         self.bans = Bans()
@@ -102,7 +102,8 @@ class OpenChannels:
         return sum(c.is_direct and c.remote == peer_id for c in self._all)
 
     def queued_bytes(self) -> int:
-        """Long messages that are to be sent and that the network has not taken yet."""
+        """Long messages that are to be sent and that the network has not taken yet; those of the
+        background do not count, for nothing else waits behind them."""
         return sum(channel.queued_bytes for channel in self._all)
 
     def connected(self) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from swarmnet.errors import ChannelClosed, DeadlineExceeded, Unreachable
 from swarmnet.simulation.clock import run
+from swarmnet.simulation.network import Link, SimulatedNetwork
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import UNREACHABLE_AFTER_S, EvenNetwork, MemoryHub, MemoryTransport
 from swarmnet.wire import Array, Message
@@ -186,3 +188,37 @@ def test_the_same_run_twice_is_the_same() -> None:
     first = once()
     assert first == once()
     assert [line for _, line in first[-4:]] == ["0-3", "1-3", "2-3", "4-3"]
+
+
+def test_the_background_leaves_the_uplink_to_others() -> None:
+    """A reply that takes three seconds alone, and half a second of other messages in its midst."""
+    size, rate = 3 * 10**6, 1e6
+
+    async def main() -> None:
+        network = SimulatedNetwork(random.Random(0), jitter=0.0)
+        for name in "ab":
+            network.add(name, Link(rate, 1e9, 0.01))
+        a, b = peers(MemoryHub(network=network))
+        given = Array("uint8", (size,), bytes(size))
+
+        async def give(request: Request) -> Message:
+            return Message(None, (given,), is_background=True)
+
+        b.handle("give", give)
+        loop = asyncio.get_running_loop()
+        coming = loop.create_task(a.call("b", "give", Message(), timeout_s=60))
+        unwanted = loop.create_task(a.call("b", "give", Message(), timeout_s=60))
+        await asyncio.sleep(1.0)
+        unwanted.cancel()
+        began = now()
+        half = Array("uint8", (size // 6,), bytes(size // 6))
+        await b.call("a", "echo", Message(None, (half,)), timeout_s=10)
+        assert now() - began < 2 * 0.5 + 0.3, "behind one part, and there and back"
+        await coming
+        assert now() == pytest.approx(3.5, abs=0.2)
+        assert b.traffic.queued_bytes() <= 10**5
+        await asyncio.sleep(5.0)
+        sent = network.num_bytes
+        assert sent == pytest.approx(size + 2 * half.num_bytes, rel=0.01), "one reply, and the echo"
+
+    run(main())

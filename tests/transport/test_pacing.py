@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from swarmnet.protocol.leftovers import LEAST_SHARE
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.transport.base import Request
 from swarmnet.transport.calls.writer import BATCH_BYTES
@@ -35,6 +36,52 @@ class Link:
             self.pacer.sent(PIECE)
         if self.left:
             self.pacer.wait(self)
+
+
+@dataclass(eq=False)
+class Behind:
+    """A channel that always has a part in the background to send."""
+
+    pacer: Pacer
+    sent_at: list[float] = field(default_factory=list)
+
+    def pump(self) -> None:
+        while self.pacer.may_send_background():
+            self.sent_at.append(asyncio.get_running_loop().time())
+            self.pacer.sent(PIECE, is_background=True)
+        self.pacer.wait_background(self)
+
+
+def test_the_background_takes_what_others_leave_and_its_channels_take_turns() -> None:
+    """Half of the link is taken, by other channels; then all of it, and more waits."""
+
+    async def main() -> None:
+        queued = [0]
+        pacer = Pacer(queued_bytes=lambda: queued[0])
+        pacer.limit(RATE)
+        behind = [Behind(pacer) for _ in range(2)]
+        for channel in behind:
+            channel.pump()
+        for _ in range(40):
+            pacer.sent(PIECE)
+            await asyncio.sleep(2 * PIECE / RATE)
+        counts = [len(channel.sent_at) for channel in behind]
+        assert sum(counts) == pytest.approx(40, abs=5)
+        assert abs(counts[0] - counts[1]) <= 2
+        queued[0] = 10 * PIECE
+        for _ in range(40):
+            pacer.sent(PIECE // 2)
+            await asyncio.sleep(PIECE / RATE)
+        more = sum(len(channel.sent_at) for channel in behind) - sum(counts)
+        assert more == pytest.approx(40 * LEAST_SHARE, abs=2)
+        pacer.forget(behind[0])
+        before = len(behind[0].sent_at)
+        queued[0] = 0
+        await asyncio.sleep(2.0)
+        assert len(behind[0].sent_at) == before
+        pacer.close()
+
+    run_virtual(main())
 
 
 def test_channels_share_the_rate_fairly() -> None:

@@ -146,7 +146,7 @@ class DataService:
             self._num_waiting -= 1
         if data is None:
             raise NotReady("there is no such source")
-        return Message(None, (Array("uint8", (len(data),), data),))
+        return Message(None, (Array("uint8", (len(data),), data),), is_background=True)
 
     def _to_give(self) -> GivenData:
         if self._given is None:

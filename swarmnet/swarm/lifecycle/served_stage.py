@@ -44,6 +44,7 @@ STAGE_METHODS = (
     "adopt",
     "adopted",
     "mirror",
+    "follows",
     "fetch_optimizer",
     "fetch_parameters",
     "fetch_moments",

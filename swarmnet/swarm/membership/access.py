@@ -147,6 +147,7 @@ ACCESS: Mapping[str, Access] = {
     ),
     "reduce_tied": Access(Caller.REPLICA, messages.TiedSum, arrays=Arrays.SHARD),
     "ballot": Access(Caller.WORKING, messages.BallotRequest, Callee.SYNCED, body_bytes=SMALL_BYTES),
+    "follows": Access(Caller.WORKING, messages.FetchRequest, Callee.STAGE),
     "mirror": Access(Caller.WORKING, messages.MirrorRequest, Callee.STAGE, arrays=Arrays.SHARD),
     "norm": Access(Caller.REPLICA, messages.NormRequest, body_bytes=LIST_BYTES),
     "stage_norm": Access(Caller.REPLICA, messages.StageNormRequest),

@@ -17,6 +17,7 @@ from swarmnet.protocol.update.robust import MEAN, MEDIAN_CLIP
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
+from swarmnet.swarm.messages import FetchRequest
 from swarmnet.swarm.recovery.lost_samples import LostSamples, OnLoss
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.tasks import Tasks
@@ -71,7 +72,9 @@ class Averaging:
         """A result is here, or an exchange is over."""
         self.lost = LostSamples(gossip, replica, settings, self.on_loss)
         self._tasks = Tasks("averaging")
-        self.states = OptimizerStates(transport, gossip, settings, self.limits, replica)
+        self.states = OptimizerStates(
+            transport, gossip, settings, self.limits, replica, self._note_state
+        )
         self.members = ExchangeMembers(gossip, replica)
         self.ownership = Ownership(
             transport,
@@ -121,6 +124,7 @@ class Averaging:
             self.pace,
             self.tied,
             self._present,
+            lambda: self._exchange,
             self._tasks,
         )
 
@@ -175,9 +179,21 @@ class Averaging:
         self.changed.notify_all()
         self.gossip.changed.notify_all()
 
+    def _note_state(self, j: int) -> None:
+        """The optimizer state of a shard is here. Its primary may have heard that it is not, when
+        this replica pushed."""
+        exchange = self._exchange
+        if exchange is None or not self.states.is_before(j, exchange.number):
+            return
+        primary = exchange.ballot(j).primary
+        if primary != self.gossip.own.peer_id:
+            here = FetchRequest(exchange.number, self.replica.index, j)
+            self.transport.notify(primary, "follows", Message(here))
+
     def _end_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
+            self._service.finish(exchange.number)
             self._tasks.start(exchange.close())
         self.changed.notify_all()
 

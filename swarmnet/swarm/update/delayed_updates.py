@@ -30,8 +30,6 @@ log = logging.getLogger("swarmnet.delayed_updates")
 
 SETTLE_S = 2.0
 """How long an exchange waits for the others to open the round that it runs beside."""
-FOLLOW_S = 15.0
-"""How long an exchange may take longer because this replica fetches state of new shards."""
 
 
 @dataclass
@@ -157,7 +155,7 @@ class DelayedUpdates:
     async def _beside(self, gradient: Gradient) -> None:
         """The exchange beside a round. It begins when the others have opened the round too, for
         then every replica knows which one holds what. New owners fetch their state after it, when
-        that stays as it is for the rest of the round."""
+        that stays as it is until the step of the next one; nobody waits for them."""
         r = self.replica.round
 
         def have_opened() -> bool:
@@ -172,9 +170,6 @@ class DelayedUpdates:
             return
         follow = ownership.follow_owners(self.averaging.current + 1)
         now.following = ownership.tasks.start(follow)
-        _, is_late = await asyncio.wait([now.following], timeout=FOLLOW_S)
-        if is_late:
-            log.info("the optimizer state of new shards is taking long")
 
     async def _run(self, gradient: Gradient) -> None:
         current = self.averaging.current

@@ -27,6 +27,10 @@ log = logging.getLogger("swarmnet.ownership")
 
 NOTHING = -2
 """Instead of the exchange whose step the state of a shard is after: there is no state here."""
+MAX_ASKED = 1
+"""Shards that a replica asks one holder for at a time. The holder sends one after the other as its
+uplink has room, and state that waits there is of a round that is over when it comes: it would be
+fetched again (tests/swarm/recovery/test_slow_join.py)."""
 WHOLE, LATE, CREATED = "whole", "late", "created"
 """What a step finds, see `OptimizerStates.make_ready`."""
 
@@ -45,6 +49,8 @@ class OptimizerStates:
     settings: RunSettings
     limits: Limits
     replica: Replica
+    on_loaded: Callable[[int], None] = lambda shard_index: None
+    """The state of a shard has come from another replica."""
 
     def __post_init__(self) -> None:
         self.failure: UserError | None = None
@@ -57,6 +63,8 @@ class OptimizerStates:
         """By shard, what its state here has come from, see `lineage`."""
         self._coming: set[int] = set()
         """Shards whose state is on its way, which may take several rounds."""
+        self._fetched: set[int] = set()
+        """Shards whose state has come, and has not seen a step since."""
         self._num_forgotten = 0
         """How often all state was dropped: what was asked for before does not hold."""
         self._serving = asyncio.Semaphore(self.limits.max_serving)
@@ -105,6 +113,7 @@ class OptimizerStates:
         if self._spoiled.get(shard_index) == round_index:
             return  # the step was under way when it turned out not to hold
         self._applied[shard_index] = round_index
+        self._fetched.discard(shard_index)
         if lineage is not None:
             self._lineages[shard_index] = lineage
 
@@ -126,6 +135,7 @@ class OptimizerStates:
 
     def restored(self, shards: list[int]) -> None:
         """The replica went on from a checkpoint: it has the state of these shards only."""
+        self._fetched.clear()
         self._applied = dict.fromkeys(shards, self.current - 1)
         self._lineages.clear()
 
@@ -138,6 +148,7 @@ class OptimizerStates:
                 optimizer.drop(j)
             self._applied.clear()
             self._lineages.clear()
+            self._fetched.clear()
             self._num_forgotten += 1
 
         await self.replica.worker.run(drop)
@@ -150,6 +161,7 @@ class OptimizerStates:
         """The step of the round that was made here does not hold: the state is to be fetched again,
         and until then stands in for none."""
         self._spoiled[shard_index] = round_index
+        self._fetched.discard(shard_index)
         self._applied[shard_index] = round_index - 2
         self._lineages.pop(shard_index, None)
 
@@ -180,6 +192,7 @@ class OptimizerStates:
         for j in shards:
             self._applied.pop(j, None)
             self._lineages.pop(j, None)
+            self._fetched.discard(j)
         for j in shards:
             await self.replica.worker.run(lambda j=j: self.replica.optimizer.drop(j))  # type: ignore[misc]
 
@@ -193,39 +206,60 @@ class OptimizerStates:
 
     # ---- state on its way -------------------------------------------------------------------
 
-    async def fetch_all(self, r: int, shards: Sequence[int], holders: Holders) -> None:
+    async def fetch_all(
+        self,
+        r: int,
+        shards: Sequence[int],
+        holders: Holders,
+        is_wanted: Callable[[int], bool] = lambda shard_index: True,
+    ) -> None:
         """The state of those shards that this replica does not follow, and that is not on its way
-        already."""
+        already. That may take several rounds: of each shard the newest state is fetched, if it is
+        wanted by then."""
         wanted = [j for j in shards if not self.has_input(j, r)]
-        at_once = asyncio.Semaphore(self.limits.max_fetching)
+        asked: dict[str, asyncio.Semaphore] = {}
 
         async def fetch(j: int) -> None:
             if j in self._coming:
                 return
             self._coming.add(j)
             try:
-                async with at_once:
-                    await self._fetch(r, j, holders)
+                await self._fetch(r, j, holders, is_wanted, asked)
             finally:
                 self._coming.discard(j)
 
         await asyncio.gather(*map(fetch, wanted))
 
-    async def _fetch(self, r: int, j: int, holders: Holders) -> None:
-        """The optimizer state of one shard from a peer that holds it; tried again next round."""
+    async def _fetch(
+        self,
+        r: int,
+        j: int,
+        holders: Holders,
+        is_wanted: Callable[[int], bool],
+        asked: dict[str, asyncio.Semaphore],
+    ) -> None:
+        """The optimizer state of one shard from a peer that holds it; tried again next round.
+        `asked`: by holder."""
         if self.is_first(r):
             await self._create(j)
             return
         num_forgotten = self._num_forgotten
         for holder in holders(r, j):
-            last_exchange = self.replica.plan.last_exchange
-            if last_exchange(j, self.current) > last_exchange(j, r):
-                return
+            turn = asked.setdefault(holder, asyncio.Semaphore(MAX_ASKED))
             try:
+                async with asyncio.timeout(self.limits.fetch_timeout_s):
+                    await turn.acquire()
+            except TimeoutError:
+                continue  # it gives nothing, or others have enough to do with it
+            try:
+                newest = max(r, self.current)
+                if self.has_input(j, newest) or not is_wanted(j):
+                    return
                 reply = await self.gossip.liveness.call_while_live(
                     holder,
                     "fetch_optimizer",
-                    Message(FetchRequest(r, self.replica.index, j)),
+                    # Whose state has come once, and in vain, waits for nobody this time.
+                    Message(FetchRequest(newest, self.replica.index, j, j in self._fetched)),
                     timeout_s=SHARD_TIMEOUT_S,
                 )
                 body = convert(reply.body, FetchReply)
@@ -239,6 +273,8 @@ class OptimizerStates:
             except (MemoryError, RuntimeError) as e:  # torch has none left, say
                 log.warning("optimizer shard %d cannot be held here: %s", j, e)
                 return
+            finally:
+                turn.release()
 
     async def _create(self, j: int) -> None:
         """For who has just seen that the run is in its first round: what is created then is the
@@ -264,8 +300,10 @@ class OptimizerStates:
                 same = self.replica.plan.last_exchange(j, body.round) == last
                 self._applied[j] = max(body.round, self.current if same else 0) - 1
                 self._lineages[j] = body.lineage
+                self._fetched.add(j)
 
         await self.replica.worker.run(work)
+        self.on_loaded(j)
 
     async def _on_fetch_optimizer(self, request: Request) -> Message:
         fetch = convert(request.message.body, FetchRequest)
@@ -277,7 +315,8 @@ class OptimizerStates:
             (values, arrays), applied, lineage = await self.replica.worker.run(
                 lambda: (optimizer.export(j), self._applied[j], self.lineage(j))
             )
-            return Message(FetchReply(applied + 1, values, lineage), arrays)
+            reply = FetchReply(applied + 1, values, lineage)
+            return Message(reply, arrays, is_background=not fetch.is_urgent)
 
 
 def descended(lineage: bytes, round_index: int, gradient: Array) -> bytes:

@@ -185,7 +185,11 @@ class Ownership:
         r = self.current if exchange is None else exchange
         own = self.gossip.own.peer_id
         mine = self.placement(r).owned_by(own)
-        await self.states.fetch_all(r, mine, self.holders)
+
+        def is_mine(j: int) -> bool:
+            return own in self.placement(max(r, self.current)).owners(j)
+
+        await self.states.fetch_all(r, mine, self.holders, is_mine)
         self._tell_whether_all_are_here(r, mine)
         placement = self.placement(max(r, self.current))  # that may have taken several rounds
         kept = set(placement.owned_by(own))

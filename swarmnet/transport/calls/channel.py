@@ -106,7 +106,8 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def queued_bytes(self) -> int:
-        """Of large messages: to be sent, and not yet taken by the operating system."""
+        """Of large messages: to be sent, and not yet taken by the operating system; without those
+        of the background."""
         return self._writer.queued_bytes
 
     def attach(self, stream: ByteStream) -> None:
@@ -162,7 +163,9 @@ class Channel(asyncio.BufferedProtocol):
             raise ChannelClosed(f"the channel to {self.remote[-8:]} is closed")
         call_id = self._calls.next_id()
         head = request_head(method, message, route)
-        request = outgoing(REQUEST, call_id, head, message.arrays, method)
+        request = outgoing(
+            REQUEST, call_id, head, message.arrays, method, is_background=message.is_background
+        )
         future = self._calls.add(call_id, self.remote, method, on_progress, on_part)
         try:
             self.send(request)

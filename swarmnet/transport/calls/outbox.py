@@ -7,6 +7,9 @@ part is of the one that has waited longest, so that none starves. What waits is
 bounded: notifications by dropping the oldest, small messages by giving the stream up (`Stalled`),
 large ones because only a few are begun at a time and those that wait hold nothing but references to
 their senders' arrays.
+
+Large messages in the background (`Message.is_background`) come last, one after the other, and only
+when they are asked for: whether they may go depends on the other channels too (`pacing`).
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from operator import attrgetter
 
 from swarmnet.errors import TransportError
 from swarmnet.transport.frames import (
+    BACKGROUND_PART_BYTES,
     HEADER,
     MAX_RECEIVING_BYTES,
+    PART_BYTES,
     PARTS_OF,
     REPLY,
     head_frame,
@@ -57,17 +62,25 @@ class Outgoing:
     arrays: tuple[Array, ...] = ()
     left_bytes: int = 0
     """Of the arrays, not yet taken."""
+    is_background: bool = False
     is_begun: bool = False
     parts: Iterator[Frame] = field(default_factory=lambda: iter(()))
 
 
 def outgoing(
-    kind: int, call_id: int, head: dict[str, object], arrays: tuple[Array, ...], method: str
+    kind: int,
+    call_id: int,
+    head: dict[str, object],
+    arrays: tuple[Array, ...],
+    method: str,
+    *,
+    is_background: bool = False,
 ) -> Outgoing:
     """Makes a message ready to be sent. Raises `ProtocolViolation` where it cannot travel."""
     first = head_frame(kind, call_id, head, arrays)
     num_bytes = sum(a.num_bytes for a in arrays)
-    return Outgoing(kind, call_id, method, first, arrays if num_bytes else (), num_bytes)
+    arrays = arrays if num_bytes else ()
+    return Outgoing(kind, call_id, method, first, arrays, num_bytes, is_background)
 
 
 _left_bytes = attrgetter("left_bytes")
@@ -90,13 +103,18 @@ class Outbox:
         """Large messages that are not begun, by kind and call id."""
         self._turns: deque[Outgoing] = deque()
         self._turns_bytes = 0
+        self._background: OrderedDict[tuple[int, int], Outgoing] = OrderedDict()
+        """The same, of the background."""
+        self._behind: Outgoing | None = None
+        """The one of the background that is begun."""
         self._num_turns = 0
         self.dropped_notes = 0
 
     def put(self, message: Outgoing) -> None:
         """Raises `Stalled`."""
         if message.arrays:
-            self._waiting[message.kind, message.call_id] = message
+            waiting = self._background if message.is_background else self._waiting
+            waiting[message.kind, message.call_id] = message
             return
         if self._small_bytes + len(message.first) > MAX_SMALL_BYTES and self._small:
             raise Stalled("it does not read what is sent to it")
@@ -113,8 +131,12 @@ class Outbox:
         if message in self._turns:
             self._turns.remove(message)
             self._turns_bytes -= message.left_bytes
+        elif self._behind is message:
+            self._behind = None
         elif self._waiting.get((message.kind, message.call_id)) is message:
             del self._waiting[message.kind, message.call_id]
+        elif self._background.get((message.kind, message.call_id)) is message:
+            del self._background[message.kind, message.call_id]
         elif message in self._small:
             self._small.remove(message)
             self._small_bytes -= len(message.first)
@@ -124,6 +146,7 @@ class Outbox:
         """Does not send a large reply that is not begun. One that is has to be sent to its end: no
         word says that no more parts of a reply follow."""
         self._waiting.pop((REPLY, call_id), None)
+        self._background.pop((REPLY, call_id), None)
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -131,21 +154,28 @@ class Outbox:
         self._notes.clear()
         self._waiting.clear()
         self._turns.clear()
+        self._background.clear()
+        self._behind = None
         self._small_bytes = self._turns_bytes = 0
 
     @property
     def bulk_bytes(self) -> int:
-        """Of the large messages, not yet taken."""
+        """Of the large messages, not yet taken; without those of the background."""
         return self._turns_bytes + sum(m.left_bytes for m in self._waiting.values())
 
     @property
     def has_bulk(self) -> bool:
-        """Does a large message wait, begun or not?"""
+        """Does a large message wait, begun or not? Those of the background do not count."""
         return bool(self._waiting or self._turns)
+
+    @property
+    def has_background(self) -> bool:
+        """Does a message of the background wait, begun or not?"""
+        return bool(self._background) or self._behind is not None
 
     def take(self, *, bulk: bool = True) -> tuple[str, Frame] | None:
         """The frame that is to be written next, and the method that it is for; None where nothing
-        is. `bulk`: large messages too."""
+        is, but for the background. `bulk`: large messages too."""
         if self._small:
             message = self._small.popleft()
             self._small_bytes -= len(message.first)
@@ -155,27 +185,49 @@ class Outbox:
             message = self._begin(self._waiting.popitem(last=False)[1])
         elif bulk and self._turns:
             return self._turn()
+        elif bulk and self._waiting:  # it does not fit beside what is begun in the background
+            return self.take_background()
         else:
             return None
         message.is_begun = True
         return message.method, (message.first,)
 
+    def take_background(self) -> tuple[str, Frame] | None:
+        """The same of the background."""
+        message = self._behind
+        if message is not None:
+            frame = next(message.parts)
+            message.left_bytes -= sum(map(len, frame)) - HEADER.size
+            if not message.left_bytes:
+                self._behind = None
+            return message.method, frame
+        if not self._background or not self._fits(next(iter(self._background.values()))):
+            return None
+        message = self._behind = self._cut(self._background.popitem(last=False)[1])
+        message.is_begun = True
+        return message.method, (message.first,)
+
     def _fits(self, message: Outgoing) -> bool:
         """May it be begun now, so that the receiver never has more than it takes?"""
-        return not self._turns or (
-            len(self._turns) < MAX_TURNS
-            and self._turns_bytes + message.left_bytes <= MAX_RECEIVING_BYTES
+        begun_bytes = self._turns_bytes + (self._behind.left_bytes if self._behind else 0)
+        return not begun_bytes or (
+            len(self._turns) < MAX_TURNS and begun_bytes + message.left_bytes <= MAX_RECEIVING_BYTES
         )
 
     def _begin(self, message: Outgoing) -> Outgoing:
-        kind = PARTS_OF[message.kind]
-        if self._is_sealed:
-            message.parts = sealed_part_frames(kind, message.call_id, message.arrays)
-        else:
-            whole = part_frames(kind, message.call_id, message.arrays, self._allocate)
-            message.parts = ((frame,) for frame in whole)
-        self._turns.append(message)
+        self._turns.append(self._cut(message))
         self._turns_bytes += message.left_bytes
+        return message
+
+    def _cut(self, message: Outgoing) -> Outgoing:
+        """Has its parts made when they are taken."""
+        kind, call_id, arrays = PARTS_OF[message.kind], message.call_id, message.arrays
+        part_bytes = BACKGROUND_PART_BYTES if message.is_background else PART_BYTES
+        if self._is_sealed:
+            message.parts = sealed_part_frames(kind, call_id, arrays, part_bytes)
+        else:
+            whole = part_frames(kind, call_id, arrays, self._allocate, part_bytes)
+            message.parts = ((frame,) for frame in whole)
         return message
 
     def _turn(self) -> tuple[str, Frame]:

@@ -182,7 +182,11 @@ class ServedCalls:
                 route, caller.remote, caller.run_id, method, message, progress
             )
             if not serving.is_cancelled:
-                caller.send(outgoing(REPLY, call_id, {"b": reply.body}, reply.arrays, method))
+                head = {"b": reply.body}
+                behind = reply.is_background
+                caller.send(
+                    outgoing(REPLY, call_id, head, reply.arrays, method, is_background=behind)
+                )
         except asyncio.CancelledError:
             self._send_error(call_id, serving.books, NotReady("given up here"))
             raise

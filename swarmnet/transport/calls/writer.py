@@ -44,7 +44,8 @@ class Writer:
 
     @property
     def queued_bytes(self) -> int:
-        """Of large messages: to be sent, and not yet taken by the operating system."""
+        """Of large messages: to be sent, and not yet taken by the operating system; without those
+        of the background."""
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self._outbox.bulk_bytes + written
 
@@ -69,10 +70,15 @@ class Writer:
         self._is_pumping = True
         try:
             while self._is_open and self._transport is not None and not self._is_paused:
-                buffers = self._take(bulk := self._pacer.may_send())
+                bulk, behind = self._pacer.may_send(), self._outbox.has_background
+                is_due = behind and self._pacer.is_background_due()
+                buffers = self._take_background() if is_due else []
+                buffers += self._take(bulk) or self._take_background()
                 if not buffers:
                     if not bulk and self._outbox.has_bulk:
                         self._pacer.wait(self)
+                    if self._outbox.has_background:
+                        self._pacer.wait_background(self)
                     return
                 self._written_bytes += sum(map(len, buffers))  # before: it may be full at once
                 self._transport.writelines(buffers)
@@ -114,6 +120,20 @@ class Writer:
             frames.append(b"".join(small))
         self._pacer.sent(num_bytes)
         return frames
+
+    def _take_background(self) -> list[bytes | memoryview]:
+        """A frame of the background, where there is room for it on the uplink behind all that is to
+        be sent."""
+        if not self._outbox.has_background or not self._pacer.may_send_background():
+            return []
+        taken = self._outbox.take_background()
+        if taken is None:
+            return []
+        method, frame = taken
+        num_bytes = sum(map(len, frame))
+        self._traffic.add_sent(method, num_bytes, is_direct=self._is_direct)
+        self._pacer.sent(num_bytes, is_background=True)
+        return list(frame)
 
     def _meter(self, ended: bool = False) -> None:
         """Tells how much a stream that had more to send has taken."""

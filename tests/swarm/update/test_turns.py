@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet.protocol.leftovers import ROOM_S
 from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.swarm.timing import LOOK_LESS_S
-from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, ROOM_S, Turns
+from swarmnet.swarm.update.exchange.turns import LONGEST_UPLOAD_S, Turns
 
 RATE = 1_000.0
 

@@ -16,7 +16,14 @@ from swarmnet.transport.calls.outbox import (
     Stalled,
     outgoing,
 )
-from swarmnet.transport.frames import HEADER, NOTIFY, PART_BYTES, REPLY, REQUEST
+from swarmnet.transport.frames import (
+    BACKGROUND_PART_BYTES,
+    HEADER,
+    NOTIFY,
+    PART_BYTES,
+    REPLY,
+    REQUEST,
+)
 from swarmnet.wire import Array
 
 call_ids = count(1)
@@ -25,6 +32,12 @@ call_ids = count(1)
 def large(name: str, num_parts: int, kind: int = REQUEST) -> Outgoing:
     size = num_parts * PART_BYTES
     return outgoing(kind, next(call_ids), {}, (Array("uint8", (size,), bytes(size)),), name)
+
+
+def behind(name: str, num_parts: int) -> Outgoing:
+    size = num_parts * BACKGROUND_PART_BYTES
+    arrays = (Array("uint8", (size,), bytes(size)),)
+    return outgoing(REPLY, next(call_ids), {}, arrays, name, is_background=True)
 
 
 def small(name: str, kind: int = REPLY, body: object = None) -> Outgoing:
@@ -155,3 +168,52 @@ def test_a_sealed_stream_gets_the_array_itself() -> None:
     assert sizes == [(HEADER.size, PART_BYTES), (HEADER.size, 5)]
     assert not box.has_bulk
     assert box.bulk_bytes == 0
+
+
+def background(box: Outbox) -> list[str]:
+    taken = []
+    while item := box.take_background():
+        taken.append(item[0])
+    return taken
+
+
+def test_the_background_is_not_taken_with_the_rest_and_goes_one_after_the_other() -> None:
+    box = Outbox()
+    box.put(behind("first", 2))
+    box.put(behind("second", 1))
+    box.put(large("a", 1))
+    assert drain(box) == ["a", "a"]
+    assert box.has_background
+    assert (box.has_bulk, box.bulk_bytes) == (False, 0)
+    assert background(box) == ["first"] * 3 + ["second"] * 2
+    assert not box.has_background
+
+
+def test_the_background_is_withdrawn_like_any_message() -> None:
+    box = Outbox()
+    begun, waiting, unwanted = behind("begun", 3), behind("waiting", 1), behind("unwanted", 1)
+    for message in (begun, waiting, unwanted):
+        box.put(message)
+    assert [box.take_background() is not None for _ in range(2)] == [True, True]
+    assert box.withdraw(begun)
+    assert not box.withdraw(waiting)
+    box.withdraw_reply(unwanted.call_id)
+    assert background(box) == []
+    assert not box.has_background
+
+
+def test_what_does_not_fit_beside_the_background_has_it_sent_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_RECEIVING_BYTES", PART_BYTES)
+    box = Outbox()
+    box.put(behind("behind", 2))
+    assert box.take_background() is not None  # its head: the receiver knows of all of it
+    box.put(large("a", 1))
+    assert drain(box) == ["behind", "behind", "a", "a"]
+    box.put(large("a", 1))
+    assert drain(box, 1) == ["a"]
+    box.put(behind("behind", 2))
+    assert background(box) == [], "nor is it begun beside what leaves it no room"
+    assert drain(box) == ["a"]
+    assert background(box) == ["behind"] * 3

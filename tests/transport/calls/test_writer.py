@@ -8,10 +8,17 @@ from typing import Any, cast
 
 import pytest
 
+from swarmnet.simulation.clock import run as run_virtual
 from swarmnet.transport.base import Traffic
 from swarmnet.transport.calls.outbox import MAX_NOTES, Outbox, Outgoing, Stalled, outgoing
 from swarmnet.transport.calls.writer import BATCH_BYTES, Writer
-from swarmnet.transport.frames import NOTIFY, PART_BYTES, REPLY, REQUEST
+from swarmnet.transport.frames import (
+    BACKGROUND_PART_BYTES,
+    NOTIFY,
+    PART_BYTES,
+    REPLY,
+    REQUEST,
+)
 from swarmnet.transport.pacing import Pacer
 from swarmnet.wire import Array
 
@@ -135,3 +142,28 @@ def test_a_message_withdrawn_and_what_waits_at_the_end_are_not_written() -> None
         assert w.writer.queued_bytes == 0
 
     play(scenario)
+
+
+def test_the_background_waits_for_room_on_the_uplink_and_counts_for_nobody() -> None:
+    """The rate is that of the cap. What it waits behind may be another channel's."""
+
+    async def main() -> None:
+        w = World()
+        rate = 10.0 * BACKGROUND_PART_BYTES
+        w.pacer.limit(rate)
+        w.pacer.sent(2 * BACKGROUND_PART_BYTES)
+        size = 8 * BACKGROUND_PART_BYTES
+        arrays = (Array("uint8", (size,), bytes(size)),)
+        w.send(outgoing(REPLY, 1, {}, arrays, "behind", is_background=True))
+        assert w.writer.queued_bytes == 0
+        assert w.stream.writes == []
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.sleep(1.2)
+        assert w.traffic.sent_bytes["behind"] > size
+        assert not w.outbox.has_background
+        assert max(w.stream.writes) < 2 * BACKGROUND_PART_BYTES, "a part a write"
+        assert loop.time() > began
+        w.pacer.close()
+
+    run_virtual(main())

@@ -66,19 +66,12 @@ class Exchange:
         self._outbox = Outbox(
             number, gossip, replica, pace, self._tasks, self.feed, self._arrived, self._heard,
             self.progress.silent, self.progress.mute,
+            lambda j: ownership.states.is_before(j, number), self.progress.is_follower,
         )  # fmt: skip
         self._steps = ExchangeSteps(
-            number,
-            replica,
-            ownership.states,
-            work,
-            books,
-            tied,
-            self._outbox,
-            self._tasks,
-            self.feed,
-            self.fail,
-        )
+            number, replica, ownership.states, work, books, tied, self._outbox, self._tasks,
+            self.feed, self.fail,
+        )  # fmt: skip
         self._pauses = Pauses(pace.usual_s, self._again)
         self._machines: dict[int, ShardUpdate] = {}
         self._events: list[tuple[int, on.Event]] = []

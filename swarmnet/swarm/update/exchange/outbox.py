@@ -90,13 +90,17 @@ class Outbox:
         on_progress: Callable[[str, ReduceProgress], None],
         on_silent: Callable[[str], None],
         on_mute: Callable[[str], None],
+        follows: Callable[[int], bool],
+        is_follower: Callable[[str, int], bool],
     ) -> None:
         """`on_progress(primary, told)` hears what comes before a result; `on_silent(peer_id)`, that
         a call was not answered in the time that it has; `on_mute(peer_id)`, that a question was
-        not."""
+        not. `follows(shard)`: the optimizer state for the step is here; `is_follower(peer_id,
+        shard)`: it is there, as far as is known."""
         self._exchange, self._gossip, self._replica, self._pace = exchange, gossip, replica, pace
         self._tasks, self._feed, self._arrived = tasks, feed, arrived
         self._on_progress, self._on_silent, self._on_mute = on_progress, on_silent, on_mute
+        self._follows, self._is_follower = follows, is_follower
         self.own: dict[int, Part] = {}
         """What this replica contributes, by shard, as long as it is needed."""
         self.tokens: dict[int, int] = {}
@@ -238,6 +242,7 @@ class Outbox:
             terms,
             "" if primary == call.target else primary,
             is_whole=not self._replica.synced,
+            follows=tuple(self._follows(j) for j in shards),
         )
         message = Message(request, tuple(given.values()))
         reply = await self._call(
@@ -334,6 +339,8 @@ class Outbox:
         backup has made."""
         event: on.Event = on.Refused(backup, attempt)
         digest = b""
+        if not self._is_follower(backup, request.shard):
+            return event, digest
         try:
             await self._pace.turn(gradient.num_bytes)
             # Longer than for a contribution nobody waits for a backup: the contributors wait too.

@@ -32,6 +32,8 @@ class Progress:
         self.missed: set[str] = set()
         """Who lives, was waited for, and has sent nothing."""
         self._found: set[str] = set()
+        self._has_state: dict[tuple[str, int], bool] = {}
+        """By peer and shard, whether it has the optimizer state, by its own word."""
         self._waits = SumWaits()
         self._behind_at: dict[str, float] = {}
         """When a primary was last seen in the exchange before this one."""
@@ -52,6 +54,16 @@ class Progress:
         """A contribution is here, in time or not."""
         self.missed.discard(sender)
         self._pace.straggled(sender)  # in the exchange before, it was slow and no more
+
+    def told_of_state(self, peer_id: str, j: int, *, is_here: bool) -> None:
+        """A peer has the optimizer state that the step on a shard begins with, or has not. What it
+        has it has for the exchange: the word that it had not may come later, since it was said with
+        a gradient."""
+        self._has_state[peer_id, j] = is_here or self._has_state.get((peer_id, j), False)
+
+    def is_follower(self, peer_id: str, j: int) -> bool:
+        """Whether a sum is of use to a peer, as far as is known."""
+        return self._has_state.get((peer_id, j), True)
 
     def has_sum(self, j: int, primary: str) -> None:
         """Says that primary."""

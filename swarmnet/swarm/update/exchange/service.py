@@ -18,6 +18,7 @@ from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import (
     BallotReply,
     BallotRequest,
+    FetchRequest,
     MirrorReply,
     MirrorRequest,
     ReduceProgress,
@@ -55,16 +56,23 @@ class ExchangeService:
         pace: ExchangePace,
         tied: TiedShards,
         present: Callable[[], Exchange],
+        known: Callable[[], Exchange | None],
         tasks: Tasks,
     ) -> None:
-        """`present()`: the exchange that this replica is in."""
+        """`present()`: the exchange that this replica is in, begun by whoever asks first;
+        `known()`: the same where it has begun."""
         self._gossip, self._limits, self._replica = gossip, limits, replica
         self._work, self._books, self._pace = work, books, pace
         self._tied, self._present, self._tasks = tied, present, tasks
+        self._known = known
+        self._has_state: dict[tuple[str, int], int] = {}
+        """By replica and shard: it has the state for the step of this exchange, though that may not
+        have begun here."""
         transport.handle("reduce", self._on_reduce)
         transport.handle("ballot", self._on_ballot)
         transport.handle("mirror", self._on_mirror)
         transport.handle("reduce_tied", self._on_reduce_tied)
+        transport.handle("follows", self._on_follows)
 
     @property
     def _names(self) -> UpdateCodec:
@@ -142,6 +150,11 @@ class ExchangeService:
         exchange = self._present()
         if not may_contribute(self._gossip.view.get(remote), self._replica.index):
             ballot = exchange.ballot(j)  # a newcomer waits for the result, and raises no ballot
+        if push.follows:
+            is_here = (
+                push.follows[push.shards.index(j)] or self._has_state.get((remote, j)) == asked
+            )
+            exchange.progress.told_of_state(remote, j, is_here=is_here)
         answer = await exchange.answer(
             j, lambda call: on.Pushed(call, remote, ballot, num_tokens, gradient)
         )
@@ -267,6 +280,21 @@ class ExchangeService:
         if isinstance(answer, do.Deny):
             raise _redirect(j, answer)
         raise NotReady(why_not or "this step was made here already")
+
+    def finish(self, number: int) -> None:
+        """An exchange is over here."""
+        self._has_state = {key: r for key, r in self._has_state.items() if r > number}
+
+    async def _on_follows(self, request: Request) -> Message:
+        """As primary: a replica has the state of a shard since it has pushed."""
+        here = convert(request.message.body, FetchRequest)
+        self._replica.check_shard(here.stage, here.shard)
+        exchange, current = self._known(), self._replica.current_exchange
+        if current <= here.round <= current + 1:
+            self._has_state[request.remote, here.shard] = here.round
+        if exchange is not None and exchange.number == here.round:
+            exchange.progress.told_of_state(request.remote, here.shard, is_here=True)
+        return Message()
 
     # ---- checks -----------------------------------------------------------------------------
 

@@ -15,14 +15,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from swarmnet.protocol.leftovers import ROOM_S
 from swarmnet.swarm.timing import LOOK_LESS_S
 
 LONGEST_UPLOAD_S = 600.0
 """A slower uplink is not waited for: by its owner's word alone, it might hold up a whole stage. And
 a rate that was measured far too low delays a turn, but does not stop it."""
-ROOM_S = 0.02
-"""What waits for the uplink may be so much of its time when the next message comes, so that the
-link is never idle between two (tests/swarm/update/test_turns.py)."""
 
 
 class Turns:
