@@ -84,6 +84,22 @@ def test_the_background_takes_what_others_leave_and_its_channels_take_turns() ->
     run_virtual(main())
 
 
+def test_under_a_cap_the_background_has_its_share_beside_bulk_without_end() -> None:
+    async def main() -> None:
+        pacer = Pacer(queued_bytes=lambda: bulk.left)
+        bulk, behind = Link(pacer, 10_000 * PIECE), Behind(pacer)
+        pacer.limit(RATE)
+        bulk.pump()
+        behind.pump()
+        await asyncio.sleep(20.0)
+        sent = len(bulk.sent_at), len(behind.sent_at)
+        assert sum(sent) * PIECE == pytest.approx(20.0 * RATE, rel=0.1)
+        assert sent[1] * PIECE == pytest.approx(LEAST_SHARE * 20.0 * RATE, rel=0.25)
+        pacer.close()
+
+    run_virtual(main())
+
+
 def test_channels_share_the_rate_fairly() -> None:
     async def main() -> None:
         pacer = Pacer()

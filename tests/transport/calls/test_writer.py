@@ -167,3 +167,19 @@ def test_the_background_waits_for_room_on_the_uplink_and_counts_for_nobody() -> 
         w.pacer.close()
 
     run_virtual(main())
+
+
+def test_under_a_cap_a_channel_sends_the_background_beside_its_own_bulk() -> None:
+    async def main() -> None:
+        w = World()
+        w.pacer.limit(10.0 * BACKGROUND_PART_BYTES)
+        size = 4 * BACKGROUND_PART_BYTES
+        arrays = (Array("uint8", (size,), bytes(size)),)
+        w.send(large(40 * PART_BYTES))
+        w.send(outgoing(REPLY, 2, {}, arrays, "behind", is_background=True))
+        await asyncio.sleep(5.0)
+        assert w.writer.queued_bytes > 0
+        assert not w.outbox.has_background
+        w.pacer.close()
+
+    run_virtual(main())
