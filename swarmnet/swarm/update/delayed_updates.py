@@ -155,7 +155,8 @@ class DelayedUpdates:
     async def _beside(self, gradient: Gradient) -> None:
         """The exchange beside a round. It begins when the others have opened the round too, for
         then every replica knows which one holds what. New owners fetch their state after it, when
-        that stays as it is until the step of the next one; nobody waits for them."""
+        that stays as it is until the step of the next one; nobody waits for them. What others own
+        is dropped before the next one begins."""
         r = self.replica.round
 
         def have_opened() -> bool:
@@ -166,10 +167,10 @@ class DelayedUpdates:
         await self.gossip.changed.until(have_opened, SETTLE_S)
         await self._run(gradient)
         now, ownership = self._now, self.averaging.ownership
-        if now.following is not None and not now.following.done():
-            return
-        follow = ownership.follow_owners(self.averaging.current + 1)
-        now.following = ownership.tasks.start(follow)
+        coming = self.averaging.current + 1
+        if now.following is None or now.following.done():
+            now.following = ownership.tasks.start(ownership.fetch_owned(coming))
+        await ownership.drop_spare(coming)
 
     async def _run(self, gradient: Gradient) -> None:
         current = self.averaging.current

@@ -183,6 +183,11 @@ class Ownership:
         if self.plan.mode == GOSSIP:  # nothing is shared out: each replica has its own state
             return
         r = self.current if exchange is None else exchange
+        await self.fetch_owned(r)
+        await self.drop_spare(r)
+
+    async def fetch_owned(self, r: int) -> None:
+        """The state of shards that this replica has come to own, for exchange `r`."""
         own = self.gossip.own.peer_id
         mine = self.placement(r).owned_by(own)
 
@@ -191,6 +196,11 @@ class Ownership:
 
         await self.states.fetch_all(r, mine, self.holders, is_mine)
         self._tell_whether_all_are_here(r, mine)
+
+    async def drop_spare(self, r: int) -> None:
+        """That of shards which others own now. Not while an exchange begins somewhere: replicas
+        that have seen other records would go by other primaries."""
+        own = self.gossip.own.peer_id
         placement = self.placement(max(r, self.current))  # that may have taken several rounds
         kept = set(placement.owned_by(own))
         spare = {j: placement.owners(j) for j in self.states.here() if j not in kept}
