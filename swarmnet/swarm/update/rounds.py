@@ -151,6 +151,7 @@ class Rounds:
                 self.updates.repair()
                 await asyncio.wait((opening,), timeout=LOOK_AGAIN_S)
             await opening
+            self.gossip.changed.notify_all()  # the feeder may launch
         except MemoryError as e:
             log.warning("no memory for two rounds at a time, so they follow each other here: %s", e)
         finally:

@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from swarmnet.swarm.messages import InferRequest
+from swarmnet.simulation.clock import run
+from swarmnet.simulation.network import Link
+from swarmnet.simulation.scenario import Scenario
+from swarmnet.simulation.swarm import Simulation
+from swarmnet.swarm.messages import InferRequest, StepRequest
 from swarmnet.swarm.pipeline.infer import InferService
+from swarmnet.swarm.pipeline.wiring import Passed, Wiring
 from swarmnet.swarm.update.transitions import Transitions
 from swarmnet.training.memory.vectors import Vectors
 from swarmnet.training.stage import TorchStage
@@ -56,6 +61,56 @@ def test_no_device_waits_for_the_last_of_a_round(tmp_path: Path) -> None:
     assert none == 0
     assert ahead >= ROUNDS // 2
     assert delayed_s < 0.85 * zero_s
+
+
+def test_the_feeder_launches_as_soon_as_the_next_round_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The links are so slow that hardly any news wakes it."""
+    opened, launched = dict[tuple[str, int], float](), dict[tuple[str, int], float]()
+    open_ahead, step = Transitions.open_ahead, Wiring.step
+
+    async def opens(transitions: Transitions) -> None:
+        await open_ahead(transitions)
+        [peer_id] = [m.peer.gossip.own.peer_id for m in simulation.monitor.members.values()
+                     if m.peer.replica and m.peer.replica.transitions is transitions]  # fmt: skip
+        opened[peer_id, transitions.phase.round + 1] = now()
+
+    async def steps(wiring: Wiring, request: StepRequest, *rest: Any, **options: Any) -> Passed:
+        if request.stage == 0:
+            launched.setdefault((wiring.gossip.own.peer_id, request.round), now())
+        return await step(wiring, request, *rest, **options)
+
+    monkeypatch.setattr(Transitions, "open_ahead", opens)
+    monkeypatch.setattr(Wiring, "step", steps)
+    scenario = Scenario(
+        seed=1,
+        peers=4,
+        links=tuple(Link(1e9, 1e9, 0.05) for _ in range(4)),
+        until_s=60.0,
+        start_s=0.5,
+        global_batch=32,
+        sync_mode="delayed",
+        service_s=0.4,
+        speed_ratio=1.0,
+        keep_log=False,
+    )
+
+    async def simulated() -> None:
+        nonlocal simulation
+        simulation = Simulation(scenario)
+        result = await simulation.run()
+        assert result.broken is None
+
+    simulation: Simulation
+    run(simulated())
+    both = [which for which in opened.keys() & launched.keys() if which[1] > 1]  # a slow start
+    assert len(both) > 20
+    assert all(launched[which] == opened[which] for which in both)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 @pytest.mark.parametrize("seed", range(3))
