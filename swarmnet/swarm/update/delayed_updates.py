@@ -29,7 +29,7 @@ from swarmnet.wire import Array
 log = logging.getLogger("swarmnet.delayed_updates")
 
 SETTLE_S = 2.0
-"""How long an exchange waits for the others to open the round that it runs beside."""
+"""How long an exchange waits for others to say what they hold in the round that it runs beside."""
 
 
 @dataclass
@@ -153,20 +153,21 @@ class DelayedUpdates:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _beside(self, gradient: Gradient) -> None:
-        """The exchange beside a round. It begins when the others have opened the round too, for
-        then every replica knows which one holds what. New owners fetch their state after it, when
-        that stays as it is until the step of the next one; nobody waits for them. What others own
-        is dropped before the next one begins."""
-        r = self.replica.round
+        """The exchange beside a round. It begins when every replica can know which one holds what:
+        those of whom that may change with the round have said so by opening it. New owners fetch
+        their state after it, when that stays as it is until the step of the next one; nobody waits
+        for them. What others own is dropped before the next one begins."""
+        r, ownership = self.replica.round, self.averaging.ownership
 
-        def have_opened() -> bool:
+        def is_known() -> bool:
             now = asyncio.get_running_loop().time()
             members = self.gossip.view.members(self.replica.index, now)
-            return not any(m.round < r and m.state in (ACTIVE, LEAVING) for m in members)
+            behind = [m for m in members if m.round < r and m.state in (ACTIVE, LEAVING)]
+            return all(m.round == r - 1 and ownership.is_settled(m) for m in behind)
 
-        await self.gossip.changed.until(have_opened, SETTLE_S)
+        await self.gossip.changed.until(is_known, SETTLE_S)
         await self._run(gradient)
-        now, ownership = self._now, self.averaging.ownership
+        now = self._now
         coming = self.averaging.current + 1
         if now.following is None or now.following.done():
             now.following = ownership.tasks.start(ownership.fetch_owned(coming))

@@ -111,8 +111,8 @@ class Ownership:
         return sorted(m.peer_id for m in members if m.state == LEAVING)
 
     def roots(self, stage_index: int) -> list[str]:
-        """Peers of a stage in the order in which they stand in for its root. The roots of all
-        stages call each other, so one that cannot call everybody comes behind the others."""
+        """Peers of a stage in the order in which they stand in for its root. Roots are called by
+        all stages, so one that cannot call everybody comes behind the others."""
         now, view = asyncio.get_running_loop().time(), self.gossip.view
         cuts = view.remembered(ALL, "cuts", now, lambda: num_cuts(view.replicas(ALL, now)))
         weights = _fit(self.members.candidates(stage_index, self.current), cuts)
@@ -174,6 +174,13 @@ class Ownership:
             return list(owners)
         holders = [p for p in self._order(round_index, shard_index) if holds(p)]
         return list(dict.fromkeys([*owners, *holders[: self.settings.replication]]))
+
+    def is_settled(self, record: Record) -> bool:
+        """A replica holds what it owns in the present exchange and nothing else, and has since its
+        round began: as far as is known, it will say the same when the next one begins."""
+        owned = self.placement(self.current).owned_by(record.peer_id)
+        is_fresh = any(record.fresh)
+        return not is_fresh and record.holds == bitmap(owned, self.replica.num_shards)
 
     # ---- owners come and go -----------------------------------------------------------------
 
