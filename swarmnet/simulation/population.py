@@ -43,7 +43,6 @@ CONTROL_METHODS = frozenset(
         "commit",
         "committed",
         "norm",
-        "stage_norm",
         "spec",
     )
 )

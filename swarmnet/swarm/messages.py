@@ -554,28 +554,18 @@ class NormRequest:
 
     round: int
     stage: int
+    num_shards: int
+    """Of the stage."""
     shards: tuple[int, ...]
     sums: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _index(self.round, self.stage, *self.shards)
+        _index(self.round, self.stage, self.num_shards, *self.shards)
         if len(self.shards) != len(self.sums) or len(self.shards) > MAX_IDS:
             raise ValueError("shards and sums do not match")
+        if not all(j < self.num_shards <= MAX_IDS for j in self.shards):
+            raise ValueError("a shard that the stage does not have")
         if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
-            raise ValueError("a sum of squares is not finite")
-
-
-@dataclass(frozen=True, slots=True)
-class StageNormRequest:
-    """The caller's stage's sum of squares; the reply is the callee's."""
-
-    round: int
-    stage: int
-    sum: float
-
-    def __post_init__(self) -> None:
-        _index(self.round, self.stage)
-        if not (math.isfinite(self.sum) and self.sum >= 0):
             raise ValueError("a sum of squares is not finite")
 
 

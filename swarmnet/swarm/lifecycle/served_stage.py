@@ -51,7 +51,6 @@ STAGE_METHODS = (
     "contributions",
     "offer",
     "norm",
-    "stage_norm",
 )
 """Served with a replica only."""
 EMPTY_STAGE_S = 2.0

@@ -150,7 +150,6 @@ ACCESS: Mapping[str, Access] = {
     "follows": Access(Caller.WORKING, messages.FetchRequest, Callee.STAGE),
     "mirror": Access(Caller.WORKING, messages.MirrorRequest, Callee.STAGE, arrays=Arrays.SHARD),
     "norm": Access(Caller.REPLICA, messages.NormRequest, body_bytes=LIST_BYTES),
-    "stage_norm": Access(Caller.REPLICA, messages.StageNormRequest),
     "contributions": Access(
         Caller.WORKING, messages.ContributionsRequest, Callee.STAGE, body_bytes=MAX_BODY_BYTES
     ),

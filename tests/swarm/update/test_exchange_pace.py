@@ -1,4 +1,4 @@
-"""How long an exchange is waited for."""
+"""How long an exchange takes, and is waited for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
+from swarmnet.simulation.network import Link
+from swarmnet.simulation.scenario import Scenario
+from swarmnet.simulation.swarm import Simulation
 from swarmnet.swarm.settings import Limits, RunSettings
+from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.update.exchange.turns import Turns
 from swarmnet.swarm.update.measurements import Measurements
+from swarmnet.swarm.update.transitions import Transitions
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0
 STAGE_BYTES = 40_000_000
@@ -174,3 +179,57 @@ def test_an_exchange_takes_no_negative_time() -> None:
         pace.close()
 
     run(asked())
+
+
+SETTLED = 10
+"""Rounds in which owners get their state, and say so."""
+WAY_S = 0.5
+"""From one peer to another."""
+
+
+def test_an_exchange_takes_six_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients go to the primaries, their norms to the collectors and back, sums to the backups
+    and back, and results. Beside a round nobody waits first until all have told that they have
+    opened it, where what they hold stays as it is."""
+    opened, begun, took = dict[object, float](), dict[tuple[int, int], list[float]](), list[float]()
+    open_round, update = Transitions.open_round, Averaging.update
+
+    async def opens(transitions: Transitions, *rest: Any, **options: Any) -> None:
+        await open_round(transitions, *rest, **options)
+        opened[transitions] = now()
+
+    async def updates(averaging: Averaging, *rest: Any) -> None:
+        stage, number = averaging.replica.index, averaging.current
+        if number >= SETTLED:
+            assert now() == opened[averaging.replica.transitions]
+            begun.setdefault((stage, number), []).append(now())
+        await update(averaging, *rest)
+        if number >= SETTLED:
+            took.append(now() - max(begun[stage, number]))
+
+    monkeypatch.setattr(Transitions, "open_round", opens)
+    monkeypatch.setattr(Averaging, "update", updates)
+    scenario = Scenario(
+        seed=1,
+        peers=4,
+        links=tuple(Link(1e9, 1e9, WAY_S / 2) for _ in range(4)),
+        until_s=60.0,
+        start_s=0.5,
+        global_batch=16,
+        sync_mode=DELAYED,
+        service_s=0.01,
+        speed_ratio=1.0,
+        keep_log=False,
+    )
+
+    async def simulated() -> None:
+        result = await Simulation(scenario).run()
+        assert result.broken is None
+
+    run(simulated())
+    assert len(took) > 20
+    assert max(took) < 6.9 * WAY_S, "latency varies by a tenth"
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

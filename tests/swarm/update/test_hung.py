@@ -28,7 +28,7 @@ STAGES = {f"peer-{i}": min(i % 3, 1) for i in range(6)}
 """Two replicas of the first stage, four of the last."""
 PRIMARY_OF_MOST, BACKUP = "peer-2", "peer-1"
 """In the last stage."""
-SERVED = ("reduce", "ballot", "mirror", "norm", "stage_norm", "step", "admit", "fetch_parameters")
+SERVED = ("reduce", "ballot", "mirror", "norm", "step", "admit", "fetch_parameters")
 SPEED = 0.2
 SPAN_S = 60.0
 FOUND_OUT_S = 45.0

@@ -12,7 +12,7 @@ import pytest
 from swarmnet.errors import NotReady, Unreachable
 from swarmnet.simulation.clock import run
 from swarmnet.swarm.condition import Condition
-from swarmnet.swarm.messages import StageNormRequest
+from swarmnet.swarm.messages import NormRequest
 from swarmnet.swarm.peer import Peer
 from swarmnet.swarm.update.exchange.norms import KEPT_ROUNDS, Norms
 from swarmnet.transport.base import Request
@@ -31,6 +31,8 @@ class Net:
     def __init__(self, names: str, num_stages: int = 1) -> None:
         self.live = list(names)
         self.live_of_others: list[str] = []
+        self.cuts: set[tuple[str, str]] = set()
+        """Who cannot call whom."""
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
         self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
@@ -38,7 +40,8 @@ class Net:
 
     def make(self, name: str, num_stages: int, stage: int = 0) -> Norms:
         async def call(peer_id: str, method: str, message: Message, timeout_s: float) -> Message:
-            if peer_id not in (*self.live, *self.live_of_others):
+            is_there = peer_id in (*self.live, *self.live_of_others)
+            if not is_there or (name, peer_id) in self.cuts:
                 raise Unreachable("dead")
             request: Any = SimpleNamespace(remote=name, message=message)
             try:
@@ -244,15 +247,52 @@ def test_what_does_not_hold_is_not_told() -> None:
     run(scenario())
 
 
-def test_a_replica_of_another_stage_says_its_norm() -> None:
-    """Who may: `membership.access`, and its tests."""
+@pytest.mark.parametrize(
+    ("cuts", "most_s"),
+    [
+        ({}, 1.0),
+        ({"pa", "oa"}, 1.0),  # one collector that all can call is enough, and nobody waits
+        ({"bo", "ao"}, 1.0),
+        ({"po", "ba"}, WAIT_S / 4),  # those that come after them sum up
+    ],
+)
+def test_who_cannot_be_called_by_some_is_not_needed(cuts: set[str], most_s: float) -> None:
+    """Two stages, "ab" and "op": "a" and "o" are the collectors. What is summed up is the same
+    anywhere, bit for bit."""
+
+    async def scenario() -> None:
+        net = Net("ab", num_stages=2)
+        net.live_of_others += "op"
+        net.norms |= {name: net.make(name, 2, stage=1) for name in "op"}
+        net.cuts = {(caller, callee) for caller, callee in cuts}
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        totals = await asyncio.gather(
+            *(net.norms[n].add(ROUND, j, SUMS[j] / 3) for j, n in enumerate("aba")),
+            *(net.norms[n].add(ROUND, j, SUMS[j] / 7) for j, n in enumerate("pop")),
+        )
+        sums = list(SUMS.values())
+        assert set(totals) == {sum(x / 3 for x in sums) + sum(x / 7 for x in sums)}
+        assert loop.time() - began < most_s
+        assert not net.missed
+        await net.close()
+
+    run(scenario())
+
+
+def test_a_stage_is_summed_up_when_all_its_shards_are_known() -> None:
+    """Who may speak for a stage: `membership.access`, and its tests."""
 
     async def scenario() -> None:
         net = Net("a", num_stages=2)
-        heard = asyncio.create_task(_say(net, "other", ROUND, 10.0))
-        totals = await asyncio.gather(*(net.norms["a"].add(ROUND, j, SUMS[j]) for j in SUMS))
-        assert totals == [17.0] * 3
-        assert (await heard).body.sum == 7.0
+        theirs = [asyncio.create_task(_say(net, ROUND, {0: 10.0}, num_shards=2))]
+        own = [asyncio.create_task(net.norms["a"].add(ROUND, j, SUMS[j])) for j in SUMS]
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in own)
+        again = {0: 99.0, 1: 20.0}  # the first word for a shard holds
+        theirs.append(asyncio.create_task(_say(net, ROUND, again, num_shards=2)))
+        assert await asyncio.gather(*own) == [37.0] * 3
+        assert {reply.body.sum for reply in await asyncio.gather(*theirs)} == {37.0}
         assert not net.missed
         await net.close()
 
@@ -264,8 +304,8 @@ def test_nobody_fills_the_books_with_rounds_that_are_far_away() -> None:
         net = Net("a", num_stages=2)
         for r in (ROUND + KEPT_ROUNDS + 1, 2**40):
             with pytest.raises(NotReady, match="too far ahead"):
-                await _say(net, "other", r, 1.0)
-        heard = asyncio.create_task(_say(net, "other", ROUND, 10.0))
+                await _say(net, r, {0: 1.0})
+        heard = asyncio.create_task(_say(net, ROUND, {0: 10.0}))
         totals = await asyncio.gather(*(net.norms["a"].add(ROUND, j, SUMS[j]) for j in SUMS))
         assert totals == [17.0] * 3
         await heard
@@ -274,9 +314,11 @@ def test_nobody_fills_the_books_with_rounds_that_are_far_away() -> None:
     run(scenario())
 
 
-async def _say(net: Net, caller: str, round_index: int, squares: float) -> Message:
-    """What `caller` hears when it tells "a" the norm of stage 1."""
-    body = StageNormRequest(round_index, 1, squares)
-    request: Any = SimpleNamespace(remote=caller, message=Message(body))
-    reply: Message = await net.handlers["a", "stage_norm"](request)
+async def _say(
+    net: Net, round_index: int, sums: dict[int, float], *, num_shards: int = 1
+) -> Message:
+    """What a replica of stage 1 hears when it tells "a" the norms of its shards."""
+    body = NormRequest(round_index, 1, num_shards, tuple(sums), tuple(sums.values()))
+    request: Any = SimpleNamespace(remote="other", message=Message(body))
+    reply: Message = await net.handlers["a", "norm"](request)
     return reply

@@ -22,7 +22,6 @@ from swarmnet.swarm.messages import (
     Records,
     ReduceRequest,
     SignedRecord,
-    StageNormRequest,
 )
 from swarmnet.transport.memory import MemoryTransport
 from swarmnet.wire import Array, Message, pack
@@ -43,8 +42,7 @@ def bodies(r: int) -> Iterator[tuple[str, Message]]:
     yield "adopt", Message(AdoptRequest(r, 0, 0), (SHARD,))
     yield "adopted", Message(AdoptedRequest(r, 0, 4, 64))
     for ahead in range(20):
-        yield "norm", Message(NormRequest(r + ahead, 0, (0,), (1e30,)))
-        yield "stage_norm", Message(StageNormRequest(r + ahead, 0, 1e30))
+        yield "norm", Message(NormRequest(r + ahead, 0, 1, (0,), (1e30,)))
         yield "contributions", Message(ContributionsRequest(r + ahead, 0, (0,), ("x",), (1e30,)))
     yield "offer", Message(FetchRequest(r, 0, 0))
     yield "fetch_moments", Message(FetchRequest(r, 0, 0))

@@ -1,26 +1,28 @@
 """The gradient norm over all stages, for clipping as one machine would.
 
-Each primary sends the sums of squares of its shards to the root of its stage (the first owner of
-shard 0). The roots swap the sums of their stages, and each gets the same total, summed in the same
-order. That makes two hops, and O(owners + stages^2) small messages a round.
+Each primary sends the sums of squares of its shards to two *collectors*, whatever their stage: the
+roots of the first stages (the first owners of their shards 0). A collector that has heard of all
+shards of all stages answers with the total, summed in an order that is the same at each. The first
+answer counts. That makes one way there and one back, O(owners) small messages a round, and one
+collector that all can call is enough.
 
-A root that fails is replaced by the next owner of shard 0. That one may never hear the sums of
-primaries that have the total already: so each peer that has it tells all that ask, of whatever
-stage. The total goes with every result, and to every backup, so that it outlives the peers that
-summed it up; that word is taken only when no root has answered. Nothing blocks on a norm for ever:
-at the deadline the last round's norm stands in, and that is counted."""
+Collectors that fail are replaced by the next in order. These may never hear the sums of primaries
+that have the total already: so each peer that has it tells all that ask, of whatever stage. The
+total goes with every result, and to every backup, so that it outlives the peers that summed it up;
+that word is taken only when no collector has answered. Nothing blocks on a norm for ever: at the
+deadline the last round's norm stands in, and that is counted."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet.errors import NotReady, ProtocolViolation, Stale, SwarmnetError
 from swarmnet.swarm.condition import Condition
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.swarm.messages import NormReply, NormRequest, StageNormRequest
+from swarmnet.swarm.messages import NormReply, NormRequest
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.timing import RETRY_S, TOGETHER_S
 from swarmnet.transport.base import Request, Transport
@@ -33,16 +35,43 @@ MAX_ASKED = 8
 """Peers at a time that are asked whether they know the total."""
 ROOTS_ASKED = 2
 """Of each stage: its root, and the one that would be root after it."""
+COLLECTORS = 2
+"""Peers that sum up at a time."""
 KEPT_ROUNDS = 3
 
 
 @dataclass
-class RoundNorms:
-    """What a root has heard of one round."""
+class StageSums:
+    """What a collector has heard of one stage in one round."""
 
-    shards: dict[int, float] = field(default_factory=dict)
-    stages: dict[int, float] = field(default_factory=dict)
-    asking: asyncio.Task[None] | None = None
+    num_shards: int
+    sums: dict[int, float] = field(default_factory=dict)
+
+    def total(self) -> float | None:
+        """By ascending shard; None before all are known."""
+        if len(self.sums) < self.num_shards:
+            return None
+        return sum(self.sums[j] for j in range(self.num_shards))
+
+
+@dataclass
+class RoundSums:
+    """The same of all stages."""
+
+    stages: dict[int, StageSums] = field(default_factory=dict)
+
+    def hear(self, norm: NormRequest) -> None:
+        """The first word for a shard holds."""
+        stage = self.stages.setdefault(norm.stage, StageSums(norm.num_shards))
+        for j, squares in zip(norm.shards, norm.sums, strict=True):
+            if j < stage.num_shards:
+                stage.sums.setdefault(j, squares)
+
+    def total(self, num_stages: int) -> float | None:
+        """By ascending stage; None before all are known."""
+        totals = [self.stages[s].total() for s in range(num_stages) if s in self.stages]
+        known = [total for total in totals if total is not None]
+        return sum(known) if len(known) == num_stages else None
 
 
 @dataclass
@@ -71,11 +100,11 @@ class Norms:
     """The round of this replica's next update: no replica is far ahead of it."""
 
     def __post_init__(self) -> None:
-        self._rounds: dict[int, RoundNorms] = {}
+        self._rounds: dict[int, RoundSums] = {}
         self._totals: dict[int, float] = {}
         """By round, the sum of squares that was taken here."""
         self._told: dict[int, float] = {}
-        """The same, told with results: for when no root answers."""
+        """The same, told with results: for when no collector answers."""
         self._changed = Condition()
         self._oldest = 0
         self._batch: Batch | None = None
@@ -83,7 +112,6 @@ class Norms:
         self.last_total = 0.0
         """The newest sum of squares that was taken here; 0 before the first."""
         self.transport.handle("norm", self._on_norm)
-        self.transport.handle("stage_norm", self._on_stage_norm)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -106,21 +134,18 @@ class Norms:
     async def total(self, round_index: int, sums: dict[int, float]) -> float:
         """The sum of squares over all shards of all stages, given those of the own shards."""
         shards = tuple(sorted(sums))
-        request = NormRequest(round_index, self.stage_index, shards, tuple(sums[j] for j in shards))
+        values = tuple(sums[j] for j in shards)
+        request = NormRequest(round_index, self.stage_index, self.num_shards, shards, values)
         awake_s = self.gossip.awake_s
         end, turn = awake_s() + self.wait_s(), 0
         while (left := end - awake_s()) > 0:
-            for peer_id in self.roots(self.stage_index)[:ROOTS_ASKED]:
-                try:
-                    if round_index in self._totals:
-                        return self._totals[round_index]
-                    if peer_id == self.gossip.own.peer_id:  # others may see another root
-                        return self._take(
-                            round_index, await self._collect(request, min(left, ATTEMPT_S))
-                        )
-                    return await self._ask_total(peer_id, request, min(left, ATTEMPT_S))
-                except SwarmnetError as e:
-                    log.debug("norm of round %d from %s: %s", round_index, peer_id[-8:], e)
+            order = self._collectors()
+            for asked in (order[:COLLECTORS], order[COLLECTORS:]):
+                if round_index in self._totals:
+                    return self._totals[round_index]
+                total = await self._first_of(asked, request, min(left, ATTEMPT_S))
+                if total is not None:
+                    return self._take(round_index, total)
             if round_index in self._told:
                 return self._take(round_index, self._told[round_index])
             told = await self.ask_others(round_index, turn)
@@ -132,10 +157,38 @@ class Norms:
         log.warning("round %d: the gradient norm of all stages did not arrive", round_index)
         return max(self.last_total, sum(sums.values()))
 
-    async def _ask_total(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
+    def _collectors(self) -> list[str]:
+        """Those that sum up, then those that would in their place."""
+        most = 2 * COLLECTORS
+        roots = [self.roots(stage) for stage in range(min(most, self.num_stages))]
+        return [root[i] for i in range(most) for root in roots if i < len(root)][:most]
+
+    async def _first_of(
+        self, asked: Sequence[str], request: NormRequest, timeout_s: float
+    ) -> float | None:
+        """The first answer of these; None where none of them gives one."""
+
+        async def ask(peer_id: str) -> float:
+            if peer_id == self.gossip.own.peer_id:  # others may see other roots
+                return await self._collect(request, timeout_s)
+            return await self._ask(peer_id, request, timeout_s)
+
+        tasks = [self._tasks.start(ask(peer_id)) for peer_id in asked]
+        try:
+            for answer in asyncio.as_completed(tasks):
+                try:
+                    return await answer
+                except SwarmnetError as e:
+                    log.debug("norm of round %d: %s", request.round, e)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return None
+
+    async def _ask(self, peer_id: str, request: NormRequest, timeout_s: float) -> float:
         message = Message(request)
         reply = await self.transport.call(peer_id, "norm", message, timeout_s=timeout_s)
-        return self._take(request.round, convert(reply.body, NormReply).sum)
+        return convert(reply.body, NormReply).sum
 
     def _take(self, round_index: int, total: float) -> float:
         self.last_total = self._totals.setdefault(round_index, total)
@@ -151,8 +204,8 @@ class Norms:
             self._told.setdefault(round_index, total)
 
     async def ask_others(self, round_index: int, turn: int) -> float | None:
-        """The total from peers that took it from a root which is gone: of this stage, and the roots
-        of the others. Some are asked in each `turn`. None where none of these knows it."""
+        """The total from peers that took it from a collector which is gone: of this stage, and the
+        roots of the others. Some are asked in each `turn`. None where none of these knows it."""
         own = self.gossip.own.peer_id
         others = []
         for stage in range(self.num_stages):
@@ -161,14 +214,14 @@ class Norms:
         others += [p for p in self.roots(self.stage_index) if p != own]
         first = turn * MAX_ASKED % max(1, len(others))
         asked = (*others[first:], *others[:first])[:MAX_ASKED]
-        request = NormRequest(round_index, self.stage_index, (), ())
+        request = NormRequest(round_index, self.stage_index, self.num_shards, (), ())
         found = await asyncio.gather(
-            *(self._ask_total(peer_id, request, ATTEMPT_S) for peer_id in asked),
+            *(self._ask(peer_id, request, ATTEMPT_S) for peer_id in asked),
             return_exceptions=True,
         )
         for answer in found:
             if not isinstance(answer, BaseException):
-                return answer
+                return self._take(round_index, answer)
             if not isinstance(answer, SwarmnetError):
                 raise answer
         return None
@@ -180,69 +233,31 @@ class Norms:
             return Message(NormReply(known))
         if not norm.shards:
             raise NotReady("the total is not known here")
-        if norm.stage != self.stage_index:
-            raise NotReady(f"stage {norm.stage} is not served here")
+        if norm.stage >= self.num_stages:
+            raise ProtocolViolation("no such stage")
         return Message(NormReply(await self._collect(norm, ATTEMPT_S)))
 
-    async def _on_stage_norm(self, request: Request) -> Message:
-        theirs = convert(request.message.body, StageNormRequest)
-        if theirs.stage >= self.num_stages:
-            raise ProtocolViolation("no such stage")
-        norms = self._of(theirs.round)
-        norms.stages.setdefault(theirs.stage, theirs.sum)
-        self._changed.notify_all()
-        if not await self._changed.until(lambda: self.stage_index in norms.stages, ATTEMPT_S):
-            raise NotReady("the norm of this stage is not known yet")
-        return Message(NormReply(norms.stages[self.stage_index]))
-
-    def _of(self, round_index: int) -> RoundNorms:
+    def _of(self, round_index: int) -> RoundSums:
         if round_index < self._oldest:
             raise Stale("the norm of that round is gone")
         is_far = round_index > self.current() + KEPT_ROUNDS
         if is_far or (round_index not in self._rounds and len(self._rounds) > 2 * KEPT_ROUNDS):
             raise NotReady("a round too far ahead")
-        return self._rounds.setdefault(round_index, RoundNorms())
+        own = {self.stage_index: StageSums(self.num_shards)}
+        return self._rounds.setdefault(round_index, RoundSums(own))
 
     async def _collect(self, norm: NormRequest, wait_s: float) -> float:
-        """As root: takes sums of shards; returns the total when every stage's is known."""
-        norms = self._of(norm.round)
-        for j, s in zip(norm.shards, norm.sums, strict=True):
-            if j < self.num_shards:
-                norms.shards.setdefault(j, s)
-        if len(norms.shards) == self.num_shards and self.stage_index not in norms.stages:
-            norms.stages[self.stage_index] = sum(norms.shards[j] for j in range(self.num_shards))
+        """Takes sums of shards; returns the total when every stage's are known."""
+        sums, n = self._of(norm.round), self.num_stages
+        sums.hear(norm)
         self._changed.notify_all()
-        if self.stage_index in norms.stages and norms.asking is None:
-            norms.asking = self._tasks.start(self._ask_all(norm.round, norms))
-        r, n = norm.round, self.num_stages
-        await self._changed.until(lambda: len(norms.stages) == n or r in self._totals, wait_s)
-        if r in self._totals:
-            return self._totals[r]
-        if len(norms.stages) < n:
+        await self._changed.until(
+            lambda: sums.total(n) is not None or norm.round in self._totals, wait_s
+        )
+        total = self._totals.get(norm.round, sums.total(n))
+        if total is None:
             raise NotReady("not every stage's norm is known yet")
-        return sum(norms.stages[s] for s in range(n))
-
-    async def _ask_all(self, round_index: int, norms: RoundNorms) -> None:
-        """Swaps sums with the roots of the stages before this one; the later ones ask us."""
-        others = [s for s in range(self.num_stages) if s != self.stage_index]
-        await asyncio.gather(*(self._ask(round_index, norms, s) for s in others))
-
-    async def _ask(self, round_index: int, norms: RoundNorms, stage: int) -> None:
-        request = StageNormRequest(round_index, self.stage_index, norms.stages[self.stage_index])
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self.wait_s()
-        while stage not in norms.stages and round_index not in self._totals and loop.time() < end:
-            for peer_id in self.roots(stage)[:ROOTS_ASKED]:
-                try:
-                    reply = await self.transport.call(
-                        peer_id, "stage_norm", Message(request), timeout_s=ATTEMPT_S
-                    )
-                    norms.stages.setdefault(stage, convert(reply.body, NormReply).sum)
-                    self._changed.notify_all()
-                    return
-                except SwarmnetError as e:
-                    log.debug("norm of stage %d from %s: %s", stage, peer_id[-8:], e)
-            await self.gossip.changed.wait(RETRY_S)
+        return total
 
     def forget(self) -> None:
         """What was taken here is of an update that does not hold."""
@@ -256,6 +271,4 @@ class Norms:
             for r in [r for r in known if r < self._oldest]:
                 del known[r]
         for r in [r for r in self._rounds if r < self._oldest]:
-            asking = self._rounds.pop(r).asking
-            if asking is not None:
-                asking.cancel()
+            del self._rounds[r]
