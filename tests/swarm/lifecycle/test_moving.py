@@ -131,9 +131,17 @@ def test_who_moves_stays_where_the_last_other_replica_dies(tmp_path: Path) -> No
         swarm.start("other", stage=1, speed=4.0)
         mover = swarm.start("mover", stage=1)
         await swarm.until_round(10)
+        say = mover.gossip.update
+
+        def says(**changes: Any) -> None:
+            say(**changes)
+            if changes.get("state") == LEAVING:  # for some milliseconds
+                swarm.kill("other")
+
+        mover.gossip.update = says  # type: ignore[method-assign]
         mover.wanted_stage = None
-        await swarm.until(lambda: mover.gossip.own.state == LEAVING)
-        swarm.kill("other")
+        await swarm.until(lambda: "other" not in swarm.members)
+        mover.gossip.update = say  # type: ignore[method-assign]
         await swarm.until(lambda: mover.gossip.own.state == ACTIVE, 10.0)
         await swarm.until_round(30, 120.0)
         assert mover.gossip.own.stage == 1
