@@ -527,14 +527,46 @@ class MirrorRequest:
     """Of the state before this step; empty where that is not known."""
     term: int = 0
     """Of the primary's ballot."""
+    sum_digest: bytes = b""
+    """XXH3-64 of the sum, where that was sent ahead (`sums`): there is no array then."""
 
     def __post_init__(self) -> None:
         _index(self.round, self.stage, self.shard, self.steps, self.num_tokens)
         _ballots((self.term,), "")
+        _lineage(self.sum_digest)
         _norm(self.norm)
         _lineage(self.lineage)
         if not math.isfinite(self.scale):
             raise ValueError("the scale is not finite")
+
+
+@dataclass(frozen=True, slots=True)
+class SumsRequest:
+    """What the primary is about to make steps with, for a backup. Arrays: as of `mirror`, one for
+    each shard."""
+
+    round: int
+    stage: int
+    shards: tuple[int, ...]
+    terms: tuple[int, ...]
+    """Of the primary's ballots."""
+
+    def __post_init__(self) -> None:
+        _index(self.round, self.stage, *self.shards)
+        _ballots(self.terms, "")
+        if not len(set(self.shards)) == len(self.shards) == len(self.terms) <= MAX_ARRAYS:
+            raise ValueError("shards and terms do not match")
+
+
+@dataclass(frozen=True, slots=True)
+class SumsReply:
+    refused: tuple[int, ...]
+    """Shards of which another ballot holds at the backup."""
+
+    def __post_init__(self) -> None:
+        _index(*self.refused)
+        if len(self.refused) > MAX_ARRAYS:
+            raise ValueError("more shards than were asked for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,17 +586,13 @@ class NormRequest:
 
     round: int
     stage: int
-    num_shards: int
-    """Of the stage."""
     shards: tuple[int, ...]
     sums: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _index(self.round, self.stage, self.num_shards, *self.shards)
+        _index(self.round, self.stage, *self.shards)
         if len(self.shards) != len(self.sums) or len(self.shards) > MAX_IDS:
             raise ValueError("shards and sums do not match")
-        if not all(j < self.num_shards <= MAX_IDS for j in self.shards):
-            raise ValueError("a shard that the stage does not have")
         if any(not (math.isfinite(s) and s >= 0) for s in self.sums):
             raise ValueError("a sum of squares is not finite")
 

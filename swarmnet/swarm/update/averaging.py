@@ -94,7 +94,7 @@ class Averaging:
             gossip,
             replica.index,
             settings.num_stages,
-            replica.num_shards,
+            self.members.num_shards,
             self.ownership.roots,
             self.pace.norm_s,
             lambda: self.current,

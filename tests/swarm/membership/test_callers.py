@@ -133,7 +133,7 @@ def test_a_caller_speaks_for_the_stage_that_its_record_names() -> None:
     async def scenario() -> None:
         view = View("a")
         gate = gate_of(view, replica=Replica())
-        norm = NormRequest(0, STAGE, 1, (0,), (1.0,))
+        norm = NormRequest(0, STAGE, (0,), (1.0,))
         view.merge(record(CALLER, 1, stage=STAGE + 1), now())
         with pytest.raises(NotReady):
             gate.enter(envelope("norm"), norm)

@@ -33,6 +33,8 @@ class Net:
         self.live_of_others: list[str] = []
         self.cuts: set[tuple[str, str]] = set()
         """Who cannot call whom."""
+        self.shards = {0: len(SUMS), 1: len(SUMS)}
+        """How many each stage is known to have."""
         self.handlers: dict[tuple[str, str], Any] = {}
         self.missed: list[str] = []
         self.records: dict[str, Any] = {"other": SimpleNamespace(stage=1)}
@@ -70,7 +72,7 @@ class Net:
             gossip,
             stage,
             num_stages,
-            len(SUMS),
+            lambda of: self.shards.get(of, 0),
             lambda of: self.live if of == 0 else self.live_of_others,
             lambda: WAIT_S,
             lambda: ROUND,
@@ -280,17 +282,35 @@ def test_who_cannot_be_called_by_some_is_not_needed(cuts: set[str], most_s: floa
     run(scenario())
 
 
+def test_the_collectors_are_listened_to_while_others_are_asked_too() -> None:
+    """The last to come tells the first two alone."""
+
+    async def scenario() -> None:
+        net = Net("abcd", num_stages=1)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        early = [asyncio.create_task(net.norms["c"].add(ROUND, j, SUMS[j])) for j in (0, 1)]
+        await asyncio.sleep(7.0)
+        late = net.norms["d"].add(ROUND, 2, SUMS[2])
+        assert await asyncio.gather(*early, late) == [7.0] * 3
+        assert loop.time() - began < 7.5
+        await net.close()
+
+    run(scenario())
+
+
 def test_a_stage_is_summed_up_when_all_its_shards_are_known() -> None:
     """Who may speak for a stage: `membership.access`, and its tests."""
 
     async def scenario() -> None:
         net = Net("a", num_stages=2)
-        theirs = [asyncio.create_task(_say(net, ROUND, {0: 10.0}, num_shards=2))]
+        net.shards[1] = 2
+        theirs = [asyncio.create_task(_say(net, ROUND, {0: 10.0, 7: 1e30}))]
         own = [asyncio.create_task(net.norms["a"].add(ROUND, j, SUMS[j])) for j in SUMS]
         await asyncio.sleep(1.0)
         assert not any(task.done() for task in own)
         again = {0: 99.0, 1: 20.0}  # the first word for a shard holds
-        theirs.append(asyncio.create_task(_say(net, ROUND, again, num_shards=2)))
+        theirs.append(asyncio.create_task(_say(net, ROUND, again)))
         assert await asyncio.gather(*own) == [37.0] * 3
         assert {reply.body.sum for reply in await asyncio.gather(*theirs)} == {37.0}
         assert not net.missed
@@ -302,6 +322,7 @@ def test_a_stage_is_summed_up_when_all_its_shards_are_known() -> None:
 def test_nobody_fills_the_books_with_rounds_that_are_far_away() -> None:
     async def scenario() -> None:
         net = Net("a", num_stages=2)
+        net.shards[1] = 1
         for r in (ROUND + KEPT_ROUNDS + 1, 2**40):
             with pytest.raises(NotReady, match="too far ahead"):
                 await _say(net, r, {0: 1.0})
@@ -314,11 +335,20 @@ def test_nobody_fills_the_books_with_rounds_that_are_far_away() -> None:
     run(scenario())
 
 
-async def _say(
-    net: Net, round_index: int, sums: dict[int, float], *, num_shards: int = 1
-) -> Message:
+def test_a_stage_of_which_nobody_is_known_is_waited_for() -> None:
+    async def scenario() -> None:
+        net = Net("a", num_stages=2)
+        del net.shards[1]
+        with pytest.raises(NotReady, match="no replica of that stage"):
+            await _say(net, ROUND, {0: 10.0})
+        await net.close()
+
+    run(scenario())
+
+
+async def _say(net: Net, round_index: int, sums: dict[int, float]) -> Message:
     """What a replica of stage 1 hears when it tells "a" the norms of its shards."""
-    body = NormRequest(round_index, 1, num_shards, tuple(sums), tuple(sums.values()))
+    body = NormRequest(round_index, 1, tuple(sums), tuple(sums.values()))
     request: Any = SimpleNamespace(remote="other", message=Message(body))
     reply: Message = await net.handlers["a", "norm"](request)
     return reply

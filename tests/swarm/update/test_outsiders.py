@@ -42,7 +42,7 @@ def bodies(r: int) -> Iterator[tuple[str, Message]]:
     yield "adopt", Message(AdoptRequest(r, 0, 0), (SHARD,))
     yield "adopted", Message(AdoptedRequest(r, 0, 4, 64))
     for ahead in range(20):
-        yield "norm", Message(NormRequest(r + ahead, 0, 1, (0,), (1e30,)))
+        yield "norm", Message(NormRequest(r + ahead, 0, (0,), (1e30,)))
         yield "contributions", Message(ContributionsRequest(r + ahead, 0, (0,), ("x",), (1e30,)))
     yield "offer", Message(FetchRequest(r, 0, 0))
     yield "fetch_moments", Message(FetchRequest(r, 0, 0))

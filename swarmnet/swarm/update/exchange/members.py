@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from swarmnet.protocol.membership.records import ACTIVE, LEAVING, Record
+from swarmnet.protocol.membership.records import ACTIVE, DIGEST_BYTES, LEAVING, Record
 from swarmnet.protocol.update.roster import ALIVE, DEAD, HUNG, SUSPECT, Standing
 from swarmnet.protocol.update.sync_modes import SyncPlan
 from swarmnet.swarm.membership.gossip import Gossip
@@ -58,6 +59,19 @@ class ExchangeMembers:
         return [
             r for r in there if self.plan.parameter_version(r.active_from) <= round_index
         ] or there
+
+    def num_shards(self, stage_index: int) -> int:
+        """Shards of a stage, as the most of its replicas say; 0 where none is known."""
+        if stage_index == self.replica.index:
+            return self.replica.num_shards
+        now, view = asyncio.get_running_loop().time(), self.gossip.view
+
+        def counted() -> int:
+            said = Counter(len(r.digests) // DIGEST_BYTES for r in view.members(stage_index, now))
+            del said[0]  # one that joins
+            return max(said, key=lambda n: (said[n], n), default=0)
+
+        return view.remembered(stage_index, "number of shards", now, counted)
 
     def contributors(self, round_index: int) -> list[Record]:
         """Live replicas of this stage that may have a gradient of the round: not past it, nor too

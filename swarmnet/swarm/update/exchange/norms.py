@@ -3,8 +3,10 @@
 Each primary sends the sums of squares of its shards to two *collectors*, whatever their stage: the
 roots of the first stages (the first owners of their shards 0). A collector that has heard of all
 shards of all stages answers with the total, summed in an order that is the same at each. The first
-answer counts. That makes one way there and one back, O(owners) small messages a round, and one
-collector that all can call is enough.
+answer counts. That makes one way there and one back, and two small messages a primary and batch of
+its shards. One collector that all can call is enough. (Where a primary dies and its shard is summed
+again, they may have heard other sums of it: shards are clipped by norms that differ a little then,
+and each shard by the same at all replicas.)
 
 Collectors that fail are replaced by the next in order. These may never hear the sums of primaries
 that have the total already: so each peer that has it tells all that ask, of whatever stage. The
@@ -41,42 +43,33 @@ KEPT_ROUNDS = 3
 
 
 @dataclass
-class StageSums:
-    """What a collector has heard of one stage in one round."""
-
-    num_shards: int
-    sums: dict[int, float] = field(default_factory=dict)
-
-    def total(self) -> float | None:
-        """By ascending shard; None before all are known."""
-        if len(self.sums) < self.num_shards:
-            return None
-        return sum(self.sums[j] for j in range(self.num_shards))
-
-
-@dataclass
 class RoundSums:
-    """The same of all stages."""
+    """What a collector has heard of one round."""
 
-    stages: dict[int, StageSums] = field(default_factory=dict)
+    shards: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By stage, until all of its shards are known."""
+    stages: dict[int, float] = field(default_factory=dict)
+    total: float | None = None
+    """None before all stages are known."""
 
-    def hear(self, norm: NormRequest) -> None:
-        """The first word for a shard holds."""
-        stage = self.stages.setdefault(norm.stage, StageSums(norm.num_shards))
+    def hear(self, norm: NormRequest, num_shards: int, num_stages: int) -> None:
+        """The first word for a shard holds. Sums are taken by ascending shard, then stage."""
+        if norm.stage in self.stages:
+            return
+        sums = self.shards.setdefault(norm.stage, {})
         for j, squares in zip(norm.shards, norm.sums, strict=True):
-            if j < stage.num_shards:
-                stage.sums.setdefault(j, squares)
-
-    def total(self, num_stages: int) -> float | None:
-        """By ascending stage; None before all are known."""
-        totals = [self.stages[s].total() for s in range(num_stages) if s in self.stages]
-        known = [total for total in totals if total is not None]
-        return sum(known) if len(known) == num_stages else None
+            if j < num_shards:
+                sums.setdefault(j, squares)
+        if len(sums) == num_shards:
+            self.stages[norm.stage] = sum(sums[j] for j in range(num_shards))
+            del self.shards[norm.stage]
+        if len(self.stages) == num_stages:
+            self.total = sum(self.stages[s] for s in range(num_stages))
 
 
 @dataclass
 class Batch:
-    """Sums of shards that go to the root in one message."""
+    """Sums of shards that go to the collectors in one message."""
 
     round: int
     sums: dict[int, float]
@@ -91,7 +84,8 @@ class Norms:
     gossip: Gossip
     stage_index: int
     num_stages: int
-    num_shards: int
+    shards_of: Callable[[int], int]
+    """How many shards a stage has; 0 where that is not known yet."""
     roots: Callable[[int], list[str]]
     """Live peers of a stage in the order in which they would be its root."""
     wait_s: Callable[[], float]
@@ -135,15 +129,16 @@ class Norms:
         """The sum of squares over all shards of all stages, given those of the own shards."""
         shards = tuple(sorted(sums))
         values = tuple(sums[j] for j in shards)
-        request = NormRequest(round_index, self.stage_index, self.num_shards, shards, values)
+        request = NormRequest(round_index, self.stage_index, shards, values)
         awake_s = self.gossip.awake_s
         end, turn = awake_s() + self.wait_s(), 0
-        while (left := end - awake_s()) > 0:
+        while awake_s() < end:
             order = self._collectors()
-            for asked in (order[:COLLECTORS], order[COLLECTORS:]):
+            for asked in (order[:COLLECTORS], order):
                 if round_index in self._totals:
                     return self._totals[round_index]
-                total = await self._first_of(asked, request, min(left, ATTEMPT_S))
+                left_s = max(0.0, end - awake_s())
+                total = await self._first_of(asked, request, min(left_s, ATTEMPT_S))
                 if total is not None:
                     return self._take(round_index, total)
             if round_index in self._told:
@@ -192,6 +187,7 @@ class Norms:
 
     def _take(self, round_index: int, total: float) -> float:
         self.last_total = self._totals.setdefault(round_index, total)
+        self._changed.notify_all()
         return self.last_total
 
     def known(self, round_index: int) -> float | None:
@@ -214,7 +210,7 @@ class Norms:
         others += [p for p in self.roots(self.stage_index) if p != own]
         first = turn * MAX_ASKED % max(1, len(others))
         asked = (*others[first:], *others[:first])[:MAX_ASKED]
-        request = NormRequest(round_index, self.stage_index, self.num_shards, (), ())
+        request = NormRequest(round_index, self.stage_index, (), ())
         found = await asyncio.gather(
             *(self._ask(peer_id, request, ATTEMPT_S) for peer_id in asked),
             return_exceptions=True,
@@ -243,18 +239,20 @@ class Norms:
         is_far = round_index > self.current() + KEPT_ROUNDS
         if is_far or (round_index not in self._rounds and len(self._rounds) > 2 * KEPT_ROUNDS):
             raise NotReady("a round too far ahead")
-        own = {self.stage_index: StageSums(self.num_shards)}
-        return self._rounds.setdefault(round_index, RoundSums(own))
+        return self._rounds.setdefault(round_index, RoundSums())
 
     async def _collect(self, norm: NormRequest, wait_s: float) -> float:
         """Takes sums of shards; returns the total when every stage's are known."""
-        sums, n = self._of(norm.round), self.num_stages
-        sums.hear(norm)
-        self._changed.notify_all()
+        sums, num_shards = self._of(norm.round), self.shards_of(norm.stage)
+        if not num_shards:
+            raise NotReady("no replica of that stage is known here")
+        sums.hear(norm, num_shards, self.num_stages)
+        if sums.total is not None:
+            self._changed.notify_all()
         await self._changed.until(
-            lambda: sums.total(n) is not None or norm.round in self._totals, wait_s
+            lambda: sums.total is not None or norm.round in self._totals, wait_s
         )
-        total = self._totals.get(norm.round, sums.total(n))
+        total = self._totals.get(norm.round, sums.total)
         if total is None:
             raise NotReady("not every stage's norm is known yet")
         return total
