@@ -100,9 +100,13 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class FindNorm:
-    """Add the sum's squares to the norm of all stages, and find out its total."""
+    """Add the sum's squares to the norm of all stages, and find out its total. These backups, which
+    will be asked to make the step too, may be given the sum meanwhile."""
 
     attempt: int
+    total: Handle | None
+    backups: tuple[str, ...]
+    ballot: Ballot
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,7 +379,8 @@ def summed(u: Facts, event: on.Summed) -> None:
         return
     u.total = event.total
     if u.roster.clips:
-        u.commands.append(do.FindNorm(u.attempt))
+        backups = tuple(sorted(_backups(u).intersection(u.living())))
+        u.commands.append(do.FindNorm(u.attempt, u.total, backups, u.ballot))
     else:
         step(u)
 
@@ -395,8 +396,7 @@ def step(u: Facts) -> None:
     if u.lost or u.has_stood_still:
         count_again(u)
     u.commands.append(do.Step(u.total, u.ballot, u.attempt))
-    backups = frozenset(u.roster.backups) - u.served - {u.me}
-    u.pending = backups if u.total is not None else frozenset()
+    u.pending = _backups(u) if u.total is not None else frozenset()
     u.unmirrored = u.pending
     mirror(u)
     if u.roster.pulls:
@@ -511,6 +511,11 @@ def go_by(u: Facts, ballot: Ballot) -> None:
     u.senders, u.served = frozenset(), frozenset()
     give_up_push(u)
     deny_all(u)
+
+
+def _backups(u: Facts) -> frozenset[str]:
+    """Who makes the step too."""
+    return frozenset(u.roster.backups) - u.served - {u.me}
 
 
 def set_deadline(u: Facts) -> None:

@@ -44,6 +44,7 @@ STAGE_METHODS = (
     "adopt",
     "adopted",
     "mirror",
+    "sums",
     "follows",
     "fetch_optimizer",
     "fetch_parameters",

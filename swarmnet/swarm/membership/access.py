@@ -149,6 +149,13 @@ ACCESS: Mapping[str, Access] = {
     "ballot": Access(Caller.WORKING, messages.BallotRequest, Callee.SYNCED, body_bytes=SMALL_BYTES),
     "follows": Access(Caller.WORKING, messages.FetchRequest, Callee.STAGE),
     "mirror": Access(Caller.WORKING, messages.MirrorRequest, Callee.STAGE, arrays=Arrays.SHARD),
+    "sums": Access(
+        Caller.WORKING,
+        messages.SumsRequest,
+        Callee.STAGE,
+        body_bytes=SMALL_BYTES,
+        arrays=Arrays.SHARDS,
+    ),
     "norm": Access(Caller.REPLICA, messages.NormRequest, body_bytes=LIST_BYTES),
     "contributions": Access(
         Caller.WORKING, messages.ContributionsRequest, Callee.STAGE, body_bytes=MAX_BODY_BYTES

@@ -292,7 +292,7 @@ class Actor:
                     self.later(summed)
                 else:
                     self.handle(summed)
-            case do.FindNorm(attempt):
+            case do.FindNorm(attempt, _, _, _):
                 self.later(on.ClipKnown(attempt))
             case do.Step(total, ballot, attempt):
                 self.later(on.Stepped((ballot, total), attempt))

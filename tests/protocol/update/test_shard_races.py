@@ -72,6 +72,19 @@ def clipping(**options: Any) -> ShardUpdate:
     return u
 
 
+def test_backups_may_have_the_sum_while_the_norm_is_on_its_way() -> None:
+    """Those that will be asked to make the step, as long as nothing happens."""
+    for standing, backups in ((LIVES, ("b",)), (HANGS, ()), (GONE, ())):
+        u = replica("a")
+        u.handle(pushed("b"))
+        (made,) = [c for c in u.handle(pushed("c")) if isinstance(c, do.Sum)]
+        sees(u, b=standing)
+        found = u.handle(on.Summed("sum", made.attempt))
+        assert found == [do.FindNorm(made.attempt, "sum", backups, A)]
+        mirrored = [c for c in u.handle(on.ClipKnown(made.attempt)) if isinstance(c, do.Mirror)]
+        assert [c.backups for c in mirrored] == [backups] * bool(backups)
+
+
 def stepping() -> ShardUpdate:
     """It has the step made, and b is to make it too."""
     u = clipping()

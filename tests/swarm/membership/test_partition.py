@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.errors import NotReady
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.training.arrays import from_tensor, to_tensor
 from swarmnet.transport import memory
@@ -148,13 +149,17 @@ def _send_other_sums(averaging: Averaging) -> None:
     told: set[str] = set()
 
     async def other(peer_id: str, message: Message, go: Go) -> Message:
-        if peer_id not in told:
+        if message.arrays and peer_id not in told:
             told.add(peer_id)
             (total,) = message.arrays
             message = Message(message.body, (from_tensor(-to_tensor(total)),))
         return await go(message)
 
+    async def refused(peer_id: str, message: Message, go: Go) -> Message:
+        raise NotReady("the step carries its sum")
+
     intercept_calls(averaging.transport, "mirror", other)
+    intercept_calls(averaging.transport, "sums", refused)
 
 
 async def _meet(swarm: Swarm) -> None:

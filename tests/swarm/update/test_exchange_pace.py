@@ -191,7 +191,7 @@ def test_an_exchange_takes_six_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients go to the primaries, their norms to the collectors and back, sums to the backups
     and back, and results. Beside a round nobody waits first until all have told that they have
     opened it, where what they hold stays as it is."""
-    opened, begun, took = dict[object, float](), dict[tuple[int, int], list[float]](), list[float]()
+    opened, begun, took = dict[object, float](), dict[int, list[float]](), list[float]()
     open_round, update = Transitions.open_round, Averaging.update
 
     async def opens(transitions: Transitions, *rest: Any, **options: Any) -> None:
@@ -199,13 +199,13 @@ def test_an_exchange_takes_six_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         opened[transitions] = now()
 
     async def updates(averaging: Averaging, *rest: Any) -> None:
-        stage, number = averaging.replica.index, averaging.current
+        number = averaging.current
         if number >= SETTLED:
             assert now() == opened[averaging.replica.transitions]
-            begun.setdefault((stage, number), []).append(now())
+            begun.setdefault(number, []).append(now())
         await update(averaging, *rest)
-        if number >= SETTLED:
-            took.append(now() - max(begun[stage, number]))
+        if number >= SETTLED:  # all stages wait for each other's norms
+            took.append(now() - max(begun[number]))
 
     monkeypatch.setattr(Transitions, "open_round", opens)
     monkeypatch.setattr(Averaging, "update", updates)

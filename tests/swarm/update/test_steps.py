@@ -16,6 +16,8 @@ from swarmnet.swarm.update.exchange.steps import ExchangeSteps
 from swarmnet.swarm.update.optimizer_states import CREATED
 from tests.swarm.harness import Swarm, in_virtual_time, tiny_spec
 
+BALLOT = first_ballot("a", is_holder=True)
+
 
 def test_work_that_is_given_up_before_it_begins_leaves_nothing_behind() -> None:
     """A coroutine that nobody awaits is an error of this test run (pyproject.toml)."""
@@ -24,7 +26,7 @@ def test_work_that_is_given_up_before_it_begins_leaves_nothing_behind() -> None:
         tasks, unused = Tasks("test"), None
         parts: Any = (unused,) * 6
         steps = ExchangeSteps(0, *parts, tasks, lambda j, event: None, lambda error: None)
-        steps.carry_out(0, do.FindNorm(1))
+        steps.carry_out(0, do.FindNorm(1, None, (), BALLOT))
         await tasks.close()
         assert len(tasks) == 0
 
@@ -64,13 +66,13 @@ def test_a_norm_that_comes_late_is_not_that_of_the_sum_made_since() -> None:
             steps.carry_out(0, do.Sum((), frozenset(), (), attempt))
             await asyncio.sleep(0.0)
             await asyncio.sleep(0.0)
-            steps.carry_out(0, do.FindNorm(attempt))
+            steps.carry_out(0, do.FindNorm(attempt, None, (), BALLOT))
             await asyncio.sleep(0.0)
         work.norms[2].set()
         await asyncio.sleep(0.01)
         work.norms[1].set()
         await asyncio.sleep(0.01)
-        steps.carry_out(0, do.Step(2, first_ballot("a", is_holder=True), 2))
+        steps.carry_out(0, do.Step(2, BALLOT, 2))
         await asyncio.sleep(0.01)
         assert work.stepped == [0.5]
         await tasks.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet.errors import (
     DeadlineExceeded,
@@ -39,6 +39,7 @@ from swarmnet.swarm.messages import (
 from swarmnet.swarm.tasks import Tasks
 from swarmnet.swarm.update.exchange.coded import check_result, coded_bytes
 from swarmnet.swarm.update.exchange.pace import ExchangePace
+from swarmnet.swarm.update.exchange.sums_ahead import SumsAhead
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.wire import MAX_ARRAYS, Array, Message, convert
 
@@ -101,6 +102,9 @@ class Outbox:
         self._tasks, self._feed, self._arrived = tasks, feed, arrived
         self._on_progress, self._on_silent, self._on_mute = on_progress, on_silent, on_mute
         self._follows, self._is_follower = follows, is_follower
+        self._sums_ahead = SumsAhead(
+            exchange, replica.index, pace, self._shared_room, self._call_in_time, tasks
+        )
         self.own: dict[int, Part] = {}
         """What this replica contributes, by shard, as long as it is needed."""
         self.tokens: dict[int, int] = {}
@@ -128,6 +132,7 @@ class Outbox:
     def forget(self, shard: int) -> None:
         """The shard has its result: its gradient is not needed any more."""
         self.own.pop(shard, None)
+        self._sums_ahead.forget(shard)
 
     def give_up_push(self, shard: int) -> None:
         """What the push still brings does not count."""
@@ -184,17 +189,18 @@ class Outbox:
                 continue
             call, room = open_.get(command.target, (None, 0))
             if call is None or room < num_bytes or len(call.ballots) == MAX_ARRAYS:
-                room = shared_call_bytes(self._gossip.own.upload_bytes_per_s)
-                room = int(room * BESIDE_PART) if self._is_delayed else room
+                room = self._shared_room()
                 call = PushCall(command.target, {}, True)
                 calls.append(call)
             call.ballots[j] = command.ballot
             open_[command.target] = (call, room - num_bytes)
         return calls
 
-    @property
-    def _is_delayed(self) -> bool:
-        return self._replica.plan.is_delayed(self._exchange)
+    def _shared_room(self) -> int:
+        """Bytes of several shards that travel together."""
+        room = shared_call_bytes(self._gossip.own.upload_bytes_per_s)
+        is_beside = self._replica.plan.is_delayed(self._exchange)
+        return int(room * BESIDE_PART) if is_beside else room
 
     async def _push(self, call: PushCall) -> None:
         shards = tuple(call.ballots)
@@ -332,6 +338,13 @@ class Outbox:
 
     # ---- mirrored steps ---------------------------------------------------------------------
 
+    def sum_ahead(
+        self, shard: int, gradient: Array, ballot: Ballot, backups: Sequence[str]
+    ) -> None:
+        """These backups will be asked to make a step with the sum, when the norm is known."""
+        followers = [p for p in backups if self._is_follower(p, shard)]
+        self._sums_ahead.give(shard, gradient, ballot, followers)
+
     async def mirror(
         self, backup: str, request: MirrorRequest, gradient: Array, attempt: int
     ) -> tuple[on.Event, bytes]:
@@ -342,11 +355,7 @@ class Outbox:
         if not self._is_follower(backup, request.shard):
             return event, digest
         try:
-            await self._pace.turn(gradient.num_bytes)
-            # Longer than for a contribution nobody waits for a backup: the contributors wait too.
-            wait_s, _ = self._pace.contributions_s()
-            message = Message(request, (gradient,))
-            reply = await self._call(backup, "mirror", message, timeout_s=wait_s)
+            reply = await self._mirrored(backup, request, gradient)
             digest = convert(reply.body, MirrorReply).digest
             event = on.Confirmed(backup, attempt)
         except DeadlineExceeded as e:  # its link is too slow: it fetches the state later
@@ -363,7 +372,31 @@ class Outbox:
                 event = on.Denied(backup, denied)
         return event, digest
 
+    async def _mirrored(self, backup: str, request: MirrorRequest, gradient: Array) -> Message:
+        ahead = self._sums_ahead.take(backup, request.shard, gradient)
+        if ahead is not None:
+            await ahead.began()  # the request is there first, and waits for the sum
+            named = Message(replace(request, sum_digest=ahead.digest))
+            asking = self._tasks.start(self._call_in_time(backup, "mirror", named))
+            try:
+                await asyncio.wait((asking, ahead.sent), return_when=asyncio.FIRST_COMPLETED)
+                if asking.done() or ahead.has_come:
+                    reply: Message = await asking
+                    return reply
+            except NotReady as e:
+                if not e.details.get("lacks_sum"):
+                    raise
+            finally:
+                asking.cancel()
+        await self._pace.turn(gradient.num_bytes)
+        return await self._call_in_time(backup, "mirror", Message(request, (gradient,)))
+
     # ---- calls ------------------------------------------------------------------------------
+
+    async def _call_in_time(self, peer_id: str, method: str, message: Message) -> Message:
+        """Longer than for a contribution nobody waits for a backup: the contributors wait too."""
+        wait_s, _ = self._pace.contributions_s()
+        return await self._call(peer_id, method, message, timeout_s=wait_s)
 
     async def _call(
         self,

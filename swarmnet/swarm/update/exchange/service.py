@@ -25,6 +25,8 @@ from swarmnet.swarm.messages import (
     ReduceReply,
     ReduceRequest,
     ShardReply,
+    SumsReply,
+    SumsRequest,
     TiedSum,
 )
 from swarmnet.swarm.settings import Limits
@@ -36,6 +38,7 @@ from swarmnet.swarm.update.exchange.exchange import Exchange
 from swarmnet.swarm.update.exchange.outbox import MAX_SHARED_CALL_BYTES, Told
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.swarm.update.exchange.shard_work import ShardWork
+from swarmnet.swarm.update.exchange.sums_ahead import SumsHere
 from swarmnet.swarm.update.exchange.tied_shards import TiedShards
 from swarmnet.swarm.update.replica import Replica
 from swarmnet.transport.base import Request, Transport
@@ -70,7 +73,9 @@ class ExchangeService:
         have begun here."""
         transport.handle("reduce", self._on_reduce)
         transport.handle("ballot", self._on_ballot)
+        self._sums = SumsHere()
         transport.handle("mirror", self._on_mirror)
+        transport.handle("sums", self._on_sums)
         transport.handle("reduce_tied", self._on_reduce_tied)
         transport.handle("follows", self._on_follows)
 
@@ -264,12 +269,16 @@ class ExchangeService:
         ):
             raise NotReady("the round has not begun here")
         replica.check_shard(mirror.stage, j)
-        if await self._turn(r, j) is not Turn.NOW:
-            raise Stale(f"round {r} is over here", round=replica.current_exchange)
-        if len(request.message.arrays) != 1:
-            raise ProtocolViolation("the gradient of one shard is one array")
-        total = request.message.arrays[0]
-        check_coded(replica, "sum", self._names.sums, j, total)
+        await self._until_now(r, j)
+        if mirror.sum_digest:
+            total = await self._sums.of(mirror, remote, self._pace.call_s())
+            await self._until_now(r, j)
+        else:
+            self._sums.end(j)
+            if len(request.message.arrays) != 1:
+                raise ProtocolViolation("the gradient of one shard is one array")
+            total = request.message.arrays[0]
+            check_coded(replica, "sum", self._names.sums, j, total)
         why_not = self._work.fits(mirror)
         ballot, step = Ballot(mirror.term, remote), (mirror, total, remote)
         answer = await self._present().answer(
@@ -281,8 +290,26 @@ class ExchangeService:
             raise _redirect(j, answer)
         raise NotReady(why_not or "this step was made here already")
 
+    async def _on_sums(self, request: Request) -> Message:
+        """As backup: what the steps will be made with that the primary is about to mirror."""
+        ahead, arrays = convert(request.message.body, SumsRequest), request.message.arrays
+        r, remote = ahead.round, request.remote
+        if len(arrays) != len(ahead.shards):
+            raise ProtocolViolation(f"{len(arrays)} gradients of {len(ahead.shards)} shards")
+        refused = list[int]()
+        for j, term, total in zip(ahead.shards, ahead.terms, arrays, strict=True):
+            self._replica.check_shard(ahead.stage, j)
+            check_coded(self._replica, "sum", self._names.sums, j, total)
+            await self._until_now(r, j, may_wait=False)
+            if self._present().ballot(j) == Ballot(term, remote):
+                self._sums.put(r, j, remote, total)
+            else:
+                refused.append(j)
+        return Message(SumsReply(tuple(refused)))
+
     def finish(self, number: int) -> None:
         """An exchange is over here."""
+        self._sums.finish()
         self._has_state = {key: r for key, r in self._has_state.items() if r > number}
 
     async def _on_follows(self, request: Request) -> Message:
@@ -297,6 +324,11 @@ class ExchangeService:
         return Message()
 
     # ---- checks -----------------------------------------------------------------------------
+
+    async def _until_now(self, r: int, j: int, *, may_wait: bool = True) -> None:
+        """Raises as `_turn`, and `Stale` where the result is there."""
+        if await self._turn(r, j, may_wait=may_wait) is not Turn.NOW:
+            raise Stale(f"round {r} is over here", round=self._replica.current_exchange)
 
     async def _turn(self, asked: int, j: int, *, may_wait: bool = True) -> Turn:
         """`NOW` or `LAST`, after a wait for one that is to come. Raises `NotReady` where it does

@@ -66,7 +66,9 @@ class ExchangeSteps:
         match command:
             case do.Sum():
                 self._start(j, command.attempt, self._sum, command)
-            case do.FindNorm(attempt):
+            case do.FindNorm(attempt, total, backups, ballot):
+                if total is not None:
+                    self._outbox.sum_ahead(j, total.gradient, ballot, backups)
                 self._start(j, attempt, self._find_norm, attempt)
             case do.Step():
                 before = self._before[j] = asyncio.get_running_loop().create_future()
