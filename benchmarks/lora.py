@@ -21,7 +21,7 @@ from swarmnet.spec import RunSpec
 from swarmnet.training.models.initial_weights import ModelWeights
 from swarmnet.training.models.resolving import resolve_run
 
-UPDATE = ("reduce", "reduce_tied", "ballot", "adopt", "adopted", "mirror", "norm")
+UPDATE = ("reduce", "reduce_tied", "ballot", "adopt", "adopted", "mirror", "sums", "norm")
 FIRST, ROUNDS = 1, 3
 """Rounds that are measured: from the first on, where all states are in place."""
 
