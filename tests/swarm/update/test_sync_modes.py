@@ -7,6 +7,7 @@ import logging
 import random
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 import torch
 
 from swarmnet.errors import NotReady
-from swarmnet.protocol.membership.records import JOINING
+from swarmnet.protocol.membership.records import JOINING, bitmap
 from swarmnet.simulation.network import Link
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.stage import Sizes, state_vectors
 from swarmnet.simulation.swarm import simulate
 from swarmnet.swarm.messages import FetchRequest
 from swarmnet.swarm.update.averaging import Behind
+from swarmnet.swarm.update.delayed_updates import SETTLE_S
 from swarmnet.swarm.update.exchange.pace import ExchangePace
 from swarmnet.training.arrays import to_tensor
 from swarmnet.transport.base import Request
@@ -281,6 +283,43 @@ def test_the_simulator_has_as_many_vectors_in_a_state(
         assert {len(arrays) for arrays in exported} == {state_vectors(mode, codec)}
 
     in_virtual_time(scenario, spec)
+
+
+def test_who_is_to_gain_or_lose_a_shard_is_waited_for(tmp_path: Path) -> None:
+    """Its word on what it holds may change as it opens the round. Nobody else's is waited for."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=40, sync={"mode": "delayed"})
+    waited: Counter[bool] = Counter()
+
+    async def scenario(swarm: Swarm) -> None:
+        for i in range(3):
+            swarm.start(f"peer-{i}")
+        await swarm.until_round(8)
+        peer = swarm.members["peer-0"].peer
+        ownership, num_shards = peer.averaging.ownership, peer.replica.num_shards
+        for name in ("peer-1", "peer-2"):
+            record = peer.gossip.view.get(name)
+            held = [j for j in range(num_shards) if record.holds_shard(j)]
+            assert ownership.is_settled(record)
+            for others in (held[1:], range(num_shards)):
+                holds = bitmap(list(others), num_shards)
+                assert not ownership.is_settled(replace(record, holds=holds))
+            fresh = bitmap(held[:1], num_shards)
+            assert not ownership.is_settled(replace(record, fresh=fresh))
+        until = peer.gossip.changed.until
+
+        async def waits(is_known: Callable[[], bool], limit_s: float) -> bool:
+            if limit_s == SETTLE_S:
+                waited[is_known()] += 1
+            return await until(is_known, limit_s)
+
+        peer.gossip.changed.until = waits  # type: ignore[method-assign]
+        await swarm.until_round(16)
+        assert waited[True] > 5 * waited[False]
+        before = waited[False]
+        swarm.start("newcomer")
+        await swarm.until(lambda: waited[False] > before)
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
 
 
 def test_the_state_of_new_shards_may_be_on_its_way_for_most_of_a_round(tmp_path: Path) -> None:
