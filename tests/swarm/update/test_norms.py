@@ -286,12 +286,12 @@ def test_the_collectors_are_listened_to_while_others_are_asked_too() -> None:
     """The last to come tells the first two alone."""
 
     async def scenario() -> None:
-        net = Net("abcd", num_stages=1)
+        net = Net("abcde", num_stages=1)
         loop = asyncio.get_running_loop()
         began = loop.time()
         early = [asyncio.create_task(net.norms["c"].add(ROUND, j, SUMS[j])) for j in (0, 1)]
         await asyncio.sleep(7.0)
-        late = net.norms["d"].add(ROUND, 2, SUMS[2])
+        late = net.norms["e"].add(ROUND, 2, SUMS[2])
         assert await asyncio.gather(*early, late) == [7.0] * 3
         assert loop.time() - began < 7.5
         await net.close()
