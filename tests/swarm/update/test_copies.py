@@ -151,6 +151,8 @@ def watch(member: Member, fate: str, seen: Counter[str], early_s: list[float]) -
         body = request.message.body
         assert len(request.message.arrays) == (not body.sum_digest)
         seen["named" if body.sum_digest else "carried"] += 1
+        if fate == "are not found" and body.sum_digest:
+            raise NotReady("no", lacks_sum=True)
         key = (body.round, body.shard)
         if key in came_at:
             early_s.append(asyncio.get_running_loop().time() - came_at[key])
@@ -172,7 +174,9 @@ def watch(member: Member, fate: str, seen: Counter[str], early_s: list[float]) -
 
 
 @pytest.mark.parametrize("mode", ["zero", "delayed"])
-@pytest.mark.parametrize("fate", ["come", "are refused", "are lost", "come, and the call breaks"])
+@pytest.mark.parametrize(
+    "fate", ["come", "are refused", "are lost", "are not found", "come, and the call breaks"]
+)
 def test_sums_go_to_backups_while_the_norm_is_on_its_way(
     tmp_path: Path, mode: str, fate: str
 ) -> None:
