@@ -265,7 +265,8 @@ class StepProgress:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The feeder has the whole gradient of these microbatches. Runs down the path, one way."""
+    """The feeder has the whole gradient of these microbatches. Runs down the path, one way, and
+    from the feeder to all of it that is connected."""
 
     round: int
     microbatch_ids: tuple[int, ...]

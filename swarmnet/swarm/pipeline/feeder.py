@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from swarmnet.errors import DataError, NoRoute, ProtocolViolation, Refused, Stale, Taken
 from swarmnet.protocol.backoff import LONGEST_PAUSE_S
 from swarmnet.protocol.membership import assignment
+from swarmnet.protocol.membership.peer_ids import machine_of
 from swarmnet.protocol.membership.records import RoundCount
 from swarmnet.protocol.pipeline import progress
 from swarmnet.protocol.pipeline.slots import SlotSet, flight_id, slot_of
@@ -349,12 +350,16 @@ class Feeder:
         mine.committed[the_id] = reply.path
         self.num_completed += 1
         self.on_commit(mine.round, slot)
+        commit, own = Commit(mine.round, (the_id,)), self.gossip.own.peer_id
+        # From one to the next it reaches all, but comes to the later ones after the news that the
+        # round is over: where a channel is open, they hear it from here too, and before the news.
+        near = self.transport.connected()
+        for i, peer_id in enumerate(reply.path):
+            if peer_id != own and (i == 0 or machine_of(peer_id) in near):
+                self.transport.notify(peer_id, "commit", Message(commit))
         self.gossip.update_count(counted)
-        commit = Commit(mine.round, (the_id,))
-        if reply.path[0] == self.gossip.own.peer_id:
-            self.steps.commit(commit, self.gossip.own.peer_id)
-        else:
-            self.transport.notify(reply.path[0], "commit", Message(commit))
+        if own in reply.path:
+            self.steps.commit(commit, own)
 
     async def _on_committed(self, request: Request) -> Message:
         """A replica asks about microbatches that it was never told to count."""
