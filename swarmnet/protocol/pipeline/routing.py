@@ -48,6 +48,8 @@ BUSY_JITTER = 0.25
 class _Replica:
     cost_s: float
     """Accumulated, on a scale where the replica with the least is next."""
+    infer_cost_s: float = 0.0
+    """The same of forward passes alone."""
     tried: bool = False
     latency_s: float | None = None
     deviation_s: float = 0.0
@@ -96,7 +98,7 @@ class Router:
         self._rng = rng
         self._replicas: dict[str, _Replica] = {}
         self._estimates = ServiceEstimates(samples_per_call)
-        self._virtual_s = 0.0
+        self._virtual_s = self._virtual_infer_s = 0.0
         self._announced: dict[str, float] = {}
 
     # -- the replicas ----------------------------------------------------------------------
@@ -150,6 +152,24 @@ class Router:
             choice = self._rng.choice(untried or cheapest)
         ready[choice].tried = True
         ready[choice].cost_s += self._estimates.seconds(choice)
+        return choice
+
+    def pick_to_infer(self, now: float, *, exclude: Collection[str] = ()) -> str | None:
+        """The replica for a forward pass alone, which a full queue of microbatches does not keep
+        out. Charged apart from microbatches: a replica to which its own peer gives all that it
+        feeds owes the others nothing for that."""
+        ready = {
+            p: r
+            for p, r in self._replicas.items()
+            if r.present and r.banned_until <= now and p not in exclude
+        }
+        if not ready:
+            return None
+        for replica in ready.values():
+            replica.infer_cost_s = max(replica.infer_cost_s, self._virtual_infer_s)
+        least = self._virtual_infer_s = min(r.infer_cost_s for r in ready.values())
+        choice = self._rng.choice([p for p, r in ready.items() if r.infer_cost_s <= least])
+        ready[choice].infer_cost_s += self._estimates.seconds(choice)
         return choice
 
     def sample(self, now: float, count: int, *, exclude: Collection[str] = ()) -> list[str]:

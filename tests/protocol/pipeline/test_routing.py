@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -99,6 +100,35 @@ def test_a_new_replica_is_tried_at_once_and_only_once() -> None:
     picks = [router.pick(50.0) for _ in range(5)]
     assert picks[0] == "new"
     assert picks.count("new") <= 2
+
+
+def test_forward_passes_alone_are_charged_apart_from_microbatches() -> None:
+    """A feeder gives its own replica all that it feeds: this one owes the others nothing."""
+    router = Router(random.Random(0))
+    router.update({"own": 0.0, "other": 0.0}, 0.0)
+    for i in range(100):
+        assert call(router, i / 10, prefer="own") == "own"
+    picked = [router.pick_to_infer(10.0) for _ in range(12)]
+    assert picked.count("own") == picked.count("other") == 6
+    assert router.pick(10.0) == "other", "nor are microbatches charged with passes"
+    router.busy("own", 10.0, 60.0)
+    assert [router.pick_to_infer(10.0, exclude=["other"]) for _ in range(2)] == ["own", "own"]
+    router.sent("own", 10.0)
+    router.failed("own", 10.0, 0.1)
+    assert router.pick_to_infer(10.0, exclude=["other"]) is None
+    assert {router.pick_to_infer(10.0) for _ in range(4)} == {"other"}
+
+
+def test_forward_passes_alone_go_by_speed_and_a_newcomer_does_not_make_up_for_others() -> None:
+    router = make_router(announce=True)
+    for i in range(400):
+        call(router, float(i))
+    picks = Counter(router.pick_to_infer(400.0) for _ in range(400))
+    fastest, slowest = min(SERVICE_S, key=SERVICE_S.get), max(SERVICE_S, key=SERVICE_S.get)  # type: ignore[arg-type]
+    assert picks[fastest] > picks[slowest] > 0
+    router.update(dict.fromkeys([*SERVICE_S, "new"], 0.0), 400.0)
+    picks = Counter(router.pick_to_infer(400.0) for _ in range(40))
+    assert 0 < picks["new"] < 20
 
 
 def test_a_failed_replica_is_banned_and_the_ban_doubles() -> None:
