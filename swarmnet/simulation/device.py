@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from swarmnet.errors import Busy
 from swarmnet.simulation.coding import NO_CODING, PassCoding
-from swarmnet.swarm.ports import PRIORITIES, Check, Passage, undivided
+from swarmnet.swarm.ports import OTHER, PRIORITIES, Check, Passage, undivided
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class SyntheticDevice:
 
     def waiting_until(self, turn: int) -> int:
         """As the port says."""
-        earlier = sum(entry[0] <= turn for entry in self._heap)
+        earlier = sum(entry[:2] < (turn, PRIORITIES[OTHER]) for entry in self._heap)
         return earlier + (self._running is not None)
 
     @property

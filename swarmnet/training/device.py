@@ -206,9 +206,10 @@ class _WorkThread:
             raise
 
     def waiting_until(self, turn: int) -> int:
-        """Work whose priority begins with this number or a lower one, and what runs."""
+        """As the port says, of work whose priority is a turn and a kind's."""
+        first_after = (turn, PRIORITIES[OTHER])
         with self._condition:
-            return sum(entry[0][0] <= turn for entry in self._heap) + (self._at is not None)
+            return sum(entry[0] < first_after for entry in self._heap) + (self._at is not None)
 
     def at_work(self) -> Piece | None:
         with self._condition:

@@ -149,6 +149,22 @@ def test_cancelled_work_that_has_not_started_never_runs() -> None:
     asyncio.run(main())
 
 
+def test_a_pass_waits_for_passes_of_its_turn_and_for_all_of_earlier_ones() -> None:
+    async def main() -> None:
+        device = DeviceThread()
+        gate, held = await hold(device)
+        kinds = [(OTHER, 1), (OTHER, 2), (BACKWARD, 2), (FORWARD, 2), (OTHER, 3), (FORWARD, 3)]
+        tasks = [asyncio.create_task(device.run(k, lambda: None, turn)) for k, turn in kinds]
+        await asyncio.sleep(0)
+        assert [device.waiting_until(turn) - 1 for turn in range(5)] == [0, 0, 3, 5, 6]
+        assert device.num_waiting == 7
+        gate.opened.set()
+        await asyncio.gather(held, *tasks)
+        await device.close()
+
+    asyncio.run(main())
+
+
 def test_cancelled_work_that_has_started_finishes_unheard() -> None:
     async def main() -> None:
         device = DeviceThread()
