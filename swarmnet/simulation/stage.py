@@ -263,7 +263,11 @@ class SyntheticStage:
         self._kept.pop(key, None)
 
     def evaluate(
-        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+        self,
+        inputs: Array,
+        targets: Array | None,
+        documents: Documents | None = None,
+        round_index: int | None = None,
     ) -> Array | LossResult:
         if self.stage_index == self.num_stages - 1:
             return LossResult(1.0, self._sizes.tokens_per_microbatch)

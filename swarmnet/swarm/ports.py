@@ -109,7 +109,8 @@ class Device(Protocol):
         """Work queued or running."""
 
     def waiting_until(self, turn: int) -> int:
-        """Of it, what new work of this turn would wait for at most: not what is of later ones."""
+        """Of it, what a new pass of a microbatch of this turn would wait for at most: not what is
+        of later ones, nor other work than passes of its own."""
 
     @property
     def busy_s(self) -> float:
@@ -220,10 +221,16 @@ class Stage(Protocol):
         """Drops all that is kept under `key`: after a commit, or for work given up."""
 
     def evaluate(
-        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+        self,
+        inputs: Array,
+        targets: Array | None,
+        documents: Documents | None = None,
+        round_index: int | None = None,
     ) -> Array | LossResult:
-        """*device* Forward without gradient. A stage before the last returns its activation; the
-        last returns the loss against `targets`, or the outputs (logits) where `targets` is None."""
+        """*device* Forward without gradient, with the parameters of the round that is open ahead
+        where it is `round_index`, else of the present one. A stage before the last returns its
+        activation; the last returns the loss against `targets`, or the outputs (logits) where
+        `targets` is None."""
 
     def gradient_shard(self, shard_index: int) -> Array:
         """*averaging* A view of the gradient buffer, fp32. Only between a drained round and

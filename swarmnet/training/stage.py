@@ -285,7 +285,11 @@ class TorchStage:
         self.kept.forget(key)
 
     def evaluate(
-        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+        self,
+        inputs: Array,
+        targets: Array | None,
+        documents: Documents | None = None,
+        round_index: int | None = None,
     ) -> Array | LossResult:
         """As the port says. The batch may be smaller than a microbatch and, for models of
         sequences, the sequences shorter. Raises `ProtocolViolation` where an array does not fit."""
@@ -294,7 +298,7 @@ class TorchStage:
         context = self._boundary.receive_context(documents)
         is_whole = self._boundary.is_whole_batch(x)
         with (
-            self.vectors.showing_present(),
+            self.vectors.showing(round_index),
             self.layers.evaluating(is_whole_batch=is_whole, wants_outputs=targets is None),
         ):
             outputs = self.layers.run(None, x, context).float()

@@ -39,6 +39,36 @@ def test_delayed_updates_are_those_of_a_loop_that_is_one_update_late(
     in_virtual_time(scenario, spec)
 
 
+def test_a_held_out_loss_is_of_the_parameters_of_its_round(tmp_path: Path) -> None:
+    """It is measured as soon as the round is open ahead, beside that before."""
+    sync = {"mode": "delayed", "warmup_rounds": 2}
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=ROUNDS, sync=sync, evaluate_every=1)
+    found: dict[int, float] = {}
+
+    async def scenario(swarm: Swarm) -> None:
+        def look() -> bool:
+            for member in swarm.members.values():
+                told = member.peer.gossip.own.held_out
+                if told is not None:
+                    found[told.round] = told.loss
+            return ROUNDS in found
+
+        swarm.start_grid(2, 2)
+        await swarm.until(look)
+        oracle, wanted = DelayedReference(spec), dict[int, float]()
+        for r in range(ROUNDS):
+            wanted[r] = oracle.held_out_loss()
+            oracle.step(r, sorted(swarm.counted[r]))
+        oracle.finish()
+        wanted[ROUNDS] = oracle.held_out_loss()
+        assert found == pytest.approx({r: wanted[r] for r in found}, rel=1e-5)
+        steps = [abs(wanted[r] - wanted[r + 1]) for r in range(ROUNDS)]
+        assert sum(step > 1e-4 * wanted[0] for step in steps) > ROUNDS - 3, "nothing was learned"
+
+    in_virtual_time(scenario, spec)
+    assert len(found) > ROUNDS // 2
+
+
 @WARMUPS
 def test_delayed_updates_stay_those_of_the_loop_though_all_owners_are_replaced(
     tmp_path: Path, warmup_rounds: int

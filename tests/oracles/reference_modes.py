@@ -11,7 +11,8 @@ Like `reference.ReferenceTrainer`, they use nothing that a stage or a shard is m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +46,8 @@ class DelayedReference:
 
     def step(self, round_index: int, slots: Sequence[int]) -> float:
         """One round; returns its mean loss, nats per token."""
-        own = {n: p.clone() for n, p in self.trainer.state_dict().items()}
-        self.trainer.load_state_dict({n: p + self._ahead.get(n, 0.0) for n, p in own.items()})
-        loss_sum, num_tokens = self.trainer.accumulate(round_index, slots)
-        self.trainer.load_state_dict(own)
+        with self._predicted():
+            loss_sum, num_tokens = self.trainer.accumulate(round_index, slots)
         gradients = self.trainer.swap_gradients({})
         if self._waiting is not None:
             late_round = self._waiting[0]
@@ -60,6 +59,19 @@ class DelayedReference:
         if round_index < self._warmup_rounds:
             self.finish()
         return loss_sum / num_tokens
+
+    def held_out_loss(self) -> float:
+        """With the parameters of the coming round, nats per token."""
+        with self._predicted():
+            return self.trainer.held_out_loss()
+
+    @contextlib.contextmanager
+    def _predicted(self) -> Iterator[None]:
+        """The parameters of the coming round: the prediction is added."""
+        own = {n: p.clone() for n, p in self.trainer.state_dict().items()}
+        self.trainer.load_state_dict({n: p + self._ahead.get(n, 0.0) for n, p in own.items()})
+        yield
+        self.trainer.load_state_dict(own)
 
     def finish(self) -> None:
         """Makes the last update, which no later round makes."""

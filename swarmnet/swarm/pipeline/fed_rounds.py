@@ -36,6 +36,10 @@ class FedRound:
     heard: int = 0
     """Slots that others have launched, and since when they have been so many in this round."""
     heard_at: float = 0.0
+    is_measured: bool = False
+    """The held-out loss of the round is measured by this feeder, or given up."""
+    is_missed_ahead: bool = False
+    """A measurement failed while the round was open ahead."""
     told: set[int] = field(default_factory=set)
     """Microbatches that `on_round` has heard of."""
     flights: Tasks = field(default_factory=lambda: Tasks("feeder"))
@@ -72,6 +76,9 @@ class FedRounds:
         mine = self._rounds.setdefault(r, FedRound(r))
         if mine not in self._open:
             mine.began_at = mine.heard_at = asyncio.get_running_loop().time()
+            mine.is_measured = mine.is_missed_ahead = (
+                False  # its parameters may be others than before
+            )
             self._open.append(mine)
             for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
                 del self._rounds[old]

@@ -145,8 +145,7 @@ class Feeder:
     def _feed(self, replica: Replica, mine: FedRound) -> None:
         feeds = self.rules.is_feeder()
         if feeds:
-            if mine.round == replica.round:
-                self._held_out.measure_if_due(mine.round, mine.flights)
+            self._held_out.measure_if_due(mine, is_ahead=mine.round > replica.round)
             self._launch(replica, mine)
         self._maybe_seal(mine, feeds)
 
@@ -183,7 +182,7 @@ class Feeder:
         now = asyncio.get_running_loop().time()
         count = self.gossip.own.count(mine.round)
         view, num_slots = self.gossip.view, self.settings.num_slots
-        idle = not mine.in_flight and not self._held_out.is_measuring
+        idle = not mine.in_flight and self._held_out.measuring is not mine
         sealed = idle and (not feeds or progress.is_launched(view, mine.round, now, num_slots))
         if sealed != count.sealed:
             # A feeder that feeds no more will not launch again what did not come back: others do.

@@ -11,6 +11,7 @@ from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.membership.gossip import Gossip
 from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
+from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.swarm.ports import Data
@@ -26,32 +27,36 @@ class HeldOutLoss:
     """Measures in the rounds where that is due, and puts the loss into the own record."""
 
     def __init__(self, gossip: Gossip, wiring: Wiring, data: Data, settings: RunSettings) -> None:
-        self.is_measuring = False
-        """The round is not sealed meanwhile."""
+        self.measuring: FedRound | None = None
+        """The round that is measured now: it is not sealed meanwhile."""
         self._gossip, self._wiring = gossip, wiring
         self._data, self._settings = data, settings
-        self._round, self._is_over = -1, False
-        """The round that was last to be measured here, and whether it is, or is given up."""
 
-    def measure_if_due(self, r: int, tasks: Tasks) -> None:
+    def measure_if_due(self, mine: FedRound, *, is_ahead: bool) -> None:
         """The first of the feeders measures every so often, unless a peer that was first before it
-        has done so. `tasks` are the round's: the measurement ends with the round."""
-        every = self._settings.evaluate_every
+        has done so. A round that is open ahead is measured as one that is present, for its
+        parameters are there; but once, since where some stage cannot open it ahead that fails. The
+        measurement ends with the round."""
+        r, every = mine.round, self._settings.evaluate_every
         due = r >= self._settings.rounds or (every > 0 and r % every == 0)
-        if not due or self.is_measuring or not self._data.num_held_out:
+        if not due or self.measuring is not None or not self._data.num_held_out:
             return
-        if self._round != r:
-            self._round, self._is_over = r, False
         now = asyncio.get_running_loop().time()
         view = self._gossip.view
-        if self._is_over or any(
-            p.held_out is not None and p.held_out.round == r for p in view.live(now)
-        ):
+        if mine.is_measured or (is_ahead and mine.is_missed_ahead):
+            return
+        # A record names the newest one, which may be ahead of this.
+        told = [p.held_out.round for p in view.live(now) if p.held_out is not None]
+        if r in told or r + 1 in told:
             return
         covered = all(view.replicas(s, now) for s in range(self._settings.num_stages))
         if covered and self._first_feeder(r, now) == self._gossip.own.peer_id:
-            self.is_measuring = True
-            tasks.start(self._measure(r))
+            self.measuring = mine
+            mine.flights.start(self._measure(mine, is_ahead)).add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self.measuring = None
+        self._gossip.changed.notify_all()
 
     def _first_feeder(self, r: int, now: float) -> str:
         """Who measures. A feeder that came when all slots were launched holds no round: it would
@@ -63,7 +68,8 @@ class HeldOutLoss:
             feeders = [p for p in feeders if p in counts and counts[p].launched] or feeders
         return feeders[0]
 
-    async def _measure(self, r: int) -> None:
+    async def _measure(self, mine: FedRound, is_ahead: bool) -> None:
+        r = mine.round
         is_last_try = self._is_held(r)
         try:
             replies = await self._ask_for_all(r)
@@ -72,21 +78,18 @@ class HeldOutLoss:
                 loss = sum(reply.loss_sum for reply in replies) / num_tokens
                 bits = bits_per_byte(loss, self._data.bytes_per_token)
                 self._gossip.update(held_out=HeldOut(r, loss, bits), urgent=True)
-            self._is_over = True
+            mine.is_measured = True
         except Refused as e:
             log.warning("round %d: the held-out loss was not measured: %s", r, e)
-            self._is_over = True
+            mine.is_measured = True
         except SwarmnetError as e:
             log.info("round %d: the held-out loss was not measured: %s", r, e)
-            self._is_over = is_last_try
+            mine.is_measured, mine.is_missed_ahead = is_last_try, is_ahead
             if not is_last_try:
                 await asyncio.sleep(LOOK_LESS_S)
         except Exception:  # of a builder's data, say: it holds no round
             log.exception("round %d: the held-out loss was not measured", r)
-            self._is_over = True
-        finally:
-            self.is_measuring = False
-            self._gossip.changed.notify_all()
+            mine.is_measured = True
 
     def _is_held(self, r: int) -> bool:
         """The round waits for nothing but the measurement."""
@@ -96,13 +99,14 @@ class HeldOutLoss:
         return progress.round_progress(self._gossip.view, r, now, num_slots).committed >= num_slots
 
     async def _ask_for_all(self, r: int) -> list[InferReply]:
-        """The replies for all held-out microbatches, in order. As many as the thinnest stage has
-        replicas are under way at a time: the round waits for them, and one after the other would
-        leave most devices without work, and each would wait for the latency of all stages. More
-        would keep the places of training."""
+        """The replies for all held-out microbatches, in order. At a time so many are under way that
+        each stage has one for every replica, as far as the thinnest stage goes: the round waits for
+        them, and fewer would leave devices and links without work. More would keep the places of
+        training."""
         now, view = asyncio.get_running_loop().time(), self._gossip.view
         stages = range(self._settings.num_stages)
-        places = asyncio.Semaphore(max(1, min(len(view.replicas(s, now)) for s in stages)))
+        width = max(1, min(len(view.replicas(s, now)) for s in stages))
+        places = asyncio.Semaphore(len(stages) * width)
         asking = Tasks("held-out loss")
         try:
             return await asyncio.gather(

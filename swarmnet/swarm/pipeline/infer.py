@@ -39,7 +39,7 @@ class InferService:
         if replica.measured.hangs(asyncio.get_running_loop().time()):
             raise NotReady("the device does not answer")
         if infer.round >= 0:
-            await self._until_present(replica, infer.round)
+            await replica.enter(infer.round, self._limits.enter_wait_s)
         arrays = request.message.arrays
         inputs = arrays[0] if arrays else None
         if inputs is None or len(arrays) > 2:
@@ -50,12 +50,20 @@ class InferService:
         if self._num_waiting >= MAX_INFERRING:
             raise Busy("too many forward passes wait here", backlog_s=FIRST_PAUSE_S)
         self._num_waiting += 1
+        r = replica.round if infer.round < 0 else infer.round
+
+        def check_round() -> None:
+            if infer.round >= 0 and r != replica.round and not replica.takes(r):
+                raise Stale(f"round {r} is not open here any more", round=replica.round)
+
         try:
             result = await replica.device.run(
                 OTHER,
-                lambda: replica.stage.evaluate(inputs, wanted, infer.documents),
-                replica.round,
+                lambda: replica.stage.evaluate(inputs, wanted, infer.documents, r),
+                r,
+                check_round,
             )
+            check_round()  # else it may have seen the parameters of another round
         finally:
             self._num_waiting -= 1
         if isinstance(result, LossResult):
@@ -64,14 +72,6 @@ class InferService:
             return Message(InferReply(), (result,))
         onward = (result,) if targets is None else (result, targets)
         return await infer_through(self._wiring, replace(infer, stage=infer.stage + 1), onward)
-
-    async def _until_present(self, replica: Replica, round_index: int) -> None:
-        """A round that is open ahead takes microbatches, but its parameters are not yet those that
-        a forward pass is made with. Raises as `Replica.enter`."""
-        wait_s = self._limits.enter_wait_s
-        await replica.enter(round_index, wait_s)
-        if not await replica.changed.until(lambda: replica.round >= round_index, wait_s):
-            raise NotReady(f"round {round_index} has not begun here", round=replica.round)
 
 
 async def infer_through(
@@ -89,8 +89,7 @@ async def infer_through(
     tried: list[str] = []
     refusers: set[str] = set()
     while loop.time() < end:
-        router = wiring.router(infer.stage)
-        peer_id = router.pick(loop.time(), exclude=tried)
+        peer_id = wiring.router(infer.stage).pick_to_infer(loop.time(), exclude=tried)
         if peer_id is None:
             tried = []
             await wiring.gossip.changed.wait(LOOK_AGAIN_S)

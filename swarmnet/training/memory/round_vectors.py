@@ -27,7 +27,7 @@ SPARE_FACTOR = 1.5
 class RoundVectors:
     """The vectors of the present round, and of the round that is open ahead, if there is one.
 
-    `use` and `showing_present` are for the device thread, and so is `finish_round` where no round
+    `use` and `showing` are for the device thread, and so is `finish_round` where no round
     is open ahead. All else may be called beside them, by one thread at a time: what a pass looks
     at is the one vector that was shown to it, and that stays as it is.
     """
@@ -57,23 +57,24 @@ class RoundVectors:
 
     def use(self, round_index: int) -> None:
         """Lets the layers compute with the parameters of a round and add to its gradient."""
-        ahead = self._ahead  # another thread may promote it meanwhile
-        if ahead is not None and round_index == ahead[0]:
-            self._layers.show(ahead[1])
-        else:
-            self._layers.show(self.present)
+        self._layers.show(self._of(round_index))
 
     @contextlib.contextmanager
-    def showing_present(self) -> Iterator[None]:
-        """In this context the layers compute with the parameters of the present round, whichever
-        that is, and these stay as they are though the round may end."""
+    def showing(self, round_index: int | None = None) -> Iterator[None]:
+        """In this context the layers compute with the parameters of the round that is open ahead
+        where it is `round_index`, else of the present one, whichever that is; and these stay as
+        they are though the round may end."""
         while True:
-            present = self.present
-            with present.reading:
-                if present is self.present:
-                    self._layers.show(present)
+            shown = self._of(round_index)
+            with shown.reading:
+                if shown is self._of(round_index):
+                    self._layers.show(shown)
                     yield
                     return
+
+    def _of(self, round_index: int | None) -> Vectors:
+        ahead = self._ahead  # another thread may promote it meanwhile
+        return ahead[1] if ahead is not None and round_index == ahead[0] else self.present
 
     # ---- shards -----------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Vectors:
         self.values = tuple(r.part_of(parameters) for r in ranges)
         """By parameter of the layers: its part of `parameters`."""
         self.reading = threading.Lock()
-        """Held by a pass that is not of a round and reads the parameters, such as a measurement:
+        """Held by a pass that adds to no gradient and reads the parameters, such as a measurement:
         the round may end beside it, and then they may be overwritten."""
         self.adding = gradients if sums is None else sums
         """Where passes add the gradient."""

@@ -87,7 +87,7 @@ class StageGeneration:
 
     def _pass(self, x: Tensor, context: LayerContext, is_copied: bool) -> Tensor:
         with (
-            self._vectors.showing_present(),
+            self._vectors.showing(),
             self._layers.evaluating(is_whole_batch=False, wants_outputs=True),
         ):
             if not is_copied:

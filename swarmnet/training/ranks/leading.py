@@ -80,7 +80,11 @@ class LeadStage(RankStage):
         )
 
     def evaluate(
-        self, inputs: Array, targets: Array | None, documents: Documents | None = None
+        self,
+        inputs: Array,
+        targets: Array | None,
+        documents: Documents | None = None,
+        round_index: int | None = None,  # no round is open ahead where there are ranks
     ) -> Array | LossResult:
         arrays = (inputs,) if targets is None else (inputs, targets)
         return self._together(

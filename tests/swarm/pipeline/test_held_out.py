@@ -4,16 +4,21 @@ memory transport."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmnet.errors import NotReady, Refused, Stale
+from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
 from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
 from swarmnet.swarm.pipeline import held_out
+from swarmnet.swarm.pipeline.fed_rounds import FedRound
+from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.infer import infer_through
+from swarmnet.swarm.pipeline.wiring import Wiring
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.handlers import handler_of
@@ -131,9 +136,9 @@ def test_a_measurement_that_always_fails_holds_a_round_for_one_try(
 def test_held_out_microbatches_are_under_way_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the thinnest stage has replicas: a round that is measured must not be longer by
-    the latency of each microbatch. And never all of many: they would keep the places of
-    training."""
+    """One for every replica of every stage, as far as the thinnest goes: a round that is measured
+    must not be longer by the latency of each microbatch. And never all of many: they would keep the
+    places of training."""
     tiny = tiny_spec(tmp_path, num_stages=2, rounds=4)
     data = tiny.data.model_copy(update={"held_out_microbatches": 10})
     spec = tiny.model_copy(update={"data": data})
@@ -155,9 +160,64 @@ def test_held_out_microbatches_are_under_way_together(
             swarm.start(f"peer-{i}", stage=i % 2)
         await swarm.until_round(1)
         assert len(seen) == swarm.data.num_held_out > 4
-        assert max(seen) == 2
+        assert max(seen) == 4
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_round_is_measured_where_no_record_shows_that_it_is(tmp_path: Path) -> None:
+    """A record names the newest measured round, which may be the one ahead. What fails ahead is
+    tried again when the round is the present one."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=20, evaluate_every=1)
+
+    async def scenario(swarm: Swarm) -> None:
+        peer = swarm.start("peer-0")
+        await swarm.until_round(2)
+        measure = HeldOutLoss(peer.gossip, peer.wiring, swarm.data, peer.settings)
+
+        async def is_begun(mine: FedRound, *, is_ahead: bool) -> bool:
+            measure.measure_if_due(mine, is_ahead=is_ahead)
+            found = measure.measuring is mine
+            await mine.flights.close()
+            await asyncio.sleep(0)
+            assert measure.measuring is None
+            return found
+
+        peer.gossip.update(held_out=HeldOut(15, 1.0, 0.0))
+        begun = [r for r in range(12, 19) if await is_begun(FedRound(r), is_ahead=r > 15)]
+        assert begun == [12, 13, 16, 17, 18]
+        assert not await is_begun(FedRound(16, is_measured=True), is_ahead=True)
+        missed = FedRound(16, is_missed_ahead=True)
+        assert not await is_begun(missed, is_ahead=True)
+        assert await is_begun(missed, is_ahead=False)
+
+    in_virtual_time(scenario, spec)
+
+
+def test_what_fails_ahead_is_tried_once_before_the_round_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some stage cannot open it ahead: the passes through the others would be for nothing."""
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=6, sync={"mode": "delayed"}, evaluate_every=1)
+    tried = Counter[int]()
+
+    async def scenario(swarm: Swarm) -> None:
+        async def failing(wiring: Wiring, infer: InferRequest, *args: Any) -> Message:
+            if infer.round == 4:
+                replica = swarm.members["peer-0"].peer.replica
+                assert replica is not None
+                tried[replica.round] += 1
+                raise NotReady("not yet")
+            return await infer_through(wiring, infer, *args)
+
+        monkeypatch.setattr(held_out, "infer_through", failing)
+        swarm.start("peer-0")
+        swarm.start("peer-1", feeds=False)
+        await swarm.until_round(6)
+
+    in_virtual_time(scenario, spec)
+    assert tried[3] == 1
+    assert tried[4] > 0
 
 
 def test_arrays_that_every_replica_finds_wrong_are_refused_at_once(tmp_path: Path) -> None:

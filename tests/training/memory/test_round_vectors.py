@@ -148,7 +148,7 @@ def test_what_a_measurement_reads_stays_though_the_round_ends(opens: bool) -> No
             put_all_aside(vectors, 7.0)
 
     other = threading.Thread(target=overwrite)
-    with vectors.showing_present():
+    with vectors.showing():
         vectors.finish_round()
         assert is_all(vectors, 5.0)
         other.start()
@@ -157,8 +157,33 @@ def test_what_a_measurement_reads_stays_though_the_round_ends(opens: bool) -> No
         shown = torch.cat([p.detach().reshape(-1) for p in layers.parameters()])
         assert torch.equal(shown, before)
     other.join()
-    with vectors.showing_present():
+    with vectors.showing():
         assert all((p == 5.0).all() for p in layers.parameters())
+
+
+def test_a_measurement_of_the_round_ahead_reads_its_parameters_before_and_after_it_begins() -> None:
+    layers = linear_layers()
+    vectors = ahead(layers)
+
+    def shown() -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in layers.parameters()])
+
+    with vectors.showing(1):
+        assert (shown() == 5.0).all()
+        vectors.finish_round()
+        assert (shown() == 5.0).all()
+    with vectors.showing(1):
+        assert (shown() == 5.0).all()
+
+
+def test_a_measurement_of_any_other_round_reads_the_present_parameters() -> None:
+    layers = linear_layers()
+    vectors = ahead(layers)
+    for round_index in (0, None):
+        with vectors.showing(round_index):
+            shown = torch.cat([p.detach().reshape(-1) for p in layers.parameters()])
+            assert torch.equal(shown, vectors.present.parameters)
+            assert not (shown == 5.0).any()
 
 
 def test_layers_that_show_one_pair_only_open_nothing_ahead(
