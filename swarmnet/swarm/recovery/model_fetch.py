@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
@@ -130,12 +131,21 @@ async def _fetch(
                 )
                 convert(reply.body, FetchReply)
                 return _checked(reply.arrays, sizes[j], donor.digest(j))
+            except Stale as e:  # its record with the next round is on its way: at once, then
+                error = e
+                await gossip.changed.until(partial(_is_past, gossip, donor), LOOK_AGAIN_S)
             except SwarmnetError as e:
                 error = e
                 await asyncio.sleep(LOOK_AGAIN_S)
     if isinstance(error, Stale):
         raise error
     raise UserError(f"shard {j} of stage {k} is not to be had: {error}")
+
+
+def _is_past(gossip: Gossip, donor: Record) -> bool:
+    """The donor's record, as it was, is out of date."""
+    now = gossip.view.get(donor.peer_id)
+    return now is None or (now.round, now.digests) != (donor.round, donor.digests)
 
 
 def _checked(arrays: tuple[Array, ...], size: int, digest: bytes) -> Array:

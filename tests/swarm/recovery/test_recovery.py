@@ -575,6 +575,6 @@ def test_a_run_that_is_stopped_again_and_again_keeps_its_moments(tmp_path: Path)
             metas = [m for path in folder.glob("*/checkpoints/*") for m in read_metas(path)]
             assert life or all(m.steps for m in metas), "saved without moments"
             whole = newest_whole_round(folder, 2)
-            assert whole == 2 * EVERY
+            assert 2 * EVERY <= whole <= 2 * EVERY + life
 
     in_virtual_time(scenario, spec)
