@@ -24,7 +24,7 @@ Results = Mapping[str, Mapping[str, Any]]
 """By platform and cell. What is compared is of one platform: the one that has the most of it."""
 Result = Mapping[str, Any]
 
-SEEDS, ORDERS = (1, 2, 3), (1, 2)
+NUM_SEEDS, FIRST_SEED, ORDERS = 3, 1, (1, 2)
 AIMS = {"bf16": 0.001, "int8": 0.001, "int6": 0.005, "int4": 0.005, "topk": 0.01}
 """How much of the loss a codec may cost."""
 RIGHT_AIM = 0.01
@@ -81,9 +81,10 @@ def figure(
     at: int | None = None,
 ) -> Figure | None:
     """Of all pairs that are there."""
-    base = [fp32_cell(where, task, seed).key for seed in SEEDS for _ in orders]
+    seeds = TASKS[task].seeds
+    base = [fp32_cell(where, task, seed).key for seed in seeds for _ in orders]
     own = "zero" if where == BOTH and codec == "none" else where
-    cells = [Cell(own, task, codec, seed, order=order).key for seed in SEEDS for order in orders]
+    cells = [Cell(own, task, codec, seed, order=order).key for seed in seeds for order in orders]
     pairs = most(results, cells, base)
     found = tuple(difference(a, b, is_right=is_right, at=at) for a, b in pairs)
     return Figure(found) if found else None
@@ -105,7 +106,7 @@ def most(results: Results, *keys: Sequence[str]) -> list[tuple[Result, ...]]:
 
 def verdict(codec: str, of: Figure, control: Figure | None, *, is_right: bool) -> str:
     """Why a codec is accepted, or `no`; nothing before all seeds are there."""
-    if len(of.values) < len(SEEDS):
+    if len(of.values) < NUM_SEEDS:
         return ""
     if of.mean <= (RIGHT_AIM if is_right else AIMS[codec]):
         return "yes"
@@ -154,7 +155,7 @@ def _row(name: str, cells: Iterable[str]) -> str:
 
 
 def _mean_value(results: Results, where: str, task: str, is_right: bool) -> str:
-    found = most(results, [fp32_cell(where, task, seed).key for seed in SEEDS])
+    found = most(results, [fp32_cell(where, task, seed).key for seed in TASKS[task].seeds])
     value = mean(value_of(r, is_right=is_right) for (r,) in found)
     return (f"{value:.1%}" if is_right else f"{value:.4f}") + " | "
 
@@ -165,17 +166,18 @@ def _shown(of: Figure | None, is_right: bool) -> str:
         return ""
     digits, factor, unit = (1, -100, " points") if is_right else (2, 100, " %")
     text = f"{round(factor * of.mean, digits) + 0.0:+.{digits}f}"
-    num = min(len(of.values), len(SEEDS))
+    num = min(len(of.values), NUM_SEEDS)
     if num > 1:
         text += f" ± {100 * of.error(num):.{digits}f}"
-    return text + unit + (f" ({num} of {len(SEEDS)} seeds)" if num < len(SEEDS) else "")
+    return text + unit + (f" ({num} of {NUM_SEEDS} seeds)" if num < NUM_SEEDS else "")
 
 
 def mode_table(results: Results, task: str) -> list[str]:
     """Rows: modes, in fp32. Columns: loss, and its distance from that of `zero`."""
     lines = ["| mode | loss | more than `zero` |", "|---|---|---|"]
     for mode in MODES:
-        own, base = ([Cell(m, task, "none", seed).key for seed in SEEDS] for m in (mode, "zero"))
+        seeds = TASKS[task].seeds
+        own, base = ([Cell(m, task, "none", seed).key for seed in seeds] for m in (mode, "zero"))
         both = most(results, own, base)
         if both:
             of = Figure(tuple(difference(r, z, is_right=False) for r, z in both))
@@ -187,7 +189,7 @@ def mode_table(results: Results, task: str) -> list[str]:
 
 def churn_table(results: Results) -> list[str]:
     """Rows: modes. Columns: per cent of the peers that are replaced. One seed."""
-    base = Cell("zero", "letters", "none", SEEDS[0]).key
+    base = Cell("zero", "letters", "none", FIRST_SEED).key
     lines = [
         "| mode | " + " | ".join(f"{p} % replaced" for p in REPLACED) + " |",
         "|---|" + "---|" * len(REPLACED),
@@ -195,7 +197,7 @@ def churn_table(results: Results) -> list[str]:
     for mode in MODES:
         cells = []
         for percent in REPLACED:
-            cell = Cell(mode, "letters", "none", SEEDS[0], replaced=percent)
+            cell = Cell(mode, "letters", "none", FIRST_SEED, replaced=percent)
             text = ""
             for result, zero in most(results, [cell.key], [base]):
                 gap = difference(result, zero, is_right=False)
@@ -246,7 +248,8 @@ def _curves_of_codecs(results: Results, where: str, task: str, *, is_right: bool
         ("fp32" if is_right else "control", "none", (0,) if is_right else ORDERS),
         *((codec, codec, (0,)) for codec in CODECS),
     ):
-        keys = [Cell(where, task, codec, seed, order=o).key for seed in SEEDS for o in orders]
+        seeds = TASKS[task].seeds
+        keys = [Cell(where, task, codec, seed, order=o).key for seed in seeds for o in orders]
         found = [result for (result,) in most(results, keys)]
         if not found:
             continue
@@ -263,9 +266,9 @@ def _curves_of_codecs(results: Results, where: str, task: str, *, is_right: bool
 
 def _curves_of_modes(results: Results, task: str) -> Curves:
     curves: Curves = {}
-    base = Cell("zero", task, "none", SEEDS[0]).key
+    base = Cell("zero", task, "none", FIRST_SEED).key
     for mode in MODES:
-        for result, zero in most(results, [Cell(mode, task, "none", SEEDS[0]).key], [base]):
+        for result, zero in most(results, [Cell(mode, task, "none", FIRST_SEED).key], [base]):
             common = sorted(int(r) for r in result["losses"] if r in zero["losses"] and int(r))
             curves[mode] = [
                 (r, 100 * difference(result, zero, is_right=False, at=r)) for r in common
