@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from swarmnet.protocol.update.sync_modes import DELAYED, ZERO
-from swarmnet.simulation.clock import run
-from swarmnet.simulation.network import Link, SimulatedNetwork
-from swarmnet.simulation.scenario import Scenario
-from swarmnet.simulation.swarm import Simulation
+from swarmnet.simulation.network import SimulatedNetwork
 from swarmnet.swarm.messages import CommittedReply, CommittedRequest
 from swarmnet.swarm.pipeline.feeder import Feeder
 from swarmnet.swarm.update.rounds import Rounds
+from tests.swarm.even_links import simulate_even_links
 
 WAY_S = 0.5
 """From one peer to another."""
@@ -43,24 +41,6 @@ def test_nobody_has_to_ask_about_what_counts(monkeypatch: pytest.MonkeyPatch, mo
     monkeypatch.setattr(SimulatedNetwork, "__post_init__", made)
     monkeypatch.setattr(Feeder, "committed", answers)
     monkeypatch.setattr(Rounds, "finish", finishes)
-    scenario = Scenario(
-        seed=1,
-        peers=2 * STAGES,
-        stages=STAGES,
-        links=tuple(Link(1e9, 1e9, WAY_S / 2) for _ in range(2 * STAGES)),
-        until_s=120.0,
-        start_s=0.5,
-        global_batch=16,
-        sync_mode=mode,
-        service_s=0.01,
-        speed_ratio=1.0,
-        keep_log=False,
-    )
-
-    async def simulated() -> None:
-        result = await Simulation(scenario).run()
-        assert result.broken is None
-
-    run(simulated())
+    simulate_even_links(WAY_S, peers=2 * STAGES, stages=STAGES, until_s=120.0, sync_mode=mode)
     assert len(rounds) > 10
     assert not asked

@@ -13,15 +13,13 @@ from swarmnet.protocol.membership.failure_detector import SUSPECT_S
 from swarmnet.protocol.membership.records import ACTIVE, Record
 from swarmnet.protocol.update.sync_modes import DELAYED, LOCAL, ZERO, SyncPlan
 from swarmnet.simulation.clock import run
-from swarmnet.simulation.network import Link
-from swarmnet.simulation.scenario import Scenario
-from swarmnet.simulation.swarm import Simulation
 from swarmnet.swarm.settings import Limits, RunSettings
 from swarmnet.swarm.update.averaging import Averaging
 from swarmnet.swarm.update.exchange.pace import LONGEST_UPLOAD_S, ExchangePace
 from swarmnet.swarm.update.exchange.turns import Turns
 from swarmnet.swarm.update.measurements import Measurements
 from swarmnet.swarm.update.transitions import Transitions
+from tests.swarm.even_links import simulate_even_links
 
 ROUND_S, EXCHANGE_S = 1000.0, 200.0
 STAGE_BYTES = 40_000_000
@@ -209,24 +207,7 @@ def test_an_exchange_takes_six_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Transitions, "open_round", opens)
     monkeypatch.setattr(Averaging, "update", updates)
-    scenario = Scenario(
-        seed=1,
-        peers=4,
-        links=tuple(Link(1e9, 1e9, WAY_S / 2) for _ in range(4)),
-        until_s=60.0,
-        start_s=0.5,
-        global_batch=16,
-        sync_mode=DELAYED,
-        service_s=0.01,
-        speed_ratio=1.0,
-        keep_log=False,
-    )
-
-    async def simulated() -> None:
-        result = await Simulation(scenario).run()
-        assert result.broken is None
-
-    run(simulated())
+    simulate_even_links(WAY_S, peers=4, until_s=60.0, sync_mode=DELAYED)
     assert len(took) > 20
     assert max(took) < 6.9 * WAY_S, "latency varies by a tenth"
 
