@@ -76,9 +76,8 @@ class FedRounds:
         mine = self._rounds.setdefault(r, FedRound(r))
         if mine not in self._open:
             mine.began_at = mine.heard_at = asyncio.get_running_loop().time()
-            mine.is_measured = mine.is_missed_ahead = (
-                False  # its parameters may be others than before
-            )
+            # Where it begins once more, its parameters may be others than before.
+            mine.is_measured = mine.is_missed_ahead = False
             self._open.append(mine)
             for old in [k for k in self._rounds if k <= r - KEPT_COMMITS]:
                 del self._rounds[old]

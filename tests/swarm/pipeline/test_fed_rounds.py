@@ -56,6 +56,22 @@ def test_each_committed_microbatch_is_told_once_when_its_round_is_over() -> None
     run(scenario())
 
 
+def test_a_round_that_begins_once_more_is_measured_once_more() -> None:
+    """After a rewind, or where its beginning was taken back, it has other parameters."""
+
+    async def scenario() -> None:
+        rounds = FedRounds(NUM_STAGES, lambda r, ids: None)
+        mine = rounds.begin(4)
+        mine.is_measured = mine.is_missed_ahead = True
+        assert rounds.begin(4).is_measured, "it goes on"
+        await rounds.end_others(2)
+        assert rounds.begin(4) is mine
+        assert not mine.is_measured
+        assert not mine.is_missed_ahead
+
+    run(scenario())
+
+
 def test_what_is_in_flight_ends_with_its_round_and_old_books_go() -> None:
     async def scenario() -> None:
         rounds = FedRounds(NUM_STAGES, lambda r, ids: None)

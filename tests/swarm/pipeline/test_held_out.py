@@ -211,8 +211,8 @@ def test_what_fails_ahead_is_tried_once_before_the_round_begins(
             return await infer_through(wiring, infer, *args)
 
         monkeypatch.setattr(held_out, "infer_through", failing)
-        swarm.start("peer-0")
-        swarm.start("peer-1", feeds=False)
+        swarm.start("peer-0", speed=0.02)
+        swarm.start("peer-1", feeds=False, speed=0.02)
         await swarm.until_round(6)
 
     in_virtual_time(scenario, spec)
