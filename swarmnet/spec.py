@@ -46,7 +46,6 @@ from swarmnet.protocol.codecs import (
 from swarmnet.protocol.pipeline.mixing import check_weights
 from swarmnet.protocol.pipeline.slots import MAX_SLOTS
 from swarmnet.run_identity import MAX_WHOLE, from_json, run_id_of, to_json, written_values
-from swarmnet.spec_0_1 import canonical_of_0_1, run_id_of_0_1
 from swarmnet.version import __version__
 
 MAX_SPEC_BYTES = 1 << 16
@@ -110,7 +109,7 @@ def _exact_in_json(seed: int) -> int:
     if seed > MAX_WHOLE:
         raise ValueError(
             f"must be below 2^53 ({MAX_WHOLE + 1}), as JSON keeps larger whole numbers inexactly; "
-            "choose another one (a run that swarmnet 0.1 began with it can only go on there)"
+            "choose another one"
         )
     return seed
 
@@ -884,33 +883,21 @@ class RunSpec(_Table):
         except (ValueError, RecursionError):
             raise SpecError(f"{source}: not valid JSON; the peer that sent it is faulty") from None
         spec = _validate(values, source, _explain_received)
-        if spec.canonical() == data:
-            return spec
-        if canonical_of_0_1(spec) == data:
-            raise SpecError(
-                f"{source}: the run was started with swarmnet 0.1, and this is {__version__}; join "
-                "it with 0.1, or ask its peers to update (they go on from their state folders)"
-            )
-        raise SpecError(f"{source}: not in canonical form; the peer that sent it is faulty")
+        if spec.canonical() != data:
+            raise SpecError(f"{source}: not in canonical form; the peer that sent it is faulty")
+        return spec
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any], run_id: str) -> RunSpec:
-        """The spec that a checkpoint of the run names, written by this version or by 0.1; as it was
-        written, so that 0.1's is not resolved. Raises `SpecError`."""
+        """The spec that a checkpoint of the run names. Raises `SpecError`."""
         source = "the checkpoint's spec"
         try:
             spec = _validate(from_json(json.dumps(values)), source, _explain_received)
         except (TypeError, ValueError, RecursionError):
             raise SpecError(f"{source}: not valid JSON") from None
-        if run_id not in (spec.run_id, run_id_of_0_1(spec)):
+        if run_id != spec.run_id:
             raise SpecError(f"{source} is not that of its run")
         return spec
-
-    def without_codecs(self) -> RunSpec:
-        """This run in fp32 on the wire."""
-        values = self.model_dump()
-        values["pipeline"]["codec"] = values["sync"]["codec"] = NONE
-        return _validate(values, "the spec")
 
     def with_rounds(self, rounds: int) -> RunSpec:
         """This run with another length; a warm-up that no longer fits shrinks in proportion."""

@@ -14,13 +14,6 @@ from pydantic.fields import FieldInfo
 from swarmnet.errors import SpecError
 from swarmnet.run_identity import MAX_WHOLE, from_json, to_json, written_values
 from swarmnet.spec import TABLES, RunSpec, SyncSpec, parse_spec
-from swarmnet.spec_0_1 import (
-    KEYS,
-    REQUIRED,
-    canonical_of_0_1,
-    possible_run_ids_of_0_1,
-    run_id_of_0_1,
-)
 from tests.golden import run_ids
 from tests.test_spec import CUSTOM, LLAMA, change, failure
 
@@ -140,21 +133,6 @@ def test_every_id_is_what_it_was() -> None:
         )
 
 
-def test_the_defaults_of_0_1_are_the_defaults_for_ever() -> None:
-    tables: list[tuple[dict[str, Any], type[BaseModel]]] = [(KEYS, RunSpec)]
-    tables += [(KEYS[name], TABLES[name]) for name in KEYS if name in TABLES]
-    for keys, table in tables:
-        for key, default in keys.items():
-            if key in TABLES:
-                continue
-            field = table.model_fields[key]
-            if default is REQUIRED:
-                assert field.is_required(), key
-                continue
-            now = field.get_default(call_default_factory=True)
-            assert (list(now) if isinstance(now, tuple) else now) == default, key
-
-
 # ---- what comes from others -------------------------------------------------------------------
 
 
@@ -190,49 +168,3 @@ def test_a_newer_spec_says_that_the_program_is_too_old(
         RunSpec.from_canonical(with_values(resolved(), **tables))
     assert "\n" not in str(caught.value)
     assert "faulty" not in str(caught.value)
-
-
-def test_a_run_of_0_1_is_told_from_a_faulty_peer() -> None:
-    for text in (LLAMA, change("width = 32", "width = 32.0", CUSTOM)):
-        data = canonical_of_0_1(parse_spec(text))
-        assert data is not None
-        with pytest.raises(SpecError, match=r"started with swarmnet 0\.1"):
-            RunSpec.from_canonical(data)
-
-
-# ---- 0.1 --------------------------------------------------------------------------------------
-
-
-def test_0_1_has_no_name_for_a_run_that_uses_a_newer_key() -> None:
-    class NewerSync(SyncSpec):
-        compression: str = "none"
-
-    class NewerSpec(RunSpec):
-        sync: SyncSpec = NewerSync()
-        fee: int = 0
-
-    old = parse_spec(LLAMA)
-    values = old.model_dump()
-    same = NewerSpec.model_validate(values | {"sync": NewerSync()})
-    assert run_id_of_0_1(same) == run_id_of_0_1(old) is not None
-    for more in ({"sync": NewerSync(compression="int8")}, {"fee": 1}):
-        newer = NewerSpec.model_validate(values | {"sync": NewerSync()} | more)
-        assert run_id_of_0_1(newer) is None
-        assert possible_run_ids_of_0_1(newer) == ()
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "[sync]\nwarmup_rounds = 16",
-        "[sync]\nwarmup_rounds = 3",
-        "[sync]\nshard_parameters = 4096",
-        'layers = [3, 3]\n[sync]\nmode = "local"',
-    ],
-)
-def test_the_id_in_0_1_is_found_from_the_resolved_spec(more: str) -> None:
-    written = parse_spec(LLAMA + more)
-    spec = written.resolved(layers=[3, 3], shard_parameters=4096)
-    assert run_id_of_0_1(written) in possible_run_ids_of_0_1(spec)
-    assert run_id_of_0_1(written.with_seed(8)) not in possible_run_ids_of_0_1(spec)

@@ -6,7 +6,6 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from peer.commands.base_weights import fetch_base, kept_base
 from peer.commands.model_folder import Trained, check_out, write_folder
-from swarmnet.errors import SpecError, UserError
+from swarmnet.errors import UserError
 from swarmnet.runtime.options import TransportName
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.runtime.seats import further_seats
@@ -31,7 +30,6 @@ from swarmnet.training.checkpoint import (
     load_parameters,
 )
 from swarmnet.training.held_out_losses import best_round, read_losses
-from swarmnet.training.same_run import may_continue
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.transport.base import Transport
 from swarmnet.wire import Array
@@ -275,41 +273,15 @@ def _held_out(found: Found) -> dict[int, float]:
 
 
 def _of_one_run(found: Found, run: str) -> Found:
-    """Those of the run whose id begins so; of the only one where nothing is said. What swarmnet 0.1
-    began under another id belongs to the run that goes on with it."""
-    one_run = _same_runs([meta for _, meta in found])
-    runs = sorted(
-        {new for old, new in one_run.items() if run in (old[: len(run)], new[: len(run)])}
-    )
-    if len(runs) == 1:
-        return [(path, meta) for path, meta in found if one_run[meta.run_id] == runs[0]]
-    if not runs:
-        runs = sorted(set(one_run.values()))
-        wrong = f"no checkpoint of a run {run}"
-    else:
-        wrong = f"checkpoints of {len(runs)} runs"
+    """Those of the run whose id begins so; of the only one where nothing is said."""
     names = {meta.run_id: meta.spec.get("name", "?") for _, meta in found}
+    runs = sorted(run_id for run_id in names if run_id.startswith(run))
+    if len(runs) == 1:
+        return [(path, meta) for path, meta in found if meta.run_id == runs[0]]
+    wrong = f"checkpoints of {len(runs)} runs" if runs else f"no checkpoint of a run {run}"
+    runs = runs or sorted(names)
     listed = ", ".join(f"{run_id[:SHOWN_CHARACTERS]} ({names[run_id]})" for run_id in runs)
     raise UserError(f"{wrong}; choose one with --run-id: {listed}")
-
-
-def _same_runs(metas: Sequence[Meta]) -> dict[str, str]:
-    """By id of a run in some checkpoints, the id under which it goes on in others of them; its own
-    where it does not."""
-    by_id = {meta.run_id: meta for meta in metas}
-    specs: dict[str, RunSpec] = {}
-    for run_id, meta in by_id.items():
-        with suppress(SpecError):
-            spec = RunSpec.from_checkpoint(meta.spec, run_id)
-            if spec.run_id == run_id and not spec.open_keys:
-                specs[run_id] = spec
-    newer = {
-        old: new
-        for old, meta in by_id.items()
-        for new, spec in specs.items()
-        if old not in specs and may_continue(meta.spec, old, spec)
-    }
-    return {run_id: newer.get(run_id, run_id) for run_id in by_id}
 
 
 def _whole_rounds(metas: Sequence[Meta]) -> list[tuple[int, int]]:

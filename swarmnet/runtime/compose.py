@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 from swarmnet.errors import UserError
@@ -52,10 +51,8 @@ def compose(
     machine: Machine,
     admitted: Admitted = Admitted(),  # noqa: B008  it is immutable
     resource_limits: ResourceLimits | None = None,
-    former_ids: Sequence[str] = (),
 ) -> Peer:
-    """A `Peer` of real parts. `resource_limits`: of the machine's first seat. `former_ids`: that
-    the run had in earlier versions of swarmnet."""
+    """A `Peer` of real parts. `resource_limits`: of the machine's first seat."""
     if options.stage is not None and not 0 <= options.stage < spec.pipeline.num_stages:
         raise UserError(
             f"--stage {options.stage}: this run has stages 0 to {spec.pipeline.num_stages - 1}"
@@ -86,7 +83,6 @@ def compose(
         counted = CountedMicrobatches(
             options.state_dir / COUNTED_FILE, spec.run_id, lambda: peer.gossip.own.history
         )
-        counted.go_on_from(former_ids)
         peer.feeder.on_commit, peer.on_history = counted, counted.renamed
     return peer
 

@@ -4,10 +4,6 @@ A feeder appends a line for every slot as soon as it counts:
 
     {"run_id": "...", "history": 1764..., "round": 12, "slots": [3]}
 
-A run that a new version of swarmnet goes on with under another id says so in a line of its own:
-
-    {"run_id": "...", "was_run_id": "..."}
-
 A run that went on from a checkpoint makes some rounds again, and of those the later entry holds.
 "Later" is told by `history`: it grows with every such restart (see `Record.history`), and a history
 voids, from its first round on, all that older ones have. Two peers that begin a history at the
@@ -20,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +44,6 @@ class CountedMicrobatches:
         """The run's history has another name now."""
         self._append({"history": new, "was": old})
 
-    def go_on_from(self, former_ids: Collection[str]) -> None:
-        """The run had one of these ids in an earlier version of swarmnet, perhaps: where the file
-        has microbatches of that id, they are of this run."""
-        if not former_ids or not self._path.is_file():
-            return
-        try:
-            lines = list(_lines(self._path))
-        except UserError as e:
-            log.warning("%s", e)
-            return
-        linked = {line["was_run_id"] for line in lines if "was_run_id" in line}
-        for old in sorted({line["run_id"] for line in lines} & set(former_ids) - linked):
-            self._append({"was_run_id": old})
-
     def _append(self, values: dict[str, Any]) -> None:
         """Never raises: a full disk does not stop training."""
         try:
@@ -80,11 +62,6 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
     file cannot be read, or several runs are in them and none is named.
     """
     lines = [line for path in paths for line in _lines(path)]
-    renamed = {line["was_run_id"]: line["run_id"] for line in lines if "was_run_id" in line}
-    lines = [
-        line | {"run_id": _newest(line["run_id"], renamed)} for line in lines if "history" in line
-    ]
-    run_id = _newest(run_id, renamed) if run_id is not None else None
     runs = sorted({line["run_id"] for line in lines})
     if run_id is None and len(runs) > 1:
         raise UserError(f"slots of {len(runs)} runs are on record; name one of {runs}")
@@ -95,7 +72,7 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
         history = line["history"]
         while same_as.get(history, history) > history:
             history = same_as[history]
-        if "slots" in line:  # 0.1 wrote ids of microbatches, which were no slots
+        if "slots" in line:
             rounds = by_history.setdefault(history, {})
             rounds.setdefault(line["round"], []).extend(line["slots"])
     counted: dict[int, list[int]] = {}
@@ -103,13 +80,6 @@ def read_counted(paths: Sequence[Path], run_id: str | None = None) -> dict[int, 
         first = min(rounds)
         counted = {r: slots for r, slots in counted.items() if r < first} | rounds
     return {r: sorted(slots) for r, slots in sorted(counted.items())}
-
-
-def _newest(run_id: str, renamed: Mapping[str, str]) -> str:
-    """What a run is called in the end. `renamed`: by id, the next one."""
-    for _ in renamed:  # no more, for a damaged file may have a circle
-        run_id = renamed.get(run_id, run_id)
-    return run_id
 
 
 def show_counted(
@@ -155,9 +125,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             values = json.loads(line)
-            if isinstance(values.get("was_run_id"), str) and isinstance(values["run_id"], str):
-                yield {key: values[key] for key in ("run_id", "was_run_id")}
-                continue
             numbers = [values["history"], values.get("was", 0)]
             numbers += [values["round"], *values.get("slots", ())] if "round" in values else []
             if isinstance(values["run_id"], str) and all(type(n) is int for n in numbers):

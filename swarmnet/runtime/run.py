@@ -166,9 +166,7 @@ class Crew:
         device = choose_devices(spec, options)[0]
         free_bytes = float(free_bytes_of(device))
         own = replace(machine, device=machine.device.seat())
-        self.first = compose(
-            spec, options, transport, entry.key, own, admitted, former_ids=entry.former_ids
-        )
+        self.first = compose(spec, options, transport, entry.key, own, admitted)
         arm_from_environment(self.first)
         count = None
         if group is None:

@@ -7,8 +7,6 @@
         meta.json               what, of which run and round; a checksum of each file
 
 `<run>` is the beginning of the run's id: a peer that turns to another run loses nothing of this.
-Checkpoints that swarmnet 0.1 made of the same run lie under the id that it had there. They are read
-where they are, and removed when enough newer ones are there (`swarmnet.training.same_run`).
 
 A checkpoint is all there or not there: it is written into a folder beside its place, every file and
 the folder are flushed to the disk, and only then is the folder renamed. What was cut off by a crash
@@ -24,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,13 +37,11 @@ from torch import Tensor
 from swarmnet.errors import ProtocolViolation, UserError
 from swarmnet.protocol.recovery import STRIDES
 from swarmnet.spec import RunSpec
-from swarmnet.spec_0_1 import possible_run_ids_of_0_1
 from swarmnet.swarm.ports import OwnSteps, Saved, Snapshot
 from swarmnet.training.arrays import from_numpy, from_tensor, to_tensor
 from swarmnet.training.held_out_losses import add_losses, best_round, read_losses
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange
-from swarmnet.training.same_run import continues
 from swarmnet.training.stage import stage_parameter_ranges, stage_shard_sizes
 from swarmnet.wire import Array
 
@@ -161,7 +157,6 @@ class CheckpointStore:
         self._keep = keep
         self._every = every
         self._model = model or spec
-        self._earlier: list[Path] | None = None
         self._wanted: frozenset[int] = frozenset()
         self._loaded: frozenset[int] = frozenset()
         """The round from which this peer has gone on, if it has."""
@@ -191,11 +186,9 @@ class CheckpointStore:
 
     def load(self, round_index: int) -> Snapshot:
         """Raises `CheckpointError` where it is missing or damaged in any way."""
-        found = {meta.round: path for path, meta in self._found()}
-        folder = found.get(round_index, self.path(round_index))
+        folder = self.path(round_index)
         meta = Meta.read(folder)
-        is_earlier = folder.parent in self._earlier_folders()
-        if (meta.run_id != self._spec.run_id and not is_earlier) or meta.round != round_index:
+        if meta.run_id != self._spec.run_id or meta.round != round_index:
             raise CheckpointError(f"{folder}: of another run or round")
         ranges = stage_parameter_ranges(self._model, meta.stage)
         flat = _flatten(load_parameters(folder, meta), ranges, folder)
@@ -257,36 +250,10 @@ class CheckpointStore:
         return from_numpy(flat)
 
     def _found(self, unreadable: list[str] | None = None) -> list[tuple[Path, Meta]]:
-        """Every complete checkpoint of this run and its folder, the oldest round first; one of
-        each round. `unreadable` as in `read_metas`."""
-        found: dict[int, tuple[Path, Meta]] = {}
-        for folder in (*self._earlier_folders(), self.folder):
-            for meta in read_metas(folder, unreadable):
-                if folder != self.folder or meta.run_id == self._spec.run_id:
-                    found[meta.round] = folder / self.path(meta.round).name, meta
-        return [found[r] for r in sorted(found)]
-
-    def _earlier_folders(self) -> Sequence[Path]:
-        """Where checkpoints of this run lie that swarmnet 0.1 made; looked for once."""
-        if self._earlier is None:
-            others = [f for f in sorted(self.folder.parent.glob("*/")) if f != self.folder]
-            self._earlier = [folder for folder in others if self._is_earlier(folder)]
-        return self._earlier
-
-    def _is_earlier(self, folder: Path) -> bool:
-        """By the specs in it, also of what is incomplete: that is to be told."""
-        runs: dict[str, Meta] = {}
-        for path in folder.glob("round-*"):
-            with suppress(CheckpointError):
-                meta = Meta.read(path)
-                runs[meta.run_id] = meta
-        if not runs:  # all damaged
-            ids = possible_run_ids_of_0_1(self._spec)
-            return folder.name in {run_id[:RUN_CHARACTERS] for run_id in ids}
-        builder = self._model.model.builder
-        return len(runs) == 1 and all(
-            continues(meta.spec, run_id, self._spec, builder) for run_id, meta in runs.items()
-        )
+        """Every complete checkpoint of this run and its folder, the oldest round first.
+        `unreadable` as in `read_metas`."""
+        metas = read_metas(self.folder, unreadable)
+        return [(self.path(m.round), m) for m in metas if m.run_id == self._spec.run_id]
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         flat = torch.cat([to_tensor(p) for p in snapshot.parameters])
@@ -341,8 +308,7 @@ class CheckpointStore:
         which have no round in common. Where an older history
         had come further, its last checkpoint stays too: a run that was begun anew by mistake
         destroys nothing."""
-        found = self._found()
-        metas = [meta for _, meta in found]
+        metas = [meta for _, meta in self._found()]
         history = max(m.history for m in metas)
         saved = [m.round for m in metas if m.history == history]
         present = saved[-self._keep :]
@@ -366,13 +332,10 @@ class CheckpointStore:
             *(self._loaded if num_missing else ()),
             *further[-1:],
         }
-        kept_paths = {path for path, meta in found if meta.round in kept}
-        for folder in (self.folder, *self._earlier_folders()):
-            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if NAME.fullmatch(path.name) and path not in kept_paths:
-                    _remove(path)
-            with suppress(OSError):  # it is not empty, as a rule
-                folder.rmdir()
+        kept_paths = {self.path(r) for r in kept}
+        for path in sorted(self.folder.iterdir()):
+            if NAME.fullmatch(path.name) and path not in kept_paths:
+                _remove(path)
 
 
 def read_metas(folder: Path, unreadable: list[str] | None = None) -> list[Meta]:

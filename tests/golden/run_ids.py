@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.spec import load_spec
-from swarmnet.spec_0_1 import run_id_of_0_1
 from swarmnet.training.models.resolving import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +27,10 @@ def computed() -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    written = load_spec(path)
-    spec = resolve(written)
+    spec = resolve(load_spec(path))
     return {
         "canonical": spec.canonical().decode(),
         "run_id": spec.run_id,
-        "run_id_0_1": run_id_of_0_1(written),
     }
 
 

@@ -113,7 +113,8 @@ def test_who_starts_a_run_chooses_a_codec_that_no_one_asked_for(
 def test_a_run_of_before_the_codecs_stays_without_whatever_auto_means_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    canonical = resolve(parse_spec(LLAMA)).without_codecs().canonical()
+    codecs_off = LLAMA + 'codec = "none"\n[sync]\ncodec = "none"\n'
+    canonical = resolve(parse_spec(codecs_off)).canonical()
     assert b"codec" not in canonical
     monkeypatch.setattr("swarmnet.spec.AUTO_BOUNDARY_CODEC", "bf16")
     spec = RunSpec.from_canonical(canonical)

@@ -17,7 +17,6 @@ from swarmnet.runtime.net import Net, open_net
 from swarmnet.runtime.options import PeerOptions
 from swarmnet.runtime.run_files import RunFiles
 from swarmnet.spec import RunSpec
-from swarmnet.spec_0_1 import possible_run_ids_of_0_1
 
 log = logging.getLogger("swarmnet.peer")
 
@@ -46,8 +45,6 @@ class Entry:
     """Of the adapter that the run begins from, likewise."""
     continues: str = ""
     """`[model] continues` as it is written, likewise."""
-    former_ids: tuple[str, ...] = ()
-    """Ids that the run had, or may have had, in earlier versions of swarmnet."""
 
 
 async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
@@ -75,11 +72,9 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         found, spec = await find_run(
             net.transport, options.join, known, _say, patience_s=options.patience_s
         )
-        neighbours, former_ids = [found], possible_run_ids_of_0_1(spec)
-        known.rename(spec.run_id, former_ids)
+        neighbours = [found]
     else:  # it may be there already: this peer started it once, and starts again
-        spec, former_ids = started.spec, started.former_ids
-        known.rename(spec.run_id, former_ids)
+        spec = started.spec
         beside = await asyncio.to_thread(peers_beside, options.state_dir, options.ready_file)
         neighbours = await _find_again(started, key, net, known, beside)
     if known.run_id != spec.run_id:
@@ -103,7 +98,6 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         of_own.model,
         of_own.adapter,
         of_own.continues,
-        former_ids,
     )
 
 
@@ -129,9 +123,7 @@ async def _find_again(
     spec = started.spec
     ours = in_turns(b.addresses for b in beside if b.run_id == spec.run_id)
     ours = [a for a in ours if peer_of(a) != key.peer_id]
-    neighbours = await find_living(
-        net.transport, known, spec.run_id, ours, former_ids=started.former_ids, say=_say
-    )
+    neighbours = await find_living(net.transport, known, spec.run_id, ours)
     if neighbours and known.run_id != spec.run_id:
         _say("this run is alive beside this peer already: joining it")
     if not neighbours and known.run_id == spec.run_id and known.peers:

@@ -199,20 +199,13 @@ async def find_living(
     known: KnownPeers,
     run_id: str,
     beside: Sequence[str] = (),
-    *,
-    former_ids: Sequence[str] = (),
-    say: Callable[[str], None] = log.info,
 ) -> list[str]:
     """Who of a run that is to be started is there already, from another time or `beside` this peer
-    (addresses): a peer id, or nobody. Says so where peers go on with the run under one of
-    `former_ids`, which this version cannot join."""
-    outdated: set[str] = set()
+    (addresses): a peer id, or nobody."""
 
     async def ask(address: str) -> str:
         peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
         reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)
-        if reply.run_id in former_ids:
-            outdated.add(peer_id)
         if reply.run_id != run_id:
             raise SwarmnetError("it trains another run")
         return peer_id
@@ -222,11 +215,6 @@ async def find_living(
         return [await race(ask, in_turns([met, list(beside)]))]
     except NoneAnswers as e:
         log.debug("nobody of this run is alive: %s", e)
-        if outdated:
-            say(
-                f"{len(outdated)} of the peers met before train this run with swarmnet 0.1, which "
-                "this peer cannot join: update them, or start this one with 0.1"
-            )
         return []
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,11 +52,6 @@ class KnownPeers:
             log.warning("%s cannot be read (%s); it is made again", known.path, e)
             known.run_id, known.peers = "", {}
         return known
-
-    def rename(self, run_id: str, former_ids: Collection[str]) -> None:
-        """The run's id is `run_id` now: peers met under one of `former_ids` are of that run."""
-        if self.run_id in former_ids:
-            self.run_id = run_id
 
     def meet(self, run_id: str, view: View, now: float) -> bool:
         """Takes over who is in a view; forgets other runs. True where there is something to

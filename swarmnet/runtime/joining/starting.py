@@ -9,7 +9,6 @@ from pathlib import Path
 from swarmnet.runtime.joining.past import open_past
 from swarmnet.runtime.options import with_overrides
 from swarmnet.spec import RunSpec, load_spec
-from swarmnet.spec_0_1 import run_id_of_0_1
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +17,6 @@ class StartedRun:
 
     spec: RunSpec
     """Resolved: what its peers agree on."""
-    former_ids: tuple[str, ...] = ()
-    """Ids that earlier versions of swarmnet gave the same run."""
     contents: Mapping[str, bytes] = field(default_factory=dict)
     """Of the run's files, by name."""
     model: str = ""
@@ -49,14 +46,12 @@ def start_run(
     from swarmnet.training.data import Place
     from swarmnet.training.models.resolving import resolve_run  # torch: after the cheap errors
 
-    former = run_id_of_0_1(written)
     place = Place(tuple(data), tokenizer) if reads_data else None
     continues = written.model.continues
     past = open_past(state_dir, continues) if continues else None
     resolved = resolve_run(written, builder, place, past)
     return StartedRun(
         resolved.spec,
-        () if former is None else (former,),
         resolved.contents,
         written.model.source,
         "" if written.lora is None else written.lora.source,
