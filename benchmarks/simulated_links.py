@@ -2,7 +2,7 @@
 
     python benchmarks/simulated_links.py TABLE... [--jobs N] [--results FILE] [--write]
 
-A cell of a table is one `swarmnet simulate`; the first one's command is printed. With `--results`
+A cell of a table is one simulation; the first one's command is printed. With `--results`
 the cells are kept there, and what is there already is not run again. `--jobs` cells run at a time,
 each on a core of its own. `--write` puts the tables into the page.
 
@@ -30,15 +30,18 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from peer.commands.simulate import SimulateOptions, run_simulation
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script runs as it stands
+
+from benchmarks.assignments import ADAPTIVE, STATIC, SWARM, with_assignment
+from peer.commands.simulate import SimulateOptions, run_scenario, scenario_of
 from swarmnet.protocol.codecs import INT4, INT6, INT8, NONE
-from swarmnet.simulation.baselines import ADAPTIVE, STATIC, SWARM
 from swarmnet.simulation.breakdown import EXCHANGE, WORKING
 from swarmnet.simulation.coding import CPU, GPU
 
@@ -54,11 +57,7 @@ PUBLISHED = {10: 79.3, 50: 70.3, 100: 60.2, 200: 48.5}
 HOME_CODECS = ((NONE, NONE), (INT8, NONE), (INT8, INT8), (INT4, INT4))
 SHORT_CHURN = SimulateOptions(peers=32, stages=4, hours=1.0, service_s=16.0, microbatches=60)
 LONG_CHURN = SimulateOptions(peers=16, stages=4, hours=6.0, service_s=16.0, microbatches=60)
-NAMES = {
-    "service_s": "service",
-    "check_every_s": "check-every",
-    "rebalance_every_s": "rebalance-every",
-}
+NAMES = {"service_s": "service", "check_every_s": "check-every"}
 """Of options, where they are not called like their field."""
 
 Values = dict[str, Any]
@@ -66,11 +65,22 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Compared:
+    """A simulation with one of `assignments.ASSIGNMENTS`."""
+
+    options: SimulateOptions
+    assignment: str
+
+
+Cell = SimulateOptions | Compared
+
+
+@dataclass(frozen=True)
 class Row:
     """A row of a table: its first column, and the simulations that the others are made of."""
 
     name: str
-    cells: tuple[SimulateOptions, ...]
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
@@ -103,11 +113,11 @@ class Results:
         if self.path is not None and self.path.exists():
             self._known = json.loads(self.path.read_text())
 
-    def of(self, cell: SimulateOptions) -> Values:
+    def of(self, cell: Cell) -> Values:
         """Of a cell that has been made. Raises `KeyError` for another one."""
         return self._known[command(cell)]
 
-    def make(self, cells: Sequence[SimulateOptions], num_jobs: int) -> None:
+    def make(self, cells: Sequence[Cell], num_jobs: int) -> None:
         """Simulates those that are not known."""
         wanted = {command(c): c for c in cells if command(c) not in self._known}
         context = multiprocessing.get_context("spawn")
@@ -119,21 +129,27 @@ class Results:
                     self.path.write_text(json.dumps(self._known, indent=1) + "\n")
 
 
-def command(cell: SimulateOptions) -> str:
+def command(cell: Cell) -> str:
     """For a shell."""
-    text = "swarmnet simulate"
-    for option in fields(cell):
-        value = getattr(cell, option.name)
+    text, options = "swarmnet simulate", cell
+    if isinstance(cell, Compared):
+        text, options = f"python benchmarks/assignments.py {cell.assignment}", cell.options
+    for option in fields(options):
+        value = getattr(options, option.name)
         if value != option.default:
             name = NAMES.get(option.name, option.name.replace("_", "-"))
             text += f" --{name} {value:g}" if isinstance(value, float) else f" --{name} {value}"
     return text
 
 
-def simulated(cell: SimulateOptions) -> Values:
+def simulated(cell: Cell) -> Values:
     """The result, without its curves."""
+    if isinstance(cell, Compared):
+        scenario = with_assignment(scenario_of(cell.options), cell.assignment)
+    else:
+        scenario = scenario_of(cell)
     said: list[str] = []
-    run_simulation(replace(cell, as_json=True), said.append)
+    run_scenario(scenario, said.append, as_json=True)
     values: Values = json.loads(said[-1])
     del values["samples_over_time"]
     return values
@@ -231,7 +247,7 @@ def churn() -> Table:
         ]
 
     rows = [
-        Row(f"{SHORT_CHURN.peers} peers, `{name}`", (replace(SHORT_CHURN, assignment=name),))
+        Row(f"{SHORT_CHURN.peers} peers, `{name}`", (Compared(SHORT_CHURN, name),))
         for name in (ADAPTIVE, SWARM, STATIC)
     ]
     rows.append(Row(f"{LONG_CHURN.peers} peers, {LONG_CHURN.hours:g} hours", (LONG_CHURN,)))

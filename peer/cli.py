@@ -236,8 +236,6 @@ def simulate(swarm: SwarmGroup, policy: PolicyGroup, check: CheckGroup) -> None:
             trace=swarm.trace,
             sync=policy.sync or "",
             local_steps=policy.local_steps,
-            assignment=policy.assignment,
-            rebalance_every_s=policy.rebalance_every,
             check_every_s=check.check_every,
             sweep=check.sweep,
             replay=check.replay,

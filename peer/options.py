@@ -654,13 +654,6 @@ class PolicyGroup:
             help="Rounds between two exchanges, with --sync local or gossip.",
         ),
     ] = 10
-    assignment: Annotated[
-        Literal["adaptive", "static", "swarm"],
-        typer.Option(help="How stages are shared out: this swarm's way, or one to compare."),
-    ] = "adaptive"
-    rebalance_every: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="Of the assignment swarm.")
-    ] = 300.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from swarmnet.errors import SwarmnetError, UserError
 from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
-from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import ChurnRates, read_trace
 from swarmnet.simulation.coding import CPU, DEVICE_KINDS, Coding
 from swarmnet.simulation.network import BITS, FAST_LINK, MEGABIT, Link
@@ -90,9 +89,6 @@ class SimulateOptions:
     swarms."""
     local_steps: int = LOCAL_STEPS
     """Rounds between two exchanges, in the modes `local` and `gossip`; small swarms draw it."""
-    assignment: str = ADAPTIVE
-    rebalance_every_s: float = REBALANCE_EVERY_S
-    """Of the assignment `swarm`."""
     check_every_s: float = 0.0
     """Between two looks at all peers by the checks of invariants; 0 for automatic."""
     trace: Path | None = None
@@ -118,7 +114,7 @@ def run_simulation(options: SimulateOptions, say: Say = print) -> None:
     elif options.replay is not None:
         _replay(options, options.replay, say)
     else:
-        _large(options, say)
+        run_scenario(scenario_of(options), say, as_json=options.as_json, plot=options.plot)
 
 
 def _sweep(options: SimulateOptions, say: Say) -> None:
@@ -150,21 +146,23 @@ def _replay(options: SimulateOptions, seed: int, say: Say) -> None:
         raise InvariantFailed(f"seed {seed}: {result.broken}")
 
 
-def _large(options: SimulateOptions, say: Say) -> None:
-    scenario = scenario_of(options)
+def run_scenario(
+    scenario: Scenario, say: Say = print, *, as_json: bool = False, plot: Path | None = None
+) -> None:
+    """Runs one simulation and prints its result. Raises as `run_simulation`."""
     began = time.perf_counter()
-    with _until_interrupted(say if not options.as_json else lambda _: None) as stop:
+    with _until_interrupted(say if not as_json else lambda _: None) as stop:
         result = simulate(scenario, stop, _Progress(scenario.until_s))
     took_s = time.perf_counter() - began
     if not result.rounds and result.broken is None:
         print(NO_ROUND, file=sys.stderr)
-    if options.as_json:
+    if as_json:
         say(dumps(summary(result, took_s)))
     else:
         for name, text in lines(result, took_s):
             say(f"{name:<64} {text}")
-    if options.plot is not None:
-        draw(result, options.plot)
+    if plot is not None:
+        draw(result, plot)
     if result.broken is not None:
         raise InvariantFailed(result.broken)
 
@@ -225,8 +223,6 @@ def scenario_of(options: SimulateOptions) -> Scenario:
         scenario,
         sync_mode=mode,
         local_steps=options.local_steps,
-        assignment=options.assignment,
-        rebalance_every_s=options.rebalance_every_s,
         check_s=options.check_every_s or scenario.check_s,
         speed_ratio=options.speed_ratio,
         coding=_coding(options),

@@ -12,7 +12,6 @@ from typing import Any
 
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.records import OBSERVER_STAGE
-from swarmnet.simulation.baselines import assigner, limits_for
 from swarmnet.simulation.coding import NO_CODING, CodingTime, PassCoding
 from swarmnet.simulation.device import InlineWorker, SyntheticDevice
 from swarmnet.simulation.event_log import EventLog
@@ -145,10 +144,8 @@ class Population:
             settings=self._settings,
             machine=self._machine(host),
             rng=scenario.rng(f"peer {name} {host.incarnation}"),
-            limits=limits_for(scenario.assignment, scenario.rebalance_every_s, scenario.limits),
-            assigner=assigner(
-                scenario.assignment, scenario.rebalance_every_s, self._settings.replication
-            ),
+            limits=scenario.limits,
+            assigner=scenario.assigner(self._settings.replication),
             gossip_settings=scenario.gossip,
             on_loss=partial(monitor.reported, name),
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from swarmnet.protocol.codecs import INT8
+from swarmnet.protocol.membership.assignment import Adaptive, Assigner
 from swarmnet.protocol.pipeline.slots import num_slots_of
 from swarmnet.protocol.update.sync_modes import DELAYED, GOSSIP, LOCAL, ZERO
-from swarmnet.simulation.baselines import ADAPTIVE, REBALANCE_EVERY_S
 from swarmnet.simulation.churn import CRASH, JOIN, STALL, ChurnEvent, ChurnRates
 from swarmnet.simulation.coding import Coding, PassCoding
 from swarmnet.simulation.invariants import Bounds
@@ -90,10 +91,8 @@ class Scenario:
     gossip: GossipSettings = field(default_factory=GossipSettings)
     warmup_s: float = 0.0
     """Virtual seconds that are left out of the throughput and of its bound."""
-    assignment: str = ADAPTIVE
-    """The assignment of peers to stages: one of `baselines.ASSIGNMENTS`."""
-    rebalance_every_s: float = REBALANCE_EVERY_S
-    """Period of the `swarm` assignment, seconds."""
+    assigner: Callable[[int], Assigner] = Adaptive
+    """Makes what assigns a peer to a stage, for a run with so many copies of its state."""
     keeps_books: bool = True
     """Compares what was committed with what was averaged."""
     keep_log: bool = True

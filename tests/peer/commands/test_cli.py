@@ -136,8 +136,6 @@ COMMANDS = {
         "--coding-speed",
         "--sync",
         "--local-steps",
-        "--assignment",
-        "--rebalance-every",
         "--check-every",
         "--trace",
         "--sweep",

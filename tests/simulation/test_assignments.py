@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet.protocol.membership.records import ACTIVE, Record
-from swarmnet.protocol.membership.view import View
-from swarmnet.simulation.baselines import (
+from benchmarks.assignments import (
     ADAPTIVE,
     ASSIGNMENTS,
     STATIC,
     SWARM,
-    assigner,
-    limits_for,
+    StaticAssignment,
+    SwarmRebalancing,
+    with_assignment,
 )
+from swarmnet.protocol.membership.records import ACTIVE, Record
+from swarmnet.protocol.membership.view import View
 from swarmnet.simulation.churn import ChurnRates
 from swarmnet.simulation.scenario import Scenario
 from swarmnet.simulation.swarm import simulate
-from swarmnet.swarm.settings import Limits
 
 
 def view_of(stages: dict[int, int], own: str = "s0-0") -> View:
@@ -36,7 +36,7 @@ def view_of(stages: dict[int, int], own: str = "s0-0") -> View:
 
 
 def test_static_covers_empty_stages_first_and_never_moves() -> None:
-    static = assigner(STATIC, 300.0, 2)
+    static = StaticAssignment()
     rng = random.Random(0)
     view = view_of({0: 5, 1: 1})
     assert {static.choose(view, 3, 0.0, rng) for _ in range(20)} == {2}
@@ -47,15 +47,15 @@ def test_static_covers_empty_stages_first_and_never_moves() -> None:
 
 def test_swarm_moves_one_from_the_richest_to_the_poorest_once_a_period() -> None:
     view = view_of({0: 5, 1: 2, 2: 3})
-    first = assigner(SWARM, 300.0, 2).propose(view, 3, 301.0, margin=0.15)
+    first = SwarmRebalancing().propose(view, 3, 301.0, margin=0.15)
     assert first is not None
     assert (first.source, first.target) == (0, 1)
     others = [
-        assigner(SWARM, 300.0, 2).propose(view_of({0: 5, 1: 2, 2: 3}, own), 3, 310.0, margin=0.15)
+        SwarmRebalancing().propose(view_of({0: 5, 1: 2, 2: 3}, own), 3, 310.0, margin=0.15)
         for own in ("s1-0", "s2-2")
     ]
     assert all(o == first for o in others), "all name the same peer"
-    mover = assigner(SWARM, 300.0, 2)
+    mover = SwarmRebalancing()
     own_view = view_of({0: 5, 1: 2, 2: 3}, first.peer_id)
     assert mover.propose(own_view, 3, 301.0, margin=0.15) == first
     assert mover.propose(own_view, 3, 310.0, margin=0.15) is None
@@ -64,9 +64,10 @@ def test_swarm_moves_one_from_the_richest_to_the_poorest_once_a_period() -> None
 
 
 def test_only_swarm_changes_the_limits() -> None:
-    limits = Limits()
-    assert limits_for(ADAPTIVE, 300.0, limits) is limits
-    assert limits_for(SWARM, 300.0, limits).move_cooldown_s == 0.0
+    scenario = Scenario()
+    assert with_assignment(scenario, ADAPTIVE) is scenario
+    assert with_assignment(scenario, STATIC).limits == scenario.limits
+    assert with_assignment(scenario, SWARM).limits.move_cooldown_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,10 @@ def test_every_assignment_holds_the_invariants(name: str) -> None:
         stages=2,
         until_s=40.0,
         service_s=0.2,
-        assignment=name,
-        rebalance_every_s=10.0,
         churn=ChurnRates(join=360.0, crash=360.0),
         keep_log=False,
     )
+    scenario = with_assignment(scenario, name, every_s=10.0)
     result = simulate(scenario)
     assert result.broken is None
     assert sum(result.breakdown.values()) == pytest.approx(1.0)

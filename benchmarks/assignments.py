@@ -1,19 +1,23 @@
-"""Other assignments of peers to stages, for comparison in the simulator.
+"""Other assignments of peers to stages, for comparison with the swarm's own in the simulator.
 
-Everything else (routing, rounds, averaging, joining) stays the same, so that a difference comes
-from the assignment alone.
+    python benchmarks/assignments.py NAME [--rebalance-every SECONDS] [--peers N] [--stages N] ...
+
+NAME is `adaptive` (the rule of swarmnet), `static` or `swarm`. Routing, rounds, averaging and
+joining stay the same, so that a difference comes from the assignment alone. The other options, and
+what is printed, are those of `swarmnet simulate`.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 
+from peer.commands.simulate import SimulateOptions, run_scenario, scenario_of
 from swarmnet.protocol.membership.assignment import (
-    Adaptive,
-    Assigner,
     Move,
     Staff,
     choose_stage,
@@ -21,12 +25,14 @@ from swarmnet.protocol.membership.assignment import (
 )
 from swarmnet.protocol.membership.records import ACTIVE
 from swarmnet.protocol.membership.view import View
-from swarmnet.swarm.settings import Limits
+from swarmnet.simulation.scenario import Scenario
 
 ADAPTIVE, STATIC, SWARM = "adaptive", "static", "swarm"
 ASSIGNMENTS = (ADAPTIVE, STATIC, SWARM)
 REBALANCE_EVERY_S = 300.0
 """The period of the published experiments."""
+TAKEN = ("peers", "stages", "hours", "churn", "seed", "links", "service_s", "microbatches")
+"""Of the options of `swarmnet simulate`."""
 WINDOW = 0.1
 """Part of each period in which the move of that period may begin."""
 
@@ -149,16 +155,37 @@ class SwarmRebalancing:
     confirm = staticmethod(_always)
 
 
-def assigner(name: str, every_s: float, copies: int) -> Assigner:
-    """One of `ASSIGNMENTS`, for one peer of a run with so many copies of its state."""
+def with_assignment(scenario: Scenario, name: str, every_s: float = REBALANCE_EVERY_S) -> Scenario:
+    """The scenario with one of `ASSIGNMENTS`. `every_s`: period of `swarm`, which looks at fixed
+    times, decides at once, and has no cooldown."""
     if name == STATIC:
-        return StaticAssignment()
-    return SwarmRebalancing(every_s) if name == SWARM else Adaptive(copies)
+        return replace(scenario, assigner=lambda copies: StaticAssignment())
+    if name == SWARM:
+        look_s = WINDOW * every_s / 3
+        limits = replace(
+            scenario.limits, balance_every_s=look_s, move_proposals=1, move_cooldown_s=0.0
+        )
+        assigner = partial(_rebalancing, every_s)
+        return replace(scenario, assigner=assigner, limits=limits)
+    return scenario
 
 
-def limits_for(name: str, every_s: float, limits: Limits) -> Limits:
-    """The published rebalancing looks at fixed times, decides at once, and has no cooldown."""
-    if name != SWARM:
-        return limits
-    look_s = WINDOW * every_s / 3
-    return replace(limits, balance_every_s=look_s, move_proposals=1, move_cooldown_s=0.0)
+def _rebalancing(every_s: float, copies: int) -> SwarmRebalancing:
+    return SwarmRebalancing(every_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("assignment", choices=ASSIGNMENTS)
+    parser.add_argument("--rebalance-every", type=float, default=REBALANCE_EVERY_S)
+    for option in fields(SimulateOptions):
+        if option.name in TAKEN:
+            name, kind = option.name.removesuffix("_s"), type(option.default)
+            parser.add_argument(f"--{name}", dest=option.name, type=kind, default=option.default)
+    values = vars(parser.parse_args())
+    name, every_s = values.pop("assignment"), values.pop("rebalance_every")
+    run_scenario(with_assignment(scenario_of(SimulateOptions(**values)), name, every_s))
+
+
+if __name__ == "__main__":
+    main()
