@@ -1,11 +1,19 @@
 """Mutation testing: small faults are put into the code, and its tests have to notice them.
 
-A list of mutations is drawn with a seed and kept (`drawn.json`), so that the same ones can be run
-before and after a change to the tests: what was caught has to be caught. Each is applied to a copy
-of the tree, where `pytest -x` runs the tests of its area.
+A list of mutations is drawn with a seed and kept (`drawn.json`), over all of `swarmnet/`, so that
+the same ones can be run before and after a change: what was caught has to be caught. Each is
+applied to a copy of the tree, where `pytest -x` runs the fast tests of its area for a minute at
+most.
 
-    python -m tests.mutations draw --seed 30 --count 30 > tests/mutations/drawn.json
-    python -m tests.mutations run --tree . --results after.json
+    python -m tests.mutations draw --seed 55 --count 300 > tests/mutations/drawn.json
+    python -m tests.mutations run --results before.json
+    python -m tests.mutations run --results after.json --before before.json
+
+A mutation is found by its function and its text, not by its line, so that it is found again where
+code has moved. What has no counterpart any more is listed; `redraw` puts others in their place,
+which must be in the tree of before too:
+
+    python -m tests.mutations redraw --old ../before > drawn.json
 
 The operators are the usual ones (DeMillo, Lipton and Sayward, 1978; Offutt et al., 1996):
 relational, logical and arithmetic operators replaced, conditions negated, constants moved by one,
@@ -26,90 +34,81 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DRAWN = Path(__file__).with_name("drawn.json")
+PACKAGE = "swarmnet"
 USAGE_ERROR = 4
 """pytest's exit code: nothing was run."""
-LIMIT_S = 1200.0
-"""For the tests of one area. A mutant that runs into it hangs, and counts as caught."""
-COPIED = ("swarmnet", "peer", "tests", "docs", "examples", "pyproject.toml", "README.md")
+LIMIT_S = 60.0
+"""For the tests of one area. What they have not caught by then they have not caught."""
+COPIED = (
+    "swarmnet",
+    "peer",
+    "tests",
+    "benchmarks",
+    "docs",
+    "examples",
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+)
 
-
-@dataclass(frozen=True)
-class Area:
-    """Files that belong together, and the tests that are about them: the quick ones first."""
-
-    sources: tuple[str, ...]
-    tests: tuple[str, ...]
-
-
-AREAS = {
-    "routing": Area(
-        (
-            "swarmnet/protocol/pipeline/routing.py",
-            "swarmnet/protocol/pipeline/service_estimates.py",
-        ),
-        (
-            "tests/protocol/pipeline/test_routing.py",
-            "tests/protocol/pipeline/test_service_estimates.py",
-            "tests/swarm/pipeline/test_path_hints.py",
-            "tests/swarm/pipeline/test_stalls.py",
-            "tests/swarm/pipeline/test_room.py",
-        ),
+AREAS: dict[str, tuple[str, ...]] = {
+    "swarmnet": (
+        "tests/test_spec.py",
+        "tests/test_run_identity.py",
+        "tests/test_admission.py",
+        "tests/test_identity.py",
+        "tests/test_llama_keys.py",
+        "tests/transport/test_frames.py",
     ),
-    "ledger": Area(
-        ("swarmnet/protocol/pipeline/ledger.py",),
-        (
-            "tests/protocol/pipeline/test_ledger.py",
-            "tests/swarm/pipeline/test_settling.py",
-            "tests/swarm/recovery/test_lost_samples.py",
-        ),
+    "swarmnet/protocol": ("tests/protocol",),
+    "swarmnet/protocol/membership": ("tests/protocol/membership", "tests/swarm/membership"),
+    "swarmnet/protocol/pipeline": ("tests/protocol/pipeline", "tests/swarm/pipeline"),
+    "swarmnet/protocol/update": ("tests/protocol/update",),
+    "swarmnet/training": ("tests/training",),
+    "swarmnet/training/codecs": ("tests/training/codecs",),
+    "swarmnet/training/data": ("tests/training/data",),
+    "swarmnet/training/memory": ("tests/training/memory",),
+    "swarmnet/training/models": (
+        "tests/training/test_llama.py",
+        "tests/training/test_lora.py",
+        "tests/training/test_adapter.py",
+        "tests/training/test_resolving.py",
+        "tests/training/test_custom_model.py",
     ),
-    "progress": Area(
-        ("swarmnet/protocol/pipeline/progress.py",),
-        (
-            "tests/protocol/pipeline/test_progress.py",
-            "tests/protocol/pipeline/test_feeding.py",
-            "tests/swarm/pipeline/test_in_flight.py",
-            "tests/swarm/pipeline/test_overlap.py",
-        ),
-    ),
-    "placement": Area(
-        ("swarmnet/protocol/update/placement.py",),
-        ("tests/protocol/update/test_placement.py", "tests/swarm/update/test_uneven_uplinks.py"),
-    ),
-    "averaging": Area(
-        ("swarmnet/swarm/update/averaging.py",),
-        (
-            "tests/swarm/update/test_contributors.py",
-            "tests/swarm/pipeline/test_shared_calls.py",
-            "tests/swarm/pipeline/test_one_result.py",
-            "tests/swarm/update/test_norms.py",
-            "tests/swarm/membership/test_partition.py",
-            "tests/swarm/update/test_device_errors.py",
-            "tests/swarm/recovery/test_handover.py",
-            "tests/swarm/update/test_replication.py",
-            "tests/swarm/pipeline/test_bad_input.py",
-        ),
-    ),
-    "recovery": Area(
-        (
-            "swarmnet/swarm/recovery/restart.py",
-            "swarmnet/swarm/recovery/checkpointing.py",
-            "swarmnet/protocol/recovery.py",
-        ),
-        ("tests/protocol/test_recovery.py", "tests/swarm/recovery/test_recovery.py"),
-    ),
-    "frames": Area(
-        ("swarmnet/transport/frames.py",),
-        ("tests/transport/test_frames.py", "tests/transport/test_channel.py"),
-    ),
+    "swarmnet/training/optimizer": ("tests/training/optimizer",),
+    "swarmnet/training/passes": ("tests/training/passes", "tests/training/test_stage.py"),
+    "swarmnet/training/ranks": ("tests/training/ranks",),
+    "swarmnet/swarm": ("tests/swarm/test_tasks.py", "tests/swarm/lifecycle"),
+    "swarmnet/swarm/generation": ("tests/protocol/test_generation.py", "tests/swarm/generation"),
+    "swarmnet/swarm/initial": ("tests/swarm/initial",),
+    "swarmnet/swarm/lifecycle": ("tests/swarm/lifecycle",),
+    "swarmnet/swarm/membership": ("tests/swarm/membership",),
+    "swarmnet/swarm/pipeline": ("tests/swarm/pipeline",),
+    "swarmnet/swarm/recovery": ("tests/swarm/recovery",),
+    "swarmnet/swarm/update": ("tests/swarm/update",),
+    "swarmnet/transport": ("tests/transport",),
+    "swarmnet/transport/calls": ("tests/transport/calls", "tests/transport"),
+    "swarmnet/transport/libp2p": ("tests/transport/libp2p",),
+    "swarmnet/runtime": ("tests/runtime",),
+    "swarmnet/simulation": ("tests/simulation",),
 }
+"""By folder, with those below it that are not named: the tests that are about it, in their
+order."""
+
+
+def area_of(source: str) -> str:
+    """The folder in `AREAS` to which a file belongs."""
+    return max((a for a in AREAS if source.startswith(f"{a}/")), key=len)
+
 
 RELATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -135,28 +134,32 @@ OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault: `before`, found at `line` (from 1) and `column` (from 0, in bytes) of `source`,
-    becomes `after`."""
+    """One fault: the `nth` (from 0) `before` in statements that read `statement`, of `function` (a
+    qualified name; empty in a module's own code), becomes `after`."""
 
-    area: str
     source: str
-    line: int
-    column: int
+    function: str
+    statement: str
+    nth: int
     before: str
     after: str
 
-    def apply(self, text: str) -> str:
-        """Raises `ValueError` where the text has something else at that place."""
-        lines = text.encode().splitlines(keepends=True)
-        at = sum(map(len, lines[: self.line - 1])) + self.column
-        data, before = text.encode(), self.before.encode()
-        if data[at : at + len(before)] != before:
-            raise ValueError(f"{self.source}:{self.line} has changed: draw again")
-        return (data[:at] + self.after.encode() + data[at + len(before) :]).decode()
-
     def __str__(self) -> str:
         before, after = (" ".join(s.split()) for s in (self.before, self.after))
-        return f"{self.source}:{self.line}  {before}  ->  {after}"
+        return f"{self.source} {self.function}: {before}  ->  {after}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a mutation is: bytes `start` to `stop` of its file."""
+
+    mutation: Mutation
+    start: int
+    stop: int
+
+    def apply(self, text: str) -> str:
+        data, after = text.encode(), self.mutation.after.encode()
+        return (data[: self.start] + after + data[self.stop :]).decode()
 
 
 # ---- drawing ------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ class Mutation:
 
 def mutants_of(node: ast.AST) -> Iterator[ast.AST]:
     """Every mutation of this very node, without those of its children."""
-    changed = copy.deepcopy(node)
+    changed = copy.copy(node)
     match changed:
         case ast.Compare(ops=[op]) if type(op) in RELATIONS:
             changed.ops = [RELATIONS[type(op)]()]
@@ -210,42 +213,131 @@ def _is_for_people(node: ast.AST) -> bool:
     )
 
 
-def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+@dataclass(frozen=True)
+class _Place:
+    """A node, and what a reader finds it by."""
+
+    node: ast.AST
+    function: str
+    statement: str
+
+
+def _places(tree: ast.AST, function: str = "", statement: str = "") -> Iterator[_Place]:
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not _is_for_people(child):
-                yield child
-                yield from _nodes(child)
+            if not isinstance(child, ast.AST) or _is_for_people(child):
+                continue
+            name, text = function, statement
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{function}.{child.name}" if function else child.name
+            if isinstance(child, ast.stmt):
+                text = _head(child)
+            yield _Place(child, name, text)
+            yield from _places(child, name, text)
 
 
-def candidates(area: str, source: str, text: str) -> list[Mutation]:
+def _head(statement: ast.stmt) -> str:
+    """The text of a statement, without those in it."""
+    bare = copy.copy(statement)
+    for name in ("body", "orelse", "finalbody", "handlers", "cases", "decorator_list"):
+        if hasattr(bare, name):
+            setattr(bare, name, [ast.Pass()] if name == "body" else [])
+    if isinstance(bare, ast.Match | ast.Try | ast.TryStar):
+        return type(bare).__name__
+    return ast.unparse(bare)
+
+
+def sites_of(source: str, text: str) -> list[Site]:
     """Every mutation of a file, in the order of its lines."""
-    found = []
-    for node in _nodes(ast.parse(text)):
-        before = ast.get_source_segment(text, node) if isinstance(node, ast.expr | ast.stmt) else ""
-        if not before:
+    data, lines = text.encode(), [0]
+    for line in data.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    found: list[Site] = []
+    seen: Counter[tuple[str, ...]] = Counter()
+    for place in _places(ast.parse(text)):
+        node = place.node
+        if not isinstance(node, ast.expr | ast.stmt) or node.end_lineno is None:
             continue
+        start = lines[node.lineno - 1] + node.col_offset
+        stop = lines[node.end_lineno - 1] + (node.end_col_offset or 0)
+        before = data[start:stop].decode()
         for changed in mutants_of(node):
             after = ast.unparse(ast.fix_missing_locations(changed))
             if isinstance(node, ast.expr):
                 after = f"({after})"
-            found.append(Mutation(area, source, node.lineno, node.col_offset, before, after))
-    return sorted(found, key=lambda m: (m.source, m.line, m.column, m.after))
+            key = (place.function, place.statement, before, after)
+            mutation = Mutation(source, *key[:2], seen[key], *key[2:])
+            seen[key] += 1
+            found.append(Site(mutation, start, stop))
+    return sorted(found, key=lambda s: (s.start, s.mutation.after))
 
 
-def draw(seed: int, count: int) -> list[Mutation]:
+@cache
+def sites_in(tree: Path) -> tuple[Site, ...]:
+    """Every mutation of a tree."""
+    paths = sorted(p.relative_to(tree).as_posix() for p in (tree / PACKAGE).rglob("*.py"))
+    return tuple(site for p in paths for site in sites_of(p, (tree / p).read_text()))
+
+
+def draw(tree: Path, seed: int, count: int) -> list[Mutation]:
     """`count` mutations, as evenly over the areas as it goes."""
     rng = random.Random(seed)
-    pools = {
-        area: [m for s in it.sources for m in candidates(area, s, (ROOT / s).read_text())]
-        for area, it in AREAS.items()
-    }
     shares = {area: count // len(AREAS) for area in AREAS}
     for area in rng.sample(list(AREAS), count % len(AREAS)):
         shares[area] += 1
-    return [m for area in AREAS for m in rng.sample(pools[area], shares[area])]
+    drawn: list[Mutation] = []
+    for area in AREAS:
+        pool = [s.mutation for s in sites_in(tree) if area_of(s.mutation.source) == area]
+        drawn += rng.sample(pool, min(shares[area], len(pool)))
+    return drawn
+
+
+# ---- finding again ------------------------------------------------------------------------------
+
+
+KEYS: tuple[Callable[[Mutation], tuple[object, ...]], ...] = (
+    lambda m: (m.source, m.function, m.statement, m.before, m.after, m.nth),
+    lambda m: (m.function, m.statement, m.before, m.after, m.nth),
+    lambda m: (m.function.rpartition(".")[2], m.statement, m.before, m.after, m.nth),
+    lambda m: (m.statement, m.before, m.after),
+)
+"""What two trees must agree in, the strictest first: its place; its function, elsewhere; the name
+of its function, in another class or none; its statement."""
+
+
+def find(mutation: Mutation, tree: Path) -> Site | None:
+    """The counterpart of a mutation in another tree: the only one that agrees with it."""
+    for number, key in enumerate(KEYS):
+        found = _by_key(tree, number).get(key(mutation), [])
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+@cache
+def _by_key(tree: Path, number: int) -> dict[tuple[object, ...], list[Site]]:
+    found: dict[tuple[object, ...], list[Site]] = {}
+    for site in sites_in(tree):
+        found.setdefault(KEYS[number](site.mutation), []).append(site)
+    return found
+
+
+def redraw(drawn: Sequence[Mutation], tree: Path, old: Path) -> list[Mutation]:
+    """`drawn`, with another one of its area in place of each that has no counterpart in `tree`:
+    one of `old` that has. Those that are replaced are listed on standard error."""
+    kept = []
+    for number, mutation in enumerate(drawn):
+        if find(mutation, tree) is None:
+            print(f"no counterpart: {mutation}", file=sys.stderr)
+            area = area_of(mutation.source)
+            pool = [s.mutation for s in sites_in(old) if area_of(s.mutation.source) == area]
+            random.Random(number).shuffle(pool)
+            others = (m for m in pool if m not in drawn and find(m, tree) is not None)
+            mutation = next(others)
+        kept.append(mutation)
+    return kept
 
 
 # ---- running ------------------------------------------------------------------------------------
@@ -262,7 +354,11 @@ class Outcome:
 
 
 def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
-    """The tests of `tree` against the mutant of its code."""
+    """The tests of `tree` against the mutant of its code. Raises `LookupError` where it has no
+    counterpart there."""
+    site = find(mutation, tree)
+    if site is None:
+        raise LookupError(f"no counterpart: {mutation}")
     with tempfile.TemporaryDirectory(prefix="mutant-") as temporary:
         folder = Path(temporary)
         for name in COPIED:
@@ -271,15 +367,13 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
                 shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, folder / name)
-        path = folder / mutation.source
-        path.write_text(mutation.apply(path.read_text()))
-        tests = [t for t in AREAS[mutation.area].tests if (folder / t).exists()]
-        has_long = "long:" in (folder / "pyproject.toml").read_text()
-        chosen = "not processes and not long" if has_long else "not processes"
-        command = [python, "-m", "pytest", "-x", "-q", "--no-header", "-m", chosen]
+        path = folder / site.mutation.source
+        path.write_text(site.apply(path.read_text()))
+        tests = [t for t in AREAS[area_of(mutation.source)] if (folder / t).exists()]
+        command = [python, "-m", "pytest", "-x", "-q", "--no-header"]
         began = time.monotonic()
         process = subprocess.Popen(
-            [*command, "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+            [*command, "-m", "not processes and not long", "-p", "no:cacheprovider", *tests],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -287,20 +381,42 @@ def run_one(mutation: Mutation, tree: Path, python: str) -> Outcome:
             text=True,
             start_new_session=True,
         )
+        took_too_long = False
         try:
             output, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
+            took_too_long = True
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            output = "FAILED (it hangs)"
+            output, _ = process.communicate()
         if process.returncode == USAGE_ERROR:
             raise RuntimeError(output.strip())
         lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
         caught_by = lines[0].split(" - ")[0] if lines else ""
-        if process.returncode and not lines:
+        if process.returncode and not lines and not took_too_long:
             caught_by = output.strip().splitlines()[-1]
         took = round(time.monotonic() - began, 1)
-        return Outcome(str(mutation), bool(process.returncode), caught_by, took)
+        return Outcome(str(mutation), bool(caught_by), caught_by, took)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs a list; with `--before`, of what was caught then. 1 where something is missed."""
+    tree, outcomes = options.tree.resolve(), []
+    mutations = _read(options.list)
+    if options.before is not None:
+        caught = {o["mutation"] for o in json.loads(options.before.read_text()) if o["caught"]}
+        mutations = [m for m in mutations if str(m) in caught]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for outcome in pool.map(lambda m: run_one(m, tree, options.python), mutations):
+            outcomes.append(outcome)
+            print("caught" if outcome.caught else "MISSED", outcome.mutation, outcome.caught_by)
+            options.results.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+    num_caught = sum(o.caught for o in outcomes)
+    print(f"{num_caught} of {len(outcomes)} caught")
+    return int(options.before is not None and num_caught < len(outcomes))
+
+
+def _read(path: Path) -> list[Mutation]:
+    return [Mutation(**fields) for fields in json.loads(path.read_text())]
 
 
 def main() -> int:
@@ -308,25 +424,26 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw", help="print a list of mutations as JSON")
     drawing.add_argument("--seed", type=int, required=True)
-    drawing.add_argument("--count", type=int, default=30)
+    drawing.add_argument("--count", type=int, default=300)
+    again = commands.add_parser("redraw", help="print the list with what was lost drawn anew")
+    again.add_argument("--old", type=Path, required=True, help="the tree as it was before")
     running = commands.add_parser("run", help="run those of a list")
-    running.add_argument("--list", type=Path, default=DRAWN)
-    running.add_argument("--tree", type=Path, default=ROOT, help="whose code and tests")
     running.add_argument("--python", default=sys.executable)
     running.add_argument("--results", type=Path, required=True)
+    running.add_argument("--before", type=Path, help="results; only what was caught there")
     running.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    for command in (drawing, again, running):
+        command.add_argument("--tree", type=Path, default=ROOT, help="whose code and tests")
+    for command in (again, running):
+        command.add_argument("--list", type=Path, default=DRAWN)
     options = parser.parse_args()
+    if options.command == "run":
+        return run(options)
     if options.command == "draw":
-        print(json.dumps([asdict(m) for m in draw(options.seed, options.count)], indent=1))
-        return 0
-    mutations = [Mutation(**fields) for fields in json.loads(options.list.read_text())]
-    tree, outcomes = options.tree.resolve(), []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda m: run_one(m, tree, options.python), mutations):
-            outcomes.append(outcome)
-            print("caught" if outcome.caught else "MISSED", outcome.mutation, outcome.caught_by)
-            options.results.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
-    print(f"{sum(o.caught for o in outcomes)} of {len(outcomes)} caught")
+        drawn = draw(options.tree.resolve(), options.seed, options.count)
+    else:
+        drawn = redraw(_read(options.list), options.tree.resolve(), options.old.resolve())
+    print(json.dumps([asdict(m) for m in drawn], indent=1))
     return 0
 
 
