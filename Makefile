@@ -24,8 +24,13 @@ lint: .venv/installed
 
 install: .venv/installed
 
+# py-libp2p comes without its own requirements, of which one has to be compiled
+# (docs/decisions/0016-py-libp2p-without-its-pins.md). The package `swarmnet` of PyPI is another one.
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv && $(BIN)/pip install -c constraints.txt -e '.[dev]'
+	.ci/make-venv $(PYTHON) .venv
+	$(BIN)/pip -qq uninstall --yes swarmnet
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt --no-deps libp2p
 	touch .venv/installed
 
 # Chromium, for the tests of the web page; nothing where there is one.

@@ -1,19 +1,46 @@
-"""The parts of py-libp2p that we use, imported so that hivemind fits beside them.
+"""The parts of py-libp2p that we use, imported without the rest, and so that hivemind fits beside
+them.
+
+py-libp2p's package files import all of it: every discovery, transport and store, with libraries
+that we do not need, of which one has to be compiled. Where they are not loaded already, empty
+packages stand in for them (docs/decisions/0016-py-libp2p-without-its-pins.md). They stay, for
+py-libp2p imports some of its modules when they are first used.
 
 hivemind and py-libp2p both register protobuf messages named `crypto.pb.*`, and protobuf
 allows a name once in a process. The two files of py-libp2p that use the name therefore go
-into a descriptor pool of their own. Importing this module takes about a second (py-libp2p
-imports all of itself): import it where it is used.
+into a descriptor pool of their own. Importing this module takes half a second: import it where it
+is used. It raises `UserError`, one line with the command that helps, where py-libp2p is missing or
+cannot be imported.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 from typing import Any
 
 from google.protobuf import descriptor_pool, symbol_database  # noqa: F401  (before the detour)
 
+from swarmnet.errors import UserError
+from swarmnet.needs import PY_LIBP2P, install_command
+
 APART = (b"libp2p/crypto/pb/crypto.proto", b"libp2p/security/insecure/pb/plaintext.proto")
+HOLLOW = ("libp2p", "libp2p.transport", "libp2p.transport.quic")
+"""Packages whose own file is not run; the modules in them are found as ever."""
+
+
+def _hollow(name: str) -> None:
+    """Raises `ModuleNotFoundError` where the package is not installed."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    above, _, own = name.rpartition(".")
+    if above:
+        setattr(sys.modules[above], own, package)
 
 
 class _Detour:
@@ -37,6 +64,8 @@ _default = _pools.Default
 _detour = _Detour(_default())
 _pools.Default = lambda: _detour
 try:
+    for _name in HOLLOW:
+        _hollow(_name)
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
     from libp2p.custom_types import TProtocol
@@ -55,6 +84,10 @@ try:
     from libp2p.utils.varint import encode_varint_prefixed
     from multiaddr import Multiaddr
     from multiaddr.utils import get_network_addrs
+except ImportError as _error:
+    _name = (getattr(_error, "name", None) or PY_LIBP2P).partition(".")[0]
+    _why = "is not installed" if _name == PY_LIBP2P else f"cannot be imported ({_error})"
+    raise UserError(f"py-libp2p {_why}: {install_command(_name)}") from None
 finally:
     _pools.Default = _default
 

@@ -1,0 +1,200 @@
+"""What `pip` is asked for: nothing that needs a compiler, and no package of somebody else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from swarmnet import needs
+from tests import wheels
+from tests.wheels import PLATFORMS, ROOT, pins, requirements, to_compile
+
+RECORD = json.loads(wheels.RECORD.read_text())
+CODE = [path for folder in ("swarmnet", "peer") for path in sorted((ROOT / folder).rglob("*.py"))]
+KINDS = ("", ".env", ".html", ".js", ".json", ".md", ".py", ".service", ".toml", ".txt", ".yml")
+TEXTS = [
+    path
+    for folder in ("", ".ci", "swarmnet", "peer", "docs", "examples", "benchmarks", "tests")
+    for path in sorted((ROOT / folder).glob("**/*" if folder else "*"))
+    if path.is_file() and path.suffix in KINDS and path != Path(__file__)
+]
+INSTALL = re.compile(
+    r"\b(?:pip3? (?:install|download|wheel)|pipx (?:install|run)|uvx|uv (?:add|tool install)"
+    r"|conda install)\b([^\n#&|;`]*)"
+)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace")
+
+
+# ---- no compiler ----------------------------------------------------------------------------
+
+
+def test_the_record_of_the_package_index_is_that_of_the_pins() -> None:
+    """`python -m tests.wheels` brings it up to date."""
+    assert set(RECORD) == {f"{name}=={version}" for name, version in pins().items()}
+
+
+@pytest.mark.parametrize("name", pins())
+def test_a_pinned_package_needs_no_compiler(name: str) -> None:
+    """On any Python and machine for which pyproject.toml asks for it."""
+    assert to_compile(RECORD, name) == []
+
+
+def test_a_package_that_has_to_be_compiled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule itself, on what the index has of a release without wheels for Linux."""
+    monkeypatch.setattr(wheels, "pins", lambda: {"fastecdsa": "2.3.2", "coincurve": "21.0.0"})
+    about = {"wheels": [], "source": "fastecdsa-2.3.2/src/curve.c"}
+    assert to_compile({"fastecdsa==2.3.2": about}, "fastecdsa") == PLATFORMS
+    assert to_compile({"fastecdsa==2.3.2": about | {"source": "pure"}}, "fastecdsa") == []
+    assert to_compile({"coincurve==21.0.0": about}, "coincurve") == PLATFORMS[:6]  # not on 3.14
+
+
+def test_everything_that_a_requirement_brings_is_pinned() -> None:
+    """Otherwise nobody looks at whether it has to be compiled."""
+    todo = [(r, "") for r in requirements()] + [(Requirement(needs.DISTRIBUTION), "-")]
+    seen: set[tuple[str, str]] = set()
+    missing = set()
+    while todo:
+        wanted, extra = todo.pop()
+        name = canonicalize_name(wanted.name)
+        if wanted.marker and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        if extra != "-" and name not in pins() and name != "setuptools":
+            missing.add(name)
+        for extra in wanted.extras or {""}:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            try:
+                lines = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:  # of an extra that is not installed here
+                continue
+            todo += [(Requirement(line), extra) for line in lines]
+    assert missing == set()
+    assert len(seen) > 100
+
+
+def test_py_libp2p_is_used_without_what_has_to_be_compiled() -> None:
+    """And without most of itself."""
+    code = """if True:
+        import sys
+        for name in ("fastecdsa", "miniupnpc", "zeroconf"):
+            sys.modules[name] = None
+        import swarmnet.transport.libp2p.host
+        print(sum(name.startswith("libp2p.") for name in sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 150
+
+
+def test_py_libp2p_is_installed_in_the_version_that_was_tried() -> None:
+    """`make` and the Dockerfile take the one of constraints.txt, and a person types ours."""
+    assert {"libp2p": f"libp2p=={pins()['libp2p']}"} == needs.APART
+    asked = {canonicalize_name(r.name) for r in requirements()}
+    assert not needs.APART.keys() & asked
+    told = [t for path in TEXTS for t in re.findall(r"\blibp2p==[\d.]*\d", _read(path))]
+    assert len(told) >= 4
+    assert set(told) == set(needs.APART.values())
+    for file in ("Makefile", "peer/Dockerfile"):
+        assert re.search(r"pip install .*--no-deps libp2p$", (ROOT / file).read_text(), re.M)
+
+
+def test_a_carrier_that_is_not_installed_is_one_line_with_what_to_type() -> None:
+    code = """if True:
+        import importlib.util, sys
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name: None if name == "libp2p" else find(name)
+        from peer.cli import run_command
+        sys.exit(run_command(["doctor", "--transport", "py-libp2p", "--json"]))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    [finding] = [f for f in json.loads(done.stdout) if f["level"] == "bad"]
+    assert finding["check"] == "carrier"
+    said = f"py-libp2p is not installed: pip install --no-deps libp2p=={pins()['libp2p']}"
+    assert finding["found"] == said
+    assert done.returncode == 1
+
+
+# ---- no package of somebody else ------------------------------------------------------------
+
+
+def test_the_package_has_a_name_of_its_own() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == needs.DISTRIBUTION != "swarmnet"
+    assert list(project["scripts"]) == ["swarmnet"]
+
+
+def others(text: str) -> list[str]:
+    """What a text says to install that this project's name on an index stands for."""
+    found = re.findall(r"swarmnet(?:-train)?\[\w[\w,-]*\]", text)
+    for line in INSTALL.findall(text):
+        words = [word.strip("'\"`,.:)(") for word in line.split()]
+        found += [w for w in words if re.fullmatch(r"swarmnet(-train)?([=<>~!].*)?", w)]
+    return found
+
+
+def test_no_text_installs_a_package_that_is_not_ours() -> None:
+    assert len(TEXTS) > 500
+    wrong = {str(path.relative_to(ROOT)): o for path in TEXTS if (o := others(_read(path)))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("`pip install 'swarmnet[models]'` brings it", 1),
+        ("pip install -U swarmnet\n", 1),
+        ("pip install --upgrade 'swarmnet>=0.2' torch", 1),
+        ('"pip install " "swarmnet[data]"', 1),
+        ("uv add swarmnet", 1),
+        ("pip install '.[models]'  # swarmnet", 0),
+        ("pip install -e . && swarmnet local", 0),
+        ("pip install --no-deps libp2p", 0),
+        ("pip uninstall swarmnet", 0),
+    ],
+)
+def test_such_a_text_is_found(text: str, number: int) -> None:
+    assert len(others(text)) == number
+
+
+def test_a_missing_library_is_asked_for_by_its_name_and_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = ["torch>=2.6", 'transformers>=5.20; extra == "models"', 'Jinja2>=3.1; extra == "data"']
+    monkeypatch.setattr(needs.metadata, "requires", lambda name: lines)
+    needs._requirements.cache_clear()  # noqa: SLF001
+    try:
+        asked = needs.install_command("transformers", "jinja2", "elsewhere")
+        assert asked == "pip install 'transformers>=5.20' 'Jinja2>=3.1' elsewhere"
+        assert needs.install_command("torch", options="-U") == "pip install -U 'torch>=2.6'"
+        assert needs.install_command("libp2p").startswith("pip install --no-deps libp2p==")
+    finally:
+        needs._requirements.cache_clear()  # noqa: SLF001
+
+
+def test_every_library_that_a_message_asks_for_is_one_of_our_requirements() -> None:
+    """So each is named with the version that is needed."""
+    known = {canonicalize_name(r.name) for r in requirements()} | set(needs.APART)
+    asked = [
+        argument.value
+        for path in CODE
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "install_command"
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    ]
+    assert len(asked) >= 6
+    assert {canonicalize_name(name) for name in asked} <= known
