@@ -21,8 +21,10 @@ from rich.markup import escape
 
 from peer.commands.doctor_nat import check_nat
 from peer.commands.finding import BAD, GOOD, SKIPPED, WARNING, Finding
-from swarmnet.errors import SwarmnetError, UserError
+from peer.machine.other_package import MEND, other_package
+from swarmnet.errors import AddressError, SwarmnetError, UserError
 from swarmnet.identity import Identity
+from swarmnet.needs import PY_LIBP2P, install_command
 from swarmnet.runtime.joining.find import check_addresses, dial_any, fetch_run, read_addresses
 from swarmnet.runtime.options import ANY_INTERFACE, TransportName
 from swarmnet.spec import RunSpec, load_spec
@@ -34,10 +36,18 @@ from swarmnet.swarm.messages import (
     DialBackRequest,
 )
 from swarmnet.transport.base import Transport
+from swarmnet.version import __version__
 from swarmnet.wire import Array, Message, convert
 
 MARKS = {GOOD: "[green]ok  [/]", WARNING: "[yellow]warn[/]", BAD: "[red]BAD [/]", SKIPPED: "--  "}
 MIN_PYTHON = (3, 11)
+P2PD_PLATFORMS = (
+    ("Linux", "x86_64"),
+    ("Linux", "aarch64"),
+    ("Darwin", "x86_64"),
+    ("Darwin", "arm64"),
+)
+"""For which hivemind's wheels have the daemon."""
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 1 << 30
 CHECKPOINTS_KEPT = 3
@@ -76,7 +86,7 @@ async def run_doctor(options: DoctorOptions, console: Console) -> int:
             if not options.as_json:
                 console.print(_line(finding), soft_wrap=True, highlight=False)
 
-    for check in (check_python, check_torch, check_memory):
+    for check in (check_python, check_package, check_torch, check_memory):
         tell(await asyncio.to_thread(check))
     tell(await asyncio.to_thread(check_disk, _existing(options.state_dir)))
     if options.join:
@@ -126,16 +136,21 @@ def check_python() -> list[Finding]:
     if sys.version_info < MIN_PYTHON:
         return [Finding("Python", BAD, version, "install Python 3.11 or newer")]
     found = [Finding("Python", GOOD, f"{version} on {platform.system()} {platform.machine()}")]
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        found.append(
-            Finding(
-                "platform",
-                WARNING,
-                "p2pd, the default network daemon, is for Linux on x86-64 only",
-                "start peers with --transport py-libp2p",
-            )
-        )
+    if (platform.system(), platform.machine()) not in P2PD_PLATFORMS:
+        mend = f"start peers with --transport py-libp2p ({install_command(PY_LIBP2P)})"
+        text = "p2pd, the default network daemon, is not built for this platform"
+        found.append(Finding("platform", WARNING, text, mend))
     return found
+
+
+def check_package() -> list[Finding]:
+    """Whether what is installed is this swarmnet, and nothing of another one."""
+    other = other_package()
+    if other is None:
+        return [Finding("swarmnet", GOOD, __version__)]
+    text, is_over = other
+    where = "lies over this one" if is_over else "is installed beside this one"
+    return [Finding("swarmnet", BAD if is_over else WARNING, f"{text}, {where}", MEND)]
 
 
 def check_torch() -> list[Finding]:
@@ -143,7 +158,8 @@ def check_torch() -> list[Finding]:
     try:
         import torch
     except ImportError as e:
-        return [Finding("torch", BAD, f"cannot be imported: {e}", "pip install torch")]
+        mend = install_command("torch")
+        return [Finding("torch", BAD, f"cannot be imported: {e}", mend)]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
     found = [Finding("torch", GOOD, f"{torch.__version__}, built {built}")]
     if torch.cuda.is_available():
@@ -233,8 +249,11 @@ async def check_network(options: DoctorOptions) -> tuple[list[Finding], RunSpec 
             options.transport, key, host=ANY_INTERFACE, port=options.port, announce=()
         )
     except SwarmnetError as e:
-        mend = "stop what uses it (your own peer?), or choose another --port"
-        found = [Finding("port", BAD, str(e), mend)]
+        if isinstance(e, AddressError):
+            mend = "stop what uses it (your own peer?), or choose another --port"
+        else:
+            mend = "mend that, or choose the other --transport"
+        found = [Finding("port" if isinstance(e, AddressError) else "carrier", BAD, str(e), mend)]
         if options.join:
             text = "not looked into, for want of a port"
             found.append(Finding("the run", SKIPPED, text, "without --port it takes any free one"))

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarmnet.errors import SwarmnetError, UserError
+from swarmnet.needs import install_command
 from swarmnet.protocol.codecs import INT8
 from swarmnet.protocol.update.sync_modes import AUTO, DELAYED, ZERO
 from swarmnet.runtime.options import UsageError
@@ -363,7 +364,7 @@ def _import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'swarmnet[plot]'") from None
+        raise UserError(f"--plot needs matplotlib: {install_command('matplotlib')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarmnet.errors import UserError
+from swarmnet.needs import install_command
 from swarmnet.training.data.chat_sandbox import Meter, open_sandbox
 from swarmnet.training.end_tokens import TOKENIZER_CONFIG_FILE, json_table
 
@@ -44,7 +45,7 @@ def chat_prompt(files: Mapping[str, bytes], messages: Sequence[Message]) -> str:
     try:
         from jinja2.exceptions import TemplateError
     except ImportError:
-        raise UserError("--chat needs jinja2: pip install 'swarmnet[models]'") from None
+        raise UserError(f"--chat needs jinja2: {install_command('jinja2')}") from None
     try:
         environment, meter = _sandbox()
         program = environment.from_string(template)

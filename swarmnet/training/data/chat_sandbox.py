@@ -18,6 +18,7 @@ from functools import wraps
 from typing import Any
 
 from swarmnet.errors import DataError
+from swarmnet.needs import install_command
 
 LONGEST_S = 5.0
 """Of one text. Those of real templates take milliseconds."""
@@ -39,7 +40,7 @@ def jinja(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise DataError(
-            "[data] messages_field needs jinja2; bring it with: pip install 'swarmnet[data]'"
+            f"[data] messages_field needs jinja2; bring it with: {install_command('jinja2')}"
         ) from None
 
 

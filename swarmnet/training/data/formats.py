@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from swarmnet.errors import DataError
+from swarmnet.needs import install_command
 from swarmnet.spec import DEFAULT_INCLUDE, SourceSpec
 
 RECORD_INCLUDE = ("*.jsonl", "*.parquet", "*.jsonl.gz", "*.jsonl.zst")
@@ -50,7 +51,7 @@ def format_of(path: Path) -> tuple[str, str]:
 
 
 def reader_of(path: Path) -> str:
-    """Which module of the extra `swarmnet[data]` reads a file, and whether it is here; empty where
+    """Which module of the extra `data` reads a file, and whether it is here; empty where
     none is needed."""
     form, compression = format_of(path)
     module = "pyarrow" if form == PARQUET else "zstandard" if compression == ZSTD else ""
@@ -122,17 +123,17 @@ def opened(path: Path, compression: str) -> Iterator[BinaryIO]:
 
 
 def needed(module: str, path: Path) -> Any:
-    """A module of the extra `swarmnet[data]`. Raises `NotText` where it is missing, `DataError`
+    """A module of the extra `data`. Raises `NotText` where it is missing, `DataError`
     where it is broken."""
     if not _is_here(module):
-        raise NotText(f"[data] {path} needs {module}; bring it with: pip install 'swarmnet[data]'")
+        raise NotText(f"[data] {path} needs {module}; bring it with: {install_command(module)}")
     try:
         return importlib.import_module(module)
     except ImportError as error:
         line = " ".join(str(error).split())[:200]
         raise DataError(
             f"[data] {path} needs {module}, which cannot be imported: {line}; install it anew: "
-            "pip install --force-reinstall 'swarmnet[data]'"
+            + install_command(module, options="--force-reinstall")
         ) from None
 
 

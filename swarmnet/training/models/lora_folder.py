@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from swarmnet.errors import SpecError
+from swarmnet.needs import install_command
 from swarmnet.spec import LORA_ALPHA, LORA_RANK, LoraSpec
 from swarmnet.training.mapped_tensors import MappedFiles, stored_tensors
 from swarmnet.training.models.base import ParameterRange
@@ -146,7 +147,7 @@ def family_targets(kind: str) -> tuple[str, ...]:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
     except ImportError:
         raise SpecError(
-            "[lora] target_modules left out: PEFT knows them, pip install 'swarmnet[models]'; or "
+            f"[lora] target_modules left out: PEFT knows them, {install_command('peft')}; or "
             'name them, such as ["q_proj", "v_proj"]'
         ) from None
     found = KNOWN.get(kind, ())

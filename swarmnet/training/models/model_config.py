@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet.errors import SpecError
+from swarmnet.needs import install_command
 
 log = logging.getLogger("swarmnet.models")
 
@@ -98,7 +99,8 @@ def require_transformers() -> Any:
         import transformers
     except ImportError:
         raise MissingModels(
-            "this run's model needs transformers on this machine: pip install 'swarmnet[models]'"
+            "this run's model needs transformers on this machine: "
+            + install_command("transformers")
         ) from None
     return transformers
 
@@ -153,7 +155,7 @@ def _loaded(key: str) -> Any:
     if unknown:
         raise SpecError(
             f"[model] config: {unknown[0][:80]!r} is not known to the {kind} of this machine's "
-            "transformers; update it: pip install -U 'swarmnet[models]'"
+            f"transformers; update it: {install_command('transformers', options='-U')}"
         )
     return _made(kind, values, "[model] config")
 

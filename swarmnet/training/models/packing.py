@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from swarmnet.errors import SpecError
+from swarmnet.needs import install_command
 
 INT8, NF4 = "int8", "nf4"
 BITS = {INT8: 8.1, NF4: 4.13}
@@ -33,7 +34,7 @@ def check_packing(kind: str) -> None:
     if kind in BITS and find_spec("torchao") is None:
         raise SpecError(
             f'[lora] base_dtype = "{kind}" needs torchao on every machine of the run: '
-            "pip install 'swarmnet[quantized]'"
+            + install_command("torchao")
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +47,48 @@ def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_platform_without_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.platform, "machine", lambda: "arm64")
     assert "py-libp2p" in only(doctor.check_python(), "platform").mend
+
+
+class Installed:
+    """A `swarmnet` that pip has put into a folder of its own."""
+
+    def __init__(self, folder: Path, entry: str = "") -> None:
+        self.first = folder / "swarmnet" / "__init__.py"
+        self.first.parent.mkdir()
+        self.first.write_text("from swarmnet.swarmnet import SwarmNet\n")
+        digest = hashlib.sha256(self.first.read_bytes()).digest()
+        coded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+        about = folder / "swarmnet-0.0.8.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: swarmnet\nVersion: 0.0.8\n")
+        (about / "RECORD").write_text(f"swarmnet/__init__.py,sha256={coded},39\n")
+        if entry:
+            (about / "entry_points.txt").write_text(f"[console_scripts]\nswarmnet = {entry}\n")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where packages are looked for, and nothing else is."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return tmp_path
+
+
+def test_the_package_that_pypi_calls_swarmnet(elsewhere: Path) -> None:
+    assert only(doctor.check_package(), "swarmnet").level == GOOD
+    theirs = Installed(elsewhere)
+    finding = only(doctor.check_package(), "swarmnet")
+    assert finding.level == BAD
+    assert "swarmnet 0.0.8, lies over this one" in finding.found
+    assert finding.mend.startswith("pip uninstall swarmnet")
+    theirs.first.write_text("# ours, installed after it\n")
+    finding = only(doctor.check_package(), "swarmnet")
+    assert finding.level == WARNING
+    assert "beside" in finding.found
+
+
+def test_this_package_under_the_name_that_it_had_is_nobody_elses(elsewhere: Path) -> None:
+    Installed(elsewhere, "peer.cli:main")
+    assert only(doctor.check_package(), "swarmnet").level == GOOD
 
 
 @pytest.mark.parametrize(
