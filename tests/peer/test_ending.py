@@ -8,12 +8,19 @@ import sys
 import pytest
 
 STOPPED = """
-import asyncio, os, signal, sys, time
+import asyncio, atexit, os, signal, sys, time
 from pathlib import Path
 from peer import cli
 from peer.loop import Stopped, run
 
 ends, seconds = sys.argv[1:]
+
+class Heap:  # what takes long to free
+    def __del__(self):
+        time.sleep(600)
+
+heap = Heap()
+atexit.register(lambda: print("tidied", flush=True))
 
 def beside():
     time.sleep(float(seconds))
@@ -40,7 +47,7 @@ cli.main()
 
 @pytest.mark.parametrize(
     ("seconds", "printed"),
-    [("600", "drained in a thread\nstopped\n"), ("0.2", "drained in a thread\nstopped\nwritten\n")],
+    [("600", "drained in a thread\nstopped\n"), ("0.2", "drained in a thread\nstopped\nwritten\ntidied\n")],
 )
 @pytest.mark.parametrize("code", [0, 3])
 def test_one_signal_ends_a_command_whose_threads_go_on(
