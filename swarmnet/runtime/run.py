@@ -18,7 +18,7 @@ from swarmnet.runtime.admission import Admitted, admit, date_of
 from swarmnet.runtime.compose import compose
 from swarmnet.runtime.computing import free_bytes_of
 from swarmnet.runtime.faults import arm_from_environment
-from swarmnet.runtime.joining.beside import say_run_beside, tell_run
+from swarmnet.runtime.joining.beside import say_run_beside, tell_run, watch_rendezvous
 from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.past import past_line
@@ -100,13 +100,14 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
             stack.push_async_callback(asyncio.to_thread, group.close)
         origin = Origin(entry.files, entry.model_folder, entry.adapter_folder, entry.continues)
         machine = await asyncio.to_thread(build_machine, spec, options, group, None, origin)
-        await _say_past(entry, options, machine)
+        neighbours = await entry.neighbours
+        await _say_past(entry, neighbours, options, machine)
         stack.push_async_callback(machine.device.close)
         stack.push_async_callback(machine.worker.close)
         for own in (machine.disk, machine.shared):
             if own is not None:
                 stack.push_async_callback(own.worker.close)
-        crew = Crew(entry, options, admitted, machine, group)
+        crew = Crew(entry, neighbours, options, admitted, machine, group)
         beside: list[Coroutine[Any, Any, None]] = []
         stack.callback(_close, beside)  # where the peer fails before they have begun
         tasks = Tasks("peer")
@@ -118,7 +119,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
             beside.append(await extra(crew.running))
         if admitted.not_after_unix_s:
             tasks.start(_stop_when_expired(crew.seats, admitted.not_after_unix_s))
-        await crew.open_directory(tasks)
+        crew.open_directory(tasks)
         offers = options.relay
         tasks.start(Relaying(transport, crew.first.gossip, crew.first.rng, offers=offers).run())
         tasks.start(entry.known.keep(spec.run_id, crew.first.view))
@@ -128,10 +129,11 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         )
         spare_old_objects()
         if options.ready_file is not None:
-            ready = ReadyFile(options.ready_file, transport, spec.run_id, spec.name)
+            ready = ReadyFile(options.ready_file, transport, spec.run_id, spec.name, time.time())
             ready.write()
             stack.callback(ready.remove)
             tasks.start(ready.keep())
+            tasks.start(watch_rendezvous(transport, options.ready_file, spec.run_id))
         for work in beside:
             tasks.start(work)
         if options.exit_when_done:
@@ -151,12 +153,14 @@ class Crew:
     def __init__(
         self,
         entry: Entry,
+        neighbours: list[str],
         options: PeerOptions,
         admitted: Admitted,
         machine: Machine,
         group: LocalGroup | None,
     ) -> None:
         self._entry = entry
+        self._neighbours = neighbours
         self._options = options
         self._admitted = admitted
         self._machine = machine
@@ -198,21 +202,19 @@ class Crew:
             parts.callback(self._directory.without, further.gossip)
         return further
 
-    async def open_directory(self, tasks: Tasks) -> None:
+    def open_directory(self, tasks: Tasks) -> None:
         """The DHT, where the transport's carrier has one."""
         net, num_stages = self._entry.net, self._entry.spec.pipeline.num_stages
         if net.p2p is None or net.on_restart is None:
             return
         self._directory = Directory(self.first.gossip, num_stages, net.p2p, self.first.rng)
         net.on_restart(self._directory.daemon_restarted)
-        await self._directory.start(
-            of_all(self._entry.ways.remembered(), net.transport.addresses())
-        )
-        tasks.start(self._directory.run())
+        known = of_all(self._entry.ways.remembered(), net.transport.addresses())
+        tasks.start(self._directory.run(known))
 
     async def live(self) -> None:
         """Until all have left. Cancelled once, they hand over and leave."""
-        life = asyncio.get_running_loop().create_task(self.seats.run(self._entry.neighbours))
+        life = asyncio.get_running_loop().create_task(self.seats.run(self._neighbours))
         machine = self._machine
         threads: dict[str, Any] = {"device": machine.device, "averaging": machine.worker}
         try:
@@ -289,10 +291,12 @@ async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> 
                 return
 
 
-async def _say_past(entry: Entry, options: PeerOptions, machine: Machine) -> None:
+async def _say_past(
+    entry: Entry, neighbours: list[str], options: PeerOptions, machine: Machine
+) -> None:
     """Where this peer begins a run: which one it continues, or could."""
     is_saved = machine.disk is not None and bool(machine.disk.found)
-    if options.starts_run and not entry.neighbours and not is_saved:
+    if options.starts_run and not neighbours and not is_saved:
         line = await asyncio.to_thread(past_line, entry.spec, options.state_dir)
         if line:
             _say(line)

@@ -70,6 +70,11 @@ from swarmnet.wire import Message, convert
 
 log = logging.getLogger("swarmnet.peer")
 
+MAX_OTHERS_HERE = 4
+"""Other runs of which a line is said: anybody may name any."""
+SHOWN_CHARACTERS = 16
+"""Of a run's id, in a line."""
+
 
 @dataclass
 class Identity:
@@ -116,6 +121,7 @@ class Peer:
         self._tasks = Tasks("peer")
         self._stopping = asyncio.Event()
         self._served: ServedStage | None = None
+        self._others_here: list[str] = []
         self._build_membership()
         self._build_pipeline()
         self._build_lifecycle()
@@ -469,7 +475,17 @@ class Peer:
             self._openings.announce_rate(replica)
 
     async def _on_spec(self, request: Request) -> Message:
-        """For newcomers that know only an address."""
+        """For newcomers that know only an address. One that is in a run already starts that one,
+        and looks whether another is alive here."""
+        other, own = request.run_id, self.identity.run_id
+        if other not in ("", own, *self._others_here) and len(self._others_here) < MAX_OTHERS_HERE:
+            self._others_here.append(other)
+            log.warning(
+                "a peer that starts another run (%s) found this one (%s) alive; each needs a "
+                "--ready-file of its own, and a compose project",
+                other[:SHOWN_CHARACTERS],
+                own[:SHOWN_CHARACTERS],
+            )
         return Message(SpecReply(self.identity.run_id, self.identity.spec))
 
 

@@ -47,7 +47,10 @@ cli.main()
 
 @pytest.mark.parametrize(
     ("seconds", "printed"),
-    [("600", "drained in a thread\nstopped\n"), ("0.2", "drained in a thread\nstopped\nwritten\ntidied\n")],
+    [
+        ("600", "drained in a thread\nstopped\n"),
+        ("0.2", "drained in a thread\nstopped\nwritten\ntidied\n"),
+    ],
 )
 @pytest.mark.parametrize("code", [0, 3])
 def test_one_signal_ends_a_command_whose_threads_go_on(

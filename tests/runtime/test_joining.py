@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -15,9 +18,17 @@ from swarmnet.identity import Identity
 from swarmnet.protocol.membership.addresses import STAGGER_S
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
-from swarmnet.runtime.joining.beside import find_run_beside, peers_beside, tell_run
+from swarmnet.runtime.joining.beside import (
+    find_other_run,
+    peers_at,
+    peers_beside,
+    tell_run,
+    watch_rendezvous,
+)
+from swarmnet.runtime.joining.entry import Entry, enter
 from swarmnet.runtime.joining.find import (
     Backoff,
+    SeveralRuns,
     WaysIn,
     check_addresses,
     dial_any,
@@ -28,13 +39,17 @@ from swarmnet.runtime.joining.find import (
 from swarmnet.runtime.joining.known_peers import MAX_KNOWN, KnownPeers
 from swarmnet.runtime.joining.ready import write_ready_file
 from swarmnet.runtime.joining.starting import start_run
+from swarmnet.runtime.net import Net
+from swarmnet.runtime.options import PeerOptions
 from swarmnet.simulation.clock import run as run_virtual
+from swarmnet.spec import RunSpec
 from swarmnet.swarm.messages import SpecReply
 from swarmnet.transport.base import Request
 from swarmnet.transport.memory import MemoryHub, MemoryTransport
 from swarmnet.wire import Message
 
 SPEC = start_run(default_spec_path()).spec
+OTHER = start_run(default_spec_path(), seed=7).spec
 IDS = [Identity(bytes([n]) * 32).peer_id for n in range(1, 4)]
 
 
@@ -42,11 +57,11 @@ def address(peer_id: str) -> str:
     return f"/ip4/127.0.0.1/tcp/4001/p2p/{peer_id}"
 
 
-def serve(hub: MemoryHub, peer_id: str) -> MemoryTransport:
+def serve(hub: MemoryHub, peer_id: str, spec: RunSpec = SPEC) -> MemoryTransport:
     transport = hub.transport(peer_id)
 
     async def on_spec(_: Request) -> Message:
-        return Message(SpecReply(SPEC.run_id, SPEC.canonical()))
+        return Message(SpecReply(spec.run_id, spec.canonical()))
 
     transport.handle("spec", on_spec)
     return transport
@@ -197,23 +212,23 @@ def test_the_same_run_is_found_on_the_same_machine(tmp_path: Path) -> None:
     assert peers_beside(own) == []
 
 
-def test_another_run_of_this_name_is_found_only_where_it_lives(tmp_path: Path) -> None:
+def test_another_run_is_found_only_where_it_lives(tmp_path: Path) -> None:
     """A line of the spec was changed, and the run started again beside the first."""
-    ready = tmp_path / "rendezvous"
-    ready.mkdir()
     for peer_id in IDS[:2]:
-        write_ready_file(ready, [address(peer_id)], peer_id, SPEC.run_id, SPEC.name)
-    beside = peers_beside(tmp_path / "state", ready)
+        write_ready_file(tmp_path, [address(peer_id)], peer_id, SPEC.run_id, SPEC.name)
+    beside = peers_at(tmp_path)
     assert len(beside) == 2
 
-    async def main(run_id: str, name: str) -> str:
+    async def main(run_id: str, living: bool) -> str:
         hub = MemoryHub()
-        serve(hub, IDS[1])
-        return await find_run_beside(hub.transport("own"), beside, run_id, name)
+        if living:
+            serve(hub, IDS[1])
+        found = await find_other_run(hub.transport("own"), beside, run_id)
+        return found[1] if found else ""
 
-    assert run_virtual(main("another run", SPEC.name)) == address(IDS[1])
-    assert run_virtual(main(SPEC.run_id, SPEC.name)) == ""
-    assert run_virtual(main("another run", "another name")) == ""
+    assert run_virtual(main("another run", True)) == address(IDS[1])
+    assert run_virtual(main("another run", False)) == ""
+    assert run_virtual(main(SPEC.run_id, True)) == ""
 
 
 def test_any_peer_of_a_folder_is_a_way_in_and_stale_files_cost_nothing(tmp_path: Path) -> None:
@@ -305,7 +320,7 @@ def test_waits_double_up_to_a_bound() -> None:
     async def main() -> float:
         backoff = Backoff(None, said.append, random.Random(1))
         for _ in range(10):
-            await backoff.wait("nobody is there", ())
+            await backoff.wait("nobody is there")
         return asyncio.get_running_loop().time()
 
     assert run_virtual(main()) < 10 * 72.0
@@ -328,3 +343,179 @@ def test_what_is_new_in_a_folder_is_tried_at_once(tmp_path: Path) -> None:
     run_virtual(scenario())
     assert said[0].startswith(f"no address in {tmp_path} yet; trying again in ")
     assert len(said) < 8
+
+
+@pytest.fixture
+def inline_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are none in virtual time."""
+
+    async def to_thread(work: Callable[..., Any], *args: Any) -> Any:
+        return work(*args)
+
+    monkeypatch.setattr("asyncio.to_thread", to_thread)
+
+
+def silent(hub: MemoryHub, number: int, to: str) -> None:
+    """Hosts that are gone: no answer at all."""
+    for i in range(number):
+        hub.transport(f"gone-{i}")
+        hub.partition(to, f"gone-{i}")
+
+
+@pytest.mark.parametrize("after_s", [5.0, 47.0])
+def test_a_peer_that_is_back_at_its_address_is_found_at_once(
+    tmp_path: Path, after_s: float
+) -> None:
+    """In the middle of an attempt, or of a long wait; its ready file was there all the time."""
+
+    def tell(began_unix_s: float) -> None:
+        write_ready_file(tmp_path, [address(IDS[0])], IDS[0], SPEC.run_id, SPEC.name, began_unix_s)
+
+    async def main() -> None:
+        hub, loop = MemoryHub(), asyncio.get_running_loop()
+        silent(hub, 20, "joiner")
+        for number in range(20):
+            gone = f"gone-{number}"
+            write_ready_file(tmp_path, [address(gone)], gone, SPEC.run_id, SPEC.name)
+        tell(1.0)
+        joiner = hub.transport("joiner")
+        known = KnownPeers(Path("x"))
+        search = loop.create_task(find_run(joiner, [f"@{tmp_path}"], known, lambda _: None))
+        await asyncio.sleep(after_s)
+        serve(hub, IDS[0])
+        await asyncio.sleep(0.001)
+        tell(2.0)
+        began = loop.time()
+        assert (await search)[0] == IDS[0]
+        assert loop.time() - began <= 1.0
+
+    run_virtual(main())
+
+
+def test_a_folder_that_leads_to_two_runs_leads_to_none_until_one_of_them_has_ended(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+
+    async def main() -> None:
+        hub, loop = MemoryHub(), asyncio.get_running_loop()
+        serve(hub, IDS[0])
+        other = serve(hub, IDS[1], OTHER)
+        for peer_id, spec in ((IDS[0], SPEC), (IDS[1], OTHER)):
+            write_ready_file(tmp_path, [address(peer_id)], peer_id, spec.run_id, spec.name)
+        joiner, known = hub.transport("joiner"), KnownPeers(Path("x"))
+        search = loop.create_task(find_run(joiner, [f"@{tmp_path}"], known, said.append))
+        await asyncio.sleep(20.0)
+        assert not search.done()
+        await other.close()
+        assert (await search)[1].run_id == SPEC.run_id
+
+    run_virtual(main())
+    assert all("lead to 2 runs" in line for line in said)
+    assert all(s.run_id[:16] in said[0] and "stop all but one" in said[0] for s in (SPEC, OTHER))
+
+
+def test_addresses_of_two_runs_are_an_error_but_for_who_was_in_one_of_them() -> None:
+    said: list[str] = []
+
+    async def main(run_id: str) -> str:
+        hub = MemoryHub()
+        serve(hub, IDS[0])
+        serve(hub, IDS[1], OTHER)
+        known = KnownPeers(Path("x"), run_id)
+        given = [address(IDS[0]), address(IDS[1])]
+        return (await find_run(hub.transport("joiner"), given, known, said.append))[1].run_id
+
+    with pytest.raises(SeveralRuns, match="addresses of one"):
+        run_virtual(main(""))
+    assert not said
+    for spec in (SPEC, OTHER):
+        assert run_virtual(main(spec.run_id)) == spec.run_id
+    assert len(said) == 2
+    assert "was in" in said[0]
+
+
+def test_who_does_not_answer_is_no_other_run(tmp_path: Path) -> None:
+    """And costs a joiner little."""
+
+    async def main() -> float:
+        hub = MemoryHub()
+        serve(hub, IDS[0])
+        for peer_id in IDS[1:]:
+            hub.transport(peer_id)
+            hub.partition("joiner", peer_id)
+        given = list(map(address, IDS))
+        await find_run(hub.transport("joiner"), given, KnownPeers(Path("x")), lambda _: None)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) < 3.0
+
+
+def entering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: MemoryHub
+) -> Callable[[AsyncExitStack], Awaitable[Entry]]:
+    """A peer that starts the default run and tells its addresses in a folder."""
+
+    async def open_net(*_: object, **__: object) -> Net:
+        return Net(cast(Any, hub.transport("starter")), None, None)
+
+    monkeypatch.setattr("swarmnet.runtime.joining.entry.open_net", open_net)
+    state, ready = tmp_path / "state", tmp_path / "rendezvous"
+    for folder in (state, ready):
+        folder.mkdir(exist_ok=True)
+    options = PeerOptions(state, spec=default_spec_path(), ready_file=ready)
+    return lambda stack: enter(options, stack)
+
+
+@pytest.mark.usefixtures("inline_threads")
+def test_a_run_does_not_begin_where_another_one_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = tmp_path / "rendezvous"
+
+    async def main(living: RunSpec | None, saved: str = "") -> list[str]:
+        hub = MemoryHub()
+        start = entering(tmp_path, monkeypatch, hub)
+        KnownPeers(tmp_path / "state" / "peers.json", saved, {IDS[1]: (address(IDS[1]),)}).save()
+        write_ready_file(ready, [address(IDS[0])], IDS[0], OTHER.run_id, OTHER.name)
+        if living is not None:
+            serve(hub, IDS[0], living)
+        if saved:
+            serve(hub, IDS[1])
+        async with AsyncExitStack() as stack:
+            return await (await start(stack)).neighbours
+
+    with pytest.raises(UserError, match="another run, which is alive") as caught:
+        run_virtual(main(OTHER))
+    line = str(caught.value)
+    assert OTHER.run_id[:16] in line
+    for typed in ("docker compose down", "-p NAME", "--ready-file", f"--join @{ready}"):
+        assert typed in line
+    assert "\n" not in line
+    assert run_virtual(main(None)) == [], "that run has ended"
+    assert run_virtual(main(OTHER, SPEC.run_id)) == [IDS[1]], "its own run lives: it goes on there"
+
+
+@pytest.mark.usefixtures("inline_threads")
+def test_two_runs_behind_the_same_files_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have begun at the same moment."""
+
+    async def main() -> None:
+        hub = MemoryHub()
+        own = serve(hub, IDS[0])
+        watch = asyncio.ensure_future(watch_rendezvous(own, tmp_path, SPEC.run_id))
+        write_ready_file(tmp_path, [address(IDS[2])], IDS[2], "killed", "killed")
+        await asyncio.sleep(60.0)
+        assert not caplog.messages
+        serve(hub, IDS[1], OTHER)
+        for began in (1.0, 2.0):
+            write_ready_file(tmp_path, [address(IDS[1])], IDS[1], OTHER.run_id, OTHER.name, began)
+            await asyncio.sleep(60.0)
+        watch.cancel()
+
+    run_virtual(main())
+    [line] = caplog.messages
+    assert OTHER.run_id[:16] in line
+    assert str(tmp_path) in line

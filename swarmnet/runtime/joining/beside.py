@@ -3,6 +3,7 @@ lie beside this one's, and those of the folder of ready files."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -13,7 +14,7 @@ from pathlib import Path
 from swarmnet.errors import SwarmnetError
 from swarmnet.protocol.membership.addresses import peer_of
 from swarmnet.runtime.joining.racing import NoneAnswers, race
-from swarmnet.runtime.joining.ready import ready_in
+from swarmnet.runtime.joining.ready import Ready, Written, files_in, read_ready, ready_in
 from swarmnet.swarm.peer import fetch_spec
 from swarmnet.transport.base import Transport
 
@@ -23,7 +24,12 @@ RUNNING_FILE = "running.json"
 """Of a peer that is at work: its run, and its addresses."""
 MAX_BESIDE = 64
 MAX_RUNNING_BYTES = 1 << 16
+MAX_TOLD = 8
+"""Other runs of which a line is said."""
 ASK_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 5.0
+MAX_NAME_CHARS, SHOWN_CHARACTERS = 60, 16
+"""Of a run's name and id, in a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +61,8 @@ def tell_run(
     return take_back
 
 
-def peers_beside(state_dir: Path, ready: Path | None = None) -> list[Beside]:
-    """This machine's other peers, whose state folders lie beside this one, and those in the folder
-    of ready files."""
+def peers_beside(state_dir: Path) -> list[Beside]:
+    """This machine's other peers, whose state folders lie beside this one."""
     found: list[Beside] = []
     for path in sorted(state_dir.absolute().parent.glob(f"*/{RUNNING_FILE}"))[:MAX_BESIDE]:
         if path.parent == state_dir.absolute():
@@ -67,30 +72,48 @@ def peers_beside(state_dir: Path, ready: Path | None = None) -> list[Beside]:
                 said = json.loads(file.read(MAX_RUNNING_BYTES))
             addresses = tuple(map(str, said["addresses"]))
             found.append(Beside(str(said["run_id"]), str(said["name"]), addresses))
-    if ready is not None and ready.is_dir():
-        found += [Beside(r.run_id, r.name, r.addresses) for r in ready_in(ready) if r.run_id]
     return found
 
 
-async def find_run_beside(
-    transport: Transport, beside: Sequence[Beside], run_id: str, name: str
-) -> str:
-    """An address of another run of this name that is alive; empty where there is none."""
-    theirs = [a for b in beside if b.run_id != run_id and b.name == name for a in b.addresses]
+def peers_at(ready: Path | None) -> list[Beside]:
+    """The peers that say in a ready file, or in a folder of them, that they listen."""
+    return [] if ready is None else _of_ready(ready_in(ready))
+
+
+def _of_ready(found: Sequence[Ready]) -> list[Beside]:
+    return [Beside(r.run_id, r.name, r.addresses) for r in found if r.run_id]
+
+
+async def find_other_run(
+    transport: Transport, beside: Sequence[Beside], run_id: str
+) -> tuple[Beside, str] | None:
+    """One of these peers that is alive and of another run than `run_id`, and the address at which
+    it answers; None where there is none."""
+    by_address = {a: b for b in beside if b.run_id != run_id for a in b.addresses}
     own = transport.peer_id
 
-    async def ask(address: str) -> str:
+    async def ask(address: str) -> tuple[Beside, str]:
         peer_id = await transport.dial(address, timeout_s=ASK_TIMEOUT_S)
         reply = await fetch_spec(transport, peer_id, timeout_s=ASK_TIMEOUT_S)
         if reply.run_id == run_id:
             raise SwarmnetError("it is of the same run by now")
-        return address
+        return by_address[address], address
 
     try:
-        return await race(ask, [a for a in theirs if peer_of(a) != own])
+        return await race(ask, [a for a in by_address if peer_of(a) != own])
     except NoneAnswers as e:
-        log.debug("no other run of this name is alive here: %s", e)
-        return ""
+        log.debug("no other run is alive here: %s", e)
+        return None
+
+
+def refusal(ready: Path, other: Beside) -> str:
+    """Why a run is not started where the ready files lead into another one that is alive: it would
+    get a part of the peers that look for the first."""
+    return (
+        f"{ready} leads into another run, which is alive: {_shown(other)}; this one begins only "
+        "where that one has ended (docker compose down), or elsewhere (docker compose -p NAME up, "
+        f"or another --ready-file); to join that one: swarmnet peer --join @{ready}"
+    )
 
 
 async def say_run_beside(
@@ -98,11 +121,38 @@ async def say_run_beside(
 ) -> None:
     """One line, where a run was just started beside another of the same name: a changed line in its
     spec makes it another run."""
-    address = await find_run_beside(transport, beside, run_id, name)
-    if address:
+    found = await find_other_run(transport, [b for b in beside if b.name == name], run_id)
+    if found is not None:
         log.warning(
             "another run named %r is alive beside this one, with another spec; to join that one: "
             "swarmnet peer --join %s",
             name,
-            address,
+            found[1],
         )
+
+
+async def watch_rendezvous(transport: Transport, ready: Path, run_id: str) -> None:
+    """Says once of each other run that it is alive behind the same ready files: two may have begun
+    there at the same moment, or on two sides of a cut. Until cancelled."""
+    written, told = Written(), set[str]()
+    while len(told) < MAX_TOLD:
+        new = await asyncio.to_thread(_read_new, ready, written)
+        others = [b for b in _of_ready(new) if b.run_id not in told]
+        found = await find_other_run(transport, others, run_id)
+        if found is not None:
+            told.add(found[0].run_id)
+            log.warning(
+                "%s leads into another run too, %s: no new peer joins either while both are alive; "
+                "stop one of them",
+                ready,
+                _shown(found[0]),
+            )
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _read_new(ready: Path, written: Written) -> list[Ready]:
+    return read_ready(written.since(files_in(ready) if ready.is_dir() else [ready]))
+
+
+def _shown(peer: Beside) -> str:
+    return f"{peer.name[:MAX_NAME_CHARS]!r} ({peer.run_id[:SHOWN_CHARACTERS]})"

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from swarmnet.errors import UserError
 from swarmnet.identity import Identity as Key
 from swarmnet.protocol.membership.addresses import in_turns, peer_of
-from swarmnet.runtime.joining.beside import Beside, peers_beside, tell_run
+from swarmnet.runtime.joining.beside import (
+    Beside,
+    find_other_run,
+    peers_at,
+    peers_beside,
+    refusal,
+    tell_run,
+)
 from swarmnet.runtime.joining.find import FILE_MARK, WaysIn, find_living, find_run
 from swarmnet.runtime.joining.known_peers import KnownPeers
 from swarmnet.runtime.joining.starting import StartedRun, start_run
@@ -33,8 +41,9 @@ class Entry:
     spec: RunSpec
     known: KnownPeers
     ways: WaysIn
-    neighbours: list[str]
-    """Ids of peers of the run that have answered; empty where this one begins it."""
+    neighbours: asyncio.Future[list[str]]
+    """Ids of peers of the run that have answered; empty where this one begins it. Where this one
+    starts the run it is alive perhaps, and looked for while the machine is made ready."""
     beside: list[Beside]
     """Peers on this machine; looked for where this one starts a run."""
     files: RunFiles
@@ -72,11 +81,18 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         found, spec = await find_run(
             net.transport, options.join, known, _say, patience_s=options.patience_s
         )
-        neighbours = [found]
+        neighbours = asyncio.ensure_future(_only(found))
     else:  # it may be there already: this peer started it once, and starts again
         spec = started.spec
-        beside = await asyncio.to_thread(peers_beside, options.state_dir, options.ready_file)
-        neighbours = await _find_again(started, key, net, known, beside)
+        net.transport.set_run(spec.run_id)  # those that are asked hear which one is started
+        beside = await asyncio.to_thread(peers_beside, options.state_dir)
+        there = await asyncio.to_thread(peers_at, options.ready_file)
+        other = await find_other_run(net.transport, there, spec.run_id)
+        looking = _find_again(started, key, net, replace(known), [*beside, *there])
+        neighbours = asyncio.ensure_future(looking)
+        stack.push_async_callback(_end, neighbours)
+        if other is not None and options.ready_file is not None and not await neighbours:
+            raise UserError(refusal(options.ready_file, other[0]))
     if known.run_id != spec.run_id:
         known.run_id, known.peers = spec.run_id, {}
     own = net.transport.addresses()
@@ -84,7 +100,8 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
     files = RunFiles(options.state_dir, spec.files)
     if started is not None:
         await asyncio.to_thread(files.save, started.contents)
-    await files.fetch(net.transport, neighbours)
+    else:
+        await files.fetch(net.transport, await neighbours)
     of_own = started or StartedRun(spec)
     return Entry(
         key,
@@ -99,6 +116,15 @@ async def enter(options: PeerOptions, stack: AsyncExitStack) -> Entry:
         of_own.adapter,
         of_own.continues,
     )
+
+
+async def _only(peer_id: str) -> list[str]:
+    return [peer_id]
+
+
+async def _end(looking: asyncio.Future[list[str]]) -> None:
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
 
 
 def _start(options: PeerOptions) -> StartedRun | None:

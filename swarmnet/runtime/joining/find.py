@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet.errors import AddressError, SwarmnetError, UserError, WrongProtocol, WrongVersion
 from swarmnet.protocol.membership.addresses import by_peer, in_turns, peer_of
 from swarmnet.runtime.joining.known_peers import KnownPeers
-from swarmnet.runtime.joining.racing import NoneAnswers, race
-from swarmnet.runtime.joining.ready import files_in, parse_ready
+from swarmnet.runtime.joining.racing import LOOK_S, NoneAnswers, nothing_new, race
+from swarmnet.runtime.joining.ready import Written, files_in, parse_ready
 from swarmnet.runtime.text import listed
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.peer import fetch_spec
@@ -30,15 +30,83 @@ log = logging.getLogger("swarmnet.peer")
 DIAL_TIMEOUT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0
 """Between two rounds of attempts; it doubles."""
-LOOK_S = 0.5
-"""Between two looks at files meanwhile: what is new in them is tried at once."""
 MAX_ADDRESS_FILE_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
-REJOIN_TIMEOUT_S = 5.0
+OTHERS_S = 2.0
+"""For so long a joiner looks whether other addresses lead to another run."""
+REJOIN_S = 8.0
 """A peer that starts a run looks for so long whether that run is alive already."""
+MAX_NAME_CHARS, SHOWN_CHARACTERS = 60, 16
+"""Of a run's name and id, in a line."""
 READ_FILES_EVERY_S = 5.0
 FILE_MARK = "@"
 """`--join @FILE`: the addresses are in a file, one a line, or in the ready files of a folder."""
+
+
+class SeveralRuns(UserError):
+    """The addresses of `--join` lead to different runs."""
+
+
+class Named:
+    """What `--join` names: addresses, and files and folders that have some."""
+
+    def __init__(self, given: Sequence[str]) -> None:
+        self.given = tuple(given)
+        self.run_ids: dict[str, str] = {}
+        """Of peers by their id, as their ready files say."""
+        self._written = Written()
+
+    @property
+    def has_files(self) -> bool:
+        """What it names may be others tomorrow."""
+        return any(text.startswith(FILE_MARK) for text in self.given)
+
+    def read(self) -> tuple[list[str], list[str]]:
+        """Addresses, and the files and folders that have none. Raises `UserError`."""
+        self._written.since(self._files())  # before they are read: what comes later is news
+        lists: list[list[str]] = []
+        missing: list[str] = []
+        for text in self.given:
+            if not text.startswith(FILE_MARK):
+                lists.append([text])
+                continue
+            path = Path(text[len(FILE_MARK) :])
+            of_files = [self._lines(file) for file in _files_of(path)]
+            if not any(of_files):
+                missing.append(str(path))
+            lists.append(in_turns(of_files))
+        return [a for addresses in lists for a in addresses], missing
+
+    def news(self) -> list[str]:
+        """Addresses in files that have been written since the last look. Raises `UserError`."""
+        written = self._written.since(self._files())
+        return in_turns([self._lines(file) for file in written])
+
+    def _files(self) -> list[Path]:
+        paths = [Path(t[len(FILE_MARK) :]) for t in self.given if t.startswith(FILE_MARK)]
+        return [file for path in paths for file in _files_of(path)]
+
+    def _lines(self, path: Path) -> list[str]:
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_ADDRESS_FILE_BYTES)
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}") from None
+        if data.lstrip().startswith(b"{"):
+            try:
+                ready = parse_ready(data)
+            except (ValueError, KeyError, TypeError):
+                return []
+            self.run_ids[ready.peer_id] = ready.run_id
+            return list(ready.addresses)
+        lines = data.decode(errors="replace").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+
+
+def _files_of(path: Path) -> list[Path]:
+    return files_in(path) if path.is_dir() else [path]
 
 
 async def read_addresses(
@@ -46,45 +114,18 @@ async def read_addresses(
 ) -> list[str]:
     """`--join` with the files that it names read; waits for a file that is not there yet. Raises
     `AddressError` after `patience_s`."""
+    return await _read_when_there(Named(given), say, patience_s)
+
+
+async def _read_when_there(
+    named: Named, say: Callable[[str], None], patience_s: float | None
+) -> list[str]:
     backoff = Backoff(patience_s, say)
     while True:
-        found, missing = _read(given)
+        found, missing = named.read()
         if found or not missing:
             return found
-        await backoff.wait(f"no address in {', '.join(missing)} yet", given)
-
-
-def _read(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Addresses, and the files and folders that have none. Raises `UserError`."""
-    lists: list[list[str]] = []
-    missing: list[str] = []
-    for address in given:
-        if not address.startswith(FILE_MARK):
-            lists.append([address])
-            continue
-        path = Path(address[len(FILE_MARK) :])
-        of_files = [_lines(p) for p in files_in(path)] if path.is_dir() else [_lines(path)]
-        if not any(of_files):
-            missing.append(str(path))
-        lists.append(in_turns(of_files))
-    return [a for addresses in lists for a in addresses], missing
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_ADDRESS_FILE_BYTES)
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None
-    if data.lstrip().startswith(b"{"):  # a ready file
-        try:
-            return list(parse_ready(data).addresses)
-        except (ValueError, KeyError, TypeError):
-            return []
-    lines = data.decode(errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+        await backoff.wait(f"no address in {', '.join(missing)} yet", named.news)
 
 
 @dataclass
@@ -98,9 +139,9 @@ class Backoff:
     _next_s: float = FIRST_WAIT_S
     _began: float | None = None
 
-    async def wait(self, reason: str, given: Sequence[str]) -> None:
-        """Until its time is over, or the files that `given` names say something else. Raises
-        `AddressError` with the reason when patience is at its end."""
+    async def wait(self, reason: str, news: Callable[[], Sequence[str]] = nothing_new) -> None:
+        """Until its time is over, or there are `news`. Raises `AddressError` with the reason when
+        patience is at its end."""
         loop = asyncio.get_running_loop()
         self._began = loop.time() if self._began is None else self._began
         wait_s = self._next_s * self.rng.uniform(0.8, 1.2)
@@ -111,8 +152,8 @@ class Backoff:
                 raise AddressError(reason)
             wait_s = min(wait_s, left_s)
         self.say(f"{reason}; trying again in {wait_s:.0f} s (Ctrl-C stops)")
-        before, end = _read(given), loop.time() + wait_s
-        while (left_s := end - loop.time()) > 0 and _read(given) == before:  # noqa: ASYNC110
+        end = loop.time() + wait_s
+        while (left_s := end - loop.time()) > 0 and not news():  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, left_s))
 
 
@@ -168,30 +209,87 @@ async def find_run(
     patience_s: float | None = None,
 ) -> tuple[str, RunSpec]:
     """A peer id and the run that it trains: of the addresses asked for, and of those known. Tries
-    until one answers. Raises `AddressError` after `patience_s`, and `UserError` for what waiting
-    does not mend."""
-    backoff = Backoff(patience_s, say)
+    until one answers. Where the addresses lead to several runs it is the one that this peer was in
+    before; else none, for a choice among them is a person's. Raises `AddressError` after
+    `patience_s`, and `UserError` for what waiting does not mend."""
+    backoff, named = Backoff(patience_s, say), Named(given)
 
     async def ask(address: str) -> tuple[str, RunSpec]:
         peer_id = await transport.dial(address, timeout_s=DIAL_TIMEOUT_S)
         return peer_id, await fetch_run(transport, peer_id)
 
+    def others_of(addresses: Sequence[str]) -> list[str]:
+        """The own file may be among those of a folder."""
+        return [a for a in addresses if peer_of(a) != transport.peer_id]
+
     while True:
         # Read anew each time: a first peer that comes back may have another address.
-        addresses = await read_addresses(given, say, patience_s=patience_s)
+        addresses = await _read_when_there(named, say, patience_s)
         check_addresses([a for a in given if not a.startswith(FILE_MARK)])
         others = known.also(addresses)
-        # The own file may be among those of a folder.
-        asked = [a for a in (*addresses, *others) if peer_of(a) != transport.peer_id]
+        asked = others_of([*addresses, *others])
         try:
-            return await race(ask, asked)
+            found = await race(ask, asked, lambda: others_of(named.news()))
+            found_too = await _of_other_runs(transport, found, others_of(addresses), named.run_ids)
+            return _the_one([found, *found_too], known, say)
         except NoneAnswers as e:
             error = _as_error(e)
-        if not isinstance(error, AddressError):
-            raise error
-        number = len(by_peer(asked))
-        text = f"none of {number} known peers answers: {error}" if others else str(error)
-        await backoff.wait(text, given)
+            number = len(by_peer(asked))
+            text = f"none of {number} known peers answers: {error}" if others else str(error)
+            if not isinstance(error, AddressError):
+                raise error from None
+        except SeveralRuns as e:
+            if not named.has_files:  # what is written there may be of one run later
+                raise
+            text = str(e)
+        await backoff.wait(text, named.news)
+
+
+async def _of_other_runs(
+    transport: Transport,
+    found: tuple[str, RunSpec],
+    addresses: Sequence[str],
+    run_ids: Mapping[str, str],
+) -> list[tuple[str, RunSpec]]:
+    """A peer of each other run that is alive behind `addresses`, within `OTHERS_S`. Those whose
+    ready files say that they are of the run that was found (`run_ids`) are not asked."""
+    peer_id, spec = found
+    asked = [
+        a for a in addresses if peer_of(a) != peer_id and run_ids.get(peer_of(a)) != spec.run_id
+    ]
+
+    async def ask(address: str) -> tuple[str, RunSpec]:
+        other = await transport.dial(address, timeout_s=OTHERS_S)
+        return other, await fetch_run(transport, other)
+
+    tasks = [asyncio.ensure_future(ask(address)) for address in asked]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=OTHERS_S)
+        answered = [t.result() for t in tasks if t.done() and t.exception() is None]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    by_run = {other.run_id: (p, other) for p, other in answered if other.run_id != spec.run_id}
+    return list(by_run.values())
+
+
+def _the_one(
+    found: Sequence[tuple[str, RunSpec]], known: KnownPeers, say: Callable[[str], None]
+) -> tuple[str, RunSpec]:
+    """The run to join, of those found. Raises `SeveralRuns`."""
+    if len(found) == 1:
+        return found[0]
+    runs = [
+        f"{spec.name[:MAX_NAME_CHARS]!r} ({spec.run_id[:SHOWN_CHARACTERS]})" for _, spec in found
+    ]
+    what = f"the addresses given lead to {len(found)} runs, {' and '.join(runs)}"
+    for one, text in zip(found, runs, strict=True):
+        if one[1].run_id == known.run_id:
+            say(f"{what}; this peer was in {text} before and goes on with it")
+            return one
+    raise SeveralRuns(f"{what}: stop all but one of them, or give the addresses of one")
 
 
 async def find_living(
@@ -204,16 +302,17 @@ async def find_living(
     (addresses): a peer id, or nobody."""
 
     async def ask(address: str) -> str:
-        peer_id = await transport.dial(address, timeout_s=REJOIN_TIMEOUT_S)
-        reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_TIMEOUT_S)
+        peer_id = await transport.dial(address, timeout_s=REJOIN_S)
+        reply = await fetch_spec(transport, peer_id, timeout_s=REJOIN_S)
         if reply.run_id != run_id:
             raise SwarmnetError("it trains another run")
         return peer_id
 
     met = known.addresses() if known.run_id == run_id else []
     try:
-        return [await race(ask, in_turns([met, list(beside)]))]
-    except NoneAnswers as e:
+        async with asyncio.timeout(REJOIN_S):
+            return [await race(ask, in_turns([met, list(beside)]))]
+    except (NoneAnswers, TimeoutError) as e:
         log.debug("nobody of this run is alive: %s", e)
         return []
 
@@ -225,11 +324,11 @@ class WaysIn:
 
     known: KnownPeers
     given: Sequence[str]
-    _read: dict[str, list[str]] = field(default_factory=dict)
+    _found: dict[str, list[str]] = field(default_factory=dict)
 
     def remembered(self) -> dict[str, Sequence[str]]:
         """Addresses by peer id; those of the files, which their peers keep true, first."""
-        found: dict[str, Sequence[str]] = dict(self._read)
+        found: dict[str, Sequence[str]] = dict(self._found)
         for peer_id, addresses in self.known.latest_first().items():
             found[peer_id] = in_turns([[*found.get(peer_id, ()), *addresses]])
         return found
@@ -237,8 +336,8 @@ class WaysIn:
     async def read(self) -> None:
         """Reads the files as they are now."""
         try:
-            found, _ = await asyncio.to_thread(_read, self.given)
-            self._read = by_peer(found)
+            found, _ = await asyncio.to_thread(Named(self.given).read)
+            self._found = by_peer(found)
         except UserError as e:
             log.debug("%s", e)
 

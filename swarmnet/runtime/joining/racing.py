@@ -12,6 +12,13 @@ from swarmnet.protocol.membership.addresses import stagger_s
 
 T = TypeVar("T")
 
+LOOK_S = 0.5
+"""Between two looks at what is new."""
+
+
+def nothing_new() -> Sequence[str]:
+    return ()
+
 
 class NoneAnswers(SwarmnetError):
     """Every attempt failed."""
@@ -22,9 +29,15 @@ class NoneAnswers(SwarmnetError):
         """By address, in the order in which they were tried."""
 
 
-async def race(attempt: Callable[[str], Coroutine[Any, Any, T]], addresses: Sequence[str]) -> T:
+async def race(
+    attempt: Callable[[str], Coroutine[Any, Any, T]],
+    addresses: Sequence[str],
+    news: Callable[[], Sequence[str]] = nothing_new,
+) -> T:
     """What the first successful attempt returns; the others are cancelled. The next address is
-    tried when the one before has failed, or `stagger_s` after it. Raises `NoneAnswers`."""
+    tried when the one before has failed, or `stagger_s` after it. `news`: addresses at which
+    somebody listens since the last look, tried at once, also where they were tried before. Raises
+    `NoneAnswers`."""
     loop = asyncio.get_running_loop()
     waiting = deque(dict.fromkeys(addresses))
     pause_s = stagger_s(len(waiting))
@@ -37,8 +50,10 @@ async def race(attempt: Callable[[str], Coroutine[Any, Any, T]], addresses: Sequ
                 address = waiting.popleft()
                 tasks[loop.create_task(attempt(address))] = address
                 next_at = loop.time() + pause_s
-            left_s = max(0.0, next_at - loop.time()) if waiting else None
-            await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            left_s = max(0.0, next_at - loop.time()) if waiting else LOOK_S
+            await asyncio.wait(
+                tasks, timeout=min(left_s, LOOK_S), return_when=asyncio.FIRST_COMPLETED
+            )
             for task in [t for t in tasks if t.done()]:
                 address = tasks.pop(task)
                 try:
@@ -46,6 +61,8 @@ async def race(attempt: Callable[[str], Coroutine[Any, Any, T]], addresses: Sequ
                 except SwarmnetError as e:
                     reasons[address] = e
                     next_at = loop.time()
+            for address in news():
+                tasks[loop.create_task(attempt(address))] = address
         raise NoneAnswers(reasons)
     finally:
         for task in tasks:

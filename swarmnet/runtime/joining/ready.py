@@ -45,6 +45,8 @@ class Ready:
     run_id: str = ""
     name: str = ""
     """Of its run."""
+    began_unix_s: float = 0.0
+    """When it began to listen."""
 
 
 def ready_target(text: str) -> Path:
@@ -65,13 +67,18 @@ def ready_file_of(path: Path, peer_id: str) -> Path:
 
 
 def write_ready_file(
-    path: Path, addresses: Sequence[str], peer_id: str, run_id: str = "", name: str = ""
+    path: Path,
+    addresses: Sequence[str],
+    peer_id: str,
+    run_id: str = "",
+    name: str = "",
+    began_unix_s: float = 0.0,
 ) -> None:
     """Says that this process listens. A reader sees the whole file or none. Raises `UserError`
     where it cannot be written."""
     path = ready_file_of(path, peer_id)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    ready = Ready(addresses[0], peer_id, os.getpid(), tuple(addresses), run_id, name)
+    ready = Ready(addresses[0], peer_id, os.getpid(), tuple(addresses), run_id, name, began_unix_s)
     try:
         beside.write_text(json.dumps(asdict(ready)) + "\n")
         beside.replace(path)
@@ -94,7 +101,9 @@ def parse_ready(data: bytes) -> Ready:
     address = str(values["address"])
     addresses = tuple(map(str, values.get("addresses") or (address,)))
     run_id, name = str(values.get("run_id", "")), str(values.get("name", ""))
-    return Ready(address, str(values["peer_id"]), int(values["pid"]), addresses, run_id, name)
+    began_unix_s = float(values.get("began_unix_s", 0.0))
+    pid = int(values["pid"])
+    return Ready(address, str(values["peer_id"]), pid, addresses, run_id, name, began_unix_s)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -109,12 +118,35 @@ def files_in(folder: Path) -> list[Path]:
 
 def ready_in(path: Path) -> list[Ready]:
     """Who says in a folder (or file) that it listens; what cannot be read is left out."""
+    return read_ready(files_in(path) if path.is_dir() else [path])
+
+
+def read_ready(files: Sequence[Path]) -> list[Ready]:
+    """What peers say in these files; what cannot be read is left out."""
     found = []
-    for file in files_in(path) if path.is_dir() else [path]:
+    for file in files:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if (ready := read_ready_file(file)) is not None:
                 found.append(ready)
     return found
+
+
+class Written:
+    """Which of some files say something new since the last look. A peer that begins to listen
+    writes another ready file than the one before it, also where that one was killed at the same
+    address; one that renews its file writes the same again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, bytes] = {}
+
+    def since(self, files: Sequence[Path]) -> list[Path]:
+        """Those among these that are new, or say something else."""
+        found: dict[Path, bytes] = {}
+        for path in files:
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                found[path] = file.read(MAX_READY_BYTES)
+        before, self._seen = self._seen, found
+        return [path for path, data in found.items() if before.get(path) != data]
 
 
 def remove_stale(folder: Path, now_unix_s: float) -> None:
@@ -136,11 +168,18 @@ class ReadyFile:
     transport: Transport
     run_id: str
     name: str
+    began_unix_s: float
 
     def write(self) -> None:
         """Raises `UserError`."""
-        addresses = self.transport.addresses()
-        write_ready_file(self.path, addresses, self.transport.peer_id, self.run_id, self.name)
+        write_ready_file(
+            self.path,
+            self.transport.addresses(),
+            self.transport.peer_id,
+            self.run_id,
+            self.name,
+            self.began_unix_s,
+        )
 
     def remove(self) -> None:
         """In a folder it is one of many, and says no more than that there was a peer."""

@@ -86,14 +86,16 @@ class Directory:
         """The daemon is a new one: the DHT node is made again with the next use."""
         self._stale = True
 
-    async def run(self) -> None:
-        """Refreshes the own entry, and looks for others: often when alone, now and then when not,
-        for the swarm may be in two parts. Until cancelled."""
+    async def run(self, initial_peers: Sequence[str] = ()) -> None:
+        """Joins the DHT, where `start` has not; refreshes the own entry, and looks for others:
+        often when alone, now and then when not, for the swarm may be in two parts. Until
+        cancelled. Nobody waits for it: of the peers that are known some may be gone."""
         loop = asyncio.get_running_loop()
         publish_at, looked_at = loop.time(), loop.time()
+        if self._node is None:
+            self._initial, self._stale = list(initial_peers), True
         try:
             while True:
-                await asyncio.sleep(ANSWER_S * self._rng.uniform(0.5, 1.0))
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         await self._renew_node()
@@ -104,6 +106,7 @@ class Directory:
                             await self.find_all()
                 except Exception as e:  # hivemind has many
                     log.debug("the directory does not answer: %s", e)
+                await asyncio.sleep(ANSWER_S * self._rng.uniform(0.5, 1.0))
         finally:
             await self.close()
 

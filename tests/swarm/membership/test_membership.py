@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet.protocol.membership.records import JOINING, Record
+from swarmnet.swarm.peer import fetch_spec
 from swarmnet.swarm.recovery.state_sync import StateSync
 from swarmnet.wire import Array
 from tests.swarm.harness import Swarm, in_virtual_time, relative_difference, replay, tiny_spec
@@ -182,3 +183,25 @@ def test_newcomers_make_the_update_when_all_before_them_are_gone(tmp_path: Path)
         assert swarm.total("stage_restarted") == 0
 
     in_virtual_time(scenario, spec)
+
+
+def test_a_peer_says_once_that_another_run_is_started_where_its_own_is_alive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = tiny_spec(tmp_path, num_stages=1)
+
+    async def scenario(swarm: Swarm) -> None:
+        swarm.start("here")
+        starter, joiner = swarm.hub.transport("starter"), swarm.hub.transport("joiner")
+        for run_id in ("", spec.run_id):
+            joiner.set_run(run_id)
+            assert (await fetch_spec(joiner, "here")).run_id == spec.run_id
+        assert not caplog.messages
+        for run_id in ("another", "another", *(f"made up {n}" for n in range(100))):
+            starter.set_run(run_id)
+            assert (await fetch_spec(starter, "here")).run_id == spec.run_id
+
+    in_virtual_time(scenario, spec, is_synthetic=True)
+    lines = [m for m in caplog.messages if "starts another run" in m]
+    assert sum("(another)" in line for line in lines) == 1
+    assert len(lines) <= 4, "anybody may name any"
