@@ -471,6 +471,9 @@ class DataSpec(_Table):
     """Of all documents as tokens: a peer whose data have another one does not feed. Filled in by
     whoever starts the run."""
 
+    held_out_fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    """Likewise of `held_out_paths`: a peer that has others there feeds, and measures nothing."""
+
     @model_validator(mode="after")
     def _check(self) -> DataSpec:
         _check_include(self.include)
@@ -507,6 +510,12 @@ class DataSpec(_Table):
                 messages_field=self.messages_field,
             ),
         )
+
+    @property
+    def measures(self) -> bool:
+        """A part of the text, or other files, are to be measured on."""
+        is_held_out = self.held_out_fraction > 0 or bool(self.held_out_paths)
+        return bool(self.sources) and is_held_out and self.held_out_microbatches > 0
 
     @property
     def epoch_source(self) -> int:
@@ -910,12 +919,16 @@ class RunSpec(_Table):
         values["data"]["epochs"] = 0.0
         return _validate(values, "--rounds")
 
-    def with_data(self, *, rounds: int, fingerprint: str) -> RunSpec:
-        """This run with what only its data tell: rounds in place of epochs, and the fingerprint.
-        Raises `SpecError`."""
+    def with_data(self, *, rounds: int, fingerprint: str, held_out: str = "") -> RunSpec:
+        """This run with what only its data tell: rounds in place of epochs, and the fingerprints;
+        `held_out` is that of `held_out_paths`. Raises `SpecError`."""
         values = self.model_dump()
         values["optimizer"]["rounds"] = rounds
-        values["data"] |= {"epochs": 0.0, "fingerprint": fingerprint}
+        values["data"] |= {
+            "epochs": 0.0,
+            "fingerprint": fingerprint,
+            "held_out_fingerprint": held_out,
+        }
         return _validate(values, "[data] epochs")
 
     def with_values(self, values: Mapping[str, Any]) -> RunSpec:

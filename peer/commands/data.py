@@ -62,6 +62,8 @@ def show_data(options: DataOptions, console: Console) -> None:
                 _say(console, f"  sample {n + 1}:")
                 _say(console, shown(data, data.source_sample(k, n)))
     _say(console, _length(spec, data, rounds))
+    if data.held_out_fingerprint:
+        _say(console, f"held-out fingerprint {data.held_out_fingerprint}")
     _say(console, f"fingerprint {data.fingerprint}")
 
 
@@ -107,7 +109,12 @@ def _values(data: TextData, rounds: int, num_samples: int) -> dict[str, Any]:
             "shown": [shown(data, data.source_sample(k, n)) for n in range(wanted)],
         }
         sources.append(values)
-    return {"sources": sources, "rounds": rounds, "fingerprint": data.fingerprint}
+    return {
+        "sources": sources,
+        "rounds": rounds,
+        "fingerprint": data.fingerprint,
+        "held_out_fingerprint": data.held_out_fingerprint,
+    }
 
 
 def _length(spec: RunSpec, data: TextData, rounds: int) -> str:

@@ -70,9 +70,7 @@ def monitor_of(spec: RunSpec) -> Monitor:
         samples_per_slot=spec.pipeline.microbatch,
         rounds=spec.optimizer.rounds,
         replication=spec.sync.replication,
-        measures=bool(spec.data.paths)
-        and spec.data.held_out_fraction > 0
-        and spec.data.held_out_microbatches > 0,
+        measures=spec.data.measures,
     )
 
 

@@ -168,8 +168,8 @@ def open_initial_weights(
 def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data | None:
     """What this machine feeds; None, with a line that says why, where it does not. Raises
     `DataError` where the person named the data and it cannot be read."""
-    from swarmnet.training.data import Place, open_data_at
-    from swarmnet.training.data.resolving import is_same
+    from swarmnet.training.data import Place, TextData, open_data_at
+    from swarmnet.training.data.resolving import is_same, measures_the_same
 
     if not options.feed:
         return None
@@ -195,6 +195,12 @@ def open_data_of(spec: RunSpec, options: PeerOptions, files: RunFiles) -> Data |
             "for python-stdlib another Python): it serves but does not feed"
         )
         return None
+    if isinstance(data, TextData) and not measures_the_same(spec, data):
+        log.warning(
+            "--data held-out=PATH: this machine's held-out data are not the run's (other files or "
+            "line ends, another tokenizer): it feeds, and measures nothing"
+        )
+        return data.without_held_out()
     return data
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.protocol.membership.addresses import of_all
+from swarmnet.protocol.membership.assignment import measurers
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.admission import Admitted, admit, date_of
 from swarmnet.runtime.compose import compose
@@ -137,7 +138,7 @@ async def run_peer(options: PeerOptions, extras: Sequence[Extra] = ()) -> None:
         for work in beside:
             tasks.start(work)
         if options.exit_when_done:
-            tasks.start(_stop_when_done(crew.first, spec.optimizer.rounds, crew.seats.stop))
+            tasks.start(stop_when_done(crew.first, spec.optimizer.rounds, crew.seats.stop))
         await crew.live()
 
 
@@ -275,7 +276,7 @@ async def _stop_when_expired(peer: Seats, not_after_unix_s: int) -> None:
     peer.stop()
 
 
-async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> None:
+async def stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> None:
     """Stops this machine's peers when the run has done its rounds and measured the result."""
     loop = asyncio.get_running_loop()
     done_at: float | None = None
@@ -286,7 +287,8 @@ async def _stop_when_done(peer: Peer, rounds: int, stop: Callable[[], None]) -> 
         if replicas and all(r.round >= rounds for r in replicas):
             done_at = done_at or loop.time()
             measured = any(r.held_out and r.held_out.round >= rounds for r in records)
-            if measured or loop.time() - done_at > FINISH_WAIT_S:
+            is_due = bool(measurers(peer.view, loop.time()))
+            if measured or not is_due or loop.time() - done_at > FINISH_WAIT_S:
                 stop()
                 return
 

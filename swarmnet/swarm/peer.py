@@ -132,13 +132,15 @@ class Peer:
     def _build_membership(self) -> None:
         """The bus, and what a restart needs of it."""
         self.view = View(self.transport.peer_id)
+        data = self.machine.data
         own = Record(
             peer_id=self.transport.peer_id,
             run_id=self.identity.run_id,
             incarnation=self.identity.incarnation,
             version=0,
-            has_data=self.feeds and self.machine.data is not None,
+            has_data=self.feeds and data is not None,
             serves_data=self.machine.shared is not None and self.machine.shared.given is not None,
+            measures=data is None or data.num_held_out > 0,
             agent=self.identity.agent,
             started_unix_s=self.identity.started_unix_s,
             credential=self.identity.credential,

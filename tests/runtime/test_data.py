@@ -95,6 +95,33 @@ def test_a_joiner_reads_no_held_out_files_of_the_run(tmp_path: Path) -> None:
     assert opened(resolved.spec, joiner(tmp_path, data=named), files).num_held_out == 2
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_joiner_with_other_held_out_files_feeds_and_measures_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, several: bool
+) -> None:
+    text = write_text(tmp_path)
+    (tmp_path / "right.txt").write_text(TEXT)
+    (tmp_path / "noise.txt").write_text(TEXT[::-1])
+    data: dict[str, Any] = {"held_out_paths": str(tmp_path / "right.txt")}
+    if several:
+        data |= {"paths": (), "source": [{"name": name, "paths": text} for name in "ab"]}
+    resolved = run_on(text, data=data)
+    files = files_in(tmp_path, resolved)
+    paths = (f"a={text}", f"b={text}") if several else (text,)
+    with caplog.at_level(logging.WARNING, "swarmnet.peer"):
+        named = joiner(tmp_path, data=(*paths, f"held-out={tmp_path}/right.txt"))
+        assert opened(resolved.spec, named, files).num_held_out == 2
+        assert not caplog.records
+        named = joiner(tmp_path, data=(*paths, f"held-out={tmp_path}/noise.txt"))
+        found = opened(resolved.spec, named, files)
+    assert found.num_held_out == 0
+    assert found.fingerprint == resolved.spec.data.fingerprint
+    assert len(found.sizes()) == len(paths), "it can give on what is trained on"
+    (record,) = caplog.records
+    assert "held-out data are not the run's" in record.message
+    assert "it feeds, and measures nothing" in record.message
+
+
 def test_data_that_a_person_named_must_be_there(tmp_path: Path) -> None:
     resolved = run_on(write_text(tmp_path))
     with pytest.raises(DataError, match="no such file"):

@@ -178,6 +178,12 @@ def feeders(view: View, now: float) -> Sequence[str]:
     return others[:1]
 
 
+def measurers(view: View, now: float) -> Sequence[str]:
+    """Those of the feeders, in the same order, that have held-out data to measure losses on."""
+    records = [view.get(peer_id) for peer_id in feeders(view, now)]
+    return [record.peer_id for record in records if record is not None and record.measures]
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One replica should change its stage."""

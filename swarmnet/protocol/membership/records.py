@@ -199,6 +199,8 @@ class Record:
     `MAX_UNREACHED`."""
     serves_data: bool = False
     """Gives the tokens of the run's data to members that ask."""
+    measures: bool = True
+    """Its data have a part that is held out: as a feeder it can measure losses on that."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.peer_id) <= MAX_TEXT or len(self.run_id) > MAX_TEXT:

@@ -168,7 +168,9 @@ class DataService:
         self._late.put(data)
         self._given = data
         log.warning("the run's data are here: this peer feeds too, and gives them to members")
-        self._gossip.update(has_data=True, serves_data=True, urgent=True)
+        self._gossip.update(
+            has_data=True, serves_data=True, measures=self._late.num_held_out > 0, urgent=True
+        )
 
     async def _from_one(self, coming: ComingData) -> SharableData | None:
         """All that one peer gives; None where something is missing yet."""

@@ -62,11 +62,11 @@ class HeldOutLoss:
         """Who measures. A feeder that came when all slots were launched holds no round: it would
         end before the measurement."""
         view = self._gossip.view
-        feeders = assignment.feeders(view, now)
+        feeders = assignment.measurers(view, now)
         if progress.is_launched(view, r, now, self._settings.num_slots):
             counts = dict(view.counters.by_peer(r))
             feeders = [p for p in feeders if p in counts and counts[p].launched] or feeders
-        return feeders[0]
+        return feeders[0] if feeders else ""
 
     async def _measure(self, mine: FedRound, is_ahead: bool) -> None:
         r = mine.round

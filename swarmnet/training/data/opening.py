@@ -175,6 +175,10 @@ def placed(data: DataSpec, paths: Sequence[str]) -> tuple[SourceSpec, ...]:
     if not paths:
         return sources
     own = _by_source(data, paths)
+    if not own.keys() - {HELD_OUT_NAME} and not data.source:
+        raise DataError(
+            f"--data {paths[0]}: say where the data that are trained on lie, too (--data PATH)"
+        )
     if missing := [source.name for source in sources if source.name not in own]:
         raise DataError(
             f"--data: where is {missing[0]}? Say --data {missing[0]}=PATH for each of the run's "
@@ -184,10 +188,16 @@ def placed(data: DataSpec, paths: Sequence[str]) -> tuple[SourceSpec, ...]:
 
 
 def held_out_source(data: DataSpec, place: Place, first: SourceSpec) -> tuple[SourceSpec, ...]:
-    """The source of `held_out_paths`, where the run has them and this machine too."""
+    """The source of `held_out_paths`, where the run has them and this machine too. Raises
+    `DataError` where this machine names some and the run has none."""
+    own = _by_source(data, place.paths).get(HELD_OUT_NAME, ())
+    if own and not data.held_out_paths:
+        raise DataError(
+            f"--data {HELD_OUT_NAME}={own[0]}: this run has no held_out_paths, it measures on a "
+            "part of its own data; leave it out"
+        )
     if not data.held_out_paths or not data.held_out_microbatches:
         return ()
-    own = _by_source(data, place.paths).get(HELD_OUT_NAME, ())
     paths = tuple(own) or (data.held_out_paths if place.reads_held_out else ())
     if not paths:
         log.warning("[data] held-out data were not named (--data held-out=PATH): not measured here")

@@ -1,5 +1,5 @@
 """What only the data of a run tell, found by whoever starts it: the number of rounds, and the
-fingerprint."""
+fingerprints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarmnet.training.data.text_data import TextData
 
 
 def with_data(spec: RunSpec, place: Place) -> RunSpec:
-    """The spec with its rounds and the fingerprint of the data. The spec's model is known.
+    """The spec with its rounds and the fingerprints of the data. The spec's model is known.
 
     Raises:
         DataError: the data cannot be read, or have no end where epochs are to be counted.
@@ -21,8 +21,11 @@ def with_data(spec: RunSpec, place: Place) -> RunSpec:
     """
     data = open_data_at(spec, place)
     rounds = spec.optimizer.rounds or num_rounds(spec, data)
-    fingerprint = data.fingerprint if isinstance(data, TextData) else ""
-    return spec.with_data(rounds=rounds, fingerprint=fingerprint)
+    if not isinstance(data, TextData):
+        return spec.with_data(rounds=rounds, fingerprint="")
+    return spec.with_data(
+        rounds=rounds, fingerprint=data.fingerprint, held_out=data.held_out_fingerprint
+    )
 
 
 def num_rounds(spec: RunSpec, data: Data) -> int:
@@ -42,3 +45,12 @@ def is_same(spec: RunSpec, data: Data) -> bool:
     if not spec.data.fingerprint or not isinstance(data, TextData):
         return True
     return data.fingerprint == spec.data.fingerprint
+
+
+def measures_the_same(spec: RunSpec, data: Data) -> bool:
+    """Whether what this machine would measure on is the run's, as far as that is known; also where
+    it has nothing to measure on."""
+    known = spec.data.held_out_fingerprint
+    if not known or not isinstance(data, TextData):
+        return True
+    return data.held_out_fingerprint in ("", known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Sequence
@@ -89,6 +90,18 @@ class TextData:
         """32 hex digits of all documents that are trained on, as tokens: who has the same one reads
         the same."""
         return fingerprint_of([s.about.fingerprint for s in self._trained])
+
+    @property
+    def held_out_fingerprint(self) -> str:
+        """Likewise of data that are only measured on; empty where there are none of their own."""
+        own = self.sources[self.num_trained :]
+        return fingerprint_of([s.about.fingerprint for s in own]) if own else ""
+
+    def without_held_out(self) -> TextData:
+        """These, with nothing to measure on."""
+        found = copy.copy(self)
+        found.sources, found.num_held_out = self._trained, 0
+        return found
 
     def sizes(self) -> tuple[SourceSize, ...]:
         """As `swarm.ports.GivenData`."""

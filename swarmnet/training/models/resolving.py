@@ -84,7 +84,7 @@ def resolve_run(
 ) -> Resolved:
     """The spec with its open keys filled in (`RunSpec.open_keys`); one that has none comes back as
     it is. `builder`: where this machine has a custom model's code, in place of the spec's. `place`:
-    where it has the data, of which the spec gets the fingerprint; None where it has none. `past`:
+    where it has the data, of which the spec gets the fingerprints; None where it has none. `past`:
     for `[model] continues`. Takes up to seconds for a large model, and as long as it takes to read
     weights and data.
 
@@ -160,7 +160,11 @@ def _with_data(
     read = with_data(
         spec.with_builder(builder or spec.model.builder), replace(place, files=contents)
     )
-    return spec.with_data(rounds=read.optimizer.rounds, fingerprint=read.data.fingerprint)
+    return spec.with_data(
+        rounds=read.optimizer.rounds,
+        fingerprint=read.data.fingerprint,
+        held_out=read.data.held_out_fingerprint,
+    )
 
 
 def described(spec: RunSpec) -> RunSpec:

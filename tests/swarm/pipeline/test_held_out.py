@@ -13,12 +13,17 @@ import pytest
 from swarmnet.errors import NotReady, Refused, Stale
 from swarmnet.protocol.membership.records import HeldOut
 from swarmnet.protocol.pipeline import progress
+from swarmnet.runtime.run import stop_when_done
+from swarmnet.simulation.device import InlineWorker
 from swarmnet.swarm.messages import EVALUATE, InferReply, InferRequest
 from swarmnet.swarm.pipeline import held_out
 from swarmnet.swarm.pipeline.fed_rounds import FedRound
 from swarmnet.swarm.pipeline.held_out import HeldOutLoss
 from swarmnet.swarm.pipeline.infer import infer_through
 from swarmnet.swarm.pipeline.wiring import Wiring
+from swarmnet.swarm.ports import Data
+from swarmnet.swarm.recovery.checkpointing import Disk
+from swarmnet.training.checkpoint import CheckpointStore
 from swarmnet.transport.base import Request
 from swarmnet.wire import Array, Message
 from tests.swarm.handlers import handler_of
@@ -83,6 +88,59 @@ def test_a_first_feeder_without_a_slot_of_its_own_leaves_it_to_one_that_holds_th
         assert measured() == {"peer-9": 0}
 
     in_virtual_time(scenario, spec)
+
+
+class NothingHeldOut:
+    """Data with nothing to measure on."""
+
+    num_held_out = 0
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+
+def test_a_first_feeder_with_nothing_to_measure_on_leaves_it_to_another(tmp_path: Path) -> None:
+    rounds = 4
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=rounds)
+
+    async def scenario(swarm: Swarm) -> None:
+        def measured() -> set[tuple[str, int]]:
+            records = {name: m.peer.gossip.own.held_out for name, m in swarm.members.items()}
+            return {(name, r.round) for name, r in records.items() if r is not None}
+
+        data: Any = NothingHeldOut(swarm.data)
+        swarm.start("peer-0", stage=0, data=data)
+        swarm.start("peer-2", stage=0)
+        for i in (1, 3):
+            swarm.start(f"peer-{i}", stage=1, data=data)
+        await swarm.until(lambda: measured() == {("peer-2", rounds)})
+
+    in_virtual_time(scenario, spec)
+
+
+def test_nobody_waits_for_a_measurement_that_nobody_can_make(tmp_path: Path) -> None:
+    rounds = 2
+    spec = tiny_spec(tmp_path, num_stages=1, rounds=rounds)
+    stopped_at: list[float] = []
+
+    async def scenario(swarm: Swarm) -> None:
+        data: Any = NothingHeldOut(swarm.data)
+        loop, began_to_wait = asyncio.get_running_loop(), asyncio.Event()
+        disk = Disk(CheckpointStore(tmp_path / "disk", spec), InlineWorker())
+        peer = swarm.start("peer-0", data=data, disk=disk)
+        await swarm.until_round(rounds)
+        done_at = loop.time()
+        await stop_when_done(peer, rounds, began_to_wait.set)
+        assert began_to_wait.is_set()
+        stopped_at.append(loop.time() - done_at)
+        assert peer.checkpointing is not None
+        assert [s.round for s in CheckpointStore(tmp_path / "disk", spec).available()][-1] == rounds
+
+    in_virtual_time(scenario, spec)
+    assert stopped_at[0] < 5.0
 
 
 @pytest.mark.parametrize(("num_failures", "speed"), [(1, 1.0), (4, 0.05)])

@@ -12,7 +12,7 @@ from swarmnet.errors import DataError, SpecError
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.spec import RunSpec, parse_spec
 from swarmnet.training.data import Place, open_data, open_data_at
-from swarmnet.training.data.resolving import is_same
+from swarmnet.training.data.resolving import is_same, measures_the_same
 from swarmnet.training.models.resolving import resolve_run
 from tests.training.data.making import tokenizer_folder, write_records
 from tests.training.specs import TEXT, small_spec, write_text
@@ -109,6 +109,39 @@ def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
     assert not is_same(spec, open_data(spec, [str(other)]))
     other.write_text(TEXT)
     assert is_same(spec, open_data(spec, [str(other)]))
+
+
+def test_held_out_files_have_a_fingerprint_too(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    for name, content in (("right", TEXT), ("other", TEXT[1:]), ("copy", TEXT)):
+        (tmp_path / f"{name}.txt").write_text(content)
+    data = {"held_out_paths": str(tmp_path / "right.txt")}
+    spec = resolve_run(small_spec(text, data=data), "", Place()).spec
+    assert len(spec.data.held_out_fingerprint) == 32
+    assert RunSpec.from_canonical(spec.canonical()) == spec
+    for name, is_right in (("copy", True), ("other", False)):
+        place = Place((text, f"held-out={tmp_path}/{name}.txt"), reads_held_out=False)
+        opened = open_data_at(spec, place)
+        assert is_same(spec, opened), "what is trained on has a fingerprint of its own"
+        assert measures_the_same(spec, opened) == is_right
+    none = open_data_at(spec, Place((text,), reads_held_out=False))
+    assert measures_the_same(spec, none), "what is not measured is not wrong"
+
+
+@pytest.mark.parametrize("data", [{}, {"held_out_microbatches": 0, "held_out_paths": "h.txt"}])
+def test_a_run_without_held_out_files_keeps_its_id(tmp_path: Path, data: dict[str, Any]) -> None:
+    spec = resolve_run(small_spec(write_text(tmp_path), data=data), "", Place()).spec
+    assert spec.data.fingerprint
+    assert b"held_out_fingerprint" not in spec.canonical()
+
+
+def test_held_out_files_where_the_run_has_none_are_refused(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    with pytest.raises(DataError, match="no held_out_paths, it measures on a part of its own data"):
+        open_data_at(small_spec(text), Place((text, f"held-out={text}")))
+    spec = small_spec(text, data={"held_out_paths": text})
+    with pytest.raises(DataError, match="say where the data that are trained on lie, too"):
+        open_data_at(spec, Place((f"held-out={text}",)))
 
 
 def test_a_tokenizer_of_the_same_size_is_another(tmp_path: Path) -> None:
