@@ -722,6 +722,14 @@ class TextGroup:
             "counts too.",
         ),
     ] = None
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact/--no-exact",
+            help="Activations go from stage to stage in fp32, so that the text is that of the "
+            "exported model; or as the run codes them, in fewer bytes.",
+        ),
+    ] = True
     serve: Annotated[
         int | None,
         typer.Option(

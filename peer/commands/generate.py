@@ -51,7 +51,7 @@ async def generate_text(text: TextGroup, options: Mapping[str, Any]) -> None:
         text.join or (), transport=text.transport, invite=text.invite
     ) as observer:
         longest_text(observer.spec)
-        writer = await open_writer(observer, text.tokenizer)
+        writer = await open_writer(observer, text.tokenizer, exact=text.exact)
         sampling = writer.sampling.with_options(options)
         if text.serve is not None:
             await _serve(writer, sampling, observer.spec.name, text.serve)
@@ -62,8 +62,9 @@ async def generate_text(text: TextGroup, options: Mapping[str, Any]) -> None:
             await _write(writer, prompt, sampling, _put)
 
 
-async def open_writer(observer: Observer, tokenizer: Path | None) -> Writer:
-    """The tokenizer that a person named, or the run's. Raises `SwarmnetError`."""
+async def open_writer(observer: Observer, tokenizer: Path | None, *, exact: bool = True) -> Writer:
+    """By the tokenizer that a person named, or the run's. `exact`: as `Writer`. Raises
+    `SwarmnetError`."""
     spec = observer.spec
     if tokenizer is None:
         files = await observer.fetch_files()
@@ -76,7 +77,7 @@ async def open_writer(observer: Observer, tokenizer: Path | None) -> Writer:
         files = {p.name: read_bounded(p) for p in beside if p.is_file()}
         files[TOKENIZER] = read_bounded(tokenizer)
         codec = FileCodec(files[TOKENIZER])
-    return Writer(spec, observer.gossip, codec, files)
+    return Writer(spec, observer.gossip, codec, files, exact=exact)
 
 
 async def converse(

@@ -23,6 +23,9 @@ MAX_TOKENS = 4096
 """Of a text, the prompt included."""
 MAX_PASS_TOKENS = 512
 """In one pass, where a microbatch has no fewer: the device does nothing else meanwhile."""
+EXACT_PARTS = 4
+"""Passes of a text whose activations go from stage to stage in fp32, in place of one: a call has no
+more bytes than where the run's codec makes a byte of a number."""
 MAX_SESSIONS = 16
 """At a replica, of all callers."""
 MAX_SESSIONS_EACH = 4
@@ -45,6 +48,11 @@ def pass_tokens(microbatch_tokens: int) -> int:
     """Tokens that one pass may have, in a run whose microbatches have so many: a pass is not to
     hold the device for longer than training does."""
     return max(1, min(MAX_PASS_TOKENS, microbatch_tokens))
+
+
+def exact_pass_tokens(microbatch_tokens: int) -> int:
+    """As `pass_tokens`, of a pass whose activations are in fp32."""
+    return max(1, pass_tokens(microbatch_tokens) // EXACT_PARTS)
 
 
 class Parameters(Enum):

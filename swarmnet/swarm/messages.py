@@ -836,6 +836,8 @@ class GenerateRequest:
     """To open: of the whole text."""
     mixes: bool = False
     """To open: where those parameters cannot be kept, the present ones will do."""
+    exact: bool = False
+    """Activations come and go in fp32, whatever the run's codec is."""
 
     def __post_init__(self) -> None:
         _index(self.stage, self.position, self.num_logits, self.round, self.max_tokens)
@@ -854,6 +856,8 @@ class GenerateReply:
     """Of the parameters that did it."""
     is_copied: bool
     """The same parameters will make the rest of the text."""
+    exact: bool = False
+    """The callee knows what that means in a request."""
 
     def __post_init__(self) -> None:
         _index(self.round)

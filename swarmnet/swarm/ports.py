@@ -88,10 +88,18 @@ class Generation(Protocol):
         """Forgets what `copy` kept."""
 
     def extend(
-        self, session: Hashable, inputs: Array, position: int, *, is_copied: bool, num_logits: int
+        self,
+        session: Hashable,
+        inputs: Array,
+        position: int,
+        *,
+        is_copied: bool,
+        num_logits: int,
+        exact: bool = False,
     ) -> tuple[Array, ...]:
         """One pass over tokens (1, n) or activations (1, n, width), by the copy or by the present
-        parameters. `position`: tokens of the session before; 0 begins it anew. The activation for
+        parameters. `position`: tokens of the session before; 0 begins it anew. `exact`: activations
+        come and go in fp32, and not as the run codes them. The activation for
         the next stage; at the last stage the logits after the last token, shape (1, V), or the
         largest `num_logits` of them and their tokens (int32). Raises `ProtocolViolation` where the
         inputs do not fit."""

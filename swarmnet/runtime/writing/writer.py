@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import numpy as np
 
 from swarmnet.errors import ProtocolViolation, UserError
-from swarmnet.protocol.generation import MAX_TOKENS, pass_tokens
+from swarmnet.protocol.codecs import NONE
+from swarmnet.protocol.generation import MAX_TOKENS, exact_pass_tokens, pass_tokens
 from swarmnet.runtime.text_codec import TextCodec
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.spec import RunSpec
@@ -115,13 +116,18 @@ class Writer:
         gossip: Gossip,
         codec: TextCodec,
         files: Mapping[str, bytes],
+        *,
+        exact: bool = True,
     ) -> None:
-        """`files`: of the run, or beside the tokenizer that a person named. Raises `UserError`
-        where the run's model writes no texts."""
+        """`files`: of the run, or beside the tokenizer that a person named. `exact`: activations go
+        from stage to stage in fp32; else as the run codes them. Raises `UserError` where the run's
+        model writes no texts."""
         self.codec, self.files = codec, files
         self.sampling = sampling_of(json_table(files.get(GENERATION_FILE, b"")))
         """By the model's own files."""
         self._spec, self._gossip = spec, gossip
+        has_codes = spec.pipeline.codec != NONE and spec.pipeline.num_stages > 1
+        self._exact = exact and has_codes
         self._longest = longest_text(spec)
         self._ends = end_tokens(spec, files)
         self._names = itertools.count()
@@ -149,15 +155,18 @@ class Writer:
                 f"the prompt has {len(prompt)} tokens; with the answer at most {self._longest}"
             )
         pipeline = self._spec.pipeline
+        microbatch_tokens = pipeline.microbatch * self._spec.sequence_length
+        part_of = exact_pass_tokens if self._exact else pass_tokens
         sampling = sampling.with_options({"max_new_tokens": min(sampling.max_new_tokens, room)})
         remote = RemoteText(
             self._gossip,
             pipeline.num_stages,
             f"text {next(self._names)}",
-            pass_tokens=pass_tokens(pipeline.microbatch * self._spec.sequence_length),
+            pass_tokens=part_of(microbatch_tokens),
             max_tokens=len(prompt) + sampling.max_new_tokens,
             check=functools.partial(read_logits, vocabulary=vocabulary),
             tell=tell,
+            exact=self._exact,
         )
         return Text(
             prompt, remote, self.codec, self._ends, sampling, vocabulary=vocabulary, stops=stops

@@ -4,7 +4,10 @@ The tokens go to one replica of each stage, and from stage to stage through here
 stage has been given is known here. Where a replica dies, another one is given the same again, and
 the text goes on as if nothing had happened. It has to have the parameters of the same round: a
 second replica of each stage keeps them too, in reserve. Where no replica has them any more, the
-text goes on with those of another round, and that is said."""
+text goes on with those of another round, and that is said.
+
+What a stage makes goes to the next one in fp32 where all replicas of the text can do that, whatever
+the run's codec is: so the text is that of the exported model, which knows of no codec."""
 
 from __future__ import annotations
 
@@ -84,6 +87,8 @@ class _Found:
     """Rounds that those have which refused."""
     is_full: bool = False
     """One that refused had no room for a copy."""
+    is_coded: bool = False
+    """One takes activations only as the run codes them, and that was not wanted."""
     error: SwarmnetError = field(default_factory=lambda: NoRoute("nobody was asked"))
 
 
@@ -100,6 +105,7 @@ class RemoteText:
         max_tokens: int,
         check: Check,
         tell: Tell,
+        exact: bool = False,
     ) -> None:
         """
         Args:
@@ -109,11 +115,14 @@ class RemoteText:
             check: raises `ProtocolViolation` where these are no logits, as `extend` returns them:
                 another replica is asked then.
             tell: takes lines for people.
+            exact: activations go from stage to stage in fp32 where there are replicas that can do
+                that; else, and otherwise, as the run codes them.
         """
         self.round = -1
         """Of the parameters that make the text."""
         self._gossip, self._name = gossip, name
         self._check, self._tell = check, tell
+        self._wants_exact, self._is_exact = exact, False
         self._pass_tokens, self._max_tokens = pass_tokens, max_tokens
         self._stages = [_Stage() for _ in range(num_stages)]
         self._asked: dict[tuple[int, str], None] = {}
@@ -159,11 +168,18 @@ class RemoteText:
         loop = asyncio.get_running_loop()
         began = loop.time()
         wanted, mixes = self._newest(), False
+        self._is_exact = self._wants_exact
         while True:
             asking = (self._ask(k, wanted, mixes) for k in range(len(self._stages)))
             found = await asyncio.gather(*asking)
             if all(f.peers for f in found):
                 break
+            if coded := [k for k, f in enumerate(found) if f.is_coded and not f.peers]:
+                self._is_exact = False
+                self._say(
+                    f"the peers of stage {coded[0]} have an older version: activations go from "
+                    "stage to stage coded, and the text may not be that of the exported model"
+                )
             self._give_up(found, loop.time() - began)
             bounds = [max(f.offers) for f in found if not f.peers and f.offers]
             wanted = min(bounds) if bounds else self._newest()
@@ -212,6 +228,7 @@ class RemoteText:
                         round=round_index,
                         max_tokens=self._max_tokens,
                         mixes=mixes and not found.peers,
+                        exact=self._is_exact,
                     ),
                 )
                 said = convert(reply.body, GenerateReply)
@@ -223,6 +240,11 @@ class RemoteText:
                 if isinstance(theirs, int) and isinstance(e, (Stale, NotReady)):
                     found.offers.append(theirs)
                     found.is_full |= e.details.get("is_full") is True
+                continue
+            if self._is_exact and not said.exact:
+                found.is_coded = True
+                found.error = NotReady("its peers have an older version")
+                self._end(k, peer_id)
                 continue
             if not said.is_copied and found.peers:  # it would be of no use
                 self._end(k, peer_id)
@@ -274,7 +296,7 @@ class RemoteText:
     async def _pass(
         self, k: int, peer_id: str, position: int, array: Array, num_logits: int
     ) -> tuple[Array, ...]:
-        request = GenerateRequest(k, self._name, position, num_logits)
+        request = GenerateRequest(k, self._name, position, num_logits, exact=self._is_exact)
         while True:
             await self._keep()
             try:
@@ -291,6 +313,8 @@ class RemoteText:
             self._check(made)
         elif len(made) != 1 or made[0].shape[:2] != array.shape[:2]:
             raise ProtocolViolation("what a stage made is not of the tokens that it got")
+        elif self._is_exact and made[0].dtype != "float32":
+            raise ProtocolViolation("what a stage made is coded, and was asked for in fp32")
         return made
 
     async def _replace(self, k: int, why: SwarmnetError) -> None:

@@ -181,6 +181,7 @@ class GenerateService:
                     asked.position,
                     is_copied=session.is_copied,
                     num_logits=asked.num_logits,
+                    exact=asked.exact,
                 )
             finally:
                 if not sessions.is_open(session):
@@ -257,7 +258,7 @@ class GenerateService:
 
 def _reply(replica: Replica, session: Session, made: tuple[Array, ...] = ()) -> Message:
     of_round = session.round if session.is_copied else replica.round
-    return Message(GenerateReply(of_round, session.is_copied), made)
+    return Message(GenerateReply(of_round, session.is_copied, exact=True), made)
 
 
 class _Once(Generic[T]):

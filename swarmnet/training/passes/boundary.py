@@ -71,6 +71,10 @@ class Boundary:
         self._input_gradients_out = self._crossing(below.gradients, inputs)
         self._outputs_out = self._crossing(codec.activations, outputs)
         self._output_gradients_in = self._crossing(codec.gradients, outputs)
+        self._exact_in, self._exact_out = (
+            self._crossing(NONE, inputs),
+            self._crossing(NONE, outputs),
+        )
 
     def check_inputs(self, inputs: Array) -> None:
         """Raises `ProtocolViolation` unless dtype and shape are those of a microbatch. Cheap."""
@@ -145,16 +149,20 @@ class Boundary:
             raise ProtocolViolation("targets of another batch or length than the inputs")
         return x, self.receive_targets(targets)
 
-    def receive_text(self, inputs: Array, most: int) -> Tensor:
-        """A few tokens of one text, or what the stage before made of them (coded), on the device:
-        (1, n) or (1, n, width), n from 1 to `most`."""
-        shape, (dtype, largest) = inputs.shape, self._input_form()
+    def receive_text(self, inputs: Array, most: int, *, exact: bool) -> Tensor:
+        """A few tokens of one text, or what the stage before made of them (coded, or `exact` in
+        fp32), on the device: (1, n) or (1, n, width), n from 1 to `most`."""
+        is_plain = exact and self._inputs.dtype == "float32"
+        dtype, largest = self._exact_in.form(self._microbatch) if is_plain else self._input_form()
+        shape = inputs.shape
         fits = len(shape) == len(largest) and shape[0] == 1 and shape[2:] == largest[2:]
         if inputs.dtype != dtype or not fits or not 1 <= shape[1] <= most:
             raise ProtocolViolation(
                 f"inputs: {str(inputs.dtype)[:16]} of shape {str(shape)[:64]}; at most "
                 f"{dtype} of shape {(1, most, *largest[2:])}"
             )
+        if is_plain:
+            return self._exact_in.receive("inputs", inputs, self._dtype)
         return self.receive_inputs(inputs)
 
     def is_whole_batch(self, inputs: Tensor) -> bool:
@@ -187,9 +195,13 @@ class Boundary:
         return finish
 
     def send_evaluation(self, outputs: Tensor) -> Callable[[], Array]:
-        """As `send_outputs`, of inputs that `receive_evaluation` or `receive_text` gave. Raises
-        `ProtocolViolation` where a value is not finite."""
+        """As `send_outputs`, of inputs that `receive_evaluation` gave. Raises `ProtocolViolation`
+        where a value is not finite."""
         return self._outputs_out.send("activation", outputs)
+
+    def send_text(self, outputs: Tensor, *, exact: bool) -> Callable[[], Array]:
+        """As `send_evaluation`, of inputs that `receive_text` gave; `exact`: in fp32."""
+        return (self._exact_out if exact else self._outputs_out).send("activation", outputs)
 
     def send_input_gradient(self, grad: Tensor) -> Callable[[], Array]:
         """The gradient for the stage before, coded, as `Crossing.send`.

@@ -64,10 +64,17 @@ class StageGeneration:
         self._copy = []
 
     def extend(
-        self, session: Hashable, inputs: Array, position: int, *, is_copied: bool, num_logits: int
+        self,
+        session: Hashable,
+        inputs: Array,
+        position: int,
+        *,
+        is_copied: bool,
+        num_logits: int,
+        exact: bool = False,
     ) -> tuple[Array, ...]:
         """As the port says. Raises `NotReady` where the text, or the copy, is not here."""
-        x = self._boundary.receive_text(inputs, self.pass_tokens)
+        x = self._boundary.receive_text(inputs, self.pass_tokens, exact=exact)
         text = self._texts.get(session) if position else _Text(self._plan.make())
         if text is None or text.num_tokens != position or (is_copied and not self._copy):
             raise NotReady("this text is not known here")
@@ -80,7 +87,9 @@ class StageGeneration:
             self.drop(session)  # some layers may have these tokens, and others not
             raise
         text.num_tokens += count
-        return self._logits(outputs, num_logits) if self._layers.is_last else self._sent(outputs)
+        if self._layers.is_last:
+            return self._logits(outputs, num_logits)
+        return self._sent(outputs, exact=exact)
 
     def drop(self, session: Hashable) -> None:
         self._texts.pop(session, None)
@@ -95,9 +104,9 @@ class StageGeneration:
             with self._layers.showing(self._copy):
                 return self._layers.extend(x, context).float()
 
-    def _sent(self, outputs: Tensor) -> tuple[Array, ...]:
+    def _sent(self, outputs: Tensor, *, exact: bool) -> tuple[Array, ...]:
         try:
-            return (self._boundary.send_evaluation(outputs)(),)
+            return (self._boundary.send_text(outputs, exact=exact)(),)
         except ProtocolViolation:
             raise _not_finite() from None
 

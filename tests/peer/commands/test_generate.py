@@ -39,9 +39,11 @@ from peer.commands.openai_api import Api, open_api
 from peer.observe.dashboard.server import listen
 from peer.options import LOOPBACK
 from swarmnet.errors import Busy, NotNow, ProtocolViolation, UserError
+from swarmnet.protocol.generation import EXACT_PARTS
 from swarmnet.protocol.membership.records import OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.text_codec import ByteCodec, FileCodec, TextCodec
+from swarmnet.runtime.writing import writer
 from swarmnet.runtime.writing.chat import chat_prompt
 from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sampling_of
 from swarmnet.runtime.writing.writer import Text, Writer
@@ -423,6 +425,25 @@ def test_prompts_are_made_beside_the_event_loop(path: str, body: dict[str, Any])
         assert threading.get_ident() not in writer.codec.threads
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("codec", "asked", "is_exact"),
+    [("int8", True, True), ("int8", False, False), ("none", True, False)],
+)
+def test_texts_are_exact_unless_somebody_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, asked: bool, is_exact: bool
+) -> None:
+    """Where the run codes nothing, all is exact as it is, and passes need not be shorter."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(writer, "RemoteText", lambda *args, **options: made.append(options))
+    spec = tiny_spec(tmp_path, num_stages=2, rounds=4, codec=codec)
+    gossip: Any = None
+    options = {} if asked else {"exact": False}
+    Writer(spec, gossip, ByteCodec(), {}, **options).text([1, 2], Sampling())
+    tokens = spec.pipeline.microbatch * spec.sequence_length
+    assert made[0]["exact"] is is_exact
+    assert made[0]["pass_tokens"] == (tokens // EXACT_PARTS if is_exact else tokens)
 
 
 # ---- a whole swarm --------------------------------------------------------------------------

@@ -21,7 +21,13 @@ from transformers import AutoModelForCausalLM
 
 from peer.commands.export import Wanted, export_checkpoints
 from swarmnet.errors import NotNow, NotReady, RemoteError
-from swarmnet.protocol.generation import IDLE_S, LONGEST_S, MAX_SESSIONS_EACH, pass_tokens
+from swarmnet.protocol.generation import (
+    IDLE_S,
+    LONGEST_S,
+    MAX_SESSIONS_EACH,
+    exact_pass_tokens,
+    pass_tokens,
+)
 from swarmnet.protocol.membership.records import ACTIVE, OBSERVING, Record
 from swarmnet.protocol.membership.view import View
 from swarmnet.runtime.writing.sampling import read_logits
@@ -75,16 +81,18 @@ class Asker:
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
 
-    def text(self, name: str = "text", max_tokens: int = 200) -> RemoteText:
+    def text(self, name: str = "text", max_tokens: int = 200, *, exact: bool = False) -> RemoteText:
         pipeline = self.spec.pipeline
+        part_of = exact_pass_tokens if exact else pass_tokens
         return RemoteText(
             self.gossip,
             pipeline.num_stages,
             name,
-            pass_tokens=pass_tokens(pipeline.microbatch * self.spec.sequence_length),
+            pass_tokens=part_of(pipeline.microbatch * self.spec.sequence_length),
             max_tokens=max_tokens,
             check=functools.partial(read_logits, vocabulary=256),
             tell=self.lines.append,
+            exact=exact,
         )
 
     async def call(
@@ -185,16 +193,21 @@ def spec_of(folder: Path, mode: str = "zero", rounds: int = ROUNDS, **pipeline: 
     return RunSpec.model_validate(values)
 
 
-@pytest.mark.parametrize("mode", ["zero", "delayed", "local"])
-def test_the_text_is_that_of_the_exported_model_of_one_round(tmp_path: Path, mode: str) -> None:
-    """Though rounds end while it is written, with whole numbers of passes and parts of one."""
+@pytest.mark.parametrize(
+    ("mode", "codec"), [("zero", "none"), ("delayed", "none"), ("local", "none"), ("zero", "int4")]
+)
+def test_the_text_is_that_of_the_exported_model_of_one_round(
+    tmp_path: Path, mode: str, codec: str
+) -> None:
+    """Though rounds end while it is written, with whole numbers of passes and parts of one, and
+    whatever the codec of training is."""
     found: dict[int, list[int]] = {}
 
     async def scenario(swarm: Swarm) -> None:
         start(swarm, tmp_path)
         await swarm.until_round(5)
         async with Asker(swarm) as asker:
-            text = asker.text()
+            text = asker.text(exact=codec != "none")
             written = await write(text, LONG_PROMPT, NEW_TOKENS)
             found[text.round] = written
             assert min(swarm.rounds()) > text.round, "no round has ended meanwhile"
@@ -203,7 +216,7 @@ def test_the_text_is_that_of_the_exported_model_of_one_round(tmp_path: Path, mod
         await swarm.until_round(ROUNDS)
         assert swarm.total("samples_lost") == 0
 
-    in_virtual_time(scenario, spec_of(tmp_path, mode))
+    in_virtual_time(scenario, spec_of(tmp_path, mode, codec=codec))
     for round_index, written in found.items():
         assert written == exported(tmp_path, round_index, LONG_PROMPT, NEW_TOKENS)
         assert written != exported(tmp_path, ROUNDS, LONG_PROMPT, NEW_TOKENS)
@@ -260,6 +273,56 @@ def test_a_peer_that_dies_costs_no_token_and_changes_none(
     for round_index, written in found.items():
         assert written == on_one_machine(spec, tmp_path, round_index, PROMPT, NEW_TOKENS)
         assert written != on_one_machine(spec, tmp_path, ROUNDS, PROMPT, NEW_TOKENS)
+
+
+def of_older_version(swarm: Swarm, name: str) -> None:
+    """A peer that knows of no exact passes, and no key of them."""
+    generation = swarm.members[name].peer.generation
+
+    async def answers(request: Request) -> Message:
+        body = dataclasses.replace(request.message.body, exact=False)
+        message = Message(body, request.message.arrays)
+        answer = await generation.on_generate(dataclasses.replace(request, message=message))
+        return Message(dataclasses.replace(answer.body, exact=False), answer.arrays)
+
+    swarm.members[name].peer.transport.handle("generate", answers)
+
+
+def test_older_peers_have_the_text_coded_and_that_is_said(tmp_path: Path) -> None:
+    """Only where there is no other replica, from the beginning or from then on."""
+    spec, found = spec_of(tmp_path, codec="int8", rounds=4), dict[str, list[torch.Tensor]]()
+
+    async def scenario(swarm: Swarm) -> None:
+        start(swarm, tmp_path, 6)
+        await swarm.until_round(4)
+        async with Asker(swarm) as asker:
+            for name in ("peer-1", "peer-3"):
+                of_older_version(swarm, name)
+            text = asker.text("with one", exact=True)
+            found["exact"] = [to_tensor((await text.extend(LONG_PROMPT))[0])]
+            assert asker.lines == []
+            await text.extend(PROMPT[:1])
+            swarm.kill("peer-5")
+            found["coded"] = [to_tensor((await text.extend(PROMPT[1:2]))[0])]
+            assert any("stage 1 have an older version" in line for line in asker.lines)
+            await text.close()
+            asker.lines.clear()
+            later = asker.text("with none", exact=True)
+            await later.extend(LONG_PROMPT + PROMPT[:1])
+            found["coded"].append(to_tensor((await later.extend(PROMPT[1:2]))[0]))
+            assert any("stage 1 have an older version" in line for line in asker.lines)
+
+    in_virtual_time(scenario, spec)
+    model, trainer = exported_model(tmp_path, 4), ReferenceTrainer(spec)
+    trainer.load_state_dict(model.state_dict())
+    tokens = torch.tensor([LONG_PROMPT + PROMPT[:2]])
+    with torch.no_grad():
+        exact, coded = model(tokens[:, :-2]).logits[0, -1:], trainer.model(tokens)[0, -1:]
+    torch.testing.assert_close(found["exact"][0], exact, rtol=1e-4, atol=1e-4)
+    for logits in found["coded"]:
+        assert (logits - coded).abs().max() < 0.01 * (
+            model(tokens).logits[0, -1:] - coded
+        ).abs().max()
 
 
 def test_where_no_replica_has_the_round_the_text_goes_on_with_another(tmp_path: Path) -> None:

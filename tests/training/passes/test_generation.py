@@ -51,14 +51,19 @@ def tokens_of(spec: RunSpec, length: int = LENGTH) -> Tensor:
 
 
 def through(
-    stages: Sequence[TorchStage], tokens: Tensor, position: int, *, is_copied: bool = True
+    stages: Sequence[TorchStage],
+    tokens: Tensor,
+    position: int,
+    *,
+    is_copied: bool = True,
+    exact: bool = False,
 ) -> Tensor:
     """Logits after the last token."""
     arrays = (from_tensor(tokens),)
     for stage in stages:
         assert stage.generation is not None
         arrays = stage.generation.extend(
-            TEXT, arrays[0], position, is_copied=is_copied, num_logits=0
+            TEXT, arrays[0], position, is_copied=is_copied, num_logits=0, exact=exact
         )
     return to_tensor(arrays[0])
 
@@ -102,6 +107,23 @@ def test_token_by_token_is_the_same_as_at_once(tmp_path: Path, family: str, code
             found.append(through(stages, tokens[:, begin:end], begin, is_copied=is_copied))
             begin = end
         torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in BOUNDARY_CODECS if codec != NONE])
+def test_exact_passes_know_of_no_codec(tmp_path: Path, codec: str) -> None:
+    plain, coded = (built(spec_of(tmp_path, LLAMA, name)) for name in (NONE, codec))
+    tokens = tokens_of(small_spec())
+    for stages in (plain, coded):
+        copy_all(stages)
+    expected = through(plain, tokens, 0)
+    assert torch.equal(through(coded, tokens, 0, exact=True), expected)
+    assert not torch.equal(through(coded, tokens, 0), expected)
+    first, last = (stage.generation for stage in coded)
+    assert first is not None
+    assert last is not None
+    (made,) = first.extend(TEXT, from_tensor(tokens), 0, is_copied=True, num_logits=0)
+    with pytest.raises(ProtocolViolation, match="float32"):
+        last.extend(TEXT, made, 0, is_copied=True, num_logits=0, exact=True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
