@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from swarmnet.runtime.joining.starting import start_run
 from swarmnet.training.data import Place
 from swarmnet.training.data.opening import open_data_at
 from swarmnet.training.models.model_folder import find_folder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
 
 
 def losses_of(metrics: Path, num_samples: int) -> list[float]:

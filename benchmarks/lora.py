@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from swarmnet.runtime.text import size
 from swarmnet.spec import RunSpec
 from swarmnet.training.models.initial_weights import ModelWeights
 from swarmnet.training.models.resolving import resolve_run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
 
 UPDATE = ("reduce", "reduce_tied", "ballot", "adopt", "adopted", "mirror", "sums", "norm")
 FIRST, ROUNDS = 1, 3

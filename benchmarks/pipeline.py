@@ -30,6 +30,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what is of tests/
+
 SPEC = """
 name = "pipeline benchmark"
 [model]

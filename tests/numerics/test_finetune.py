@@ -54,7 +54,7 @@ def test_the_example_learns_what_a_plain_loop_learns_and_answers(tmp_path: Path)
             "--metrics", str(metrics),
         )  # fmt: skip
         assert running.wait(local, RUN_LIMIT_S) == 0, running.describe()
-    said = output_of("-m", "benchmarks.finetune", spec, metrics)
+    said = output_of("benchmarks/finetune.py", spec, metrics)
     found = re.search(r"largest relative difference in \d+ rounds: (\S+)", said)
     assert found is not None, said
     assert float(found[1]) < 1e-4, said
