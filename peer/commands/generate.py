@@ -17,11 +17,15 @@ from swarmnet.errors import UserError
 from swarmnet.runtime.observer import Observer
 from swarmnet.runtime.options import UsageError
 from swarmnet.runtime.text_codec import TOKENIZER, FileCodec, text_codec_of
-from swarmnet.runtime.writing.chat import TEMPLATE_FILE, Message, chat_prompt, chat_template
+from swarmnet.runtime.writing.chat import Message, chat_prompt, chat_template
 from swarmnet.runtime.writing.sampling import Sampling
 from swarmnet.runtime.writing.writer import Writer, longest_text
-from swarmnet.training.end_tokens import GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from swarmnet.training.models.model_folder import read_bounded
+from swarmnet.training.tokenizer_files import (
+    GENERATION_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+)
 
 log = logging.getLogger("swarmnet.generate")
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from swarmnet.errors import UserError
 from swarmnet.spec import RunSpec
 from swarmnet.training.byte_tokenizer import byte_tokenizer_files
-from swarmnet.training.end_tokens import (
+from swarmnet.training.end_tokens import end_tokens
+from swarmnet.training.tokenizer_files import (
     END_TOKENS,
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
-    end_tokens,
     json_table,
     special_tokens,
 )

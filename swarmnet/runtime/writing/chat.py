@@ -14,9 +14,8 @@ from typing import Any
 from swarmnet.errors import UserError
 from swarmnet.needs import install_command
 from swarmnet.training.data.chat_sandbox import Meter, open_sandbox
-from swarmnet.training.end_tokens import TOKENIZER_CONFIG_FILE, json_table
+from swarmnet.training.tokenizer_files import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, json_table
 
-TEMPLATE_FILE = "chat_template.jinja"
 MAX_PROMPT_CHARS = 1 << 20
 
 Message = Mapping[str, str]

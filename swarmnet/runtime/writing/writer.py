@@ -16,7 +16,8 @@ from swarmnet.runtime.writing.sampling import Sampling, choose, read_logits, sam
 from swarmnet.spec import RunSpec
 from swarmnet.swarm.generation.remote_text import RemoteText, Tell
 from swarmnet.swarm.membership.gossip import Gossip
-from swarmnet.training.end_tokens import GENERATION_FILE, end_tokens, json_table
+from swarmnet.training.end_tokens import end_tokens
+from swarmnet.training.tokenizer_files import GENERATION_FILE, json_table
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """At the end of what is decoded, one or more: some bytes of the last character are to come."""

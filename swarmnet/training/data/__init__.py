@@ -2,7 +2,7 @@
 
 `opening` puts together what the other modules do:
 
-- `files`, `formats` and `readers`: documents out of files;
+- `files`, `formats`, `readers` and `bad_records`: documents out of files;
 - `chat` and `encoding`: documents as tokens, and which of them are learned;
 - `tokenizing`, `store` and `cache`: all documents of a source on the disk, once;
 - `held_out`, `order` and `packing`: samples out of documents;

@@ -4,10 +4,13 @@ A chat template is a Jinja program that comes from others, so it runs in a sandb
 are the assistant's is found in one of two ways:
 
 - A template with generation marks (`{% generation %}`) says it itself.
-- Without marks, what the assistant says in turn k is what the text of the first k messages has
-  more than the text of those before it with the generation prompt. This needs that each of these
-  texts begins the next one. Where a template does not do so (it rewrites earlier turns, as that
-  of Qwen3 does), it is refused, for then no cut is right.
+- Without marks, what the assistant says in turn k begins where the text of the messages before it
+  ends, with the generation prompt, and goes on to the token that ends the turn in the text of the
+  first k messages. Both must begin the text of the whole dialogue. Where a template does not do so
+  (it rewrites earlier turns, as that of Qwen3 does), the dialogue is refused, for then no cut is
+  right.
+
+How a template writes turns, and what ends one, is told from a dialogue of its own (`Turns`).
 """
 
 from __future__ import annotations
@@ -18,18 +21,55 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from swarmnet.errors import DataError
-from swarmnet.training.data.chat_sandbox import jinja, open_sandbox
-from swarmnet.training.end_tokens import TOKENIZER_CONFIG_FILE, json_table
+from swarmnet.training.data.bad_records import BadRecord
+from swarmnet.training.data.chat_sandbox import TooSlow, jinja, open_sandbox
+from swarmnet.training.data.readers import utf8_of
+from swarmnet.training.tokenizer_files import (
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    json_table,
+    special_tokens,
+)
 
-TEMPLATE_FILE = "chat_template.jinja"
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters of Unicode, which stand around what the assistant says while a template works."""
+QUESTION, ANSWER, NEXT = "\ufdd2", "\ufdd3", "\ufdd4"
+"""Likewise, as texts of a dialogue."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASSISTANT = "assistant"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+RULES = 2
+"""To be raised whenever the same dialogue gives another text or other spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How a template writes what the assistant says."""
+
+    lead: str = ""
+    """From the generation prompt to the answer."""
+    tail: str = ""
+    """After the answer, where it is the last message."""
+    between: str = ""
+    """From the answer to the text of a user's next message."""
+    end: str = ""
+    """The token that ends the last answer, as text; empty where none does."""
+
+    @property
+    def always_end(self) -> bool:
+        """A token ends each answer, not only the last one."""
+        return bool(self.end) and self.between.startswith(self.tail[: self.end_at])
+
+    @property
+    def end_at(self) -> int:
+        """Characters of `tail` up to where the turn ends."""
+        return self.tail.index(self.end) + len(self.end) if self.end else len(self.tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +79,8 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]
     """What the assistant says, characters from and to, one a turn."""
+    needs_end: bool = False
+    """No token of the template ends a turn: that which ends a text does, after the last one."""
 
 
 class ChatTemplate:
@@ -50,8 +92,12 @@ class ChatTemplate:
         config = json_table(files.get(TOKENIZER_CONFIG_FILE, b""))
         source = _template_of(files, config)
         self._names = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
-        self.identity = hashlib.sha256(json.dumps([source, self._names]).encode()).hexdigest()
-        """Of all that its texts depend on."""
+        added = {text for _, text in special_tokens(files.get(TOKENIZER_FILE, b""))}
+        self._tokens = sorted(text for text in added if text.strip())
+        self.identity = hashlib.sha256(
+            json.dumps([RULES, source, self._names]).encode()
+        ).hexdigest()
+        """Of all that its texts depend on, but for the tokenizer."""
         self._has_marks = MARKS.search(source) is not None
         errors = jinja("jinja2").TemplateError, RecursionError, MemoryError
         environment, self._meter = open_sandbox(
@@ -69,24 +115,86 @@ class ChatTemplate:
             raise DataError(f"[data] the chat template is broken: {_line(error)}") from None
 
     def render(self, messages: list[dict[str, Any]], where: str) -> Rendered:
-        """The text of a dialogue. `where`: for people. Raises `DataError`."""
+        """The text of a dialogue. `where`: for people.
+
+        Raises:
+            BadRecord: the template does not take it, or no cut of it is right.
+            DataError: the template takes too long.
+        """
         messages = [{key: _without_marks(v) for key, v in m.items()} for m in messages]
-        if self._has_marks:
-            return _unmarked(self._text(messages, where))
         whole = self._text(messages, where)
+        utf8_of(whole, where)
+        needs_end = not self.turns.always_end
+        if self._has_marks:
+            return _unmarked(whole, needs_end)
         spans = []
         for k, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prompt = self._text(messages[:k], where, prompts=True)
-            so_far = whole if k + 1 == len(messages) else self._text(messages[: k + 1], where)
-            if not (so_far.startswith(prompt) and whole.startswith(so_far)):
-                raise DataError(
-                    f"[data] {where}: the chat template rewrites earlier turns, so what the "
-                    "assistant says cannot be found; use a template with {% generation %} marks"
+            is_last = k + 1 == len(messages)
+            so_far = whole if is_last else self._text(messages[: k + 1], where)
+            before = self._before(messages, k, where)
+            stop = self._stop(so_far, whole, len(before))
+            if not so_far.startswith(before) or stop is None:
+                reason = (
+                    ": the chat template rewrites earlier turns, so what the assistant says "
+                    "cannot be found; use a template with {% generation %} marks"
                 )
-            spans.append((len(prompt), len(so_far)))
-        return Rendered(whole, tuple(spans))
+                raise BadRecord(where, reason, "rewritten by the chat template")
+            spans.append((len(before), stop))
+        return Rendered(whole, tuple(spans), needs_end)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Nothing of it is known where the template does not take a question and its answer."""
+        asked: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+        answered = [*asked, {"role": ASSISTANT, "content": ANSWER}]
+        asked_on = [*answered, {"role": "user", "content": NEXT}]
+        try:
+            prompt = self._text(asked, "", prompts=True)
+            last = _unmarked(self._text(answered, "")).text
+            goes_on = _unmarked(self._text(asked_on, "")).text
+        except BadRecord:
+            return Turns()
+        start, _, tail = last.rpartition(ANSWER)
+        between = goes_on.rpartition(ANSWER)[2].partition(NEXT)[0] if NEXT in goes_on else ""
+        lead = start.removeprefix(prompt) if start.startswith(prompt) else ""
+        return Turns(lead, tail, between, self._first_token(tail))
+
+    def _before(self, messages: list[dict[str, Any]], k: int, where: str) -> str:
+        """All that stands before what the assistant says in message k. Nothing but the template's
+        own text does where that is the first one: such as a system's, which the template writes
+        where a dialogue has none, and not beside a generation prompt alone."""
+        if k:
+            return self._text(messages[:k], where, prompts=True)
+        text = self._text([{**messages[0], "content": ANSWER}], where)
+        return text.partition(ANSWER)[0].removesuffix(self.turns.lead)
+
+    def _stop(self, so_far: str, whole: str, begin: int) -> int | None:
+        """Where the last turn of `so_far` ends, which begins at `begin`; None where `whole` has
+        another one there."""
+        turns = self.turns
+        said = len(so_far) - len(turns.tail)
+        if said < begin or not so_far.endswith(turns.tail):  # it ends in a way of its own
+            token = self._first_token(so_far[begin:], last=True)
+            stop = so_far.rindex(token) + len(token) if token else len(so_far)
+            return stop if whole.startswith(so_far[:stop]) else None
+        stop = said + turns.end_at
+        if whole.startswith(so_far[:stop]):
+            return stop
+        if turns.always_end or not whole.startswith(so_far[:said]):
+            return None
+        ending = turns.tail[: turns.tail.index(turns.end)] if turns.end else turns.tail
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(ending, whole[said:], strict=False))
+        return said + sum(1 for _ in same)
+
+    def _first_token(self, text: str, *, last: bool = False) -> str:
+        """The first of the tokenizer's added tokens in a text, or the last; empty where there is
+        none."""
+        find = text.rfind if last else text.find
+        found = [(find(token), token) for token in self._tokens if token in text]
+        at = (max if last else min)((at for at, _ in found), default=0)
+        return max((token for place, token in found if place == at), key=len, default="")
 
     def _text(self, messages: list[dict[str, Any]], where: str, *, prompts: bool = False) -> str:
         self._meter.begin()
@@ -94,12 +202,24 @@ class ChatTemplate:
             text: str = self._template.render(
                 messages=messages, add_generation_prompt=prompts, **self._names
             )
-        except self._errors as error:
+        except (TooSlow, MemoryError) as error:  # on another machine it may do
             raise DataError(f"[data] {where}: the chat template fails: {_line(error)}") from None
+        except self._errors as error:
+            reason = f": the chat template fails: {_line(error)}"
+            raise BadRecord(where, reason, "refused by the chat template") from None
         return text
 
 
-def _unmarked(text: str) -> Rendered:
+def turns_of(files: Mapping[str, bytes]) -> Turns:
+    """How the chat template in a model's files writes turns; `Turns()` where there is none that
+    can be used. `files`: by name."""
+    try:
+        return ChatTemplate(files).turns
+    except DataError:
+        return Turns()
+
+
+def _unmarked(text: str, needs_end: bool = False) -> Rendered:
     """The text without its marks, and where they were."""
     parts, spans, length, start = [], [], 0, 0
     for part in re.split(f"([{OPEN}{CLOSE}])", text):
@@ -110,7 +230,7 @@ def _unmarked(text: str) -> Rendered:
         else:
             parts.append(part)
             length += len(part)
-    return Rendered("".join(parts), tuple(spans))
+    return Rendered("".join(parts), tuple(spans), needs_end)
 
 
 def _without_marks(value: Any) -> Any:

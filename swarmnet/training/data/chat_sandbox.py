@@ -44,6 +44,10 @@ def jinja(module: str) -> Any:
         ) from None
 
 
+class TooSlow(ValueError):
+    """A program takes too long on this machine."""
+
+
 class Meter:
     """What one run of a program has used. Methods raise `ValueError` where it is too much."""
 
@@ -62,7 +66,7 @@ class Meter:
         if self._left < 0:
             raise ValueError(TOO_MUCH)
         if self._clock() > self._until:
-            raise ValueError(f"it takes longer than {LONGEST_S:g} s")
+            raise TooSlow(f"it takes longer than {LONGEST_S:g} s")
 
     def made(self, value: Any) -> Any:
         """The value itself, whose size is counted."""

@@ -13,9 +13,11 @@ import numpy as np
 from swarmnet.errors import DataError, SpecError
 from swarmnet.spec import BYTES_TOKENIZER, NUM_BYTE_TOKENS
 from swarmnet.training.byte_tokenizer import END_OF_TEXT_ID
-from swarmnet.training.data.chat import ChatTemplate
-from swarmnet.training.end_tokens import TOKENIZER_FILE, text_end
+from swarmnet.training.data.chat import Rendered
 from swarmnet.training.models.model_folder import BESIDE_TOKENIZER, read_bounded, small_files
+from swarmnet.training.tokenizer_files import TOKENIZER_FILE, text_end
+
+TOO_LONG, NOTHING_SAID = "longer than a sample", "without an answer of the assistant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,11 @@ class Dialogue:
     """uint8, 1 for the tokens that the assistant says."""
     num_bytes: int
     """Of what the assistant says."""
+    length: int
+    """Tokens of the whole dialogue."""
     is_cut: bool = False
+    left_out: str = ""
+    """Why it is no document; it has no tokens then."""
 
 
 class Encoder(Protocol):
@@ -92,44 +98,38 @@ class FileEncoder:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
-    def encode_dialogues(
-        self,
-        template: ChatTemplate,
-        dialogues: Sequence[tuple[list[dict[str, Any]], str]],
-        longest: int,
-    ) -> list[Dialogue | None]:
+    def encode_dialogues(self, dialogues: Sequence[Rendered], longest: int) -> list[Dialogue]:
         """Dialogues of at most `longest` tokens, the end-of-text token included: a longer one is
-        cut after the last of the assistant's turns that fits. None where none fits, or the
-        assistant says nothing. Raises `DataError`."""
-        rendered = [template.render(messages, where) for messages, where in dialogues]
-        texts = [r.text for r in rendered]
+        cut after the last of the assistant's turns that fits, and left out where none does."""
+        texts = [dialogue.text for dialogue in dialogues]
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [self._dialogue(r, e, longest) for r, e in zip(rendered, encodings, strict=True)]
+        return [self._dialogue(r, e, longest) for r, e in zip(dialogues, encodings, strict=True)]
 
-    def _dialogue(self, rendered: Any, encoding: Any, longest: int) -> Dialogue | None:
+    def _dialogue(self, rendered: Rendered, encoding: Any, longest: int) -> Dialogue:
         ids = np.asarray(encoding.ids, self.dtype)
         starts = np.asarray([start for start, _ in encoding.offsets], np.int64)
         learned = np.zeros(len(ids), np.uint8)
+        has_end = self.end is None or (len(ids) > 0 and ids[-1] == self.end)
+        length = len(ids) + (not has_end)
         fits = longest - (self.end is not None)
-        end = 0 if len(ids) > fits else len(ids)
+        end = 0 if length > longest else len(ids)
         for first, last in rendered.spans:
             begin, stop = np.searchsorted(starts, [first, last])
             learned[begin:stop] = 1
-            if stop <= fits < len(ids):
+            if stop <= fits and length > longest:
                 end = int(stop)
         if not learned[:end].any():
-            return None
+            why = TOO_LONG if learned.any() else NOTHING_SAID
+            return Dialogue(ids[:0], learned[:0], 0, length, left_out=why)
         said = "".join(rendered.text[a:b] for a, b in rendered.spans)
-        num_bytes = len(said.encode(errors="replace")) * int(learned[:end].sum())
-        num_bytes //= int(learned.sum())
+        num_bytes = len(said.encode()) * int(learned[:end].sum()) // int(learned.sum())
         is_cut = end < len(ids)
         ids, learned = ids[:end], learned[:end]
         if self.end is not None and ids[-1] != self.end:
-            ids, learned = (
-                np.append(ids, self.dtype.type(self.end)),
-                np.append(learned, np.uint8(0)),
-            )
-        return Dialogue(ids, learned, num_bytes, is_cut)
+            is_said = is_cut or not rendered.text[rendered.spans[-1][1] :].strip()
+            ids = np.append(ids, self.dtype.type(self.end))
+            learned = np.append(learned, np.uint8(rendered.needs_end and is_said))
+        return Dialogue(ids, learned, num_bytes, length, is_cut)
 
 
 def open_encoder(tokenizer: str, files: Mapping[str, bytes], configured: Any = None) -> Encoder:

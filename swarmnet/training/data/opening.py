@@ -29,8 +29,8 @@ from swarmnet.training.data.packing import DialogueSamples, Documents, Samples, 
 from swarmnet.training.data.store import Store, StoreWriter
 from swarmnet.training.data.text_data import SourceData, TextData
 from swarmnet.training.data.tokenizing import Tokenizing
-from swarmnet.training.end_tokens import TOKENIZER_FILE
 from swarmnet.training.models.registry import model_plan
+from swarmnet.training.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from swarmnet.swarm.ports import Data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import msgspec
 
 from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
+from swarmnet.training.data.bad_records import BadRecord, BadRecords
 from swarmnet.training.data.formats import (
     JSONL,
     PARQUET,
@@ -37,6 +39,8 @@ TEXT_BYTES = bytes([7, 8, 9, 10, 11, 12, 13, 27, *range(32, 256)])
 MOST_STRANGE = 0.1
 """Part of a text that may be control characters, or no UTF-8."""
 SHOWN_FIELDS = 8
+MAX_DIGITS = 19
+"""Of a whole number in a record that is kept as such; a longer one becomes a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class Reader:
 
     source: SourceSpec
     left_out: Counter[str] = field(default_factory=Counter)
-    """Records that give no document, by reason."""
+    """Records without a document, by reason, and texts with a fault."""
+    bad: BadRecords = field(default_factory=BadRecords)
     on_bytes: Callable[[int], None] = lambda num_bytes: None
     """Hears how many bytes of text have been read."""
 
@@ -66,7 +71,7 @@ class Reader:
 
         Raises:
             NotText: it is no text, or not of the format that its name says.
-            DataError: it cannot be read, or a record is broken or without the field.
+            DataError: it cannot be read, or many of its records cannot be used.
         """
         form, compression = format_of(path)
         if form == PARQUET:
@@ -90,7 +95,7 @@ class Reader:
         return self.source.messages_field or self.source.text_field
 
     def _text(self, path: Path, stream: io.BufferedReader) -> Iterator[Piece]:
-        rest, is_first = b"", True
+        rest, is_first, is_utf8 = b"", True, True
         while data := stream.read(PIECE_BYTES - len(rest)):
             self.on_bytes(len(data))
             if is_first:
@@ -101,36 +106,62 @@ class Reader:
             data = rest + data
             end = end_of_piece(data) if len(data) >= PIECE_BYTES // 2 else 0
             if end:
+                is_utf8 = is_utf8 and _is_utf8(data[:end])
                 yield Piece(data[:end], ends=False)
             rest = data[end:]
+        if not (is_utf8 and _is_utf8(rest)):
+            self.left_out["texts with bytes that are no UTF-8"] += 1
         yield Piece(rest)
 
     def _records(self, path: Path, records: Iterator[tuple[str, Any]]) -> Iterator[Piece]:
+        self.bad.begin(path)
         for where, record in records:
-            if not isinstance(record, dict):
-                raise DataError(f"[data] {path}, {where}: no table of fields")
-            if self._field not in record:
-                names = ", ".join(list(map(str, record))[:SHOWN_FIELDS])
-                raise DataError(
-                    f"[data] {path}, {where}: no field {self._field!r}; it has {names[:200]}"
-                )
-            value, place = record[self._field], f"{path}, {where}"
-            if value is None:
-                self.left_out["null"] += 1
-            elif self.source.messages_field:
-                messages = _checked_messages(value, place)
-                length = sum(len(str(m.get("content"))) for m in messages)
-                _check_length(length, place)
-                yield Piece(messages=messages, where=place)
-                self.on_bytes(length)
-            elif isinstance(value, str):
-                text = value.replace("\0", "").encode(errors="replace")
-                _check_length(len(text), place)
-                self.on_bytes(len(text))
-                yield from pieces_of(text, place)
-            else:
-                kind = type(value).__name__
-                raise DataError(f"[data] {place}: field {self._field!r} is {kind}, not a text")
+            self.bad.count()
+            try:
+                yield from self._record(record, f"{path}, {where}")
+            except BadRecord as error:
+                self.bad.add(error)
+        self.bad.end()
+
+    def _record(self, record: Any, where: str) -> Iterator[Piece]:
+        """Raises `BadRecord`."""
+        if isinstance(record, BadRecord):
+            raise record
+        if not isinstance(record, dict):
+            raise BadRecord(where, ": no table of fields", "no table of fields")
+        if self._field not in record:
+            names = ", ".join(list(map(str, record))[:SHOWN_FIELDS])
+            reason = f": no field {self._field!r}; it has {names[:200]}"
+            raise BadRecord(where, reason, "without the field")
+        value = record[self._field]
+        if value is None:
+            self.left_out["null"] += 1
+        elif self.source.messages_field:
+            messages = _checked_messages(value, where)
+            if not messages:
+                self.left_out["empty"] += 1
+                return
+            length = sum(len(str(m.get("content"))) for m in messages)
+            _check_length(length, where)
+            yield Piece(messages=messages, where=where)
+            self.on_bytes(length)
+        elif isinstance(value, str):
+            text = utf8_of(value.replace("\0", ""), where)
+            _check_length(len(text), where)
+            self.on_bytes(len(text))
+            yield from pieces_of(text, where)
+        else:
+            reason = f": field {self._field!r} is {type(value).__name__}, not a text"
+            raise BadRecord(where, reason, "no text")
+
+
+def utf8_of(text: str, where: str) -> bytes:
+    """Raises `BadRecord` where it has half of a character: JSON can say that, UTF-8 cannot."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        reason = f" has a lone surrogate ({text[error.start]!r}), which is no character"
+        raise BadRecord(where, reason, "with a lone surrogate") from None
 
 
 def pieces_of(text: bytes, where: str) -> Iterator[Piece]:
@@ -175,27 +206,62 @@ def end_of_piece(text: bytes) -> int:
 
 def _check_length(num_bytes: int, where: str) -> None:
     if num_bytes > MAX_RECORD_BYTES:
-        raise DataError(f"[data] {where}: longer than {MAX_RECORD_BYTES >> 20} MiB")
+        most = f"longer than {MAX_RECORD_BYTES >> 20} MiB"
+        raise BadRecord(where, f": {most}", most)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Values by line; a `BadRecord` in place of what is none."""
     decoder = msgspec.json.Decoder()
     number = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         where = f"line {number}"
-        _check_length(len(line), f"{path}, {where}")
-        if number == 1:
-            line = line.removeprefix(UTF8_BYTE_ORDER_MARK)
-        if not line.strip():
-            continue
         try:
-            yield where, decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(f"[data] {path}, {where} is no JSON: {str(error)[:200]}") from None
+            if len(line) > MAX_RECORD_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(PIECE_BYTES)
+                _check_length(MAX_RECORD_BYTES + 1, f"{path}, {where}")
+            line = line.removeprefix(UTF8_BYTE_ORDER_MARK)
+            if line.strip():
+                yield where, _json_value(decoder, line, f"{path}, {where}")
+        except BadRecord as error:
+            yield where, error
+
+
+def _json_value(decoder: msgspec.json.Decoder[Any], line: bytes, where: str) -> Any:
+    """What msgspec does not take, `json` may: NaN, numbers out of range, halves of characters. They
+    are often in fields that nobody reads. Raises `BadRecord`."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        return json.loads(line.decode(), parse_int=_whole)
+    except UnicodeDecodeError as error:
+        reason = f" is no UTF-8: byte {line[error.start]:#04x} at {error.start + 1}"
+        raise BadRecord(where, reason, "no UTF-8") from None
+    except json.JSONDecodeError as error:
+        reason = f" is no JSON: {error.msg} at character {error.pos + 1}"
+        raise BadRecord(where, reason, "no JSON") from None
+    except RecursionError:
+        raise BadRecord(where, " is nested too deep", "nested too deep") from None
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    """Values by row; a `BadRecord` in place of what is none."""
     parquet = needed("pyarrow.parquet", path)
     arrow = needed("pyarrow", path)
     try:
@@ -206,23 +272,38 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"[data] {path}: no field {name!r}; it has {names[:200]}")
             row = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=[name], use_threads=False):
-                for value in batch.column(0).to_pylist():
+                for cell in batch.column(0):
                     row += 1
-                    yield f"row {row}", {name: value}
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                    where = f"row {row}"
+                    value: Any
+                    try:
+                        value = {name: cell.as_py()}
+                    except (ValueError, OverflowError) as error:
+                        value = _bad_cell(error, f"{path}, {where}")
+                    yield where, value
+    except (arrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the file
             raise cannot_read(path, error) from None
         text = " ".join(str(error).split())[:200]
         raise NotText(f"[data] {path} cannot be read as parquet: {text}") from None
 
 
+def _bad_cell(error: Exception, where: str) -> BadRecord:
+    if isinstance(error, UnicodeDecodeError):
+        return BadRecord(where, " is no UTF-8", "no UTF-8")
+    text = " ".join(str(error).split())[:200]
+    return BadRecord(where, f" cannot be read: {text}", "no text")
+
+
 def _checked_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Raises `BadRecord`."""
+    kind = "no dialogue"
     if not isinstance(value, list):
-        raise DataError(f"[data] {where}: the messages are no list")
+        raise BadRecord(where, ": the messages are no list", kind)
     for message in value:
         is_one = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not is_one or not isinstance(message.get("content"), str | None):
-            raise DataError(f"[data] {where}: a message needs role and content, both text")
+            raise BadRecord(where, ": a message needs role and content, both text", kind)
     return [{key: _clean(v) for key, v in message.items() if v is not None} for message in value]
 
 

@@ -56,6 +56,9 @@ class About:
     """Files and records that gave no document, or a shorter one, by reason."""
     lines: tuple[str, ...] = ()
     """For people: what was left out."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the dialogues, before any was cut: the median, the 95th percentile and the
+    longest."""
 
 
 class Store:
@@ -76,6 +79,7 @@ class Store:
         try:
             values = json.loads((folder / ABOUT).read_text())
             values["lines"] = tuple(values["lines"])
+            values["lengths"] = tuple(values.get("lengths", ()))
             return cls(folder, About(**values))
         except (TypeError, KeyError) as error:
             raise ValueError(str(error)) from None
@@ -173,7 +177,9 @@ class StoreWriter:
         self.num_documents += 1
         return True
 
-    def finish(self, left_out: dict[str, int], lines: tuple[str, ...]) -> About:
+    def finish(
+        self, left_out: dict[str, int], lines: tuple[str, ...], lengths: tuple[int, ...] = ()
+    ) -> About:
         """Completes the store."""
         for file in self._files.values():
             file.flush()
@@ -188,6 +194,7 @@ class StoreWriter:
             self._fingerprint(),
             left_out,
             lines,
+            lengths,
         )
         (self._folder / ABOUT).write_text(json.dumps(asdict(about)))
         return about

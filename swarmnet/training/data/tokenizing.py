@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
-from swarmnet.training.data.chat import ChatTemplate
-from swarmnet.training.data.encoding import Encoder, FileEncoder
+from swarmnet.training.data.bad_records import BadRecord, BadRecords
+from swarmnet.training.data.chat import ChatTemplate, Rendered
+from swarmnet.training.data.encoding import NOTHING_SAID, Encoder, FileEncoder
 from swarmnet.training.data.files import FoundFile
 from swarmnet.training.data.formats import NotText
 from swarmnet.training.data.readers import Piece, Reader
@@ -24,6 +28,7 @@ BATCH_BYTES, BATCH_PIECES = 1 << 20, 1024
 """That the tokenizer gets at once: its threads share them."""
 DIALOGUES = 128
 """Likewise."""
+PERCENTILES = (50, 95, 100)
 SHOWN_NAMES = 5
 TELL_EVERY_S = 5.0
 
@@ -71,7 +76,10 @@ class Tokenizing:
         self._source, self._encoder, self._writer = source, encoder, writer
         self._template, self._longest = template, longest
         self._left_out: Counter[str] = Counter()
-        self._batch: list[Piece] = []
+        self._bad = BadRecords()
+        self._lengths = array("Q")
+        """Tokens of each dialogue, before it was cut."""
+        self._batch: list[Piece | Rendered] = []
         self._batch_bytes = 0
         self._file_begins: int | None = 0
         """Where in the batch the pieces of the present file begin; None where some are written."""
@@ -79,7 +87,7 @@ class Tokenizing:
     def run(self, files: Sequence[FoundFile]) -> None:
         """Writes the store. Raises `DataError`."""
         progress = Progress(self._source.name, len(files))
-        reader = Reader(self._source, self._left_out, progress.add)
+        reader = Reader(self._source, self._left_out, self._bad, progress.add)
         refused: list[tuple[Path, str]] = []
         for progress.file, file in enumerate(files, 1):
             self._file_begins = len(self._batch)
@@ -92,17 +100,29 @@ class Tokenizing:
                 self._take_back()
                 refused.append((file.path, str(error)))
         self._flush()
-        lines = (_refused_line(refused),) if refused else ()
-        left_out = {**self._left_out, **({"files": len(refused)} if refused else {})}
+        lines = (*((_refused_line(refused),) if refused else ()), *self._bad.lines)
+        left_out = {
+            **(self._left_out + self._bad.kinds),
+            **({"files": len(refused)} if refused else {}),
+        }
         if not self._writer.num_documents:
             counted = ", ".join(f"{n} {why}" for why, n in left_out.items() if why != "files")
             raise DataError("; ".join(filter(None, ("[data] has no text at all", counted, *lines))))
-        self._writer.finish(left_out, lines)
+        self._writer.finish(left_out, lines, percentiles(self._lengths))
 
     def _add(self, piece: Piece) -> None:
-        self._batch.append(piece)
-        self._batch_bytes += len(piece.text)
-        most = BATCH_PIECES if piece.messages is None else DIALOGUES
+        if self._template is None:
+            self._batch.append(piece)
+            self._batch_bytes += len(piece.text)
+        else:
+            try:
+                rendered = self._template.render(piece.messages or [], piece.where)
+            except BadRecord as error:
+                self._bad.add(error)
+                return
+            self._batch.append(rendered)
+            self._batch_bytes += len(rendered.text)
+        most = BATCH_PIECES if self._template is None else DIALOGUES
         if self._batch_bytes >= BATCH_BYTES or len(self._batch) >= most:
             self._flush()
 
@@ -113,7 +133,7 @@ class Tokenizing:
             self._writer.take_back()
         else:
             del self._batch[self._file_begins :]
-        self._batch_bytes = sum(len(piece.text) for piece in self._batch)
+        self._batch_bytes = sum(len(part.text) for part in self._batch)
 
     def _flush(self) -> None:
         begins = self._file_begins
@@ -128,25 +148,33 @@ class Tokenizing:
         self._batch.clear()
         self._batch_bytes = 0
 
-    def _write_texts(self, batch: Sequence[Piece]) -> None:
+    def _write_texts(self, batch: Sequence[Any]) -> None:
+        """`batch`: of `Piece`."""
         encoded = self._encoder.encode([piece.text for piece in batch])
         for piece, ids in zip(batch, encoded, strict=True):
             self._writer.write(ids, len(piece.text))
             if piece.ends and not self._writer.end_document():
                 self._left_out["empty"] += 1
 
-    def _write_dialogues(self, batch: Sequence[Piece]) -> None:
-        assert self._template is not None
+    def _write_dialogues(self, batch: Sequence[Any]) -> None:
+        """`batch`: of `Rendered`."""
         assert isinstance(self._encoder, FileEncoder)
-        dialogues = [(piece.messages or [], piece.where) for piece in batch]
-        for found in self._encoder.encode_dialogues(self._template, dialogues, self._longest):
-            if found is None:
-                self._left_out["too long, or nothing of the assistant"] += 1
+        for found in self._encoder.encode_dialogues(batch, self._longest):
+            if found.left_out != NOTHING_SAID:
+                self._lengths.append(found.length)
+            if found.left_out:
+                self._left_out[found.left_out] += 1
                 continue
             if found.is_cut:
                 self._left_out["cut at a turn"] += 1
             self._writer.write(found.ids, found.num_bytes, found.learned)
             self._writer.end_document()
+
+
+def percentiles(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths that `PERCENTILES` of all are no longer than; none where there are no lengths."""
+    ordered = sorted(lengths)
+    return tuple(ordered[math.ceil(len(ordered) * p / 100) - 1] for p in PERCENTILES if ordered)
 
 
 def _refused_line(refused: Sequence[tuple[Path, str]]) -> str:

@@ -61,9 +61,10 @@ def test_what_a_model_sees_of_each_source(tmp_path: Path) -> None:
     )
     assert lines[talks + 1].startswith("  3 documents, ")
     assert "what the assistant says" in lines[talks + 2]
-    assert any("1 too long, or nothing of the assistant" in line for line in lines[talks:notes])
+    assert any("1 without an answer of the assistant" in line for line in lines[talks:notes])
     text = "\n".join(lines[talks:notes])
-    assert "⟦<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧hello you<|im_end|>\n" in text
+    prompt = "⟦<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟧"
+    assert prompt + "hello you<|im_end|>⟦\n<|endoftext|>" in text
     assert "places are empty)" in text
     assert "  1 documents, " in lines[notes + 1]
     assert "1 files" in "\n".join(lines[notes:])
@@ -78,7 +79,7 @@ def test_for_programs(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     values = json.loads(result.stdout)
     assert [source["name"] for source in values["sources"]] == ["talks", "notes"]
-    assert values["sources"][0]["left_out"] == {"too long, or nothing of the assistant": 1}
+    assert values["sources"][0]["left_out"] == {"without an answer of the assistant": 1}
     assert values["rounds"] >= 1
 
 

@@ -40,11 +40,54 @@ REWRITES = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """What Qwen3's does: only the last answer has a thought."""
+DEFAULT_SYSTEM = (
+    "{% for message in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""What SmolLM2's and Qwen2.5's do: a dialogue without a system's text gets one."""
+PHI = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}"
+    "{% else %}{{ '<|endoftext|>' }}{% endif %}"
+)
+LLAMA_3 = (
+    "{% for m in messages %}{% set text = '<|start|>' + m['role'] + '<|stop|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set text = '<|begin|>' "
+    "+ text %}{% endif %}{{ text }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ '<bos>' }}{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' "
+    "else m['role'] %}{{ '<start_of_turn>' + role + '\n' + m['content'] | trim }}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] "
+    "+ ' [/INST]' }}{% else %}{{ ' ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
+)
+GLM = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""No token ends a turn; one begins the next."""
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+END_AT_LAST = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ '</s>' }}{% endif %}"
+)
 
 
 @lru_cache
-def tokenizer_text() -> str:
-    """The tokenizer.json of a byte-level tokenizer with the tokens of ChatML."""
+def tokenizer_text(special: tuple[str, ...] = tuple(SPECIAL)) -> str:
+    """The tokenizer.json of a byte-level tokenizer with the tokens of ChatML, or others."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevel()
@@ -53,16 +96,18 @@ def tokenizer_text() -> str:
         vocab_size=300, initial_alphabet=sorted(alphabet), show_progress=False
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     text: str = tokenizer.to_str()
     return text
 
 
-def tokenizer_folder(folder: Path, template: str = "") -> str:
+def tokenizer_folder(
+    folder: Path, template: str = "", special: tuple[str, ...] = tuple(SPECIAL)
+) -> str:
     """That tokenizer, with a chat template beside it; returns the path of tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
-    path.write_text(tokenizer_text())
+    path.write_text(tokenizer_text(special))
     config: dict[str, Any] = {"eos_token": "<|im_end|>", "tokenizer_class": "TokenizersBackend"}
     if template:
         config["chat_template"] = template

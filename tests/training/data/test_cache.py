@@ -127,7 +127,7 @@ def test_processes_wait_for_one_another(tmp_path: Path) -> None:
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path, root: Path) -> None:
-    path = write_records(tmp_path / "d.jsonl", [{"text": TEXT}, {"other": 1}])
+    path = write_records(tmp_path / "d.jsonl", [{"text": TEXT}, {"other": 1}, {"other": 2}])
     with pytest.raises(DataError):
         opened(path)
     assert [p.name for p in root.iterdir() if p.suffix != ".lock"] == []

@@ -19,9 +19,18 @@ from swarmnet.swarm.batch import IGNORED
 from swarmnet.training.arrays import to_tensor
 from swarmnet.training.data import TextData, chat_sandbox
 from swarmnet.training.data.chat import ChatTemplate
-from swarmnet.training.end_tokens import end_tokens, text_end
+from swarmnet.training.end_tokens import end_tokens
+from swarmnet.training.tokenizer_files import text_end
 from tests.training.data.making import (
     CHATML,
+    DEFAULT_SYSTEM,
+    END_AT_LAST,
+    GEMMA,
+    GLM,
+    LLAMA_3,
+    MISTRAL,
+    PHI,
+    PLAIN,
     REWRITES,
     SPECIAL,
     WITH_MARKS,
@@ -44,8 +53,8 @@ def template(text: str) -> ChatTemplate:
 
 def dialogues(folder: Path, *texts: list[dict[str, Any]], **data: Any) -> TextData:
     path = write_records(folder / "d.jsonl", [{"messages": messages} for messages in texts])
-    data = {"template": CHATML, "length": 48, **data}
-    tokenizer = tokenizer_folder(folder / "t", data.pop("template"))
+    data = {"template": CHATML, "length": 48, "special": tuple(SPECIAL), **data}
+    tokenizer = tokenizer_folder(folder / "t", data.pop("template"), data.pop("special"))
     values = {"held_out_fraction": 0.0, "messages_field": "messages", **data}
     return opened(path, tokenizer=tokenizer, **values)
 
@@ -63,7 +72,7 @@ def learned_texts(data: TextData) -> list[str]:
 def test_what_the_assistant_says_by_differences_of_prefixes() -> None:
     rendered = template(CHATML).render(turns("hi", "yo", "bye", "so long"), "")
     said = [rendered.text[a:b] for a, b in rendered.spans]
-    assert said == ["yo<|im_end|>\n", "so long<|im_end|>\n"]
+    assert said == ["yo<|im_end|>\n", "so long<|im_end|>\n"], "no token is known to end a turn"
 
 
 def test_what_the_assistant_says_by_marks() -> None:
@@ -76,17 +85,99 @@ def test_what_the_assistant_says_by_marks() -> None:
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="rewrites earlier turns") as raised:
-        dialogues(tmp_path, turns("a", "b", "c", "d"), template=REWRITES)
-    assert "line 1" in str(raised.value)
+    long = turns("a", "b", "c", "d")
+    with pytest.raises(DataError, match="2 of 2 records cannot be used, the first") as raised:
+        dialogues(tmp_path, long, long, template=REWRITES)
+    assert "line 1: the chat template rewrites earlier turns" in str(raised.value)
     assert "\n" not in str(raised.value)
+    data = dialogues(tmp_path, turns("a", "b"), long, turns("c", "d"), template=REWRITES)
+    assert data.sources[0].about.left_out == {"rewritten by the chat template": 1}
+    (line,) = data.sources[0].about.lines
+    assert "d.jsonl, line 2: the chat template rewrites earlier turns" in line
+
+
+def test_a_dialogue_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    """Though the template writes a system's text before it, which a generation prompt has not."""
+    greeting = turns("", "Good day.", "hi", "yo")[1:]
+    for template_text in (DEFAULT_SYSTEM, CHATML):
+        data = dialogues(tmp_path, greeting, turns("hi", "yo"), template=template_text, length=90)
+        assert sorted(learned_texts(data)) in (
+            ["Good day.<|im_end|>yo<|im_end|>", "yo<|im_end|>"],
+            ["Good day.<|im_end|>yo<|im_end|>yo<|im_end|>"],
+            ["yo<|im_end|>Good day.<|im_end|>yo<|im_end|>"],
+        )
+        assert data.sources[0].about.left_out == {}
+
+
+ENDS = {
+    "Llama 3": (LLAMA_3, ["<|begin|>", "<|start|>", "<|stop|>", "<|eot_id|>"], "<|eot_id|>"),
+    "Gemma": (GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"], "<end_of_turn>"),
+    "Phi": (PHI, ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"], "<|end|>"),
+    "Mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], "</s>"),
+    "ChatML": (CHATML, SPECIAL, "<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize(("text", "special", "end"), ENDS.values(), ids=ENDS)
+def test_what_ends_a_turn_is_learned_and_ends_texts(
+    tmp_path: Path, text: str, special: list[str], end: str
+) -> None:
+    """And nothing after it: no newline, and no end of the text."""
+    said = turns("hi", "yo", "bye", "so long")
+    data = dialogues(tmp_path, said, template=text, special=tuple(special), length=96)
+    lead = " " if text == MISTRAL else ""
+    assert learned_texts(data) == [f"{lead}yo{end}{lead}so long{end}"]
+    files = {p.name: p.read_bytes() for p in (tmp_path / "t").iterdir()}
+    tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    for eos in ("<|endoftext|>", end):
+        files["tokenizer_config.json"] = json.dumps(
+            {"eos_token": eos, "chat_template": text}
+        ).encode()
+        ends = end_tokens(small_spec(data={"tokenizer": "tokenizer.json"}), files)
+        known = [tokenizer.token_to_id(name) for name in (eos, end)]
+        assert ends == list(dict.fromkeys(i for i in known if i is not None))
+
+
+@pytest.mark.parametrize(
+    ("text", "special", "learned"),
+    [
+        (PLAIN, ("<|endoftext|>",), "yo\n\nso long\n\n<|endoftext|>"),
+        (GLM, ("<|endoftext|>", "<|user|>", "<|assistant|>"), "yoso long<|endoftext|>"),
+        (END_AT_LAST, ("</s>",), "yo\nso long\n</s>"),
+    ],
+)
+def test_where_no_token_ends_a_turn_the_end_of_the_text_does(
+    tmp_path: Path, text: str, special: tuple[str, ...], learned: str
+) -> None:
+    """Else nothing would end what the model says."""
+    said = turns("hi", "yo", "bye", "so long")
+    data = dialogues(tmp_path, said, template=text, special=special, length=96)
+    assert learned_texts(data) == [learned]
+    asked = dialogues(tmp_path, said[:3], template=text, special=special, length=96)
+    assert learned_texts(asked) == [learned.partition("so")[0]], "nobody answered"
+
+
+def test_what_a_template_does_not_take_is_left_out(tmp_path: Path) -> None:
+    alternates = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+    )
+    odd = [*turns("a", "b"), {"role": "assistant", "content": "c"}]
+    texts = [turns("hi", f"yo {n}") for n in range(12)]
+    broken = turns("hi", "half \ud83d")
+    data = dialogues(tmp_path, *texts, odd, template=alternates)
+    assert data.sources[0].about.left_out == {"refused by the chat template": 1}
+    (line,) = data.sources[0].about.lines
+    assert "line 13: the chat template fails: roles must alternate" in line
+    data = dialogues(tmp_path, *texts, broken)
+    assert data.sources[0].about.left_out == {"with a lone surrogate": 1}
+    assert data.sources[0].about.num_documents == 12
 
 
 @pytest.mark.parametrize("text", [CHATML, WITH_MARKS])
 def test_only_what_the_assistant_says_is_learned(tmp_path: Path, text: str) -> None:
     data = dialogues(tmp_path, turns("hi", "yo there"), template=text)
-    end = "" if text == WITH_MARKS else "\n"
-    assert learned_texts(data) == ["yo there<|im_end|>" + end]
+    assert learned_texts(data) == ["yo there<|im_end|>"]
     batch = data.microbatch([0, 0])
     assert int((to_tensor(batch.targets) != IGNORED).sum()) == 2 * data.sources[0].about.num_learned
 
@@ -112,21 +203,27 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def test_a_long_dialogue_is_cut_at_a_turn_or_left_out(tmp_path: Path) -> None:
-    data = dialogues(
-        tmp_path,
+    said = [
         turns("a", "one", "b", "two", "c", "three " * 40),
         turns("a " * 90, "never"),
         turns("only the user"),
         turns("x", "short"),
-        length=72,
-    )
+    ]
+    data = dialogues(tmp_path, *said, length=72)
     about = data.sources[0].about
-    assert about.left_out == {"cut at a turn": 1, "too long, or nothing of the assistant": 2}
+    assert about.left_out == {
+        "cut at a turn": 1,
+        "longer than a sample": 1,
+        "without an answer of the assistant": 1,
+    }
+    tokenizer = Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    whole = [len(tokenizer.encode(template(CHATML).render(one, "").text).ids) + 1 for one in said]
+    assert about.lengths == (whole[1], whole[0], whole[0]), "before the cut"
     texts = sorted(learned_texts(data))
     assert texts in (
-        ["one<|im_end|>\ntwo<|im_end|>\n", "short<|im_end|>\n"],
-        ["one<|im_end|>\ntwo<|im_end|>\nshort<|im_end|>\n"],
-        ["short<|im_end|>\none<|im_end|>\ntwo<|im_end|>\n"],
+        ["one<|im_end|>two<|im_end|>", "short<|im_end|>"],
+        ["one<|im_end|>two<|im_end|>short<|im_end|>"],
+        ["short<|im_end|>one<|im_end|>two<|im_end|>"],
     )
 
 
@@ -190,11 +287,17 @@ def test_a_template_runs_in_a_sandbox() -> None:
 def test_wrong_messages_are_named_by_their_line(
     tmp_path: Path, record: dict[str, Any], wanted: str
 ) -> None:
-    path = write_records(tmp_path / "d.jsonl", [{"messages": turns("a", "b")}, record])
-    tokenizer = tokenizer_folder(tmp_path / "t", CHATML)
-    with pytest.raises(DataError, match=wanted) as raised:
-        opened(path, tokenizer=tokenizer, messages_field="messages")
-    assert "line 2" in str(raised.value)
+    good = {"messages": turns("a", "b")}
+    path = write_records(tmp_path / "d.jsonl", [good, record])
+    values = {"tokenizer": tokenizer_folder(tmp_path / "t", CHATML), "messages_field": "messages"}
+    data = opened(path, 48, held_out_fraction=0.0, **values)
+    assert data.sources[0].about.num_documents == 1
+    (line,) = data.sources[0].about.lines
+    assert "line 2: " in line
+    assert wanted in line
+    write_records(tmp_path / "d.jsonl", [good, record, record])
+    with pytest.raises(DataError, match=f"2 of 3 records cannot be used, the first: .*{wanted}"):
+        opened(path, 48, held_out_fraction=0.0, **values)
 
 
 def test_what_messages_need(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,13 @@ from swarmnet.errors import DataError
 from swarmnet.spec import SourceSpec
 from swarmnet.training.data import readers
 from swarmnet.training.data.readers import PIECE_BYTES, Reader, end_of_piece, pieces_of
-from tests.training.data.making import documents_of, opened, tokenizer_folder, write_records
+from tests.training.data.making import (
+    CHATML,
+    documents_of,
+    opened,
+    tokenizer_folder,
+    write_records,
+)
 from tests.training.specs import TEXT
 
 DOCUMENTS = [f"document {n}: " + "x" * (n % 7) + " ünï\ncode" for n in range(60)]
@@ -159,17 +166,110 @@ def test_many_files_that_are_left_out_are_one_line(
         ('{"text": 5}', "line 3: field 'text' is int, not a text"),
     ],
 )
-def test_a_wrong_record_is_named_by_its_number(tmp_path: Path, line: str, wanted: str) -> None:
+def test_a_wrong_record_is_left_out_and_named(
+    tmp_path: Path, line: str, wanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
     good = json.dumps({"text": TEXT})
     (tmp_path / "d.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
     for path in (tmp_path / "d.jsonl", tmp_path):
-        with pytest.raises(DataError, match=wanted.replace("[", "\\[")):
-            opened(str(path))
+        caplog.clear()
+        data = opened(str(path), held_out_fraction=0.0)
+        assert documents_of(data) == [TEXT.encode()] * 2
+        assert sum(data.sources[0].about.left_out.values()) == 1
+        (record,) = caplog.records
+        assert record.message.startswith("[data] 1 of 3 records left out, for they cannot be used")
+        assert wanted in record.message
+        assert "\n" not in record.message
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (b'{"text": "a\\ud800b"}', "line 2 has a lone surrogate ('\\ud800')"),
+        (b'{"text": "a\xffb"}', "line 2 is no UTF-8: byte 0xff at 12"),
+        (b'{"text": "a"', "line 2 is no JSON: Expecting ',' delimiter at character 14"),
+        (b"[" * 99_999, "line 2 is nested too deep"),
+        (b'{"text": NaN}', "line 2: field 'text' is float, not a text"),
+    ],
+)
+def test_the_reason_is_the_real_one(tmp_path: Path, line: bytes, wanted: str) -> None:
+    good = json.dumps({"text": TEXT}).encode()
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b"\n".join([good, line, good])))
+    (said,) = opened(str(tmp_path)).sources[0].about.lines
+    assert wanted in said
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "9" * 5000, r'"\ud800"'])
+def test_what_nobody_reads_stops_nothing(tmp_path: Path, value: str) -> None:
+    text = json.dumps(TEXT)
+    path = tmp_path / "d.jsonl"
+    path.write_text(f'{{"a": {value}, "text": {text}}}\n{{"text": {text}, "z": [{value}]}}\n')
+    data = opened(str(path), held_out_fraction=0.0)
+    assert documents_of(data) == [TEXT.encode()] * 2
+    assert data.sources[0].about.left_out == {}
+    tokenizer = tokenizer_folder(tmp_path / "t", CHATML)
+    user, assistant = '"role": "user", "content": "hi"', '"role": "assistant", "content": "yo"'
+    messages = f'[{{{user}}}, {{{assistant}, "x": {value}}}]'
+    path.write_text(f'{{"score": {value}, "messages": {messages}}}\n')
+    found = opened(
+        str(path), 64, messages_field="messages", tokenizer=tokenizer, held_out_fraction=0.0
+    )
+    assert found.sources[0].about.num_documents == 1
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.zst", "d.parquet"])
+def test_many_bad_records_are_an_error(tmp_path: Path, name: str) -> None:
+    """Of a file, with the first one's reason: as where the field is another one."""
+    write = write_parquet if name.endswith("parquet") else write_lines
+    for number, is_refused in ((1, False), (6, False), (7, True)):
+        texts: list[Any] = [TEXT] * 60
+        bad = b"\xff" if name.endswith("parquet") else 5
+        for n in range(number):
+            texts[3 * n + 1] = bad
+        if name.endswith("parquet"):
+            coded = [t.encode() if isinstance(t, str) else t for t in texts]
+            array = pyarrow.array(coded, pyarrow.binary())
+            table = pyarrow.table({"text": array.cast(pyarrow.string(), safe=False)})
+            parquet.write_table(table, tmp_path / name)
+        else:
+            write(tmp_path / name, texts)
+        if is_refused:
+            with pytest.raises(
+                DataError, match=r"7 of 60 records cannot be used, the first: .*\b2\b"
+            ):
+                opened(str(tmp_path))
+            return
+        about = opened(str(tmp_path), held_out_fraction=0.0).sources[0].about
+        assert about.num_documents == 60 - number
+        assert sum(about.left_out.values()) == number
+        assert f"{number} of 60 records left out" in about.lines[0]
+
+
+def test_a_file_of_bad_records_is_known_before_its_end(tmp_path: Path) -> None:
+    """Which records are kept depends on their own file, and not on what lies beside it."""
+    write_lines(tmp_path / "a.jsonl", [5] * 3000)
+    write_lines(tmp_path / "b.jsonl", [TEXT] * 90)
+    with pytest.raises(DataError, match="1,000 of 1,000 records cannot be used"):
+        opened(str(tmp_path))
+    write_lines(tmp_path / "a.jsonl", [5])
+    about = opened(str(tmp_path), held_out_fraction=0.0).sources[0].about
+    assert (about.num_documents, about.left_out) == (90, {"no text": 1})
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(DataError, match=r"no text at all; 1 no text; .*1: field 'text' is int"):
+        opened(str(tmp_path))
+
+
+def test_a_text_with_bytes_of_another_encoding_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(TEXT.encode() + "Größe".encode("latin-1"))
+    (tmp_path / "b.txt").write_text(TEXT)
+    data = opened(str(tmp_path), held_out_fraction=0.0)
+    assert data.sources[0].about.left_out == {"texts with bytes that are no UTF-8": 1}
+    assert data.sources[0].about.num_documents == 2
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
 @pytest.mark.parametrize("field", ["text_field", "messages_field"])
-def test_a_record_that_is_too_long_is_named(
+def test_a_record_that_is_too_long_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, field: str
 ) -> None:
     monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1 << 20)
@@ -178,8 +278,10 @@ def test_a_record_that_is_too_long_is_named(
     write = write_parquet if name.endswith("parquet") else write_lines
     write(tmp_path / name, records, "body")
     source = SourceSpec(paths=("x",), **{field: "body"})
-    with pytest.raises(DataError, match=r"(line|row) 2: longer than 1 MiB"):
-        list(Reader(source).read(tmp_path / name))
+    reader = Reader(source)
+    assert len(list(reader.read(tmp_path / name))) == 2
+    assert reader.bad.kinds == {"longer than 1 MiB": 1}
+    assert re.search(r"(line|row) 2: longer than 1 MiB", reader.bad.lines[0])
 
 
 class CountedBytes(bytes):
