@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from importlib import metadata
 
@@ -30,7 +29,6 @@ def install_command(*names: str, options: str = "") -> str:
     return " ".join(["pip install", *options.split(), *map(shlex.quote, wanted)])
 
 
-@functools.cache
 def _requirements() -> dict[str, str]:
     """Of this package, the extras included, by canonical name."""
     try:
