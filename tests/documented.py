@@ -163,7 +163,7 @@ def _as_typed(first: Path, words: list[str]) -> Iterator[None]:
             raise _Parsed
         for word in words[1:]:
             option = word.partition("=")[0]
-            known = parser._option_string_actions  # noqa: SLF001
+            known = re.findall(r"--[\w-]+", parser.format_help())
             if option.startswith("--") and option not in known:
                 raise _Wrong(f"there is no {option}")
         raise _Parsed

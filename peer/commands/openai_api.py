@@ -14,16 +14,26 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from http import HTTPStatus
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from peer.commands.openai_requests import (
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    Options,
+    error_of,
+    read_request,
+    said,
+)
 from peer.observe.dashboard.app import LOCAL_NAMES
 from peer.observe.dashboard.server import serving
 from swarmnet.errors import Busy, NotNow, SwarmnetError, UserError
@@ -35,83 +45,13 @@ from swarmnet.runtime.writing.writer import Text, Writer
 MAX_BODY_BYTES = 1 << 20
 MAX_WAITING = 32
 """Requests, those that are being answered included."""
-MAX_MESSAGES = 1024
 GONE = 499
 """Status of an answer that nobody waits for any more."""
+UNKNOWN_MODEL = "model_not_found"
+"""The API's code of the error."""
 
 T = TypeVar("T")
 Answer = Callable[[Request, bytes], Awaitable[Response]]
-Stop = str | list[str] | None
-
-
-class _Options(BaseModel):
-    """Of both kinds of requests; what is not here is passed over."""
-
-    model: str = ""
-    temperature: Annotated[float | None, Field(ge=0.0, le=100.0)] = None
-    """0: the likeliest token."""
-    top_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
-    seed: Annotated[int | None, Field(ge=0)] = None
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    stop: Stop = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    n: Literal[1] | None = None
-    logprobs: Literal[False, 0] | None = None
-    echo: Literal[False] | None = None
-    do_sample: bool | None = None
-    """As `transformers` has it, like the next two."""
-    top_k: Annotated[int | None, Field(ge=0)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0.0, le=100.0)] = None
-
-    def sampling(self, usual: Sampling) -> Sampling:
-        """Raises `UserError`."""
-        options = {
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
-            "do_sample": self.do_sample,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        if self.temperature == 0:
-            options["do_sample"] = False
-        else:
-            options["temperature"] = self.temperature
-        return usual.with_options(options)
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
-
-    @property
-    def wants_usage(self) -> bool:
-        """At the end of a stream."""
-        return bool((self.stream_options or {}).get("include_usage"))
-
-
-class CompletionRequest(_Options):
-    prompt: str | list[int] | list[str]
-
-
-class ContentPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    role: Annotated[str, Field(max_length=64)]
-    content: str | list[ContentPart] | None = None
-
-    def said(self) -> dict[str, str]:
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content
-        return {"role": self.role, "content": text or ""}
-
-
-class ChatRequest(_Options):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +64,35 @@ class _Shape:
     prefix: str
     """Of their ids."""
     is_chat: bool
+    param: str
+    """The field that has the prompt."""
 
-    def choice(self, text: str, reason: str | None, *, is_piece: bool) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            key = "delta" if is_piece else "message"
-            said = {key: {"role": "assistant", "content": text}}
-        return {"index": 0, "finish_reason": reason, "logprobs": None, **said}
+    def whole(self, text: str, reason: str) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return self._choice({"message": message} if self.is_chat else {"text": text}, reason)
+
+    @property
+    def beginning(self) -> list[dict[str, Any]]:
+        """The choices that a stream begins with: the role is in no other, for clients put deltas
+        together."""
+        delta = {"role": "assistant", "content": ""}
+        return [self._choice({"delta": delta}, None)] if self.is_chat else []
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """A choice of a stream."""
+        return self._choice({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
+
+    def end(self, reason: str) -> dict[str, Any]:
+        """The choice that says why a stream ends."""
+        return self._choice({"delta": {}} if self.is_chat else {"text": ""}, reason)
+
+    def _choice(self, part: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": 0, "finish_reason": reason, "logprobs": None, **part}
 
 
-COMPLETION = _Shape("text_completion", "text_completion", "cmpl", False)
-CHAT = _Shape("chat.completion", "chat.completion.chunk", "chatcmpl", True)
+COMPLETION = _Shape("text_completion", "text_completion", "cmpl", False, "prompt")
+CHAT = _Shape("chat.completion", "chat.completion.chunk", "chatcmpl", True, "messages")
 
 
 async def open_api(
@@ -153,6 +111,7 @@ class Api:
     def __init__(self, writer: Writer, sampling: Sampling, name: str) -> None:
         """`sampling`: where a request says nothing. `name`: of the model."""
         self._writer, self._sampling, self._name = writer, sampling, name
+        self._created = int(time.time())
         self._turn = asyncio.Semaphore(MAX_SESSIONS_EACH)
         self._num_waiting = 0
         self._closed = asyncio.get_running_loop().create_future()
@@ -165,33 +124,58 @@ class Api:
     def app(self) -> Starlette:
         routes = [
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
             Route("/v1/completions", self._guarded(self._completion), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
         ]
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES, www_redirect=False)
-        return Starlette(routes=routes, middleware=[hosts])
+        errors = {HTTPException: _not_served, Exception: _failed}
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers=errors)
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "swarmnet"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def _one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not name:
+            return await self._models(request)
+        try:
+            self._check_model(name)
+        except BadRequest as error:
+            return _refused(error)
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        about = {"object": "model", "created": self._created, "owned_by": "swarmnet"}
+        return {"id": self._name, **about}
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises `BadRequest` where a program wants another one."""
+        if name and name != self._name:
+            line = f"the model {name[:80]!r} does not exist; {self._name!r} is served here"
+            raise BadRequest(line, "model", UNKNOWN_MODEL)
 
     async def _completion(self, request: Request, body: bytes) -> Response:
-        asked = CompletionRequest.model_validate_json(body)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            prompt = prompt[0]
+        asked = read_request(body, CompletionRequest)
+        self._check_model(asked.model)
+        prompt = asked.one_prompt()
         if isinstance(prompt, str):
             encode = self._writer.codec.encode
-            tokens = await asyncio.to_thread(encode, prompt, adds_special=True)
-        else:
-            tokens = [t for t in prompt if isinstance(t, int) and t >= 0]
-            if len(tokens) != len(prompt):
-                raise UserError("prompt: one text, or the tokens of one")
-        return await self._answer(request, asked, tokens, COMPLETION)
+            prompt = await asyncio.to_thread(encode, prompt, adds_special=True)
+        elif (highest := max(prompt, default=0)) >= self._writer.vocabulary:
+            line = f"prompt: token {highest}, and the model has {self._writer.vocabulary}"
+            raise BadRequest(line, "prompt", "invalid_value")
+        return await self._answer(request, asked, prompt, COMPLETION)
 
     async def _chat(self, request: Request, body: bytes) -> Response:
-        asked = ChatRequest.model_validate_json(body)
-        tokens = await asyncio.to_thread(self._tokens_of, [m.said() for m in asked.messages])
+        asked = read_request(body, ChatRequest)
+        self._check_model(asked.model)
+        messages = [message.said() for message in asked.messages]
+        try:
+            tokens = await asyncio.to_thread(self._tokens_of, messages)
+        except UserError as error:
+            raise BadRequest(str(error), CHAT.param) from None
         return await self._answer(request, asked, tokens, CHAT)
 
     def _tokens_of(self, messages: list[dict[str, str]]) -> list[int]:
@@ -199,9 +183,19 @@ class Api:
         return self._writer.codec.encode(chat_prompt(self._writer.files, messages))
 
     async def _answer(
-        self, request: Request, asked: _Options, prompt: list[int], shape: _Shape
+        self, request: Request, asked: Options, prompt: list[int], shape: _Shape
     ) -> Response:
-        sampling = asked.sampling(self._sampling)
+        longest = self._writer.longest
+        sampling = asked.sampling(self._sampling, longest)
+        if not prompt:
+            raise BadRequest(f"{shape.param}: empty; give the model a text", shape.param)
+        if len(prompt) >= longest:
+            raise BadRequest(
+                f"{shape.param}: {len(prompt)} tokens; with the answer a text of this run's model "
+                f"has at most {longest}",
+                shape.param,
+                "context_length_exceeded",
+            )
         text = self._writer.text(prompt, sampling, stops=asked.stops)
         about = {
             "id": f"{shape.prefix}-{uuid.uuid4().hex}",
@@ -213,10 +207,10 @@ class Api:
             return StreamingResponse(stream, media_type="text/event-stream")
         gone = asyncio.ensure_future(_gone(request))
         try:
-            said = await _before(gone, ClientDisconnect(), self._whole(text))
+            whole = await _before(gone, ClientDisconnect(), self._whole(text))
         finally:
             gone.cancel()
-        choice = shape.choice(said, text.finish_reason, is_piece=False)
+        choice = shape.whole(whole, text.finish_reason)
         return JSONResponse(
             {**about, "object": shape.kind, "choices": [choice], "usage": _usage(text)}
         )
@@ -236,19 +230,21 @@ class Api:
         self, text: Text, about: dict[str, Any], shape: _Shape, wants_usage: bool
     ) -> AsyncIterator[bytes]:
         about = {**about, "object": shape.piece_kind}
+        if wants_usage:
+            about["usage"] = None
         self._num_waiting += 1
         pieces = self._pieces(text)
         try:
-            while (piece := await self._unless_closed(_next(pieces))) is not None:
-                choice = shape.choice(piece, None, is_piece=True)
+            for choice in shape.beginning:
                 yield _event({**about, "choices": [choice]})
+            while (piece := await self._unless_closed(_next(pieces))) is not None:
+                yield _event({**about, "choices": [shape.piece(piece)]})
         except SwarmnetError as e:
-            yield _event(_error(e))
+            yield _event(error_of(e))
             return
         finally:
             self._num_waiting -= 1
-        choice = shape.choice("", text.finish_reason, is_piece=True)
-        yield _event({**about, "choices": [choice]})
+        yield _event({**about, "choices": [shape.end(text.finish_reason)]})
         if wants_usage:
             yield _event({**about, "choices": [], "usage": _usage(text)})
         yield b"data: [DONE]\n\n"
@@ -259,28 +255,24 @@ class Api:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    return JSONResponse(_said(f"more than {MAX_BODY_BYTES} bytes"), 413)
+                    line = f"the body has more than {MAX_BODY_BYTES} bytes"
+                    return JSONResponse(said(line), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return await answer(request, bytes(body))
 
         async def guarded(request: Request) -> Response:
             kind = request.headers.get("content-type", "").partition(";")[0].strip()
             if kind != "application/json":
-                return JSONResponse(_said("content-type: application/json, please"), 415)
+                line = "content-type: application/json, please"
+                return JSONResponse(said(line), HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             if self._num_waiting >= MAX_WAITING:
-                return JSONResponse(_said("too many requests wait here"), 429)
+                return _refused(Busy("too many requests wait here"))
             self._num_waiting += 1
             try:
                 return await self._unless_closed(read(request))
             except ClientDisconnect:
                 return Response(status_code=GONE)
-            except ValidationError as e:
-                first = e.errors()[0]
-                where = ".".join(str(part) for part in first["loc"][:4])
-                return JSONResponse(_said(f"{where}: {first['msg']}"), 400)
-            except UserError as e:
-                return JSONResponse(_error(e), 400)
             except SwarmnetError as e:
-                return JSONResponse(_error(e), 429 if isinstance(e, Busy) else 503)
+                return _refused(e)
             finally:
                 self._num_waiting -= 1
 
@@ -320,10 +312,30 @@ def _event(values: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(values)}\n\n".encode()
 
 
-def _error(error: SwarmnetError) -> dict[str, Any]:
-    line = " ".join(str(error).split()) or type(error).__name__
-    return _said(line, "invalid_request_error" if isinstance(error, UserError) else "server_error")
+def _refused(error: SwarmnetError) -> Response:
+    """The answer that is an error: clients ask again after the last two."""
+    if isinstance(error, BadRequest) and error.code == UNKNOWN_MODEL:
+        status = HTTPStatus.NOT_FOUND
+    elif isinstance(error, UserError):
+        status = HTTPStatus.BAD_REQUEST
+    elif isinstance(error, Busy):
+        status = HTTPStatus.TOO_MANY_REQUESTS
+    else:
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+    return JSONResponse(error_of(error), status)
 
 
-def _said(line: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    return {"error": {"message": line, "type": kind, "code": None}}
+async def _not_served(request: Request, error: Exception) -> Response:
+    """A path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    asked, code = f"{request.method} {request.url.path[:80]}", None
+    line = f"there is no {asked} here"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        line, code = f"{asked}: another method, please", "method_not_supported"
+    return JSONResponse(said(line, code=code), error.status_code, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A fault of this program, which its log has."""
+    line = f"{type(error).__name__}: the answer failed; see what swarmnet generate says"
+    return JSONResponse(said(line, "server_error"), HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -173,6 +173,16 @@ class Writer:
             prompt, remote, self.codec, self._ends, sampling, vocabulary=vocabulary, stops=stops
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a text may have, with its prompt."""
+        return self._longest
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._vocabulary()
+
     def _vocabulary(self) -> int:
         model = self._spec.model
         size = model.config.get("vocab_size") or model.vocab_size

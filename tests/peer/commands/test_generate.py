@@ -317,6 +317,7 @@ class Endless:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.codec, self.files = Beside(), {"chat_template.jinja": TEMPLATE.encode()}
+        self.longest, self.vocabulary = 4096, 256
         self.begun, self.ended = asyncio.Semaphore(0), asyncio.Semaphore(0)
         self.error = error
 
